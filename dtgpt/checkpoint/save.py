@@ -11,6 +11,7 @@ import json
 import math
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,15 @@ class Saver:
     def __init__(
         self, checkpoints: Path, shards: Shards, optimizer: Optimizer, keep_last: int = 0, keep_every: int = 0,
         background: bool = True, timeout: float = 600.0,
+        completed: Callable[[int, int], None] = lambda step, size: None,
     ):  # fmt: skip
         """keep_last: newest ones to keep, 0: all. keep_every: steps whose multiples are kept for ever, 0: none.
         background: False takes no memory for copies, and stops training while it writes. timeout: seconds within which
-        all ranks must have written."""
+        all ranks must have written. completed: called on rank 0, in any thread, with the step of a checkpoint that is
+        complete and its bytes."""
         self.checkpoints, self.mesh = checkpoints, shards.mesh
         self._keep_last, self._keep_every, self._timeout = keep_last, keep_every, timeout
-        self._background = background
+        self._background, self._completed = background, completed
         self._files = list(files_of(shards, optimizer))
         self._stream = torch.cuda.Stream() if self.mesh.device.type == "cuda" else None
         self._copied: torch.cuda.Event | threading.Event | None = None
@@ -228,7 +231,7 @@ class Saver:
         for rank in range(1, self.mesh.world):
             files = files | self._report(partial, rank)
         commit(partial, folder, state, files)
-        say(f"step {step}: checkpoint complete, {sum(file.num_bytes for file in files.values()) / 2**20:,.0f} MiB")
+        self._completed(step, sum(file.num_bytes for file in files.values()))
         # Older ones first: where the disk is full, that makes room for the name.
         for work, what in (
             (lambda: self._remove_old(step), "what is older could not be cleared away"),

@@ -23,7 +23,8 @@ def balanced_cut(config: ModelConfig, stages: int) -> tuple[int, ...]:
     """Return the blocks per stage, at least one each. Cost is in FLOPs of a token at the full length, in
     units of the first block's; the head counts on the last stage, the embedding on the first. Among cuts with the
     same costliest stage, the one with the most even rest."""
-    costs = [inventory(config).block_flops(index, config.seq_length) for index in range(config.num_layers)]
+    parts = inventory(config)
+    costs = [max(1, parts.block_flops(index, config.seq_length)) for index in range(config.num_layers)]
     unit = costs[0]
     up_to = list(accumulate((cost / unit for cost in costs), initial=0.0))
     head = 6 * config.hidden_size * config.padded_vocab_size / unit

@@ -154,6 +154,7 @@ class Loop:
                 options.keep_every,
                 background=options.background,
                 timeout=recipe.timeout,
+                completed=lambda step, size: say(f"step {step}: checkpoint complete, {size / 2**20:,.0f} MiB"),
             )
             self.saver = stack.enter_context(saver)
             trainer.before_update = self.saver.before_update
