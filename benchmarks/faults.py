@@ -200,10 +200,10 @@ FAULTS = [
         "pass",
     ),
     Fault(
-        "comm: gathered parts begin with the second rank's",
+        "comm: gathered parts are in the reverse order",
         "dtgpt/comm/collectives.py",
-        "dim) if dim else parts\n\n    def sum",
-        "dim) if dim else parts.roll(len(part), 0)\n\n    def sum",
+        "return torch.cat(parts.chunk(self.group.size()), dim)",
+        "return torch.cat(parts.chunk(self.group.size())[::-1], dim)",
     ),
     Fault(
         "liveness: a process that is silent is never lost",

@@ -36,7 +36,7 @@ class GroupCollectives:
             return part.view_as(part)
         parts = part.new_empty(self.group.size() * len(part), *part.shape[1:])
         all_gather_single(parts, part.contiguous(), self.group)
-        return torch.cat(parts.chunk(self.group.size()), dim) if dim else parts
+        return torch.cat(parts.chunk(self.group.size()), dim)
 
     def sum(self, whole: Tensor, dim: int | None) -> Tensor:
         """Return this rank's part along `dim` of the sum over the ranks; None: the whole sum, in place where `whole` is
@@ -45,7 +45,7 @@ class GroupCollectives:
             whole = whole.contiguous()
             dist.all_reduce(whole, group=self.group)
             return whole.view_as(whole)
-        parts = torch.cat(whole.chunk(self.group.size(), dim)) if dim else whole.contiguous()
+        parts = torch.cat(whole.chunk(self.group.size(), dim))
         part = parts.new_empty(len(parts) // self.group.size(), *parts.shape[1:])
         reduce_scatter_single(part, parts, self.group)
         return part

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtgpt.comm.arena import Area, share
 from dtgpt.comm.barrier import Barrier
-from dtgpt.comm.collectives import KernelCollectives, area_bytes, open_collectives
+from dtgpt.comm.collectives import GroupCollectives, KernelCollectives, area_bytes, open_collectives
 from dtgpt.comm.exchange import CAPACITY, make_exchange
 from dtgpt.comm.gather import CopyGather
 from dtgpt.comm.message import open_messages
@@ -77,6 +77,21 @@ def by_kernels(mesh: Mesh, group: dist.ProcessGroup, name: str) -> Case:
         return [made.gather(x, dim) if name == "gather" else made.sum(x, dim) for x, dim in calls]
 
     return Case([x for x, _ in calls], work, lambda: [expected(x, dim) for x, dim in calls])
+
+
+def by_group(mesh: Mesh, group: dist.ProcessGroup) -> Case:
+    made, x = GroupCollectives(group), torch.empty(4, 8, 32, device=mesh.device)
+
+    def work() -> list[Tensor]:
+        gathered = [made.gather(x, dim) for dim in (0, 1, None)]
+        return [*gathered, *(made.sum(x.clone(), dim) for dim in (0, 1, None))]
+
+    def expected() -> list[Tensor]:
+        parts, whole = everyones(x, group), total(x, group, x.dtype)
+        own = [whole.chunk(group.size(), dim)[group.rank()] for dim in (0, 1)]
+        return [torch.cat(parts, 0), torch.cat(parts, 1), x, *own, whole]
+
+    return Case([x], work, expected)
 
 
 def copied_gather(mesh: Mesh, group: dist.ProcessGroup) -> Case:
@@ -195,6 +210,7 @@ def exchange(mesh: Mesh, group: dist.ProcessGroup, name: str) -> Case:
 
 
 HOSTS = {
+    "activations by the process group": by_group,
     "fp32 sum by the process group": lambda mesh, group: flat_sums(mesh, group, FlatSum, torch.float32),
     "16-bit sum by the process group": lambda mesh, group: flat_sums(mesh, group, NarrowSum, torch.bfloat16),
     "16-bit sum by copies": lambda mesh, group: flat_sums(mesh, group, CopySum, torch.bfloat16),

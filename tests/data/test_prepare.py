@@ -307,6 +307,11 @@ def test_a_script_without_a_guard_is_not_run_again_by_its_workers(tmp_path):
     assert done.stdout == "once\n" and done.stderr == "" and len(leftovers(tmp_path)) == 3
 
 
+def test_a_preparation_and_its_workers_start_without_torch():
+    code = "import sys, dtgpt.commands.prepare, dtgpt.data.prepare.pool; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_blocks_are_read_only_a_little_ahead():
     read = []
 

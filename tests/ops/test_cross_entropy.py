@@ -54,6 +54,7 @@ def test_a_cut_vocabulary_has_the_loss_and_gradient_of_the_whole(world, dtype):
         check(case, list(results))
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("world, width", [(5, 384), (4, 390), (3, 256), (4, 128)])
 def test_an_uneven_cut_is_no_special_case(world, width):
     case = make_case(width - 100, width)

@@ -164,6 +164,7 @@ def test_the_meta_device_saves_what_the_op_of_an_rms_norm_saves():
             assert on_meta == saved_bytes(function, inputs) == x.nbytes + weight.nbytes + 4 * x[..., 0].numel()
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "biased, backend", [pytest.param(True, "inductor", marks=pytest.mark.compiler), (False, "aot_eager")],
     ids=["layer_norm", "rms_norm"],
