@@ -26,4 +26,4 @@ def test_each_command_works(tmp_path):
             assert "equal within rounding" in done.stdout
         if otherwise:
             assert "optimizer.weight_decay  A 1.0  B 1.9" in done.stdout
-    assert len(COMMANDS) == 10 and (tmp_path / "hf_model" / "model.safetensors").is_file()
+    assert len(COMMANDS) == 11 and (tmp_path / "hf_model" / "model.safetensors").is_file()
