@@ -23,7 +23,7 @@ KNOWN = (
 
 
 def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | None = None) -> Source:
-    """Open the weights at `path`, whatever wrote them. The processes of a `mesh` share the work of checking a
+    """Open the weights at `path`, in any known format. The processes of a `mesh` share the work of checking a
     checkpoint. `true_vocab_size`: of a Megatron-LM tree. Raise UserError where no format is recognized, or the model is
     damaged."""
     if not path.exists():
