@@ -40,9 +40,12 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
 
         return HuggingFace(path)
     if is_megatron(path):
-        from dtgpt.interop.megatron.open import open_megatron
+        from dtgpt.interop.megatron.model import Megatron
+        from dtgpt.interop.megatron.torch_dist import TorchDist
+        from dtgpt.interop.megatron.tree import distributed_folder
 
-        return open_megatron(path, true_vocab_size)
+        distributed = distributed_folder(path)
+        return Megatron(path, true_vocab_size) if distributed is None else TorchDist(distributed, true_vocab_size)
     if path.suffix in (".pt", ".pth") and not path.is_dir():
         from dtgpt.interop.nanogpt import NanoGPT
 
