@@ -18,7 +18,7 @@ from dtgpt.util.field_types import check_fields
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `dtgpt`; call it with the words behind its name to run it and get the exit code.
+    """A command of `dtgpt`; call it with the words after its name to run it and get the exit code.
 
     usage: its name, then its paths in capitals, as in "convert MODEL TARGET" and "plot RUN ...".
     options: a dataclass with `Annotated` fields, whose docstring `--help` prints unless there is a `doc`. If it has a

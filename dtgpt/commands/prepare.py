@@ -20,7 +20,7 @@ compressed (.gz, .xz, .zst, .bz2). Broken lines are skipped and reported. An on|
 
 
 def prepare(options: PrepareConfig) -> None:
-    """Encode texts, or join datasets. Raises UserError; then no file is left behind."""
+    """Encode texts, or join datasets. Raises UserError; then no file is left."""
     with SignalsAsExit():
         if options.merge:
             target, count = join_datasets(options)

@@ -26,7 +26,7 @@ class Line(NamedTuple):
 
 def read_prompts_file(path: Path) -> list[Line]:
     """Return the prompts of a file, without blank lines. Lines of a .jsonl are objects with the text under `prompt` and
-    any option beside it. Raise UserError, with the number of the line, for what is not a prompt."""
+    any option as a further key. Raise UserError, with the number of the line, for what is not a prompt."""
     try:
         content = read_regular(path, LARGEST)
     except OSError as error:

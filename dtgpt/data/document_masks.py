@@ -48,5 +48,5 @@ def document_bounds(ends: Tensor) -> Tensor:
 
 def _starts(ends: Tensor) -> Tensor:
     """Return the start of each token's document, int64 `[B, T]`."""
-    behind = torch.where(ends, torch.arange(1, ends.shape[-1] + 1, device=ends.device), 0)
-    return torch.cat([torch.zeros_like(behind[..., :1]), behind[..., :-1]], -1).cummax(-1).values
+    after_end = torch.where(ends, torch.arange(1, ends.shape[-1] + 1, device=ends.device), 0)
+    return torch.cat([torch.zeros_like(after_end[..., :1]), after_end[..., :-1]], -1).cummax(-1).values

@@ -16,7 +16,7 @@ from dtgpt.util.storage import try_to_write
 
 OURS = str(Path(dtgpt.__file__).parent)
 PLAIN = (ValueError, FileNotFoundError, ConnectionError)  # whose text says what is wrong
-SAVING = "lm_eval.loggers.evaluation_tracker"  # the logger that is told what could not be saved
+SAVING = "lm_eval.loggers.evaluation_tracker"  # the logger that reports what could not be saved
 
 
 def checked(from_cli: Callable[[Any], EvaluatorConfig]) -> Callable[[Any], EvaluatorConfig]:

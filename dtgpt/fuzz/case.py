@@ -108,13 +108,13 @@ def styles(table: str, model: ModelConfig) -> dict[str, ParallelStyle | None]:
     own: dict[str, ParallelStyle | None] = {}
     for pattern in patterns_of(CUT[first], model.roles):
         parent = pattern.rpartition(".")[0]
-        behind = [name for name in patterns_of(Role.ROW, model.roles) if name.rpartition(".")[0] == parent]
+        following = [name for name in patterns_of(Role.ROW, model.roles) if name.rpartition(".")[0] == parent]
         own[pattern] = {
             "whole": None,
             "gathered": ColwiseParallel(output_layouts=Replicate()),
             "rows": RowwiseParallel(input_layouts=Replicate()),
         }[kind]
-        own |= dict.fromkeys(behind)
+        own |= dict.fromkeys(following)
     return own
 
 
@@ -186,7 +186,7 @@ class Setting:
 
     base: Recipe  # as `plain` returns it
     given: Options  # values of recipe fields that hold in every case, by name
-    text: Path  # of which all are trained, and beside which `write_text` has put token files
+    text: Path  # the training text of all cases; `write_text` has put token files in the same folder
 
     def pin(self, case: Case) -> Case:
         """Return the case with the options that hold in every one, as far as its architecture has them."""

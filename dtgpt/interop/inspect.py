@@ -84,8 +84,8 @@ def _model(source: Source) -> Iterator[str]:
 
 
 def tensor_digests(source: Source) -> Iterator[tuple[str, list[int], str]]:
-    """Yield name, shape and the SHA-256 of the fp32 values of each parameter, whatever the file's format. Of a token
-    table, the padding is left out: its values are arbitrary, and not every format has it."""
+    """Yield name, shape and the SHA-256 of the fp32 values of each parameter; the file's format makes no
+    difference. The padding of a token table is left out: its values are arbitrary, and not every format has it."""
     for name in parameter_shapes(source.config):
         values = source.read(name)
         if has_vocabulary(name, source.config):

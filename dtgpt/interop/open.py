@@ -23,7 +23,7 @@ KNOWN = (
 
 
 def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | None = None) -> Source:
-    """Open the weights at `path`, whatever wrote them. The processes of a `mesh` share the work of checking a
+    """Open the weights at `path`, in any known format. The processes of a `mesh` share the work of checking a
     checkpoint. `true_vocab_size`: of a Megatron-LM tree. Raise UserError where no format is recognized, or the model is
     damaged."""
     if not path.exists():
@@ -40,9 +40,12 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
 
         return HuggingFace(path)
     if is_megatron(path):
-        from dtgpt.interop.megatron.open import open_megatron
+        from dtgpt.interop.megatron.model import Megatron
+        from dtgpt.interop.megatron.torch_dist import TorchDist
+        from dtgpt.interop.megatron.tree import distributed_folder
 
-        return open_megatron(path, true_vocab_size)
+        distributed = distributed_folder(path)
+        return Megatron(path, true_vocab_size) if distributed is None else TorchDist(distributed, true_vocab_size)
     if path.suffix in (".pt", ".pth") and not path.is_dir():
         from dtgpt.interop.nanogpt import NanoGPT
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, whatever wrote it."""
+"""The tokenizer of a model in any format."""
 
 from pathlib import Path
 

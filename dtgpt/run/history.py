@@ -57,7 +57,7 @@ class Curves:
 
 
 def read_curves(path: Path) -> Curves:
-    """Return the curves of a metrics.jsonl; none where there is no such file."""
+    """Return the curves of a metrics.jsonl; empty if the file does not exist."""
     curves = Curves()
     for line in metric_lines(path):
         record = parse_record(line)

@@ -85,7 +85,7 @@ def say_interrupted() -> None:
 
 def follow_launcher() -> None:
     """Under torchrun, watch from now on whether torchrun still runs. If it is gone without having ended this process,
-    send SIGTERM, as torchrun would have, and end the process 120 s later, whatever it waits for."""
+    send SIGTERM, as torchrun would have, and end the process 120 s later, even if it is blocked."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # another parent, such as a shell, may go and leave its children
         return
     _followed.release()

@@ -56,8 +56,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def metric_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a metrics.jsonl; nothing where there is no such file. Of a line above `LONGEST_LINE` only the
-    beginning is read, which is no record."""
+    """Yield the lines of a metrics.jsonl; none if the file does not exist. A line above `LONGEST_LINE` is cut
+    there, so that it does not parse as a record."""
     if not path.is_file():
         return
     with open_regular(path) as file:

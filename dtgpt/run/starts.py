@@ -125,7 +125,8 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_old(path: Path, step: int) -> None:
-    """Keep a file that is about to be written anew as NAME-step-00000040.json, or under a free name beside it."""
+    """Keep a file that is about to be replaced as NAME-step-00000040.json, or NAME-step-00000040-2.json if that
+    is taken."""
     if not path.is_file():
         return
     for number in count(1):
@@ -134,7 +135,7 @@ def keep_old(path: Path, step: int) -> None:
             return  # kept when the run went on from here before
         if not os.path.lexists(copy):
             try:
-                os.link(path, copy)  # whole at once; what is written anew is another file
+                os.link(path, copy)  # atomic; the new file is another inode
             except OSError:  # a file system without such links
                 shutil.copyfile(path, copy)
             return

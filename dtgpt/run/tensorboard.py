@@ -52,7 +52,7 @@ class TensorBoard:
 
     def __init__(self, run: Path, recipe: dict[str, Any], records: list[dict[str, Any]], step: int):
         """records: those of the run so far, `step` the one from which it goes on. Where some are of later steps, or
-        none are in event files, the files are written anew. recipe: values by name, to be shown as a text."""
+        none are in event files, the files are rewritten. recipe: values by name, to be shown as a text."""
         import_tensorboard()
         folder = run / FOLDER
         if folder.is_symlink():
@@ -79,7 +79,7 @@ class TensorBoard:
         self._file.close()
 
     def _write(self, events: list[Any]) -> None:
-        """Append events at once, or none of them: behind a part of one TensorBoard would read nothing."""
+        """Append all events or none: TensorBoard reads nothing after a truncated event."""
         data = framed(events)
         written = self._file.write(data)
         if written < len(data):

@@ -1,4 +1,4 @@
-"""The routes of a server, behind its checks."""
+"""The routes of a server, with the checks before them."""
 
 from collections.abc import Iterable
 
@@ -17,7 +17,7 @@ from dtgpt.util.errors import UserError, shown_name
 
 
 def make_app(service: Service) -> Starlette:
-    """Return the application: all routes behind the checks of `Guard`, and errors as answers."""
+    """Return the application: the checks of `Guard`, then all routes, with errors as answers."""
     pages = page.routes(service)
     routes = [*status_routes(service), *megatron.routes(service), *openai.routes(service), *tokens.routes(service)]
     open_paths = {"/health", *paths_of(pages)}  # a browser cannot send a key for a page

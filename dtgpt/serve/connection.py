@@ -102,7 +102,7 @@ class Connection(H11Protocol):
     def _parse(self, piece: bytes) -> None:
         try:
             super().data_received(piece)
-        except h11.LocalProtocolError:  # what is no request any more came after the beginning of the answer
+        except h11.LocalProtocolError:  # bytes that are not a request, after the answer has begun
             return self.transport.close()
         if self.cycle is not None:
             self.scope[FRAMING] = self.conn.framing  # type: ignore[literal-required]

@@ -1,4 +1,4 @@
-"""uvicorn in a thread beside the engine's."""
+"""uvicorn in a thread of its own, next to the engine's."""
 
 import asyncio
 import errno
@@ -62,8 +62,8 @@ def allow_many_connections() -> None:
 
 
 class HttpServer:
-    """An application behind a listener, whose event loop has a thread of its own. `watch`: is called every few seconds
-    on the event loop. `ended`: is called when the thread ends, for whatever reason."""
+    """An application that answers on a listener; its event loop runs in a thread of its own. `watch`: is called every
+    few seconds on the event loop. `ended`: is called when the thread ends, also after an error."""
 
     def __init__(
         self, app: ASGIApp, listener: socket.socket, watch: Callable[[], None] = lambda: None,

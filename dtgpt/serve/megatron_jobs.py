@@ -1,7 +1,7 @@
 """From a request to Megatron-LM's `PUT /api` to jobs for the engine, and from their sequences to the answer.
 
 Differences on purpose: every prompt of a batch gets `tokens_to_generate` tokens (not the shorter ones more), beams are
-not padded, columns of logits behind the vocabulary do not count, draws belong to (seed, prompt's index, position), and
+not padded, logits of the vocabulary's padding do not count, draws belong to (seed, prompt's index, position), and
 the ids that rules look for are the tokenizer's, not GPT-2's.
 """
 

@@ -11,7 +11,7 @@ from dtgpt.serve.body import read_json
 from dtgpt.serve.openai_answer import ENCODER, CompletionAnswer, CompletionStream
 from dtgpt.serve.openai_request import CompletionRequest, check_model, read_request
 from dtgpt.serve.problems import HttpProblem, error_object
-from dtgpt.serve.service import LONG, SEED, Service, beside, watched
+from dtgpt.serve.service import LONG, SEED, Service, in_thread, watched
 from dtgpt.serve.ticket import ClientGone, Ticket
 from dtgpt.serve.token_names import TokenNames
 
@@ -31,7 +31,7 @@ def routes(service: Service) -> list[Route]:
             found = await ticket.completions()
         if answer.tokens(found) < LONG:
             return json_answer(answer.whole(found), headers)
-        return await beside(lambda: json_answer(answer.whole(found), headers))
+        return await in_thread(lambda: json_answer(answer.whole(found), headers))
 
     async def models(request: Request) -> Response:
         return json_answer({"object": "list", "data": [_model(service)]})
@@ -53,7 +53,7 @@ async def _read(body: dict[str, Any], service: Service) -> CompletionRequest:
     arguments = body, service.generator, service.model_id, service.limits
     if _size(body.get("prompt")) < LONG:
         return read_request(*arguments)
-    return await beside(read_request, *arguments)
+    return await in_thread(read_request, *arguments)
 
 
 def _size(prompt: Any) -> int:

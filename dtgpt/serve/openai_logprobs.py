@@ -22,8 +22,8 @@ class TokenLists:
     text_offset: list[int] = field(default_factory=list)  # characters of the text before each token
 
     def take(self, count: int, length: int) -> dict[str, Any]:
-        """Remove the first `count` entries and return them as an object, for a text of `length` characters: tokens of
-        a stop string and behind it begin where the text ends."""
+        """Remove the first `count` entries and return them as an object, for a text of `length` characters: tokens
+        of a stop string and after it begin where the text ends."""
         found = {name: values[:count] for name, values in vars(self).items()}
         found["text_offset"] = [min(offset, length) for offset in found["text_offset"]]
         for values in vars(self).values():

@@ -14,7 +14,7 @@ from dtgpt.util.console import say, say_error
 
 
 class Server:
-    """A service behind a listener. The thread that calls `serve` runs the engine."""
+    """A service that answers on a listener. The thread that calls `serve` runs the engine."""
 
     def __init__(self, service: Service, listener: socket.socket, host: str):
         self._service, self._host = service, host

@@ -26,7 +26,7 @@ from dtgpt.serve.worker import EngineWorker
 
 TICKET = "dtgpt.ticket"  # of a request, in its ASGI scope
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # whose request is handled
-LONG = 2000  # characters, ids or bytes from which on work is done beside the event loop
+LONG = 2000  # characters, ids or bytes from which on work leaves the event loop for a thread
 THREADS = ThreadPoolExecutor(2, "requests")
 _busy: WeakValueDictionary[tuple[int, str], asyncio.Lock] = WeakValueDictionary()  # by event loop and client
 SEED = "X-Seed"  # header of an answer: the seed that gives it again
@@ -36,9 +36,9 @@ SEEDS = 2**32  # of requests that name none
 T = TypeVar("T")
 
 
-async def beside(work: Callable[..., T], *arguments: Any) -> T:
-    """Return what `work` returns in a thread beside the event loop: reading, encoding and writing what is long does not
-    hold other requests up. A client has one thread at a time, so that others find one."""
+async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """Run `work` in a thread and return its result, so that reading, encoding and writing long values do not block
+    other requests. A client has one thread at a time, which leaves the other one to the rest."""
     loop = asyncio.get_running_loop()
     async with _busy.setdefault((id(loop), CLIENT.get()), asyncio.Lock()):
         return await loop.run_in_executor(THREADS, work, *arguments)

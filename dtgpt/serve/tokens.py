@@ -12,7 +12,7 @@ from dtgpt.serve.body import read_json
 from dtgpt.serve.openai_keys import read_switch, read_text
 from dtgpt.serve.openai_request import check_model
 from dtgpt.serve.problems import HttpProblem
-from dtgpt.serve.service import Service, beside
+from dtgpt.serve.service import Service, in_thread
 from dtgpt.util.errors import shown
 
 Object = dict[str, Any]  # of JSON
@@ -26,7 +26,7 @@ def routes(service: Service) -> list[Route]:
             body = await read_json(request, service.limits)
             name = body.get("model")
             check_model(None if name is None else read_text("model", name), service.model_id)
-            return JSONResponse(await beside(make, body, service))
+            return JSONResponse(await in_thread(make, body, service))
 
         return route
 

@@ -77,7 +77,7 @@ def _built(source: Path, capability: tuple[int, int], flags: tuple[str, ...]) ->
     finished = folder / f"{unique}.so"
     with FileLock(folder / f"{unique}.lock", wait=True):
         if not finished.exists():
-            # In a temporary folder, so that a killed build leaves no lock file of PyTorch's behind.
+            # In a temporary folder, so that a killed build does not leave a lock file of PyTorch's.
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 os.replace(_build(cpp_extension, source, unique, capability, flags, place), finished)
     return finished

@@ -1,4 +1,4 @@
-"""Checks of a dataclass's fields against their annotations: types, and the bounds or patterns that stand beside them.
+"""Checks of a dataclass's fields against their annotations: types, and the bounds or patterns in them.
 
 `steps: Annotated[int, "number of optimizer steps", Bounds(1)] = 100` is a whole number of 1 or more.
 """

@@ -113,8 +113,8 @@ def count_memory(tensor: Tensor) -> None:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return the largest use so far in GiB: of the allocator on CUDA, and what is counted beside it; resident memory on
-    a CPU."""
+    """Return the largest use so far in GiB: of the allocator on CUDA, and memory outside it that is counted; resident
+    memory on a CPU."""
     if device.type == "cuda":
         return (torch.cuda.max_memory_allocated(device) + _beside_allocator) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

@@ -196,7 +196,7 @@ def _read_archive(path: Path, file: BinaryIO, begin: int, size: int, checksums: 
 
 
 def _read_old(file: BinaryIO) -> Any:
-    """Read the format before torch 1.6, one pickle after another and the storages behind them, into memory."""
+    """Read the format before torch 1.6, pickles followed by the storages, into memory."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # no read is longer than the file
         magic, protocol, about = (read_pickle(content) for _ in range(3))
         if (magic, protocol) != (MAGIC, PROTOCOL) or about.get("little_endian") is not True:

@@ -25,7 +25,7 @@ LARGEST_JSON = 1 << 26  # bytes of a file that describes others
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises OSError, instead of waiting or reading for ever, if `path` is a FIFO, a
-    device or a folder, also behind a link."""
+    device or a folder, or a link to one."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -79,7 +79,7 @@ def sync_path(path: Path) -> None:
 
 
 def create_file(path: Path, buffering: int = -1) -> BinaryIO:
-    """Open a new file for writing, in the place of whatever has this name: a link is removed, not followed."""
+    """Open a new file for writing, replacing any file of this name: a link is removed, not followed."""
     path.unlink(missing_ok=True)
     return path.open("xb", buffering)  # "x": fails where a link appears in between
 
@@ -118,7 +118,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def try_to_write(path: Path) -> None:
-    """Raise OSError where no file can be made beside `path`, as `atomic_file` makes one."""
+    """Raise OSError if `atomic_file` could not create its temporary file in the folder of `path`."""
     temporary = temporary_path(path, secrets.token_hex(4))
     create_file(temporary).close()
     temporary.unlink()

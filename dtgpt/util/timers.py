@@ -32,7 +32,7 @@ class Timers:
         self._read(wait=False)
 
     def take(self) -> dict[str, float]:
-        """Return the mean seconds of each part in a step since the last call, and begin anew. Waits for the device."""
+        """Return the mean seconds of each part in a step since the last call, and start over. Waits for the device."""
         self._read(wait=True)
         means = {name: seconds / max(1, self._steps) for name, seconds in self._seconds.items()}
         self._seconds.clear()

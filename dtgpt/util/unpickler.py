@@ -1,7 +1,7 @@
 """Pickles that other projects wrote, read without running anything of theirs.
 
 A pickle is a program for a stack machine, which may import and call any function. The machine here is that of the
-standard library, except that it imports and calls nothing: whatever a pickle names, makes or calls becomes a `StandIn`.
+standard library, except that it imports and calls nothing: all that a pickle names, makes or calls becomes a `StandIn`.
 Exceptions are dictionaries, `argparse.Namespace` (which only holds attributes) and tensors.
 
 `torch.load` with weights_only=True refuses unknown names, hashes any key, and makes huge tensors of a few bytes.
@@ -45,7 +45,7 @@ class StandIn:
 def read_pickle(
     file: BytesIO | mmap.mmap, find_storage: Callable[[Any], Any] | None = None, most_reads: int | None = None
 ) -> Any:
-    """Return the object of the pickle at the position of `file`, and move that behind it. `find_storage`: from a
+    """Return the object of the pickle at the position of `file`, and move to its end. `find_storage`: from a
     persistent id to the elements of a storage. `most_reads`: in place of MOST_READS. Raise any Exception for a pickle
     that is broken or too large."""
     find = find_storage or (lambda identity: StandIn("persistent id", (identity,)))

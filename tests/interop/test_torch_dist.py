@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from dtgpt.interop.distcp import DistributedFolder
-from dtgpt.interop.megatron.open import open_megatron
 from dtgpt.interop.open import open_source
 from dtgpt.models.source import parameter_shapes
 from dtgpt.util.errors import UserError
@@ -71,8 +70,8 @@ def test_parts_are_those_of_the_whole_and_of_the_tree_in_the_other_format(model,
     config, weights = MODELS[model]
     trees = megatron_trees if model == "gpt2" else megatron_llama_trees
     extra = {} if model == "gpt2" else {"rotary_interleaved": True}
-    other = open_megatron(trees.write_tree(tmp_path / "torch", weights, tp=2, **extra), config.vocab_size)
-    source = open_megatron(plain_tree(tmp_path / "dist", model, **extra), config.vocab_size)
+    other = open_source(trees.write_tree(tmp_path / "torch", weights, tp=2, **extra), true_vocab_size=config.vocab_size)
+    source = open_source(plain_tree(tmp_path / "dist", model, **extra), true_vocab_size=config.vocab_size)
     assert source.config == other.config and pickle.loads(pickle.dumps(source)).config == config
     draw = random.Random(5)
     for name, shape in parameter_shapes(config).items():
@@ -86,7 +85,7 @@ def test_parts_are_those_of_the_whole_and_of_the_tree_in_the_other_format(model,
 
 
 def test_only_the_pieces_that_are_asked_for_are_opened(tmp_path, monkeypatch):
-    source = open_megatron(plain_tree(tmp_path / "dist", "llama"), LLAMA.vocab_size)
+    source = open_source(plain_tree(tmp_path / "dist", "llama"), true_vocab_size=LLAMA.vocab_size)
     opened, own = [], source.folder._piece
 
     def note(name, piece):

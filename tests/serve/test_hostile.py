@@ -23,7 +23,7 @@ from dtgpt.serve.guard import host_name
 from dtgpt.serve.http import allow_many_connections
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_answer import CompletionAnswer
-from dtgpt.serve.service import CLIENT, beside
+from dtgpt.serve.service import CLIENT, in_thread
 from tests.support.server import client, http_client, live_server, served, tiny_model, wait_until
 
 pytestmark = pytest.mark.slow(7)
@@ -264,7 +264,7 @@ def test_a_client_with_long_prompts_leaves_a_thread_to_others():
     async def work(client, count):
         CLIENT.set(client)
         begin = time.monotonic()
-        await asyncio.gather(*(beside(time.sleep, 0.1) for _ in range(count)))
+        await asyncio.gather(*(in_thread(time.sleep, 0.1) for _ in range(count)))
         return time.monotonic() - begin
 
     async def both():

@@ -1,6 +1,6 @@
 """Blend samples of several datasets in the proportions of their weights, in Megatron-LM's order.
 
-Sample t comes from the dataset that lags most behind its fraction: the largest w_i max(t, 1) - (samples taken from i),
+Sample t comes from the dataset that is furthest below its fraction: the largest w_i max(t, 1) - (samples taken from i),
 in float64, the first of equals (megatron/core/datasets/helpers.cpp, blended_dataset.py and
 blended_megatron_dataset_builder.py, state of August 2026).
 """

@@ -147,7 +147,7 @@ class IndexedDataset(TokenSequences):
 
 class IndexedWriter:
     """Write a dataset sequence by sequence, as a context: under temporary names until all is on the disk, so that
-    `<prefix>.idx` is only ever beside its whole .bin. An error in the context leaves nothing behind. `seal` all writers
+    `<prefix>.idx` never exists without its whole .bin. An error in the context leaves no files. `seal` all writers
     of datasets that belong together first: then none is in place if the disk is too full for another.
 
     Raises UserError if a token does not fit `dtype` or the files cannot be written.

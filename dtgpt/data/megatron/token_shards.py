@@ -84,7 +84,7 @@ class TokenSequences(ABC):
 
 
 class TokenShards(TokenSequences):
-    """Shards of llm.c or nanoGPT, one after another. `eot`: the end-of-text token, at which documents are told apart;
+    """Shards of llm.c or nanoGPT, one after another. `eot`: the end-of-text token, which separates documents;
     None: each file is one sequence. Raises UserError, with the byte that disagrees, for a file that is not whole."""
 
     def __init__(self, paths: Sequence[Path | str], eot: int | None = None):

@@ -1,6 +1,6 @@
-"""The tokenizer of token files: the one that the recipe names, or the one saved beside them.
+"""The tokenizer of token files: the one that the recipe names, or the one saved in their folder.
 
-`dtgpt prepare` writes `PREFIX.tokenizer.json` beside `PREFIX.bin` and `.idx`, and nanoGPT `meta.pkl` beside the
+`dtgpt prepare` writes `PREFIX.tokenizer.json` next to `PREFIX.bin` and `.idx`, and nanoGPT `meta.pkl` next to the
 `train.bin` of character data. Where neither is there, the recipe has to name the tokenizer.
 """
 
@@ -53,7 +53,7 @@ def check_opening(tokenizer: Tokenizer) -> None:
 
 
 def tokenizer_beside(prefixes: Iterable[str]) -> tuple[Path, Tokenizer] | None:
-    """Return the file beside the datasets that holds their tokenizer, and the tokenizer. Raises UserError if one is
+    """Return the file next to the datasets that holds their tokenizer, and the tokenizer. Raises UserError if one is
     damaged or two of them differ."""
     found: list[tuple[Path, Tokenizer]] = []
     tokenizer: Tokenizer | None

@@ -1,4 +1,4 @@
-"""Files as streams of bytes, whatever they are compressed with: the first bytes decide, not the name."""
+"""Files as streams of bytes, decompressed by their first bytes; their names do not matter."""
 
 import bz2
 import gzip

@@ -30,7 +30,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
-# What a type of Megatron-LM reads, beside the two files of GPT2BPETokenizer.
+# What a type of Megatron-LM reads, other than the two files of GPT2BPETokenizer.
 SUFFIXES = {
     "HuggingFaceTokenizer": "tokenizer.json",
     "SentencePieceTokenizer": "SentencePiece .model",
@@ -75,11 +75,11 @@ class Summary:
 
 
 def prepare(config: PrepareConfig) -> Summary:
-    """Encode `config.input` into `<output_prefix>_<key>_document.bin` and `.idx`, with the tokenizer beside them.
+    """Encode `config.input` into `<output_prefix>_<key>_document.bin` and `.idx`, with their tokenizer.
 
     Broken lines are reported and left out. Raises UserError if an input cannot be read, a line is broken under
     `strict`, nothing is left to write, the dataset or the list of broken lines exists, another process writes it or
-    the disk is full; then nothing is left behind.
+    the disk is full; then no files are left.
     """
     config.validate()
     if config.merge:
@@ -128,7 +128,7 @@ def prepare(config: PrepareConfig) -> Summary:
 def join_datasets(config: PrepareConfig) -> tuple[Path, int]:
     """Write the datasets `config.merge`, prefixes or globs of them, one after another as `<output_prefix>.bin` and
     `.idx`; return that prefix and their number. Globs do not find the output. Raises UserError if one is missing,
-    damaged or the output, or their token types differ; then nothing is left behind."""
+    damaged or the output, or their token types differ; then no files are left."""
     config.validate()
     target = Path(config.output_prefix)
     prefixes = [prefix for pattern in config.merge for prefix in _datasets(pattern, target)]

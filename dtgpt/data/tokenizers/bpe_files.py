@@ -71,7 +71,7 @@ def from_merges(ids: dict[str, int], merges: Iterable[list[str]], specials: dict
         specials
     ):
         return None
-    return BytePairs(tokens, specials) if all(_leaves(tokens, *parts) for parts in made) else None
+    return BytePairs(tokens, specials) if all(_last_parts(tokens, a + b) == [a, b] for a, b in made) else None
 
 
 def check_merges(
@@ -109,11 +109,6 @@ def check_merges(
             f"{source} lacks the merges of {counted(len(lost), 'token')} of {vocab}, such as {shown(lost[0])}, "
             "so that it was cut off or is of another tokenizer; fetch it again"
         )
-
-
-def _leaves(tokens: dict[bytes, int], left: bytes, right: bytes) -> bool:
-    """Return whether the tokens with smaller ids leave `left` and `right` of their union."""
-    return _last_parts(tokens, left + right) == [left, right]
 
 
 def _last_parts(tokens: Mapping[Piece, float], union: Piece) -> list[Piece]:

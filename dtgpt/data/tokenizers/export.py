@@ -13,7 +13,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer, opening_template
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json
 
-CLASS = "PreTrainedTokenizerFast"  # of transformers: whatever tokenizer.json says
+CLASS = "PreTrainedTokenizerFast"  # of transformers, for every tokenizer.json
 PROBES = (
     "", " ", "Hello, world!", "don't we'll I'VE it'S", "  two  blanks   \t\n\n  lines\r\n \n", "the end ",
     "x = [1234567, 3.14159]\n", "aaaaaaaaaaaaa 00000000 --------- .......", "CamelCase HTTPServer",

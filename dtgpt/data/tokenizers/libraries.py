@@ -23,7 +23,7 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 class TokenizerJson(Tokenizer):
     """Any tokenizer.json, with what its post-processor adds: a begin of text, for example. `end`: the name of its end
-    of text, if a file beside it has one."""
+    of text, if a file in its folder has one."""
 
     def __init__(self, name: str, content: str, end: str | None = None):
         self.name, self._content = name, content

@@ -96,7 +96,7 @@ def from_tiktoken(name: str) -> ByteLevel:
     """Open one of tiktoken's encodings. Raises UserError if it is not at hand."""
     try:
         return ByteLevel.from_encoding(tiktoken.get_encoding(name))
-    except Exception as error:  # tiktoken passes on whatever its download raised
+    except Exception as error:  # tiktoken passes on any exception of its download
         raise UserError(
             f"the vocabulary of {name} is not in tiktoken's cache and could not be fetched ({type(error).__name__}); "
             f"connect once, set TIKTOKEN_CACHE_DIR to a filled cache, give {FILES}, or use another tokenizer"
@@ -156,7 +156,7 @@ def _check_ids(ids: Any, source: Path) -> None:
 
 def from_files(vocab: Path, merges: Path) -> Tokenizer:
     """Open GPT-2's BPE (or another byte-level one with its pre-tokenization) from vocab.json and merges.txt. Its end
-    of text is the one that a tokenizer_config.json beside them names, else `<|endoftext|>`."""
+    of text is the one that a tokenizer_config.json in their folder names, else `<|endoftext|>`."""
     try:
         ids = parse_json(read_text(vocab))
     except ValueError as error:
@@ -264,8 +264,8 @@ def _plain_byte_pairs(saved: dict) -> BytePairs | None:
 
 
 def _numbered_by_the_library(vocab: dict[str, int], added: list[dict]) -> bool:
-    """Return whether added tokens have the ids that Hugging Face's library gives them, whatever the file says: those in
-    the vocabulary, else those behind it."""
+    """Return whether added tokens have the ids that Hugging Face's library gives them, which ignores those in the
+    file: an id in the vocabulary, else the next one after it."""
     following = len(vocab)
     for token in added:
         if token["id"] != vocab.get(token["content"], following):

@@ -175,7 +175,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return the file that holds each tensor. The index is not trusted with paths: its files must be beside it."""
+    """Return the file that holds each tensor. The index is not trusted with paths: its files must be in
+    the same folder."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return dict.fromkeys(_with_file(single, lambda file: list(file.keys())), single)

@@ -7,7 +7,7 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.util.errors import UserError, shown
 
 PLACES = ("rope_scaling", "rope_parameters")  # transformers 5 takes the first of these that is there
-OUTER = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # beside these objects
+OUTER = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # stored next to these objects
 LLAMA3 = {  # keys of Llama 3.1's scaling -> fields
     "factor": "rope_factor", "low_freq_factor": "rope_low_frequency", "high_freq_factor": "rope_high_frequency",
     "original_max_position_embeddings": "rope_original_length",

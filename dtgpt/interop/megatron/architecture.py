@@ -23,8 +23,8 @@ class Order(NamedTuple):
     rotary_interleaved: bool = False  # whether rotary positions turn neighbouring columns of a head
 
 
-class Facts(NamedTuple):
-    """What the tensors of a checkpoint tell of the model's shape, and where they lie."""
+class StoredShapes(NamedTuple):
+    """The sizes of a model as its stored tensors show them, and how they are stored."""
 
     shapes: Mapping[str, Shape]  # of the first rank, by dtgpt's names with layers numbered from 0
     num_layers: int
@@ -46,7 +46,7 @@ class MegatronArchitecture(Protocol):
     def lacks(self, args: Namespace) -> dict[str, str]:
         """Return what a model with these args has and this architecture has not, by the name in args."""
 
-    def read_config(self, args: Namespace | None, facts: Facts) -> tuple[ModelConfig, list[str]]:
+    def read_config(self, args: Namespace | None, facts: StoredShapes) -> tuple[ModelConfig, list[str]]:
         """Return the shape of the model, whose vocabulary is all rows of the table, and notes. Raise UserError, also
         where args and tensors disagree."""
 

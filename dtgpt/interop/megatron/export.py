@@ -24,7 +24,7 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.storage import new_folder
 
 VERSION = 3.0
-# Modules that store a state beside their weight: nothing without 8-bit floats.
+# Modules that store extra state with their weight, which is empty without 8-bit floats.
 WITH_STATE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 

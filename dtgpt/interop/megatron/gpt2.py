@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dtgpt.interop.foreign import checked, epsilon, whole_number
-from dtgpt.interop.megatron.architecture import Facts, Order, Values, check_agreement
+from dtgpt.interop.megatron.architecture import Order, StoredShapes, Values, check_agreement
 from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.util.errors import UserError, shown_name
@@ -57,7 +57,7 @@ def lacks(args: Namespace) -> dict[str, str]:
     return found
 
 
-def read_config(args: Namespace | None, facts: Facts) -> tuple[GPT2Config, list[str]]:
+def read_config(args: Namespace | None, facts: StoredShapes) -> tuple[GPT2Config, list[str]]:
     path, (rows, hidden) = facts.path, facts.shapes[TABLE]
     if len(facts.shapes.get(POSITIONS, ())) != 2:
         raise UserError(f"{path} has no {POSITIONS} of two dimensions; give a GPT-2 with learned positions")

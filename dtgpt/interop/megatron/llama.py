@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dtgpt.interop.foreign import checked, epsilon, whole_number
-from dtgpt.interop.megatron.architecture import Facts, Order, Values
+from dtgpt.interop.megatron.architecture import Order, StoredShapes, Values
 from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.util.errors import UserError, shown
@@ -33,7 +33,7 @@ VALUES: Values = {
     "no_rope_freq": ((None,), "layers without rotation"),
 }
 SCALED_LENGTH, LOW_FREQUENCY, HIGH_FREQUENCY = 8192, 1.0, 4.0  # of --use-rope-scaling, where they are constants
-FACTOR = 8.0  # with which Megatron-LM's pretrain_gpt.py computes whatever --rope-scaling-factor says
+FACTOR = 8.0  # pretrain_gpt.py of Megatron-LM computes with it and ignores --rope-scaling-factor
 
 
 def lacks(args: Namespace) -> dict[str, str]:
@@ -46,7 +46,7 @@ def lacks(args: Namespace) -> dict[str, str]:
     return found
 
 
-def read_config(args: Namespace | None, facts: Facts) -> tuple[LlamaConfig, list[str]]:
+def read_config(args: Namespace | None, facts: StoredShapes) -> tuple[LlamaConfig, list[str]]:
     assert args is not None  # by which this architecture was chosen
     given, path = vars(args), facts.path
     rows, hidden = facts.shapes["embedding.tokens.weight"]
@@ -76,7 +76,7 @@ def read_config(args: Namespace | None, facts: Facts) -> tuple[LlamaConfig, list
     return config, factor_notes(config)
 
 
-def _check_order(config: LlamaConfig, facts: Facts) -> None:
+def _check_order(config: LlamaConfig, facts: StoredShapes) -> None:
     """Raise UserError where a rank's part of QKV lies in an order that cannot be changed by itself."""
     if facts.order.qkv and config.num_kv_heads != config.num_heads:
         raise UserError(
@@ -101,7 +101,7 @@ def factor_notes(config: LlamaConfig) -> list[str]:
     ]
 
 
-def _number(given: dict[str, Any], name: str, default: float, facts: Facts) -> float:
+def _number(given: dict[str, Any], name: str, default: float, facts: StoredShapes) -> float:
     value = default if given.get(name) is None else given[name]
     if type(value) not in (int, float) or not 1 <= value < 1e12:
         raise UserError(f"{facts.path} has {name}={shown(value)}; it must be a number of 1 or more")

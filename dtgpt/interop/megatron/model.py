@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.interop.foreign import as_parameter, check_tensors
-from dtgpt.interop.megatron.architecture import Facts, check_agreement
+from dtgpt.interop.megatron.architecture import StoredShapes, check_agreement
 from dtgpt.interop.megatron.config import contradiction, shift_norm, true_vocabulary
 from dtgpt.interop.megatron.names import cut_dimension
 from dtgpt.interop.megatron.tree import check_places, consumed_samples, expected_path, open_ranks
@@ -127,7 +127,7 @@ class Megatron(Source):
                 f"{first.path} has no {tables} of two dimensions; give a checkpoint of a {self._architecture.TITLE}"
             )
         is_untied = any(file.untied for file in self._ranks.values())
-        facts = Facts(shapes, num_layers, self.tensor_parallel_size, is_untied, first.order, first.path)
+        facts = StoredShapes(shapes, num_layers, self.tensor_parallel_size, is_untied, first.order, first.path)
         if first.args is not None:
             rows, hidden = shapes[tables]
             found = {
@@ -153,7 +153,9 @@ class Megatron(Source):
         for name, shape in parameter_shapes(config).items():
             stage, chunk, local = self._where[name]
             whole = (self._rows, *shape[1:]) if has_vocabulary(name, config) else shape
-            expected.setdefault((stage, chunk), {})[local] = self._local_shape(name, whole, config)
+            cut = cut_dimension(name, config)
+            shape_of_rank = tuple(n // self.tensor_parallel_size if dim == cut else n for dim, n in enumerate(whole))
+            expected.setdefault((stage, chunk), {})[local] = shape_of_rank
         for (_, stage), file in self._ranks.items():
             for index, tensors in enumerate(file.chunks):
                 found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -171,7 +173,3 @@ class Megatron(Source):
                     "which dtgpt computes logits; if the model's embeddings are not tied, its results will be wrong"
                 ]
         return []
-
-    def _local_shape(self, name: str, shape: Shape, config: ModelConfig) -> Shape:
-        dim = cut_dimension(name, config)
-        return tuple(n // self.tensor_parallel_size if d == dim else n for d, n in enumerate(shape))

@@ -3,7 +3,7 @@
 Three families of names: nested dictionaries of 2019 to 2024 (`language_model.encoder.layers.0.self_attention...`, with
 `transformer`, `.attention.` and a flat `word_embeddings` before 2021, and `input_norm` since 2023), mcore's flat ones
 (`decoder.layers.0.self_attention.linear_qkv...`), and mcore's with Transformer Engine, where a norm belongs to the
-layer behind it. Nested dictionaries are read joined by dots. Layers are numbered from 0 in every pipeline stage.
+layer that follows it. Nested dictionaries are read joined by dots. Layers are numbered from 0 in every pipeline stage.
 
 An architecture (`gpt2.py`, `llama.py`) says which of its modules stands at each of these places.
 """
@@ -108,7 +108,7 @@ def copy_key(family: Family) -> tuple[str, ...]:
 
 
 def is_mcore(key: str) -> bool:
-    """Return whether a key is mcore's, which always had today's order of QKV, whatever version the file says."""
+    """Return whether a key is mcore's, which always had today's order of QKV, under every version of the file."""
     return ".linear_qkv." in key
 
 

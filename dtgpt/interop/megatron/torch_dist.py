@@ -5,7 +5,7 @@ root/iter_0000100/
     .metadata  __0_0.distcp ...             a folder of torch.distributed.checkpoint
     common.pt                               args and counters; since 2026 the object `common_state` of that folder
 
-A tensor has its whole shape whatever plan wrote it: `decoder.layers.self_attention.linear_qkv.weight` of all layers
+A tensor has its whole shape under every plan: `decoder.layers.self_attention.linear_qkv.weight` of all layers
 stacked, or `decoder.layers.0...` of each. SwiGLU's matrix is all gates, then all ups.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dtgpt.interop.distcp import METADATA, DistributedFolder
 from dtgpt.interop.foreign import DTYPES, check_tensors
-from dtgpt.interop.megatron.architecture import Facts, Order, check_agreement
+from dtgpt.interop.megatron.architecture import Order, StoredShapes, check_agreement
 from dtgpt.interop.megatron.config import choose_architecture, contradiction, shift_norm, true_vocabulary
 from dtgpt.interop.megatron.flattened import read_as_shaped
 from dtgpt.interop.megatron.names import ANGLES, our_name
@@ -37,7 +37,7 @@ HALVES = ("_w", "_v")  # of SwiGLU's matrix, which some versions store as two te
 
 
 class Where(NamedTuple):
-    """Tensors in the file that are one parameter, one behind another along its first dimension."""
+    """Tensors in the file that make one parameter, concatenated along its first dimension."""
 
     keys: tuple[str, ...]
     layer: int | None  # of stacked ones
@@ -182,7 +182,7 @@ class TorchDist(Source):
         if layers != set(range(len(layers))):
             raise UserError(f"{self.path} lacks layers: it has {shown(sorted(layers))}; copy the whole checkpoint")
         is_untied = f"{self._architecture.MODULES['output']}.weight" in shapes
-        facts = Facts(shapes, len(layers), 1, is_untied, self._order, self.path)
+        facts = StoredShapes(shapes, len(layers), 1, is_untied, self._order, self.path)
         rows, hidden = shapes[table]
         if self.args is not None:
             found = {"num_layers": len(layers), "hidden_size": hidden, "padded_vocab_size": rows}

@@ -1,7 +1,7 @@
 """A run of Megatron-LM to go on with: master weights, AdamW's moments and counters of a checkpoint in `torch_dist`.
 
-Tensors of the optimizer have the name of their parameter behind `optimizer.state.exp_avg.`, `exp_avg_sq.` and, where
-the model computes in 16 bits, `fp32_param.` or (distributed optimizer, with --dist-ckpt-optim-fully-reshardable)
+Tensors of the optimizer are named by their parameter after `optimizer.state.exp_avg.`, `exp_avg_sq.` and, where the
+model computes in 16 bits, `fp32_param.` or (distributed optimizer, with --dist-ckpt-optim-fully-reshardable)
 `param.`. Without that option the distributed optimizer stores its buckets, whose layout depends on the run.
 """
 

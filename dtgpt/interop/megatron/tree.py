@@ -212,8 +212,8 @@ def open_rank(path: Path) -> RankFile:
 
 
 def read_args(stored: Any, path: Path) -> Namespace | None:
-    """Return Megatron-LM's arguments, whatever class kept them, with plain values only: others, which may be nested
-    without end, become stand-ins that compare and print in no time."""
+    """Return Megatron-LM's arguments from a Namespace or another class, with plain values only: others, which may be
+    nested without end, become stand-ins that compare and print in no time."""
     if stored is None:
         return None
     values = stored.state if isinstance(stored, StandIn) else vars(stored) if isinstance(stored, Namespace) else stored
