@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dtgpt.checkpoint.export import save_weights
-from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import MergeFile, VocabFile
 from dtgpt.config.execution import DTYPES
@@ -18,7 +17,7 @@ from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
-from dtgpt.models.source import Source, Watched
+from dtgpt.models.source import Watched
 from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
@@ -81,19 +80,11 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
         sizes = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
         for note in export_notes(source.config):
             say(note, warning=True)
-        save_megatron(watched, target, *sizes, dtype, *progress_of(source), options.transformer_impl)
+        progress = source.iteration or None, source.consumed_samples
+        save_megatron(watched, target, *sizes, dtype, *progress, options.transformer_impl)
     if watched.problem:
         say(f"{path} has {watched.problem}: so has {target}", warning=True)
     say(f"{target}: {parameters(source.config.num_parameters)}, {options.dtype}")
-
-
-def progress_of(source: Source) -> tuple[int | None, int]:
-    """Return the iteration, None where there was no training, and the samples of the run that wrote a source."""
-    if isinstance(source, Megatron | TorchDist):
-        return source.iteration or None, source.consumed_samples
-    if isinstance(source, Saved):
-        return source.checkpoint.state["step"] or None, source.checkpoint.state["consumed_samples"]
-    return None, 0
 
 
 def _check(options: ConvertOptions) -> None:

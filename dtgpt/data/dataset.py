@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Part = Literal["valid", "test"]
 PART_NAMES: dict[Part, str] = {"valid": "validation", "test": "test"}
+PERPLEXITIES = tuple(f"{name}_perplexity" for name in PART_NAMES.values())  # in records, next to the losses
 CACHE_FORMAT = 2  # raise when the same settings would give other tokens
 FORMER_FORMAT = 1  # with which the digest of a text was that of its settings and documents
 BLOCK = 1 << 22  # tokens read together

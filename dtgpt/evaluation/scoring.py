@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtgpt.comm.collectives import GroupCollectives
 from dtgpt.evaluation.batches import LENGTH_MULTIPLE, Rows, Sample, make_rows, pack, share_samples
 from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.model import Model
@@ -32,7 +33,6 @@ from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
 from dtgpt.util.hardware import to_device
-from dtgpt.util.torch_private import all_gather_single
 
 TOKENS = {"cuda": 1 << 15, "cpu": 1 << 12}  # of a batch: enough to keep all cores busy
 PIECE_LOGITS = 1 << 27  # that are in memory at a time
@@ -142,7 +142,7 @@ def _scoring_head(
     own_part = mesh.place.tp if num_parts > 1 else 0
 
     def score(x: Tensor, *_: Tensor | None) -> Tensor:
-        whole = x if num_parts == 1 or mesh.tp_group is None else _whole_sequence(x, num_parts, mesh.tp_group)
+        whole = x if num_parts == 1 or mesh.tp_group is None else GroupCollectives(mesh.tp_group).gather(x, 1)
         selected = whole.flatten(0, 1)[asked]
         size = max(1, PIECE_LOGITS // config.padded_vocab_size)
         parts = []
@@ -161,10 +161,3 @@ def _scoring_head(
         yield
     finally:
         bind(head, run=None)
-
-
-def _whole_sequence(x: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
-    """Return activations `[B, T, H]` from the `[B, T / ranks, H]` of each rank of a group."""
-    parts = x.new_empty(ranks, *x.shape)
-    all_gather_single(parts.flatten(0, 1), x.contiguous(), group)
-    return parts.transpose(0, 1).flatten(1, 2)

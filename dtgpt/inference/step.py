@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtgpt.comm.collectives import GroupCollectives
 from dtgpt.inference.cache import Cache, Chunk, DecodeRows, PromptRows
 from dtgpt.inference.fused import fuse
 from dtgpt.inference.results import R, empty_packed, pack, unpack
@@ -22,7 +23,6 @@ from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
-from dtgpt.util.torch_private import all_gather_single
 
 SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
 
@@ -147,6 +147,4 @@ def gather_columns(logits: Tensor, mesh: Mesh, columns: int) -> Tensor:
         return logits
     if missing := -(-columns // mesh.plan.tp) - logits.shape[1]:  # the last rank may have fewer
         logits = F.pad(logits, (0, missing))
-    parts = logits.new_empty(mesh.plan.tp, *logits.shape)
-    all_gather_single(parts.flatten(0, 1), logits.contiguous(), mesh.tp_group)
-    return parts.transpose(0, 1).flatten(1)[:, :columns]
+    return GroupCollectives(mesh.tp_group).gather(logits, 1)[:, :columns]

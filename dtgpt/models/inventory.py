@@ -101,7 +101,7 @@ class Inventory:
         yield from self.of_embedding()
         for index in range(self.config.num_layers):
             yield from self.of_block(index)
-        yield from (p for p in self.of_head() if not (self.config.tied and p.name == self.config.output_name))
+        yield from self._of_own_head()
 
     def of_embedding(self) -> Iterator[Parameter]:
         """Yield the parameters of the embedding."""
@@ -115,6 +115,10 @@ class Inventory:
         """Yield the parameters of the head, with a tied output projection."""
         return self._parameters("head", "head", self.head, None)
 
+    def _of_own_head(self) -> Iterator[Parameter]:
+        """Yield the parameters of the head that are not those of the embedding."""
+        return (p for p in self.of_head() if not (self.config.tied and p.name == self.config.output_name))
+
     def _parameters(self, at: str, example: str, part: Part, block: int | None) -> Iterator[Parameter]:
         for (name, shape), role in zip(part.shapes.items(), self._roles[example], strict=True):
             yield Parameter(f"{at}.{name}", shape, role, block)
@@ -122,9 +126,7 @@ class Inventory:
     @cached_property
     def num_parameters(self) -> int:
         """The number of parameters, one that is tied counted once."""
-        ends = [*self.of_embedding(), *self.of_head()]
-        tied = self.config.tied
-        total = sum(math.prod(p.shape) for p in ends if not (tied and p.name == self.config.output_name))
+        total = sum(math.prod(p.shape) for p in (*self.of_embedding(), *self._of_own_head()))
         for index, count in self.counts.items():
             total += count * sum(map(math.prod, self.block(index).shapes.values()))
         return total

@@ -23,10 +23,13 @@ MOST_NAMED = 10  # tensors in a sentence
 
 
 class Source(ABC):
-    """`config` is the shape of the model, without dropout; `notes` are sentences that its user should read."""
+    """`config` is the shape of the model, without dropout; `notes` are sentences that its user should read; `iteration`
+    and `consumed_samples` are those of the training that wrote it, 0 where unknown."""
 
     config: ModelConfig
     notes: Sequence[str] = ()
+    iteration: int = 0
+    consumed_samples: int = 0
 
     @abstractmethod
     def read(self, name: str, part: Part | None = None) -> Tensor:

@@ -76,7 +76,8 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
-    """As `_Sum`, for a DTensor that knows which rows this rank has not."""
+    """The sum over the ranks of embeddings that each looked up in its rows of the table, a DTensor; an all-gather of
+    their gradient, backward."""
 
     @staticmethod
     def forward(ctx, rows: DTensor, mesh: DeviceMesh, placement: Placement) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtgpt.data.dataset import perplexity
+from dtgpt.data.dataset import PERPLEXITIES, perplexity
 from dtgpt.util.errors import UserError
 
 FOLDER = "tensorboard"  # within a run folder
@@ -44,7 +44,7 @@ TAGS = {
     "optimizer_seconds": Tag("optimizer-time"),
     "save_seconds": Tag("save-checkpoint-time"),
 }
-LEFT_OUT = ("step", "samples", "validation_perplexity", "test_perplexity")  # the axes, and what follows from losses
+LEFT_OUT = ("step", "samples", *PERPLEXITIES)  # the axes, and what follows from losses
 
 
 class TensorBoard:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtgpt.config.overrides import value_text
+from dtgpt.data.dataset import PERPLEXITIES
 from dtgpt.run.history import HELD_OUT, TRAINING, Curve, Curves, Run, Segment, open_run_or_metrics
 from dtgpt.run.starts import flat
 from dtgpt.util.errors import UserError, shown_name
@@ -23,7 +24,7 @@ NAMES = {
     "test_loss": "test loss", "grad_norm": "gradient norm", "lr": "learning rate",
 }  # fmt: skip
 NOT_RECORDED = "not recorded"
-UNCOMPARED = {"samples", "tokens", "validation_perplexity", "test_perplexity"}  # counts, and what follows from losses
+UNCOMPARED = {"samples", "tokens", *PERPLEXITIES}  # counts, and what follows from losses
 # How a step is computed: its result may differ by rounding.
 EXECUTION = (
     "plan", "world", "micro_batch_size", "precision", "attention", "recompute", "compile", "graph", "device",

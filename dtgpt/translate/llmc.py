@@ -4,7 +4,7 @@ import struct
 from collections.abc import Sequence
 from glob import glob
 
-from dtgpt.translate.options import Option, Table, count, flat, no, number, skip, to, together
+from dtgpt.translate.options import GivenOption, Table, count, flat, no, number, skip, to, together
 from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.errors import UserError, shown
 
@@ -95,7 +95,7 @@ SHARD = 20240520  # the first number of a file of tokens
 def translate(program: str, words: Sequence[str], launch: Launch) -> Translation:
     """Return the recipe of a command of train_gpt2cu or train_gpt2.py, `words` being those after the program. Raises
     UserError where they are not options, or values are not known."""
-    given: dict[str, Option] = {}
+    given: dict[str, GivenOption] = {}
     rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     if len(rest) % 2:
         raise UserError(
@@ -105,11 +105,11 @@ def translate(program: str, words: Sequence[str], launch: Launch) -> Translation
         name = typed.lstrip("-")
         if not typed.startswith("-"):
             raise UserError(f"{shown(typed)} is not an option of {program}; correct the command")
-        given[SAME.get(name, name)] = Option(SAME.get(name, name), value, f"{typed} {value}")
+        given[SAME.get(name, name)] = GivenOption(SAME.get(name, name), value, f"{typed} {value}")
     defaults = {SAME.get(name, name): (name, value) for name, value in DEFAULTS[program].items()}
     dashes = "-" if program == "train_gpt2cu" else "--"
     for name, (typed, value) in defaults.items():
-        given.setdefault(name, Option(name, value, f"default {dashes}{typed} {value}"))
+        given.setdefault(name, GivenOption(name, value, f"default {dashes}{typed} {value}"))
     result = Translation(f"llm.c's {program}", launch=launch)
     result.apply(given.values(), flat(OPTIONS))
     if program == "train_gpt2cu":
@@ -120,7 +120,7 @@ def translate(program: str, words: Sequence[str], launch: Launch) -> Translation
     return result
 
 
-def _model(result: Translation, option: Option) -> None:
+def _model(result: Translation, option: GivenOption) -> None:
     name = option.value.removeprefix("gpt2:")
     width = int(name[6:]) if name.startswith("gpt3:c") and name[6:].isdecimal() else 0
     depth = NAMED.get(name) or (int(name[1:]) if name[:1] == "d" and name[1:].isdecimal() else 0)
@@ -139,7 +139,7 @@ def _model(result: Translation, option: Option) -> None:
         raise UserError(f"{option.source} is not a model of llm.c; use one such as d12, gpt3:c768 or a .bin file")
 
 
-def _batch(result: Translation, given: dict[str, Option]) -> None:
+def _batch(result: Translation, given: dict[str, GivenOption]) -> None:
     micro, length, world = count(given["b"]), count(given["t"]), result.launch.world or 1
     zero = given.get("z")
     if zero is not None and zero.value != "0" and world > 1:
@@ -184,7 +184,7 @@ def count_tokens(pattern: str) -> int:
     return found
 
 
-def _schedule(result: Translation, given: dict[str, Option]) -> None:
+def _schedule(result: Translation, given: dict[str, GivenOption]) -> None:
     rate, shape = result.value("optimizer.lr"), result.value("optimizer.schedule", "cosine")
     result.set(given["q"].source, optimizer__min_lr=float(f"{rate * number(given['q']):.6g}"))
     if shape == "constant":

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtgpt.translate.megatron_table import DEFAULTS, entries_of
-from dtgpt.translate.options import Option, count, number, read_options
+from dtgpt.translate.options import GivenOption, count, number, read_options
 from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
@@ -39,7 +39,7 @@ def translate_training(words: Sequence[str], launch: Launch) -> Translation:
 class Training:
     """One command: its options, by their names without dashes, and what they become."""
 
-    def __init__(self, given: dict[str, Option], launch: Launch):
+    def __init__(self, given: dict[str, GivenOption], launch: Launch):
         self.given = given
         self.result = Translation("Megatron-LM's pretrain_gpt.py", launch=launch)
 
@@ -48,7 +48,7 @@ class Training:
         result.architecture = self._architecture()
         for name, value in DEFAULTS.items():
             if name not in self.given and not (name in WARMUPS and WARMUPS & self.given.keys()):
-                self.given[name] = Option(name, value, f"default --{name} {value}")
+                self.given[name] = GivenOption(name, value, f"default --{name} {value}")
         result.apply(self.given.values(), entries_of(result.architecture))
         self._model()
         self._attention()

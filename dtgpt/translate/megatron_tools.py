@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from dtgpt.translate.megatron_table import entries_of
-from dtgpt.translate.options import Answer, Option, Table, explain, flat, no, read_options, skip, to, together
+from dtgpt.translate.options import Answer, GivenOption, Table, explain, flat, no, read_options, skip, to, together
 from dtgpt.translate.translation import Launch, Translation, shown_value
 from dtgpt.util.errors import UserError
 
@@ -125,12 +125,12 @@ def explain_for_command(command: str) -> Callable[[str, str], str | None]:
     return partial(explain, table=entries_of_command(command))
 
 
-def _fill_saver(result: Translation, given: dict[str, Option]) -> None:
+def _fill_saver(result: Translation, given: dict[str, GivenOption]) -> None:
     """Say what Megatron-LM's saver does without an option."""
-    given.setdefault("saver", Option("saver", "megatron", "default --saver megatron"))
+    given.setdefault("saver", GivenOption("saver", "megatron", "default --saver megatron"))
     impl = "saver-transformer-impl"
     if given["saver"].value in ("core", "mcore"):
-        given.setdefault(impl, Option(impl, "transformer_engine", f"default --{impl} transformer_engine"))
+        given.setdefault(impl, GivenOption(impl, "transformer_engine", f"default --{impl} transformer_engine"))
     for name in ("target-tensor-parallel-size", "target-pipeline-parallel-size"):
         if name not in given:
             result.refuse(f"no --{name}", "it is 1, not that of the source")

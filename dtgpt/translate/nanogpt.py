@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.translate.literals import evaluate
-from dtgpt.translate.options import Option, Table, count, flat, no, number, skip, to, together
+from dtgpt.translate.options import GivenOption, Table, count, flat, no, number, skip, to, together
 from dtgpt.translate.script import readable, unknown_names
 from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.errors import UserError
@@ -66,7 +66,7 @@ DEFAULTS = {  # of train.py, where a recipe has other values, or none
     "lr_decay_iters": 600_000, "min_lr": 6e-5,
 }  # fmt: skip
 SIZES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
-NONE = Option("", "", "")
+NONE = GivenOption("", "", "")
 CHARACTERS = 65  # in the text of data/shakespeare_char
 
 
@@ -74,7 +74,7 @@ def translate(words: Sequence[str], launch: Launch) -> Translation:
     """Return the recipe of a command, `words` being those after train.py: config files, and `--name=value`. Raises
     UserError for what train.py does not take, and where nothing would be trained."""
     result = Translation("nanoGPT's train.py", launch=launch)
-    given: dict[str, Option] = {}
+    given: dict[str, GivenOption] = {}
     for word in words:
         if unknown_names(word):
             raise UserError(f"{readable(word)} is known to a shell alone; write it out")
@@ -84,7 +84,7 @@ def translate(words: Sequence[str], launch: Launch) -> Translation:
         name, equals, value = word[2:].partition("=")
         if not equals:
             raise UserError(f"train.py is taken for nanoGPT's, whose options are --name=value, and {word} is none")
-        given[name] = Option(name, value, word)
+        given[name] = GivenOption(name, value, word)
     if given.get("eval_only", NONE).value == "True":
         raise UserError(
             "eval_only = True measures a model and trains nothing; use dtgpt eval MODEL, or train with -- "
@@ -93,15 +93,15 @@ def translate(words: Sequence[str], launch: Launch) -> Translation:
     begin = given.get("init_from", NONE).value
     if begin in SIZES:
         sizes = dict(zip(("n_layer", "n_head", "n_embd"), SIZES[begin], strict=True)) | {"bias": True}
-        given |= {name: Option(name, str(value), f"{name} of {begin}") for name, value in sizes.items()}
+        given |= {name: GivenOption(name, str(value), f"{name} of {begin}") for name, value in sizes.items()}
     for name, default in DEFAULTS.items():
-        given.setdefault(name, Option(name, str(default), f"default {name} = {default!r}"))
+        given.setdefault(name, GivenOption(name, str(default), f"default {name} = {default!r}"))
     result.apply(given.values(), flat(OPTIONS))
     _together(result, given)
     return result
 
 
-def read_config(path: Path, result: Translation) -> dict[str, Option]:
+def read_config(path: Path, result: Translation) -> dict[str, GivenOption]:
     """Return what a config file assigns. Raises UserError where that is nothing."""
     try:
         tree = ast.parse(path.read_text())
@@ -109,7 +109,7 @@ def read_config(path: Path, result: Translation) -> dict[str, Option]:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{path}: {reason}; give a config file of nanoGPT") from None
     names: dict[str, Any] = {}
-    found: dict[str, Option] = {}
+    found: dict[str, GivenOption] = {}
     known = {key.split()[0] for key in flat(OPTIONS)}
     for node in tree.body:
         match node:
@@ -126,7 +126,7 @@ def read_config(path: Path, result: Translation) -> dict[str, Option]:
             result.refuse(source, "it is computed by a program, which is not run")
             continue
         if name in known:
-            found[name] = Option(name, str(names[name]), source)
+            found[name] = GivenOption(name, str(names[name]), source)
         elif not name.startswith("_"):
             result.refuse(source, "nanoGPT does not have it")
     if not found:
@@ -134,7 +134,7 @@ def read_config(path: Path, result: Translation) -> dict[str, Option]:
     return found
 
 
-def _together(result: Translation, given: dict[str, Option]) -> None:
+def _together(result: Translation, given: dict[str, GivenOption]) -> None:
     """Translate the options that depend on others."""
     micro = count(given["batch_size"])
     for name, to_name in (("gradient_accumulation_steps", "global_batch_size"), ("eval_iters", "log.eval_samples")):

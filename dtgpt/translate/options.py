@@ -13,16 +13,8 @@ from dtgpt.util.errors import UserError, shown
 
 Kind = Literal["translated", "not needed", "cannot be done"]
 SETTING = re.compile(r"--([a-z_.0-9]+) (\{[A-Z]+\}|[^\s,;]+)")
-TEXTS = (
-    "DIR",
-    "FILE",
-    "NAME",
-    "PATHS",
-    "WEIGHTS",
-    "STYLE",
-    "KIND",
-    "NAMES",
-)  # placeholders of values that are not numbers
+# Placeholders of values that are not numbers.
+TEXTS = ("DIR", "FILE", "NAME", "PATHS", "WEIGHTS", "STYLE", "KIND", "NAMES")
 SWITCHES = {"on": True, "off": False, "none": None}
 
 
@@ -46,7 +38,7 @@ class Answer:
         """Return the text, filled, as the end of a sentence that says what to do."""
         return f"{self.filled(word, value)}{'; leave it out' * (self.kind == 'not needed')}"
 
-    def settings(self, option: "Option") -> dict[str, Any]:
+    def settings(self, option: "GivenOption") -> dict[str, Any]:
         """Return the values, by the names of dtgpt's options, with which the text begins. Raises UserError for a value
         that must be a number and is none."""
         found: dict[str, Any] = {}
@@ -84,7 +76,7 @@ def no(text: str) -> Answer:
 Table = Mapping[str, Answer]  # a key holds names, each with a placeholder or a value: "lr X", "lr-decay-style wsd"
 
 
-def number(option: "Option") -> Any:
+def number(option: "GivenOption") -> Any:
     """Return the value of an option as int or float. Raises UserError where it is no number."""
     value = _number(option.value)
     if isinstance(value, str):
@@ -92,7 +84,7 @@ def number(option: "Option") -> Any:
     return value
 
 
-def count(option: "Option") -> int:
+def count(option: "GivenOption") -> int:
     """Return the value of an option as a whole number above 0. Raises UserError where it is none."""
     value = number(option)
     if not isinstance(value, int) or value < 1:
@@ -139,7 +131,7 @@ def explain(typed: str, value: str, table: Table, program: str = "Megatron-LM") 
 
 
 @dataclass(frozen=True)
-class Option:
+class GivenOption:
     """An option of a command: its name without dashes, its words, and how it stands there."""
 
     name: str
@@ -147,11 +139,11 @@ class Option:
     source: str
 
 
-def read_options(words: Sequence[str]) -> tuple[list[str], dict[str, Option]]:
+def read_options(words: Sequence[str]) -> tuple[list[str], dict[str, GivenOption]]:
     """Return the words before the first option, and the options `--name value ...` or `--name=value` by their names, in
     small letters with '-'. The last one of a name counts."""
     free: list[str] = []
-    found: dict[str, Option] = {}
+    found: dict[str, GivenOption] = {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -164,5 +156,5 @@ def read_options(words: Sequence[str]) -> tuple[list[str], dict[str, Option]]:
             values.append(rest.pop(0))
         name = typed[2:].replace("_", "-").lower()
         found.pop(name, None)
-        found[name] = Option(name, " ".join(values), " ".join([typed, *values]))
+        found[name] = GivenOption(name, " ".join(values), " ".join([typed, *values]))
     return free, found

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dtgpt.translate.translation import Row, Translation
+from dtgpt.translate.translation import TableRow, Translation
 
 WIDTH = 120
 SECTIONS = {
@@ -60,7 +60,7 @@ def _docstring(translation: Translation, source: str) -> Iterator[str]:
     yield '"""'
 
 
-def _wrapped(rows: Iterable[Row]) -> Iterator[str]:
+def _wrapped(rows: Iterable[TableRow]) -> Iterator[str]:
     for row in rows:
         yield from textwrap.wrap(
             f"{_plain(row.source)}: {_plain(row.text)}", WIDTH, initial_indent="* ", subsequent_indent="  ",

@@ -217,11 +217,11 @@ class Script:
 
     def expand(self, raw: str, split: bool = True) -> list[str]:
         """Return the fields that a word of the script becomes. split: whether values outside quotes are split."""
-        fields = Fields(split)
+        fields = WordFields(split)
         self._expand_into(fields, raw, quoted=False)
         return fields.done()
 
-    def _expand_into(self, fields: "Fields", raw: str, quoted: bool) -> None:
+    def _expand_into(self, fields: "WordFields", raw: str, quoted: bool) -> None:
         at = 0
         while at < len(raw):
             here = raw[at]
@@ -242,7 +242,7 @@ class Script:
                 fields.add(here)
                 at += 1
 
-    def _dollar(self, fields: "Fields", raw: str, at: int, quoted: bool) -> int:
+    def _dollar(self, fields: "WordFields", raw: str, at: int, quoted: bool) -> int:
         """Expand what follows a $; return where it ends."""
         if raw.startswith("(", at):
             end = _end_of(raw, at)
@@ -263,7 +263,7 @@ class Script:
         fields.add("$")
         return at
 
-    def _add(self, fields: "Fields", value: Value, quoted: bool, apart: bool) -> None:
+    def _add(self, fields: "WordFields", value: Value, quoted: bool, apart: bool) -> None:
         """Add a value. apart: whether the elements of an array stay words of their own within quotes."""
         if isinstance(value, str):
             fields.add(value) if quoted else fields.add_split(value)
@@ -344,7 +344,7 @@ class Script:
         return value.strip() or "0"
 
 
-class Fields:
+class WordFields:
     """The words that a word with variables becomes."""
 
     def __init__(self, split: bool):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtgpt.translate.options import Kind, Option, Table, find
+from dtgpt.translate.options import GivenOption, Kind, Table, find
 from dtgpt.translate.script import readable, unknown_names
 from dtgpt.translate.shell import PLACEHOLDER
 from dtgpt.util.console import counted
@@ -68,7 +68,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """What became of an option, in words."""
 
     source: str
@@ -82,7 +82,7 @@ class Translation:
 
     program: str
     architecture: str = "gpt2"
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TableRow] = field(default_factory=list)
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)  # of a recipe: value, and where it is from
     words: list[str] = field(default_factory=list)  # of a command of dtgpt, in place of a recipe
     environment: dict[str, str] = field(default_factory=dict)
@@ -97,18 +97,18 @@ class Translation:
         self.note(source, " ".join(f"--{name} {shlex.quote(shown_value(value))}" for name, value in values.items()))
 
     def note(self, source: str, text: str) -> None:
-        self.rows.append(Row(source, "translated", text))
+        self.rows.append(TableRow(source, "translated", text))
 
     def skip(self, source: str, why: str) -> None:
-        self.rows.append(Row(source, "not needed", why))
+        self.rows.append(TableRow(source, "not needed", why))
 
     def refuse(self, source: str, why: str) -> None:
-        self.rows.append(Row(source, "cannot be done", why))
+        self.rows.append(TableRow(source, "cannot be done", why))
 
     def value(self, name: str, otherwise: Any = None) -> Any:
         return self.settings.get(name, (otherwise,))[0]
 
-    def apply(self, options: Iterable[Option], table: Table) -> None:
+    def apply(self, options: Iterable[GivenOption], table: Table) -> None:
         """Take the options that the table answers without others. Raises UserError for a value that is not known."""
         answered = [(option, find(table, option.name, option.value)) for option in options]
         check_known([option for option, found in answered if found and found[1].kind == "translated"])
@@ -119,12 +119,12 @@ class Translation:
                 continue
             wanted, answer = found
             if answer.kind != "translated":
-                self.rows.append(Row(source, answer.kind, answer.filled(wanted, readable(option.value))))
+                self.rows.append(TableRow(source, answer.kind, answer.filled(wanted, readable(option.value))))
             elif not answer.together:
                 self.assign(source, answer.settings(option))
 
 
-def check_known(options: Iterable[Option]) -> None:
+def check_known(options: Iterable[GivenOption]) -> None:
     """Raise UserError where values are not known: variables of the environment, arguments that were not given, output
     of commands, and placeholders."""
     wanted: list[str] = []

@@ -13,7 +13,7 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.train.settle import override
 from dtgpt.translate.megatron_table import OPTIONS, entries_of
 from dtgpt.translate.megatron_tools import PROGRAMS
-from dtgpt.translate.options import Option, explain
+from dtgpt.translate.options import GivenOption, explain
 from dtgpt.util.errors import UserError
 from tests.support.other_architecture import OtherConfig
 
@@ -152,7 +152,7 @@ def test_an_answer_names_options_that_exist_and_take_the_value(of_architecture):
                 assert name in known, (key, name)
         if answer.kind == "translated" and not answer.together:
             example = {"STYLE": "linear", "KIND": "full"}.get(word, "1" if word.isupper() else word)
-            settings = answer.settings(Option(key, example, key))
+            settings = answer.settings(GivenOption(key, example, key))
             assert settings, key
             for name, value in settings.items():
                 take(of_architecture, read_words([f"--{name}={value_text(value)}"], of_architecture)[1])

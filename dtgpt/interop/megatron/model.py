@@ -27,9 +27,8 @@ class Megatron(Source):
     """A checkpoint: its root with `latest_checkpointed_iteration.txt`, or its folder `iter_...` or `release`.
 
     `true_vocab_size`: tokens without padding; not given: the size of a known vocabulary where the table is padded from
-    that, else all its rows. `iteration` and `consumed_samples` are those of the training that wrote it, 0 where
-    unknown. Raises UserError for files that are missing, damaged or of different models, and for a model of no known
-    architecture.
+    that, else all its rows. Raises UserError for files that are missing, damaged or of different models, and for a
+    model of no known architecture.
     """
 
     def __init__(self, folder: Path, true_vocab_size: int | None = None):

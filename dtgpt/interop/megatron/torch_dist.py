@@ -44,8 +44,8 @@ class Where(NamedTuple):
 
 
 class TorchDist(Source):
-    """A checkpoint: the folder with `.metadata`. `true_vocab_size`, `iteration` and `consumed_samples`: see `Megatron`.
-    Raise UserError for files that are missing or damaged, and for a model of no known architecture."""
+    """A checkpoint: the folder with `.metadata`. `true_vocab_size`: see `Megatron`. Raise UserError for files that are
+    missing or damaged, and for a model of no known architecture."""
 
     def __init__(self, folder: Path, true_vocab_size: int | None = None):
         self._arguments = folder, true_vocab_size
