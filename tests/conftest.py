@@ -8,6 +8,9 @@ from contextlib import nullcontext
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_SILENT"] = "true"
+# Ask the driver's library, not CUDA, whether there is a GPU: a process that has asked CUDA cannot use it after a fork,
+# and programs of tests are forks.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import pytest
 import torch
