@@ -5,7 +5,7 @@ pages of one piece of one tensor.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -76,31 +76,34 @@ def disjoint(parts: Sequence[Part]) -> bool:
 
 def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: Optimizer) -> None:
     """Give this rank's shards their weights and `optimizer` its state, whatever plan wrote them. Raise UserError where
-    there is no state, or that of another optimizer."""
+    there is no state, or that of an optimizer from which this one takes none."""
     if not checkpoint.has_optimizer:
         raise UserError(
             f"{checkpoint.folder} holds weights alone; begin a new run with --init_from {checkpoint.folder}"
         )
-    check_same_optimizer(checkpoint.folder, checkpoint.state["optimizer"], optimizer.kind)
+    saved = checkpoint.state["optimizer"]
+    check_optimizer(checkpoint.folder, saved, optimizer.kind, optimizer.takes)
+    names = optimizer.takes.get(saved, {})
 
     def load(shard: Shard) -> None:
         place = (tuple(shard.parameter.shape), shard.region)
         read_part(checkpoint, shard.name, *place, shard.local)
         for name, tensor in optimizer.state(shard.index).items():
-            read_part(checkpoint, f"{shard.name}.{name}", *place, tensor)
+            read_part(checkpoint, f"{shard.name}.{names.get(name, name)}", *place, tensor)
 
     fill(shards, load)
 
 
 def load_foreign_training(source: TrainingSource, shards: Shards, optimizer: Optimizer) -> None:
     """Give this rank's shards the weights and `optimizer` the state of a run of another library. Raise UserError where
-    that was another optimizer."""
-    check_same_optimizer(source.path, source.optimizer, optimizer.kind)
+    that was an optimizer from which this one takes no state."""
+    check_optimizer(source.path, source.optimizer, optimizer.kind, optimizer.takes)
+    names = optimizer.takes.get(source.optimizer, {})
 
     def load(shard: Shard) -> None:
         shard.local.copy_(source.read(shard.name, shard.region))
         for name, tensor in optimizer.state(shard.index).items():
-            tensor.copy_(source.read_moment(shard.name, name, shard.region))
+            tensor.copy_(source.read_moment(shard.name, names.get(name, name), shard.region))
 
     fill(shards, load, threads=1)
 
@@ -193,9 +196,10 @@ def check_same_samples(checkpoint: Checkpoint, seq_length: int) -> None:
         )
 
 
-def check_same_optimizer(where: Path, saved: str, wanted: str) -> None:
-    """Raise UserError where the state at `where` is of another optimizer than the recipe's, by their kinds."""
-    if saved != wanted:
+def check_optimizer(where: Path, saved: str, wanted: str, takes: Collection[str]) -> None:
+    """Raise UserError where the state at `where` is of the kind `saved`, with which the recipe's optimizer, `wanted`,
+    cannot go on. takes: the other kinds with which it can."""
+    if saved != wanted and saved not in takes:
         raise UserError(
             f"{where} was trained with optimizer.kind={shown_name(saved)}, and the recipe has {wanted}; give a recipe "
             f"with that optimizer, or begin a new run with the weights: --init_from {where}"

@@ -9,6 +9,7 @@ from dtgpt.commands.help import recipe_help, usage_of, wants_help
 from dtgpt.config.overrides import read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
+from dtgpt.optim.kinds import named_kind, of_kind
 from dtgpt.translate.megatron_table import explain_for
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
@@ -28,13 +29,18 @@ class RecipeCommand(Command):
     def __call__(self, words: list[str]) -> int:
         if wants_help(words):
             files = [word for word in words if word.endswith(".py")]
-            recipe = call_recipe(recipe_module(files, self.name).recipe) if files else Recipe
+            recipe = _recipe_of(files, words, self.name) if files else Recipe
             say(recipe_help(words, self.help_doc(), usage_of(self.usage), self.options, recipe, self.refused))
             return 0
-        recipe = call_recipe(recipe_module(words, self.name).recipe)
+        recipe = _recipe_of(words, words, self.name)
         _, given = read_words(words[1:], self.options, recipe, explain=explain_for(recipe.model.architecture))
         for name in self.refused.keys() & given:
             raise UserError(f"dtgpt {self.name} does not take --{name}; {self.refused[name]}")
         own = take(self.options(), given)
         check_fields(own, "--")
         return self.work(recipe, own, given, Path(words[0])) or 0
+
+
+def _recipe_of(files: list[str], words: list[str], command: str) -> Recipe:
+    """Return the recipe of the first of `files`, with the kind of optimizer that `words` name."""
+    return of_kind(call_recipe(recipe_module(files, command).recipe), named_kind(words))

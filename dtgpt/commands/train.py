@@ -14,6 +14,7 @@ from dtgpt.commands.launcher import launch
 from dtgpt.config.overrides import Options, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
+from dtgpt.optim.kinds import named_kind, of_kind
 from dtgpt.train.job import Job, find_resume_point, make_job
 from dtgpt.train.settle import settle_at
 from dtgpt.translate.megatron_table import explain_for
@@ -39,7 +40,7 @@ class TrainOptions:
 def train_recipe(recipe_function: Callable, doc: str, words: list[str], file: str | None = None) -> int:
     """Train `recipe_function()` with the options in `words`, or print them if help is asked for. file: that of the
     recipe if `dtgpt train` was given it; None where the file runs as a script. Raises UserError."""
-    recipe = call_recipe(recipe_function)
+    recipe = of_kind(call_recipe(recipe_function), named_kind(words))
     usage = usage_of(f"train {file}") if file else usage_of_file(recipe.name)
     if wants_help(words):
         say(recipe_help(words, doc, usage, TrainOptions, recipe))

@@ -1,7 +1,8 @@
 """Sections of a recipe: data, optimizer, loss scale, log, checkpoints. Every field has its help and its bounds."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from dtgpt.models.inventory import Shape
 from dtgpt.models.roles import Role
@@ -49,9 +50,15 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019) with fp32 master weights; no decay on biases and LayerNorms. The config of
-    another optimizer derives from it, and overrides `kind` and the methods."""
+    another optimizer derives from it, and overrides `kind` and the methods.
 
-    kind: Annotated[str, "optimizer", Pattern("adamw", "is not an optimizer; use adamw")] = "adamw"
+    takes: by the kind of another optimizer, whose state this one can go on with, the name of each state there by the
+    name here.
+    """
+
+    takes: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+
+    kind: Annotated[str, "optimizer", Pattern("adamw", "is another optimizer; use adamw")] = "adamw"
     lr: Annotated[float, "peak learning rate", Bounds(above=0)]
     min_lr: Annotated[float, "learning rate at the end of the schedule", Bounds(0)] = 0.0
     schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], "learning rate after the warmup"] = "cosine"
@@ -78,6 +85,10 @@ class OptimizerConfig:
     def state_bytes(self, shape: Shape, role: Role | None) -> int:
         """Return the bytes of state per element of a parameter. shape: of the whole parameter; role: of its module."""
         return 8
+
+    def needs_whole(self, shape: Shape, role: Role | None) -> bool:
+        """Return whether a step needs the whole of a parameter, which then travels to one rank and back."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.models.binding import BoundModule
-from dtgpt.models.inventory import inventory
+from dtgpt.models.inventory import Parameter, Rows, inventory
 from dtgpt.models.roles import Role, Roles, patterns_of, role_of
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, check_fields
@@ -87,6 +87,22 @@ class ModelConfig(ABC):
     def comparable(self, name: str, tensor: Tensor) -> Tensor:
         """Return the part of parameter `name`, or of its gradient, that is more than rounding."""
         return tensor
+
+    def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
+        """Return the rows of each matrix that a weight `[rows, columns]` packs: queries, keys and values, or the whole
+        weight. per_head: one matrix for each head of queries, keys and values."""
+        rows = parameter.shape[0]
+        if parameter.role is not Role.QKV or parameter.block is None:
+            return [(range(rows),)]
+        for core in inventory(self).cores(parameter.block):  # heads are stored by group: queries, a key, a value
+            parts, size = self.num_heads // core.kv_heads + 2, core.head_dim
+            if rows == core.kv_heads * parts * size:
+                heads = [range(start, start + size) for start in range(0, rows, size)]
+                if per_head:
+                    return [(head,) for head in heads]
+                queries = tuple(head for i, head in enumerate(heads) if i % parts < parts - 2)
+                return [queries, tuple(heads[parts - 2 :: parts]), tuple(heads[parts - 1 :: parts])]
+        return [(range(rows),)]
 
     def initial_weight(self, name: str) -> tuple[float, float]:
         """Return (mean, standard deviation) of the initial weights of parameter `name`: zero biases, unit norms, and

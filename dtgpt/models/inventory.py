@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # a configuration counts by its inventory
     from dtgpt.models.config import ModelConfig
 
 Shape = tuple[int, ...]
+Rows = tuple[range, ...]  # of a matrix that lies among others in one weight
 
 
 class Parameter(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import LARGEST_SIZE, SIZE, ModelConfig
+from dtgpt.models.inventory import Parameter, Rows
 from dtgpt.models.layers import (
     AttentionCore,
     Branch,
@@ -118,6 +119,12 @@ class LlamaConfig(ModelConfig):
             self.rope_theta, self.rope_factor, self.rope_low_frequency, self.rope_high_frequency,
             self.rope_original_length,
         )  # fmt: skip
+
+    def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
+        if not parameter.name.endswith("mlp.gate_up.weight"):
+            return super().pieces(parameter, per_head)
+        rows = parameter.shape[0]
+        return [(range(0, rows, 2),), (range(1, rows, 2),)]
 
     def make_embedding(self, dtype: torch.dtype) -> "Embedding":
         return Embedding(self, dtype)

@@ -34,6 +34,7 @@ class Mesh:
         self.devices: DeviceMesh  # of several processes
         self.tp_group = self.pp_group = self.dp_group = self.tied_group = None
         self._groups: list[dist.ProcessGroup] = []
+        self._timeout: timedelta | None = None
         self._ballot: tuple[Tensor, torch.cuda.Event] | None = None
         self.before_end: list[Callable[[], None]] = []  # what must be released before the process group ends
         if self.world > 1:
@@ -58,6 +59,20 @@ class Mesh:
         return dist.new_subgroups_by_enumeration(pairs)[0]
 
     @cached_property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same pipeline stages, ordered by dp, then tp; None where that is this rank alone. All
+        ranks ask for it first at the same point."""
+        size = self.plan.dp * self.plan.tp
+        if size == 1:
+            return None
+        if self.plan.pp == 1:
+            return dist.group.WORLD
+        ranks = [list(range(first, first + size)) for first in range(0, self.world, size)]
+        group = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout)[0]
+        self._groups.append(group)
+        return group
+
+    @cached_property
     def commands(self) -> dist.ProcessGroup | None:
         """The gloo group in which rank 0 sends commands to the others; None for one process. All ranks ask for it first
         at the same point. Its timeout is a year, since a rank may be idle for days. When a process ends, the others
@@ -71,8 +86,9 @@ class Mesh:
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long a collective of the groups may wait: torch gives new groups a default of its own."""
+        self._timeout = timedelta(seconds=seconds)
         for group in self._groups:
-            set_group_timeout(timedelta(seconds=seconds), group)
+            set_group_timeout(self._timeout, group)
 
     def send(self, tensor: Tensor, rank: int) -> None:
         """Send a tensor of the CPU to another rank, which must `receive` one of that shape."""

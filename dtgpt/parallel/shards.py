@@ -81,7 +81,7 @@ class Shards:
         self.gradients: list[Tensor] = []  # of each shard, after `take_gradients`
         self._counted = [s.index for s in self.all if not s.is_tied_copy]
         self._shares = torch.tensor([1 / self.all[i].replicas for i in self._counted], device=mesh.device)
-        config = stages[0].config
+        self.config = config = stages[0].config
         self._tables = [s.index for s in self.all if config.tied and s.name == config.table_name]
         self._partial = [s.index for s in self.all if s.partial]
 
@@ -185,7 +185,7 @@ def _shard(
     index: int, name: str, parameter: nn.Parameter, place: RankCoordinates, partial: bool, is_tied_copy: bool,
     masters: bool, gathered: Tensor | None,
 ) -> Shard:  # fmt: skip
-    region, by_tp = _region(parameter, place), _cut_over_tp(parameter) is not None
+    region, by_tp = region_of(parameter, place), is_cut_over_tp(parameter)
     local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
     if tuple(local.shape) != tuple(map(len, region)):
         raise ValueError(f"{name}: this rank holds {tuple(local.shape)}, but its region is {tuple(map(len, region))}")
@@ -211,9 +211,9 @@ def _sums_over_tp(stage: Decoder) -> set[str]:
     return {f"{name}.{p}" for name, module in modules for p in bound_of(module).sums_over_tp}
 
 
-def _region(parameter: nn.Parameter, place: RankCoordinates) -> Part:
-    """Return the global indices of this rank's part. Tensor parallelism cuts first, then ZeRO cuts the first dimension
-    of what is left."""
+def region_of(parameter: nn.Parameter, place: RankCoordinates) -> Part:
+    """Return the global indices of the part of the rank at `place`. Tensor parallelism cuts first, then ZeRO
+    cuts the first dimension of what is left."""
     first, *rest = region_of_tp(parameter, place)
     return (chunk(first, place.plan.shard, place.shard) if isinstance(parameter, DTensor) else first, *rest)
 
@@ -224,6 +224,11 @@ def region_of_tp(parameter: nn.Parameter, place: RankCoordinates) -> Part:
     if dim is not None:
         region[dim] = chunk(region[dim], place.plan.tp, place.tp)
     return tuple(region)
+
+
+def is_cut_over_tp(parameter: nn.Parameter) -> bool:
+    """Return whether each tp rank holds another part."""
+    return _cut_over_tp(parameter) is not None
 
 
 def _cut_over_tp(parameter: nn.Parameter) -> int | None:

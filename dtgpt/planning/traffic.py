@@ -1,5 +1,6 @@
 """The messages between the ranks of a plan in one optimizer step, and the idle time of a pipeline."""
 
+import math
 from dataclasses import dataclass
 
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -17,6 +18,8 @@ from dtgpt.planning.parameters import (
     parameters_of,
     shards_are_pushed,
 )
+
+MATRICES_TRAVEL = "matrices to the ranks that update them, and back"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ def collectives_of(settings: Settings, rank: int) -> list[Collective]:
     held = parameters_of(settings.model, settings.plan, rank)
     place, blocks = RankCoordinates(settings.plan, rank), len(blocks_of_rank(settings.model, settings.plan, rank))
     found = _over_tp(settings, place, held) + _over_dp(settings, place, held, blocks) + _over_pp(settings, place, held)
+    found += _of_optimizer(settings, held)
     return [c for c in found if c.count]
 
 
@@ -128,6 +132,19 @@ def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
         ),
         Collective("reduce-scatter", "dp", words, groups * reductions, scattered * whole * reductions),
     ]
+
+
+def _of_optimizer(settings: Settings, held: list[LocalParameter]) -> list[Collective]:
+    """Return what the ranks of a stage send on average where the optimizer needs whole matrices: each matrix to its
+    owner, from one rank for each part, and back to all that hold it. See `dtgpt.parallel.matrices`."""
+    plan, optimizer = settings.plan, settings.optimizer
+    ranks, parts = plan.dp * plan.tp, plan.shard * plan.tp
+    if optimizer is None or ranks == 1:
+        return []
+    matrices = [p for p in held if optimizer.needs_whole(p.shape, p.role)]
+    copies = (1 - 1 / parts) + (plan.replicate - 1 / parts)
+    size = settings.dtype.itemsize * sum(math.prod(p.shape) for p in matrices) * copies / ranks
+    return [Collective("send", "dp" if plan.dp > 1 else "tp", MATRICES_TRAVEL, len(matrices), round(size))]
 
 
 def _over_pp(settings: Settings, place: RankCoordinates, held: list[LocalParameter]) -> list[Collective]:

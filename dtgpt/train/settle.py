@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.load import FREE, check_same_architecture, check_same_optimizer
+from dtgpt.checkpoint.load import FREE, check_optimizer, check_same_architecture
 from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.recipe import Recipe
@@ -19,6 +19,7 @@ from dtgpt.data.megatron.prepared import is_prepared
 from dtgpt.interop.open import open_config
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
+from dtgpt.optim.kinds import KINDS, named_kind, of_kind
 from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, saved_value
 from dtgpt.train.job import ResumePoint, checked, find_resume_point, with_steps
 from dtgpt.train.own_tokenizer import named_by_option
@@ -38,6 +39,7 @@ def load_recipe(path: Path, options: list[str]) -> Recipe:
 
 def override(file: Recipe, words: list[str]) -> Recipe:
     """Return the recipe to work on with the options in `words`. A UserError explains options of Megatron-LM."""
+    file = of_kind(file, named_kind(words))
     return settle(file, read_words(words, file, explain=explain_for(file.model.architecture))[1])
 
 
@@ -68,7 +70,16 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
     the fields of OF_ONE_START. What an older run does not have, and `plans`, are the recipe file's."""
     saved, kept = read_recipe(run), {}
     kind = saved_value(saved, "optimizer.kind")
-    check_same_optimizer(run, OptimizerConfig.kind if kind is ABSENT else kind, asked.optimizer.kind)
+    kind = OptimizerConfig.kind if kind is ABSENT else kind
+    if "optimizer.kind" not in given and kind in KINDS and asked.optimizer.kind in KINDS:
+        if kind != asked.optimizer.kind:
+            say(f"{run} goes on with its optimizer, {kind}, not {asked.optimizer.kind} as the recipe file says")
+        file, asked = of_kind(file, kind), of_kind(asked, kind)
+    takes = asked.optimizer.takes
+    check_optimizer(run, kind, asked.optimizer.kind, takes)
+    if kind in takes:
+        states = " and ".join(f"{own} begins as its {theirs}" for own, theirs in takes[kind].items())
+        say(f"{run} was trained with optimizer.kind={kind} and goes on with {asked.optimizer.kind}: {states}")
     try:
         unknown = list(_unknown(saved, {name for name, *_ in leaves(file)}))
     except ValueError as error:

@@ -30,7 +30,7 @@ class MomentumConfig(OptimizerConfig):
 
 
 class Momentum:
-    kind = "momentum"
+    kind, takes = "momentum", MomentumConfig.takes
 
     def __init__(self, config: MomentumConfig, shards: Shards):
         self.config, self.shards = config, shards

@@ -10,7 +10,7 @@ with bf16 gradients and weights. It is not a custom op, since neither autograd n
 Sharding rule: everything is elementwise, so a rank passes its shard of each tensor, whatever its placement.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,7 @@ class AdamW:
     """
 
     kind = "adamw"
+    takes: Mapping[str, Mapping[str, str]] = {}
 
     def __init__(self, slots: Sequence[Slot], beta1: float, beta2: float, eps: float, weight_decay: float):
         """Raise ValueError where a slot does not meet the requirements of `Slot`."""

@@ -4,7 +4,7 @@ An optimizer is a config class, derived from `dtgpt.config.sections.OptimizerCon
 returns. docs/extending.md explains how to add one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -13,11 +13,13 @@ from torch import Tensor
 class Optimizer(Protocol):
     """The rule of one run on this rank. It holds the shards from which it was made, by their index, and its state.
 
-    kind: its name in `state.json`, the `kind` of its config. updates: scalar on the device, the number of updates
-    applied; the learning rate follows it. To restore the state, copy into `state` and fill `updates`.
+    kind: its name in `state.json`, the `kind` of its config. takes: as in its config. updates: scalar on the device,
+    the number of updates applied; the learning rate follows it. To restore the state, copy into `state` and fill
+    `updates`.
     """
 
     kind: str
+    takes: Mapping[str, Mapping[str, str]]
     updates: Tensor
 
     def state(self, index: int) -> dict[str, Tensor]:

@@ -1,0 +1,33 @@
+"""The optimizers that `optimizer.kind` names."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import OptimizerConfig
+from dtgpt.optim.muon import MuonConfig
+from dtgpt.util.errors import UserError, shown_name
+
+KINDS = {config.kind: config for config in (OptimizerConfig, MuonConfig)}
+
+
+def named_kind(words: Sequence[str]) -> str | None:
+    """Return the value of the last `--optimizer.kind` among the words of a command line; None without one."""
+    found = None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == "--optimizer.kind":
+            found = value if equals else following
+    return found
+
+
+def of_kind(recipe: Recipe, kind: str | None) -> Recipe:
+    """Return the recipe with the optimizer of this kind, which has the values that both kinds know. Raises UserError
+    where there is none."""
+    if kind is None or kind == recipe.optimizer.kind:
+        return recipe
+    if kind not in KINDS:
+        raise UserError(f"optimizer.kind={shown_name(kind)} is not an optimizer; use {' or '.join(KINDS)}")
+    common = [f.name for f in fields(OptimizerConfig) if f.name != "kind"]
+    values = {name: getattr(recipe.optimizer, name) for name in common}
+    return replace(recipe, optimizer=KINDS[kind](**values))

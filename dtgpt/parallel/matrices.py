@@ -1,0 +1,157 @@
+"""Whole matrices for optimizers that need them: each lies on one rank, its owner, for a moment of the update.
+
+The ranks of one pipeline stage divide the matrices by cost. In rounds, the parts of a matrix go to its owner, and what
+the owner makes of it goes to every rank that holds a part or a replica. The messages of a round travel while the owners
+compute another one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.shards import Part, Shard, Shards, is_cut_over_tp, region_of, slices
+
+ROUND = 1 << 25  # elements that an owner takes in a round, but for a larger matrix
+
+Tensors = Mapping[int, Tensor]  # by the index of the shard
+Pending = Callable[[], dict[int, Tensor]]  # waits for the messages, and returns what they brought
+
+
+def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
+    """Return the owner of each matrix: the dearest first, each to the rank that has least to do so far."""
+    loads, owners = [0] * ranks, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owners[index] = min(range(ranks), key=loads.__getitem__)
+        loads[owners[index]] += costs[index]
+    return owners
+
+
+class Matrices:
+    """The exchange of the `chosen` shards, weights `[rows, columns]` of which each rank of a stage holds a part.
+
+    rounds: the shards of each round; `all_here` of them, whole, are what this rank owns. Every rank of the stage makes
+    the same calls in the same order.
+    """
+
+    def __init__(self, shards: Shards, chosen: Sequence[Shard], costs: Sequence[int], dtype: torch.dtype):
+        """costs: of each matrix, in any unit, the same on all ranks. dtype: in which matrices travel."""
+        mesh, plan = shards.mesh, shards.mesh.plan
+        first = mesh.place.pp * plan.dp * plan.tp
+        self._places = [RankCoordinates(plan, first + i) for i in range(plan.dp * plan.tp)]
+        self._here = mesh.rank - first
+        self._group = mesh.stage_group
+        self._dtype, self._device = dtype, mesh.device
+        self._parts_travel = plan.shard * plan.tp > 1
+        self._shards = {shard.index: shard for shard in chosen}
+        owners = owners_of(costs, len(self._places))
+        self._owner = {shard.index: owner for shard, owner in zip(chosen, owners, strict=True)}
+        dearest_first = sorted(range(len(chosen)), key=lambda i: -costs[i])
+        self.rounds = list(self._make_rounds([chosen[i] for i in dearest_first]))
+
+    def _make_rounds(self, ordered: Sequence[Shard]) -> Iterator[list[int]]:
+        """Yield the shards of each round: of every owner the next ones, up to ROUND elements."""
+        waiting: dict[int, list[Shard]] = {}
+        for shard in ordered:
+            waiting.setdefault(self._owner[shard.index], []).append(shard)
+        while any(waiting.values()):
+            taken = []
+            for owned in waiting.values():
+                size = 0
+                while owned and (not size or size + owned[0].parameter.numel() <= ROUND):
+                    size += owned[0].parameter.numel()
+                    taken.append(owned.pop(0).index)
+            yield sorted(taken)
+
+    def owned(self, indices: Sequence[int]) -> list[int]:
+        """Return those of the shards whose whole matrix lies on this rank."""
+        return [index for index in indices if self._owner[index] == self._here]
+
+    def gather(self, parts: Tensors) -> Pending:
+        """Send this rank's parts, each of its shard's shape, to the owners. The result waits for those that this rank
+        owns and returns them whole, `[rows, columns]`."""
+        if not self._parts_travel:
+            return lambda: {index: parts[index] for index in self.owned(list(parts))}
+        pieces = [
+            [parts[i].reshape(-1) for i in parts if self._owner[i] == rank and self._sends(i, self._here)]
+            for rank in range(len(self._places))
+        ]
+        owned = self.owned(list(parts))
+        expected = [
+            [(i, self._region(i, rank)) for i in owned if self._sends(i, rank)] for rank in range(len(self._places))
+        ]
+        arrived = self._exchange(pieces, expected)
+
+        def whole() -> dict[int, Tensor]:
+            found = {i: self._empty(tuple(self._shards[i].parameter.shape)) for i in owned}
+            for index, region, piece in arrived():
+                found[index][slices(region)] = piece
+            return found
+
+        return whole
+
+    def scatter(self, wholes: Tensors, indices: Sequence[int]) -> Pending:
+        """Send the matrices that this rank owns, of the round `indices`, to the ranks that hold parts. The result waits
+        for this rank's parts of the round and returns them."""
+        if self._group is None:
+            return lambda: dict(wholes)
+        pieces = [
+            [wholes[i][slices(self._region(i, rank))].reshape(-1) for i in self.owned(indices)]
+            for rank in range(len(self._places))
+        ]
+        expected = [
+            [(i, self._shards[i].region) for i in indices if self._owner[i] == rank]
+            for rank in range(len(self._places))
+        ]
+        arrived = self._exchange(pieces, expected)
+        return lambda: {index: piece for index, _, piece in arrived()}
+
+    def _exchange(
+        self, pieces: list[list[Tensor]], expected: list[list[tuple[int, Part]]]
+    ) -> Callable[[], Iterator[tuple[int, Part, Tensor]]]:
+        """Begin an all-to-all. pieces: flat, to each rank. expected: (shard, region) from each. The result waits and
+        yields what arrived."""
+        sizes = [[_size(region) for _, region in regions] for regions in expected]
+        sending = torch.cat([self._empty((0,)), *(piece for each in pieces for piece in each)])
+        receiving = self._empty((sum(map(sum, sizes)),))
+        work = dist.all_to_all_single(
+            _as_bits(receiving),
+            _as_bits(sending),
+            output_split_sizes=[sum(each) for each in sizes],
+            input_split_sizes=[sum(piece.numel() for piece in each) for each in pieces],
+            group=self._group,
+            async_op=True,
+        )
+
+        def arrived() -> Iterator[tuple[int, Part, Tensor]]:
+            work.wait()
+            found = [(index, region) for regions in expected for index, region in regions]
+            flat = receiving.split([size for each in sizes for size in each])
+            for (index, region), piece in zip(found, flat, strict=True):
+                yield index, region, piece.view([len(r) for r in region])
+            sending.numel()  # keeps its memory until the messages have left
+
+        return arrived
+
+    def _sends(self, index: int, rank: int) -> bool:
+        """Return whether a rank sends its part to the owner: one rank of all that hold the part, near the owner."""
+        owner, place, plan = self._places[self._owner[index]], self._places[rank], self._places[rank].plan
+        same_replica = place.dp // plan.shard == owner.dp // plan.shard
+        return same_replica and (is_cut_over_tp(self._shards[index].parameter) or place.tp == owner.tp)
+
+    def _region(self, index: int, rank: int) -> Part:
+        return region_of(self._shards[index].parameter, self._places[rank])
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+def _size(region: Part) -> int:
+    return len(region[0]) * len(region[1])
+
+
+def _as_bits(tensor: Tensor) -> Tensor:
+    """Return 16-bit numbers as integers: not every process group sends each type."""
+    return tensor.view(torch.int16) if tensor.element_size() == 2 else tensor
