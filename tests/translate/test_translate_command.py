@@ -217,14 +217,17 @@ LLMC = "-i a_*.bin -j b_*.bin -o log -v 250 -s 20000 -g 144 -h 1 -b 4 -t 32 -d 2
 
 
 def test_a_command_of_llm_c(translated):
-    recipe, out = translated(f"mpirun -np 8 ./train_gpt2cu {LLMC} -u 700 -n 5000 -nk 5 -y 1 -x 1000 -sl 7.0 -e d12")
+    recipe, out = translated(
+        f"mpirun -np 8 ./train_gpt2cu {LLMC} -u 700 -n 5000 -nk 5 -y 1 -x 1000 -sl 7.0 -sg 6 -e d12"
+    )
     optimizer = recipe.optimizer
     assert (recipe.model.num_layers, recipe.model.hidden_size, recipe.model.seq_length) == (12, 768, 32)
     assert (recipe.micro_batch_size, recipe.global_batch_size, recipe.steps, recipe.plan) == (4, 64, 1000, "zero1")
     assert (optimizer.lr, optimizer.min_lr, optimizer.warmup, optimizer.weight_decay) == (6e-4, 6e-5, 700, 0.1)
     assert (recipe.runs, recipe.resume, recipe.precision, recipe.data.tokenizer) == ("log", "auto", "bf16", "gpt2")
     assert (recipe.checkpoint.keep_last, recipe.log.eval_samples, recipe.data.valid_path) == (5, 20 * 4 * 8, "b_*.bin")
-    assert "no step is left out" in out and "hellaswag:" in out and "torchrun --nproc-per-node 8 my_recipe.py" in out
+    assert (optimizer.skip_loss_z, optimizer.skip_grad_norm_z) == (7, 6)
+    assert "hellaswag:" in out and "torchrun --nproc-per-node 8 my_recipe.py" in out
 
 
 def test_defaults_of_llm_c(translated):
