@@ -1,5 +1,7 @@
 """`dtgpt doctor`: what it says of machines, this one and others."""
 
+import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,8 +53,15 @@ def test_what_is_missing_is_said_with_what_to_do(changed, state, told):
 
 
 def test_the_versions_of_torch_are_those_that_are_installed_with_dtgpt():
-    wanted = f'"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"'
-    assert wanted in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    root, beyond = Path(__file__).parents[2], f"{NEWEST[0]}.{NEWEST[1] + 1}"
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert f"torch>={OLDEST[0]}.{OLDEST[1]},<{beyond}" in project["dependencies"]
+    assert f"'torch<{beyond}'" in (root / "CONTRIBUTING.md").read_text()
+    tested = re.findall(r'python: "(.*)", torch: "(.*)"', (root / ".github" / "workflows" / "tests.yml").read_text())
+    assert {torch for _, torch in tested} >= {f"torch=={OLDEST[0]}.{OLDEST[1]}.*", f"torch<{beyond}"}
+    assert f">={min(tested)[0]}" == project["requires-python"]
+    pythons = f"{min(tested)[0]} to {max(tested)[0]}", f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    assert all(f" | {words} | " in (root / "docs" / "maintainers.md").read_text() for words in pythons)
 
 
 def test_this_machine_runs_dtgpt(capsys):
