@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dtgpt.cli import main
-from dtgpt.config.recipe_file import call_recipe, load_module
+from tests.translate.conftest import recipe_of
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
 TRAINING = "--micro-batch-size 2 --lr 1e-4 --train-iters 100"
@@ -34,39 +33,6 @@ torchrun --nproc_per_node $GPUS --nnodes $NODES --master_addr ${MASTER_ADDR:-loc
     --data-path $DATA --split 949,50,1 --vocab-file v.json --merge-file m.txt \\
     --save $CKPT --load $CKPT --save-interval 50 --eval-interval 10 --eval-iters 3
 """
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Return a function that runs `dtgpt translate WORDS` in an empty folder, and returns exit code and output."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str):
-        (tmp_path / "my_recipe.py").unlink(missing_ok=True)
-        with pytest.raises(SystemExit) as left:
-            main(["translate", *words])
-        captured = capsys.readouterr()
-        return left.value.code, captured.out if left.value.code == 0 else captured.err
-
-    return run
-
-
-def recipe_of(folder):
-    return call_recipe(load_module(folder / "my_recipe.py").recipe)
-
-
-@pytest.fixture
-def translated(run, tmp_path):
-    """Return a function from a command to its recipe, which is valid, and what was printed."""
-
-    def translated(command: str):
-        code, out = run("--", *command.split())
-        assert code == 0, out
-        recipe = recipe_of(tmp_path)
-        replace(recipe, data=replace(recipe.data, path=None), resume=None).validate()
-        return recipe, out
-
-    return translated
 
 
 def test_a_script_of_megatron_lm(run, tmp_path):
