@@ -118,14 +118,14 @@ FAULTS = [
     Fault(
         "sums: the reported norm counts each tp rank",
         "dtgpt/optim/update.py",
-        "clip_factor(norm, self.clip))\n            return norm",
-        "clip_factor(norm, self.clip))\n            return norm * self.shards.mesh.plan.tp**0.5",
+        "clip_factor(norm, self.clip), outlier)\n            return norm",
+        "clip_factor(norm, self.clip), outlier)\n            return norm * self.shards.mesh.plan.tp**0.5",
     ),
     Fault(
         "fp16: the norm is clipped before the loss scale comes off",
         "dtgpt/optim/update.py",
-        "clip_factor(norm, self.clip) * inverse, skip)",
-        "clip_factor(norm / inverse, self.clip) * inverse, skip)",
+        "clip_factor(norm, self.clip) * inverse, leave)",
+        "clip_factor(norm / inverse, self.clip) * inverse, leave)",
     ),
     Fault(
         "fp16: each rank decides for itself whether to skip",

@@ -24,7 +24,7 @@ from typing import Any
 from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, find_damage, read_header
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.architectures import ARCHITECTURES, FIRST
-from dtgpt.optim import fp8_scales, loss_scale
+from dtgpt.optim import fp8_scales, loss_scale, outliers
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_regular, remove_tree, sync_path, write_text
@@ -165,6 +165,7 @@ def _check(state: dict[str, Any]) -> None:
         raise ValueError(f"{state['updates']} updates are more than the steps")
     loss_scale.check_state(state.get("loss_scale"))
     fp8_scales.check_state(state.get(fp8_scales.STATE), config)
+    outliers.check_state(state.get(outliers.STATE))
     for name, file in state["files"].items():
         if not FILE_NAME.fullmatch(name):
             raise ValueError(f"{shown(name)} is not the name of a file of a checkpoint")

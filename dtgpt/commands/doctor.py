@@ -14,7 +14,7 @@ from dtgpt.commands.command import Command
 from dtgpt.data.dataset import default_cache
 from dtgpt.util.console import hanging, say
 from dtgpt.util.environment import describe_versions
-from dtgpt.util.hardware import TRITON, why_no_compiler
+from dtgpt.util.hardware import FLOAT8, HOPPER, SIXTEEN_BITS, TRITON, why_no_compiler, why_no_kernels
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # torch, as in pyproject.toml
 EXTRAS = {
@@ -145,18 +145,14 @@ def _of_gpus(facts: Facts) -> list[Finding]:
 def _of_gpu(gpu: Gpu, facts: Facts) -> list[Finding]:
     major, minor = gpu.capability
     name = f"{gpu.name}, {gpu.gib:.0f} GiB, compute capability {major}.{minor}"
-    known = [
-        int(arch.partition("_")[2].rstrip("af")) for arch in facts.architectures if arch.startswith(("sm_", "compute_"))
-    ]
-    if known and 10 * major + minor < min(known):
-        text = f"{name}: this torch has kernels from {min(known) / 10} on; install a build for an older CUDA"
-        return [Finding("wrong", text)]
+    if reason := why_no_kernels(gpu.name, gpu.capability, facts.architectures):
+        return [Finding("wrong", reason)]
     lacking = []
-    if gpu.capability < (8, 0):
-        lacking.append("bf16 needs 8.0: use --precision fp16")
-    if gpu.capability < (8, 9):
+    if gpu.capability < SIXTEEN_BITS:
+        lacking.append("bf16 and flash attention need 8.0: use --precision fp16 --attention sdpa")
+    if gpu.capability < FLOAT8:
         lacking.append("fp8 needs 8.9")
-    if gpu.capability < (9, 0):
+    if gpu.capability < HOPPER:
         lacking.append("the fastest kernels for attention and for few sequences need 9.0; others run")
     return [Finding("note" if lacking else "ok", "; ".join([name, *lacking]))]
 
@@ -166,7 +162,12 @@ def _of_builds(facts: Facts) -> list[Finding]:
     if facts.gpus and not facts.has_triton:
         found.append(Finding("note", "the package triton is missing: plain torch runs, slower; pip install triton"))
     lacking = [
-        n for n, there in (("nvcc (CUDA toolkit, or CUDA_HOME)", facts.nvcc), ("ninja", facts.has_ninja)) if not there
+        what
+        for what, there in (
+            ("nvcc (CUDA toolkit, or CUDA_HOME)", facts.nvcc),
+            ("ninja (pip install 'dtgpt[cuda]')", facts.has_ninja),
+        )
+        if not there
     ]
     if facts.gpus and lacking:
         what = (

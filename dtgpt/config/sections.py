@@ -11,6 +11,7 @@ from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.util.field_types import PATH, Bounds, Pattern
 
 LOSS_SCALE = Bounds(2.0**-64, 2.0**64, also=", such as 65536")  # beyond these, scaled gradients leave the range of fp32
+Z_SCORE = Bounds(0, at_most=11, also=": none of 128 values has a z-score above 11.3")
 DEFAULT_SPLIT = "969,30,1"  # of prepared data, as in Megatron-LM
 
 
@@ -76,6 +77,12 @@ class OptimizerConfig:
     beta2: Annotated[float, "decay rate of the second moment", Bounds(0, below=1)] = 0.95
     eps: Annotated[float, "added to the square root of the second moment", Bounds(above=0)] = 1e-8
     clip: Annotated[float, "largest global norm of the gradient; 0: no clipping", Bounds(0)] = 1.0
+    skip_loss_z: Annotated[
+        float, "skip updates whose loss has a larger z-score among the last 128 steps; 0: none", Z_SCORE
+    ] = 0.0
+    skip_grad_norm_z: Annotated[
+        float, "skip updates whose gradient norm has a larger z-score among the last 128 steps; 0: none", Z_SCORE
+    ] = 0.0
 
     def make(self, shards: Any) -> Optimizer:
         """Return the optimizer of this rank's `dtgpt.parallel.shards.Shards`, with an empty state."""
@@ -106,8 +113,9 @@ class LogConfig:
     interval: Annotated[int, "number of steps between progress lines", Bounds(1)] = 10
     show: Annotated[
         str,
-        "further parts of a progress line, separated by commas: time (of day), ms (of a step), ppl (perplexity)",
-        Pattern("((time|ms|ppl)(,(time|ms|ppl))*)?", "is not known; use some of time,ms,ppl"),
+        "further parts of a progress line, separated by commas: time (of day), ms (of a step), ppl (perplexity), "
+        "z (z-scores of loss and gradient norm)",
+        Pattern("((time|ms|ppl|z)(,(time|ms|ppl|z))*)?", "is not known; use some of time,ms,ppl,z"),
     ] = ""
     eval_interval: Annotated[int, "number of steps between validation losses; 0: at the end only", Bounds(0)] = 250
     eval_samples: Annotated[int, "largest number of validation samples per evaluation", Bounds(1)] = 512

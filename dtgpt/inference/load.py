@@ -25,6 +25,7 @@ from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.hardware import check_kernels
 from dtgpt.util.process import Process
 
 DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
@@ -76,6 +77,7 @@ def open_model(
     given = Plan(tp=process.world) if plan is None else parse_plan(plan, {}) if isinstance(plan, str) else plan
     resolved = given.for_world(process.world)
     place = choose_device(device, process.local_rank)
+    check_kernels(place)
     if process.world > 1 and not dist.is_initialized():
         start_process_group(place, TIMEOUT)
         atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process

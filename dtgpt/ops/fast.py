@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dtgpt.util.hardware import TRITON
+from dtgpt.util.hardware import FLOAT8, HOPPER, TRITON
 
 _apart = False
 
@@ -27,13 +27,13 @@ def has_triton(x: Tensor) -> bool:
 def has_hopper(device: torch.device) -> bool:
     """Return whether a GPU has what came with Hopper, compute capability 9.0: a kernel may start before its predecessor
     has ended (dependent launch), and whole tiles are copied to shared memory (TMA)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
 
 
 @functools.cache
 def has_float8(device: torch.device) -> bool:
     """Return whether a GPU multiplies 8-bit floats, as those from compute capability 8.9 on do."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8
 
 
 @functools.cache

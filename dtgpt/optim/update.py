@@ -9,6 +9,8 @@ from torch import Tensor
 from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
 from dtgpt.optim.fp8_scales import STATE, Fp8Scales
 from dtgpt.optim.loss_scale import LossScaler
+from dtgpt.optim.outliers import STATE as OUTLIERS
+from dtgpt.optim.outliers import OutlierDetector
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.errors import UserError
 
@@ -39,11 +41,11 @@ class Update:
 
     def __init__(
         self, shards: Shards, config: OptimizerConfig, scale: LossScaleConfig, rates: list[float], dtype: torch.dtype,
-        micro_batch_weight: float, fp8: Fp8Scales | None = None,
+        micro_batch_weight: float, fp8: Fp8Scales | None = None, outliers: OutlierDetector | None = None,
     ):  # fmt: skip
         """rates: learning rates of every step; micro_batch_weight: by which the gradients of one
         micro-batch are multiplied in the sum over all."""
-        self.shards, self.clip, self.fp8 = shards, config.clip, fp8
+        self.shards, self.clip, self.fp8, self.outliers = shards, config.clip, fp8, outliers
         device = shards.mesh.device
         self.smallest_scale, self.at_smallest = scale.minimum, torch.tensor(False, device=device)
         self.rule = config.make(shards)
@@ -68,22 +70,24 @@ class Update:
         return 1.0 if self.scaler is None else self.scaler.inverse()
 
     @torch.no_grad()
-    def apply(self) -> Tensor:
+    def apply(self, loss: Tensor) -> Tensor:
         """Take one step and return the global norm of the gradient. In fp16 a step whose gradient overflows is skipped
-        on all ranks, and its norm is infinite."""
+        on all ranks, and its norm is infinite. loss: this rank's part of the mean loss, by which outliers are found."""
         update = self.rule.updates.long().clamp(max=len(self.schedule) - 1)
         torch.index_select(self.schedule, 0, update.view(1), out=self.lr.view(1))
         if self.fp8 is not None:
             self.fp8.update()
         if self.scaler is None:
             norm = self.shards.norm()
-            self.rule.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip))
+            outlier = None if self.outliers is None else self.outliers.update(loss, norm)
+            self.rule.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip), outlier)
             return norm
         inverse = self.scaler.inverse()
         norm, (skip, overflow) = self.shards.norm_and_excess(self.limits)
         norm = torch.where(skip, math.inf, norm * inverse)
         self.at_smallest.copy_(self.scaler.scale <= self.smallest_scale)
-        self.rule.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, skip)
+        leave = skip if self.outliers is None else skip | self.outliers.update(loss, norm)
+        self.rule.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, leave)
         self.scaler.update(overflow, skip)
         self.gradient_scale.copy_(self.scaler.scale * self.micro_batch_weight)
         return norm
@@ -96,14 +100,18 @@ class Update:
         """Return the optimizer's name and numbers for a checkpoint, which holds weights and the optimizer's state."""
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         fp8 = {} if self.fp8 is None else {STATE: self.fp8.state()}
-        return {"optimizer": self.rule.kind, "updates": int(self.rule.updates.item()), **scaler, **fp8}
+        outliers = {} if self.outliers is None else {OUTLIERS: self.outliers.state_dict()}
+        return {"optimizer": self.rule.kind, "updates": int(self.rule.updates.item()), **scaler, **fp8, **outliers}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take the `state` of a checkpoint. One of another precision may lack the loss scale, which begins anew, or the
-        scales of fp8, for which the next step observes the values."""
+        scales of fp8, for which the next step observes the values; one of other options may lack the losses and norms
+        among which outliers are found."""
         self.rule.updates.fill_(state["updates"])
         if self.fp8 is not None:
             self.fp8.restore(state.get(STATE, []))
+        if self.outliers is not None and OUTLIERS in state:
+            self.outliers.load_state_dict(state[OUTLIERS])
         if self.scaler is not None and "loss_scale" in state:
             self.scaler.load_state_dict(state["loss_scale"])
             self.gradient_scale.copy_(self.scaler.scale * self.micro_batch_weight)
@@ -118,7 +126,10 @@ class Update:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Return what a progress line adds in fp16: the loss scale and the steps skipped so far."""
-        if self.scaler is None:
-            return {}
-        return {"loss_scale": self.scaler.scale.item(), "skipped_steps": int(self.scaler.skipped.item())}
+        """Return what a progress line adds: in fp16 the loss scale and the steps skipped so far; z-scores, where they
+        are measured, and the updates that they skipped."""
+        found: dict[str, float] = {} if self.outliers is None else self.outliers.metrics()
+        if self.scaler is not None:
+            found["loss_scale"] = self.scaler.scale.item()
+            found["skipped_steps"] = int(self.scaler.skipped.item())
+        return found

@@ -105,6 +105,11 @@ class Mesh:
             dist.broadcast(tensor, last, group=self.pp_group)
         return tensor
 
+    @property
+    def copies_of_loss(self) -> int:
+        """The number of ranks that share, or repeat, the loss of a step: by it the sum over all ranks is divided."""
+        return self.plan.dp * self.plan.tp
+
     def sum(self, *values: float | Tensor) -> Tensor:
         """Return the sums over all ranks, one for each value, in float64 on the device."""
         tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]

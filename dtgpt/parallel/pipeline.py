@@ -145,7 +145,8 @@ class PipelineEngine(TrainingEngine):
         if self.edges is not None:
             self.edges.begin()
         batch, place = Batch._make(fields), self.mesh.place
-        inputs = [batch.tokens] if place.holds_first else []
+        # Contiguous: the stages of torch 2.11 compare the layout of their inputs with that of `input_args`.
+        inputs = [batch.tokens.contiguous()] if place.holds_first else []
         losses: list[Tensor] = []
         more: dict[str, Any] = batch.beside_tokens
         targets = more.pop("targets")

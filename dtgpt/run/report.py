@@ -94,6 +94,8 @@ class Report:
             own["ms"] = 1000 * record["seconds_per_step"]
         if "ppl" in self.shown:
             own["ppl"] = perplexity(metrics["loss"])
+        if "z" in self.shown and "loss_z" in metrics:
+            own["z"] = metrics["loss_z"], metrics["grad_norm_z"]
         say(progress_line(record | own, self.steps))
         if timers := timer_line(record, self.settings.graphs):
             say(timers)

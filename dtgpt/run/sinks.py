@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from dtgpt.config.sections import LogConfig
-from dtgpt.util.console import duration
+from dtgpt.util.console import counted, duration
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import atomic_file, open_regular, parse_json, write_text
 
@@ -152,6 +152,8 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ppl": lambda r: f"ppl {r['ppl']:.4g}",
     "bits_per_byte": lambda r: f"bits/byte {r['bits_per_byte']:.3f}",
     "grad_norm": lambda r: f"gnorm {r['grad_norm']:.2f}",
+    "z": lambda r: f"z {r['z'][0]:+.2f} {r['z'][1]:+.2f}",
+    "skipped_outliers": lambda r: f"{counted(r['skipped_outliers'], 'outlier')} skipped",
     "lr": lambda r: f"lr {r['lr']:.1e}".replace("e-0", "e-"),
     "loss_scale": lambda r: f"scale {_power(r['loss_scale'])}, {r['skipped_steps']} skipped",
     "ms": lambda r: f"{r['ms']:.1f} ms",

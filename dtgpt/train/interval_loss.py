@@ -20,7 +20,7 @@ class IntervalLoss:
     """
 
     def __init__(self, mesh: Mesh):
-        self._mesh, self._copies = mesh, mesh.plan.dp * mesh.plan.tp  # ranks that share, or repeat, a step's loss
+        self._mesh, self._copies = mesh, mesh.copies_of_loss
         self._sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.steps = 0
 

@@ -22,7 +22,7 @@ from dtgpt.train.job import Job
 from dtgpt.train.tasks import tasks_of
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import check_memory, memory_errors_as_user_errors
+from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors
 from dtgpt.util.process import Process
 
 
@@ -64,9 +64,12 @@ def check_machine(job: Job, process: Process) -> Settings:
         import_tensorboard()
     tasks_of(recipe.log)
     device = choose_device(recipe.device, process.local_rank)
+    check_kernels(device)
     for note in recipe.notes(job.choice, device.type):
         say(note, warning=True)
     settings = recipe.settings(job.choice.plan, device)
+    if caution := below_ampere(device, settings.dtype, recipe.attention, recipe.model.dropout):
+        say(caution, warning=True)
     check_memory(state_bytes(settings, process.rank), process.local_world, device)
     return settings
 

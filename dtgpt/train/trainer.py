@@ -18,6 +18,7 @@ from dtgpt.models.batch import Batch
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.optim.fp8_scales import Fp8Scales
+from dtgpt.optim.outliers import OutlierDetector
 from dtgpt.optim.update import Update
 from dtgpt.parallel.build import build_stages, make_engine, micro_batch_weight, scale_gradients, smoke_test_table
 from dtgpt.parallel.graphs import Graphs
@@ -74,6 +75,7 @@ class Trainer:
             settings.dtype,
             micro_batch_weight(self.micro_batches, settings.plan),
             self.fp8,
+            OutlierDetector(mesh, recipe.optimizer) if recipe.finds_outliers else None,
         )
         scale_gradients(self.stages, self.optimizer.gradient_scale)
         self.batches = Prefetcher(self._read_batch, mesh.device)
@@ -108,7 +110,7 @@ class Trainer:
         """Clip the gradients that `gradients` left in the shards, and step."""
         self.before_update()
         with self.timers.measure("optimizer"):
-            norm = self.graphs.run("update", self.optimizer.apply)
+            norm = self.graphs.run("update", self.optimizer.apply, loss)
         self.step += 1
         self.timers.next_step()
         return StepResult(loss.clone(), norm.clone())  # a graph overwrites its outputs in the next step
@@ -119,7 +121,7 @@ class Trainer:
 
     def mean_loss(self, result: StepResult) -> float:
         """Return the loss over the global batch, the same on every rank."""
-        return self.mesh.sum(result.loss).item() / (self.settings.plan.dp * self.settings.plan.tp)
+        return self.mesh.sum(result.loss).item() / self.mesh.copies_of_loss
 
     def held_out_loss(
         self, part: Part = "valid", interrupted: Callable[[], bool] = never

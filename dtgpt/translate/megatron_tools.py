@@ -51,9 +51,10 @@ PREPARE: Table = {
     ),
     "tokenizer-type NAME": to("--tokenizer_type {NAME}"),
     **{key: answer for key, answer in TOKENIZERS.items() if not key.startswith("tokenizer-type")},
+    "vocab FILE": to("--vocab_file {FILE}"),  # its name until 2020, and in tutorials
 }
 CONVERT: Table = {
-    "model-type GPT": skip("the architecture is that of the source"),
+    "model-type gpt": skip("the architecture is that of the source"),
     "model-type TYPE": no("BERT and T5 are not available"),
     "load-dir MODEL": together("the first path: dtgpt convert MODEL TARGET"),
     "save-dir TARGET": together("the second path: dtgpt convert MODEL TARGET"),
@@ -91,8 +92,8 @@ SERVE: Table = {
 }
 EVAL: Table = {
     **OF_A_MODEL,
-    "task LAMBADA": to("--task lambada"),
-    "task WIKITEXT103": to("--task wikitext103"),
+    "task lambada": to("--task lambada"),
+    "task wikitext103": to("--task wikitext103"),
     "task NAME": no("the tasks are lambada, wikitext103 and hellaswag; dtgpt lm-eval has more"),
     "valid-data FILE": to("--data {FILE}"),
     "strict-lambada": to("--strict on"),

@@ -17,10 +17,27 @@ OTHERS = {  # programs of which dtgpt has no equivalent -> why
     **{f"pretrain_{name}.py": "dtgpt trains GPT-2 and LLaMA alone" for name in (
         "bert", "t5", "mamba", "hybrid", "vlm", "ict", "retro", "vision_classify", "vision_dino", "vision_inpaint",
     )},
+    "merge_mp_partitions.py": "use dtgpt convert TREE TARGET --to megatron",
+    "generate_samples_gpt.py": "use dtgpt generate MODEL --prompt TEXT, or --prompts-file FILE --output FILE",
+    "generate_samples_gpt2.py": "use dtgpt generate MODEL --prompt TEXT, or --prompts-file FILE --output FILE",
+    "text_generation_cli.py": "it runs as it is, with the address of dtgpt serve MODEL",
+    "convert_megatron_gpt2_checkpoint.py": "use dtgpt convert TREE TARGET --to hf",
+    "checkpoint_reshaping_and_interoperability.py": "use dtgpt convert MODEL TARGET --to hf, or --to megatron",
     "train_gpt2": "it is llm.c's reference in C; give the command of train_gpt2cu",
     "train_gpt2fp32cu": "it has fewer options; give the command of train_gpt2cu, and --precision fp32 to the recipe",
-    "sample.py": "use dtgpt generate MODEL",
-    "bench.py": "use benchmarks/train_step.py",
+    "test_gpt2": "it tests llm.c; use python -m pytest",
+    "test_gpt2cu": "it tests llm.c; use python -m pytest -m cuda",
+    "profile_gpt2cu": "use python benchmarks/train_step.py --profile",
+    "profile_gpt2cu.py": "use python benchmarks/train_step.py --profile",
+    "export_hf.py": "use dtgpt convert FILE.bin TARGET --to hf",
+    **{f"dev/data/{name}": "run it as it is: its .bin files are what --data.path reads" for name in (
+        "tinyshakespeare.py", "tinystories.py", "fineweb.py", "fineweb.sh", "edu_fineweb.sh",
+    )},
+    "download_starter_pack.sh": "run it as it is: its .bin files are what --data.path and --init_from read",
+    "dev/data/hellaswag.py": "dtgpt eval MODEL --task hellaswag --data hellaswag_val.jsonl reads what it downloads",
+    "prepare.py": "run it as it is: its .bin files are what --data.path reads",
+    "sample.py": "use dtgpt generate MODEL --prompt TEXT --num-samples N --max-new-tokens N --temperature X --top-k N",
+    "bench.py": "use python benchmarks/train_step.py",
 }  # fmt: skip
 UNKNOWN = Launch()
 KNOWN = (*MEGATRON, *LLMC, *NANOGPT, *PROGRAMS, *OTHERS)

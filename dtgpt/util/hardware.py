@@ -7,7 +7,7 @@ import resource
 import shutil
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -34,10 +34,57 @@ DEVICE_MEMORY = {
 NO_FLOAT8 = ("A100", "A100-40GB", "A40", "A10", "RTX3090")  # those of DEVICE_MEMORY of compute capability below 8.9
 
 
+SIXTEEN_BITS, FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)  # least compute capabilities: of bf16, of fp8, of TMA
+
+
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+
+
+def oldest_capability(architectures: Iterable[str]) -> tuple[int, int]:
+    """Return the least compute capability for which torch has kernels, by names such as sm_90 and compute_120."""
+    known = [arch.partition("_")[2].rstrip("af") for arch in architectures if arch.startswith(("sm_", "compute_"))]
+    return min(((int(number[:-1]), int(number[-1])) for number in known), default=(0, 0))
+
+
+def why_no_kernels(name: str, capability: tuple[int, int], architectures: Iterable[str]) -> str | None:
+    """Return why this torch cannot compute on a GPU, and what to install; None where it can."""
+    oldest = oldest_capability(architectures)
+    if capability >= oldest:
+        return None
+    remedy = "use another GPU, or --device cpu"
+    if capability >= (7, 0):  # Volta: the builds for CUDA 12.6 have kernels from 5.0 on
+        remedy = "install the build for CUDA 12.6: pip install torch --index-url https://download.pytorch.org/whl/cu126"
+    return (
+        f"{name} has compute capability {capability[0]}.{capability[1]}, and this torch has kernels from "
+        f"{oldest[0]}.{oldest[1]} on; {remedy}"
+    )
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raise UserError where this torch cannot compute on the device."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if reason := why_no_kernels(device_name(device), capability, torch.cuda.get_arch_list()):
+            raise UserError(reason)
+
+
+def below_ampere(device: torch.device, dtype: torch.dtype, attention: str, dropout: float) -> str | None:
+    """Return what to use on a GPU that has neither bf16 nor what flash attention is written for; None where nothing
+    better is known. dtype: of activations."""
+    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= SIXTEEN_BITS:
+        return None
+    wanted = ["--precision fp16"] if dtype == torch.bfloat16 else []
+    if attention == "flash" or (attention == "auto" and dtype.itemsize == 2):
+        wanted.append(f"--attention {'fused_softmax' if dropout else 'sdpa'}")
+    if not wanted:
+        return None
+    return (
+        f"{device_name(device)} has compute capability {capability[0]}.{capability[1]}, and bf16 and flash attention "
+        f"need 8.0 (A100): use {' '.join(wanted)}"
+    )
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -1,5 +1,7 @@
 """`dtgpt doctor`: what it says of machines, this one and others."""
 
+import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,12 +33,12 @@ def test_a_complete_machine_has_nothing_to_mend():
     ({"gpus": []}, "note", "torch sees no GPU: dtgpt runs on the CPU; check nvidia-smi, CUDA_VISIBLE_DEVICES"),
     ({"gpus": [], "has_cuda": False, "has_driver": False}, "note", "no GPU: dtgpt runs on the CPU"),
     ({"gpus": [A100]}, "note", "compute capability 8.0; fp8 needs 8.9; the fastest kernels"),
-    ({"gpus": [V100]}, "note", "capability 7.0; bf16 needs 8.0: use --precision fp16; fp8 needs 8.9"),
-    ({"gpus": [P100]}, "wrong", "this torch has kernels from 7.0 on; install a build for an older CUDA"),
+    ({"gpus": [V100]}, "note", "7.0; bf16 and flash attention need 8.0: use --precision fp16 --attention sdpa"),
+    ({"gpus": [P100]}, "wrong", "this torch has kernels from 7.0 on; use another GPU, or --device cpu"),
     ({"gpus": [H200, H200], "peers": False}, "note", "do not reach each other's memory: NCCL sends all messages"),
     ({"has_triton": False}, "note", "the package triton is missing: plain torch runs, slower"),
     ({"nvcc": None}, "note", "nvcc (CUDA toolkit, or CUDA_HOME) not found: --attention fused_softmax"),
-    ({"nvcc": None, "has_ninja": False}, "note", "nvcc (CUDA toolkit, or CUDA_HOME) and ninja not found"),
+    ({"nvcc": None, "has_ninja": False}, "note", "CUDA_HOME) and ninja (pip install 'dtgpt[cuda]') not found"),
     ({"no_compiler": "no compiler (gcc or clang) was found"}, "note", "was found: torch.compile does not work"),
     ({"gpus": [H200, H200], "shm": 0.0625}, "note", "/dev/shm has 0.06 GiB, too little for NCCL; start the container"),
     ({"open_files": 256}, "note", "256 files may be open; raise it: ulimit -n 1024"),
@@ -51,8 +53,15 @@ def test_what_is_missing_is_said_with_what_to_do(changed, state, told):
 
 
 def test_the_versions_of_torch_are_those_that_are_installed_with_dtgpt():
-    wanted = f'"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"'
-    assert wanted in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    root, beyond = Path(__file__).parents[2], f"{NEWEST[0]}.{NEWEST[1] + 1}"
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert f"torch>={OLDEST[0]}.{OLDEST[1]},<{beyond}" in project["dependencies"]
+    assert f"'torch<{beyond}'" in (root / "CONTRIBUTING.md").read_text()
+    tested = re.findall(r'python: "(.*)", torch: "(.*)"', (root / ".github" / "workflows" / "tests.yml").read_text())
+    assert {torch for _, torch in tested} >= {f"torch=={OLDEST[0]}.{OLDEST[1]}.*", f"torch<{beyond}"}
+    assert f">={min(tested)[0]}" == project["requires-python"]
+    pythons = f"{min(tested)[0]} to {max(tested)[0]}", f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    assert all(f" | {words} | " in (root / "docs" / "maintainers.md").read_text() for words in pythons)
 
 
 def test_this_machine_runs_dtgpt(capsys):

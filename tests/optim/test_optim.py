@@ -9,12 +9,16 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.optim import outliers
+from dtgpt.optim.outliers import OutlierDetector
 from dtgpt.optim.update import Update, clip_factor
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from tests.support.bodies_shards import CPU, KEY
 from tests.support.runs import change, constant, rate_of
+
+LOSS = torch.tensor(0.0)  # for outliers, which these updates do not look for
 
 
 def schedule(kind: str, steps=100, **changes) -> list[float]:
@@ -126,7 +130,7 @@ def test_one_step_is_adamw_as_published(recipe):
     update = update_of(change(recipe, optimizer={"weight_decay": 0.2, "clip": 0.0, **constant(0.1)}))
     weights = [shard.local.clone() for shard in update.shards]
     gradients = leave_gradients(update.shards, 1)
-    update.apply()
+    update.apply(LOSS)
     for shard, w, g in zip(update.shards, weights, gradients, strict=True):
         kept = w * (1 - 0.1 * 0.2) if w.dim() > 1 else w
         torch.testing.assert_close(shard.local, kept - 0.1 * g / (g.abs() + 1e-8), rtol=1e-6, atol=1e-7)
@@ -146,7 +150,7 @@ def test_an_update_clips_by_the_global_norm_which_it_returns(recipe, clip, share
     gradients = leave_gradients(update.shards, 2)
     norm = torch.cat([g.flatten().double() for g in gradients]).norm().item()
     factor = min(1.0, clip / norm) if clip else 1.0
-    assert update.apply().item() == pytest.approx(norm, rel=1e-6) and update.inverse_scale() == 1.0
+    assert update.apply(LOSS).item() == pytest.approx(norm, rel=1e-6) and update.inverse_scale() == 1.0
     assert update.gradient_scale.item() == share and update.metrics() == {}
     for moment, g in zip(update.rule.exp_avg, gradients, strict=True):
         torch.testing.assert_close(moment, 0.1 * factor * g, rtol=1e-5, atol=1e-7)
@@ -157,7 +161,7 @@ def test_every_update_takes_the_rate_of_its_step_also_beyond_the_last(recipe):
     update, rates = update_of(recipe), []
     for step in range(5):
         leave_gradients(update.shards, step)
-        update.apply()
+        update.apply(LOSS)
         rates.append(update.lr.item())
     assert rates == pytest.approx([rate_of(min(step, 3), recipe) for step in range(5)], rel=1e-6)
 
@@ -170,7 +174,7 @@ def test_narrow_weights_are_the_rounded_masters(recipe, dtype):
             assert shard.parameter.dtype == dtype and shard.local.dtype == torch.float32
             assert torch.equal(shard.parameter, shard.local.to(dtype)), (step, shard.name)
         leave_gradients(update.shards, step, update.gradient_scale.item() if dtype == torch.bfloat16 else 2.0)
-        update.apply()
+        update.apply(LOSS)
 
 
 def fp16_update(recipe, **scale) -> Update:
@@ -188,16 +192,42 @@ def overflow(update: Update, value: float = torch.inf) -> None:
 def test_an_fp16_step_that_overflows_is_skipped_and_does_not_count(recipe, value):
     update = fp16_update(recipe)
     leave_gradients(update.shards, 1, update.scaler.scale.item())
-    update.apply()
+    update.apply(LOSS)
     before = state_of(update)
     overflow(update, value)
-    assert not update.apply().isfinite()
+    assert not update.apply(LOSS).isfinite()
     assert all(map(torch.equal, state_of(update), before))
     assert update.state()["updates"] == 1 and update.metrics() == {"loss_scale": 2.0**10, "skipped_steps": 1}
     assert update.lr.item() == pytest.approx(rate_of(1, recipe))
     leave_gradients(update.shards, 2, update.scaler.scale.item())
-    assert update.apply().isfinite() and update.lr.item() == pytest.approx(rate_of(1, recipe))  # once more
+    assert update.apply(LOSS).isfinite() and update.lr.item() == pytest.approx(rate_of(1, recipe))  # once more
     assert update.state()["updates"] == 2 and not any(map(torch.equal, state_of(update), before))
+
+
+def test_fp16_counts_overflows_and_outliers_apart(recipe, monkeypatch):
+    """An overflow stays out of the window, and an outlier leaves the loss scale as it is."""
+    monkeypatch.setattr(outliers, "WINDOW", 4)
+    update = fp16_update(recipe, initial=2.0**8, window=100)
+    update.outliers = OutlierDetector(update.shards.mesh, replace(recipe.optimizer, skip_grad_norm_z=1.5))
+    for step in range(5):
+        if step == 2:
+            overflow(update)
+        else:
+            leave_gradients(update.shards, step, update.scaler.scale.item())
+        update.apply(LOSS)
+    assert update.metrics() == {"loss_scale": 2.0**8, "skipped_steps": 1, "skipped_outliers": 0}
+    before = state_of(update)
+    gradients = leave_gradients(update.shards, 5, update.scaler.scale.item())
+    for shard, gradient in zip(update.shards, gradients, strict=True):
+        update.shards.gradients[shard.index].copy_(4 * gradient * update.scaler.scale)
+    assert update.apply(LOSS).isfinite() and all(map(torch.equal, state_of(update), before))
+    found = update.metrics()
+    assert (found["skipped_steps"], found["skipped_outliers"], found["loss_scale"]) == (1, 1, 2.0**8)
+    assert found["grad_norm_z"] > 1.5 and found["loss_z"] == 0 and update.state()["updates"] == 4
+    other = fp16_update(recipe)
+    other.outliers = OutlierDetector(other.shards.mesh, recipe.optimizer)
+    other.restore(update.state())
+    assert other.state() == update.state()
 
 
 def test_the_loss_scale_falls_and_rises_and_the_gradient_scale_with_it(recipe):
@@ -210,7 +240,7 @@ def test_the_loss_scale_falls_and_rises_and_the_gradient_scale_with_it(recipe):
             overflow(update)
         else:
             leave_gradients(update.shards, 1, update.scaler.scale.item())
-        update.apply()
+        update.apply(LOSS)
         scales.append(update.scaler.scale.item() / 2**10)
     assert scales == [1, 0.5, 0.25, 0.25, 0.5, 0.5, 1]
     assert update.gradient_scale.item() == 2.0**9 and update.state()["updates"] == 4
@@ -222,7 +252,7 @@ def test_an_fp16_step_is_that_of_the_gradients_without_the_scale(recipe):
     norms = []
     for update in updates:
         leave_gradients(update.shards, 1, update.scaler.scale.item())
-        norms.append(update.apply().item())
+        norms.append(update.apply(LOSS).item())
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     for one, other in zip(*map(state_of, updates), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -234,14 +264,14 @@ def test_a_restored_update_goes_on_where_it_stopped(recipe):
         leave_gradients(update.shards, step, update.scaler.scale.item())
         if step == 1:
             overflow(update)
-        update.apply()
+        update.apply(LOSS)
     state = update.state()
     assert state["updates"] == 2
     other.restore(state)
     assert other.state() == state and other.metrics() == update.metrics()
     assert torch.equal(other.gradient_scale, update.gradient_scale)
     leave_gradients(other.shards, 3, other.scaler.scale.item())
-    other.apply()
+    other.apply(LOSS)
     assert other.lr.item() == pytest.approx(rate_of(2, recipe))
 
 

@@ -11,6 +11,9 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.loss.cross_entropy import cross_entropy
 from dtgpt.ops.random.dropout import attention_mask, dropout, dropout_keys, keep_mask
 from dtgpt.ops.random.philox import bits, fold, root_key
+from dtgpt.parallel.graphs import WARM_UP
+from dtgpt.train.verdict import difference, limits_of, problems
+from tests.support.plans_on_gpus import records
 from tests.support.runs import on_cuda, training
 
 pytestmark = pytest.mark.cuda
@@ -88,7 +91,10 @@ def test_generated_text_needs_no_new_compilation_per_token(recipe):
         assert run.sample() is not None
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@TWO
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_plans_on_gpus_follow_one_gpu(precision):
     """Without graphs; `test_graphs.py` has them with graphs."""
@@ -98,3 +104,23 @@ def test_plans_on_gpus_follow_one_gpu(precision):
     with pytest.raises(SystemExit) as done:
         main(["compare", str(RECIPES / "gpt2_tiny.py"), "--plans", *plans, "--steps", "3", *model])
     assert done.value.code == 0
+
+
+@TWO
+@pytest.mark.parametrize("precision, bound", [("fp32", 1e-5), ("bf16", 2e-3)])
+def test_captured_plans_train_by_the_fused_softmax_as_one_gpu_does(tmp_path, precision, bound):
+    """And one GPU as by attention without the kernel, whose dropout is the same."""
+    options = ["--model.num_layers", "4", "--model.dropout", "0.1", "--micro_batch_size", "8", "--graph", "on"]
+    made = {"recipe": str(RECIPES / "gpt2_tiny.py"), "steps": WARM_UP + 4}
+
+    def job(name: str, plan: str, attention: str = "fused_softmax") -> dict:
+        chosen = ["--precision", precision, "--attention", attention, "--plan", plan]
+        return {"name": name, "options": [*options, *chosen], **made}
+
+    jobs = [job("one", "single"), {**job("moved", "single"), "moved": True}, job("explicit", "single", "explicit")]
+    alone = records(jobs, tmp_path, 1)
+    assert alone["one"].losses == pytest.approx(alone["explicit"].losses, rel=bound)
+    rounded = difference(alone["moved"], alone["one"])
+    plans = [job(plan, plan) for plan in ("dp2_zero3", "tp2_sp", "pp2")]
+    for plan, found in records(plans, tmp_path, 2).items():
+        assert problems(difference(found, alone["one"]), limits_of(found), [rounded]) == [], plan

@@ -206,17 +206,23 @@ def custom_ops() -> ExitStack:
     return stack
 
 
-def interpret(body: Callable, *cases: tuple) -> None:
-    """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the ops' references."""
+def let_kernels_loop() -> None:
+    """In a process with TRITON_INTERPRET=1: numpy 2.4 makes no number of an array of one element, as the interpreter
+    expects of the bounds of loops."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
 
-    def patch_index(tensor, scope):  # numpy 2.4 makes no number of an array of one element, as the interpreter expects
+    def patch_index(tensor, scope):
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_index
+
+
+def interpret(body: Callable, *cases: tuple) -> None:
+    """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the ops' references."""
+    let_kernels_loop()
     ops = [value for module in (norm, residual, gelu, bias, swiglu, rotary) for value in vars(module).values()]
     for op in ops:
         if isinstance(op, torch.library.CustomOpDef) and "cuda" in op._backend_fns:

@@ -21,6 +21,7 @@ from dtgpt.ops.sampling.edits import edit
 from dtgpt.ops.sampling.record import record_reference
 from dtgpt.ops.sampling.reference import kept, sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
+from tests.support.bodies_norm import let_kernels_loop
 
 NO_IDS = SpecialIds()
 
@@ -274,6 +275,7 @@ def check_record(device: str) -> None:
 
 def interpret() -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the reference."""
+    let_kernels_loop()
     op.has_triton = record.has_triton = lambda x: True
     check_record("cpu")
     names = ("kernels", "filter_kernels", "edit_kernels")

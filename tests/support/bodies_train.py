@@ -2,6 +2,9 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +13,7 @@ import torch.distributed as dist
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.layers import AttentionCore
+from dtgpt.optim import outliers
 from dtgpt.optim.update import SKIP_ABOVE
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer
@@ -56,6 +60,44 @@ def skipped_after_each_step(recipe: Recipe, steps: int) -> list[float]:
             run.train_step()
             found.append(run.optimizer.metrics()["skipped_steps"])
         return found
+
+
+@dataclass
+class WatchedStep:
+    loss: float
+    metrics: dict[str, float]
+    unchanged: bool  # no weight of this rank changed
+    updates: int  # applied so far
+
+
+@contextmanager
+def outlier_at(strange: int, window: int) -> Iterator[None]:
+    """Give the step `strange`, counted from 0, tokens of no other step, and look for outliers in so many steps."""
+    read = Trainer._read_batch
+
+    def read_batch(self, step):
+        windows, ids, key = read(self, step)
+        return (37 * windows + 11) % self.settings.model.vocab_size if step == strange else windows, ids, key
+
+    with mock.patch.object(Trainer, "_read_batch", read_batch), mock.patch.object(outliers, "WINDOW", window):
+        yield
+
+
+def steps_with_an_outlier(recipe: Recipe, strange: int, window: int) -> list[WatchedStep]:
+    """What each step of a run did whose step `strange` has an outlier for a batch."""
+    with outlier_at(strange, window), open_trainer(recipe) as run:
+        found = []
+        for _ in range(run.steps):
+            before = [shard.local.clone() for shard in run.shards]
+            loss = run.mean_loss(run.train_step())
+            same = all(torch.equal(s.local, old) for s, old in zip(run.shards, before, strict=True))
+            found.append(WatchedStep(loss, run.optimizer.metrics(), same, run.optimizer.state()["updates"]))
+        return found
+
+
+def train_with_an_outlier(recipe: Recipe, strange: int, window: int) -> None:
+    with outlier_at(strange, window):
+        assert train(recipe) == 0
 
 
 def train_while_the_folder_goes(recipe: Recipe, step: int) -> str:

@@ -11,9 +11,10 @@ from dtgpt.commands.command import with_dashes
 from dtgpt.config.overrides import leaves, read_words, take, value_text
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.train.settle import override
+from dtgpt.translate import llmc, nanogpt
 from dtgpt.translate.megatron_table import OPTIONS, entries_of
 from dtgpt.translate.megatron_tools import PROGRAMS
-from dtgpt.translate.options import GivenOption, explain
+from dtgpt.translate.options import GivenOption, explain, flat
 from dtgpt.util.errors import UserError
 from tests.support.other_architecture import OtherConfig
 
@@ -207,6 +208,25 @@ def test_options_of_other_programs_are_explained_all_at_once(words, told, capsys
     heading, *sentences = capsys.readouterr().err.strip().split("\n  ")
     assert heading == f"dtgpt: {len(told)} options cannot be used:"
     assert all(part in sentence for part, sentence in zip(told, sentences, strict=True))
+
+
+TABLES = {
+    **{command: flat({"": table}) for command, table in PROGRAMS.values()},
+    **{f"pretrain_gpt.py, {architecture}": entries_of(architecture) for architecture in ("gpt2", "llama")},
+    **{f"nanoGPT's {name}": flat({"": table}) for name, table in nanogpt.OPTIONS.items()},
+    **{f"llm.c's {name}": flat({"": table}) for name, table in llmc.OPTIONS.items()},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_no_answer_hides_another(name):
+    """A value in capital letters would be a placeholder, which stands for every value."""
+    seen: dict[str, str] = {}
+    for key in TABLES[name]:
+        option, _, value = key.partition(" ")
+        assert option not in seen, f"{key} comes after {seen[option]}"
+        if not value or value.isupper():
+            seen[option] = key
 
 
 if __name__ == "__main__":

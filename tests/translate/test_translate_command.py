@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dtgpt.cli import main
-from dtgpt.config.recipe_file import call_recipe, load_module
+from tests.translate.conftest import recipe_of
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
 TRAINING = "--micro-batch-size 2 --lr 1e-4 --train-iters 100"
@@ -34,39 +33,6 @@ torchrun --nproc_per_node $GPUS --nnodes $NODES --master_addr ${MASTER_ADDR:-loc
     --data-path $DATA --split 949,50,1 --vocab-file v.json --merge-file m.txt \\
     --save $CKPT --load $CKPT --save-interval 50 --eval-interval 10 --eval-iters 3
 """
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Return a function that runs `dtgpt translate WORDS` in an empty folder, and returns exit code and output."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str):
-        (tmp_path / "my_recipe.py").unlink(missing_ok=True)
-        with pytest.raises(SystemExit) as left:
-            main(["translate", *words])
-        captured = capsys.readouterr()
-        return left.value.code, captured.out if left.value.code == 0 else captured.err
-
-    return run
-
-
-def recipe_of(folder):
-    return call_recipe(load_module(folder / "my_recipe.py").recipe)
-
-
-@pytest.fixture
-def translated(run, tmp_path):
-    """Return a function from a command to its recipe, which is valid, and what was printed."""
-
-    def translated(command: str):
-        code, out = run("--", *command.split())
-        assert code == 0, out
-        recipe = recipe_of(tmp_path)
-        replace(recipe, data=replace(recipe.data, path=None), resume=None).validate()
-        return recipe, out
-
-    return translated
 
 
 def test_a_script_of_megatron_lm(run, tmp_path):
@@ -217,14 +183,17 @@ LLMC = "-i a_*.bin -j b_*.bin -o log -v 250 -s 20000 -g 144 -h 1 -b 4 -t 32 -d 2
 
 
 def test_a_command_of_llm_c(translated):
-    recipe, out = translated(f"mpirun -np 8 ./train_gpt2cu {LLMC} -u 700 -n 5000 -nk 5 -y 1 -x 1000 -sl 7.0 -e d12")
+    recipe, out = translated(
+        f"mpirun -np 8 ./train_gpt2cu {LLMC} -u 700 -n 5000 -nk 5 -y 1 -x 1000 -sl 7.0 -sg 6 -e d12"
+    )
     optimizer = recipe.optimizer
     assert (recipe.model.num_layers, recipe.model.hidden_size, recipe.model.seq_length) == (12, 768, 32)
     assert (recipe.micro_batch_size, recipe.global_batch_size, recipe.steps, recipe.plan) == (4, 64, 1000, "zero1")
     assert (optimizer.lr, optimizer.min_lr, optimizer.warmup, optimizer.weight_decay) == (6e-4, 6e-5, 700, 0.1)
     assert (recipe.runs, recipe.resume, recipe.precision, recipe.data.tokenizer) == ("log", "auto", "bf16", "gpt2")
     assert (recipe.checkpoint.keep_last, recipe.log.eval_samples, recipe.data.valid_path) == (5, 20 * 4 * 8, "b_*.bin")
-    assert "no step is left out" in out and "hellaswag:" in out and "torchrun --nproc-per-node 8 my_recipe.py" in out
+    assert (optimizer.skip_loss_z, optimizer.skip_grad_norm_z) == (7, 6)
+    assert "hellaswag:" in out and "torchrun --nproc-per-node 8 my_recipe.py" in out
 
 
 def test_defaults_of_llm_c(translated):

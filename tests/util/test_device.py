@@ -7,8 +7,11 @@ from dtgpt.config.execution import choose_compiler, choose_device, choose_dtype,
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.gpt2 import GPT3_175B
 from dtgpt.planning.parameters import state_bytes
+from dtgpt.train import processes
+from dtgpt.train.job import find_resume_point, make_job
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import check_memory, memory_errors_as_user_errors, peak_of_name
+from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors, peak_of_name
+from dtgpt.util.process import Process
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -42,6 +45,63 @@ def test_precision_follows_the_device_or_the_recipe(recipe):
     assert choose_dtype("fp32", CUDA) == torch.float32
     assert choose_dtype("fp16", CPU) == torch.float16
     assert replace(recipe, precision="bf16").settings(ResolvedPlan(dp=1), CPU).dtype == torch.bfloat16
+
+
+@pytest.fixture
+def v100(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+
+
+@pytest.mark.parametrize("dtype, attention, dropout, told", [
+    (torch.bfloat16, "auto", 0.0, "use --precision fp16 --attention sdpa"),
+    (torch.bfloat16, "auto", 0.1, "use --precision fp16 --attention fused_softmax"),
+    (torch.bfloat16, "sdpa", 0.0, "use --precision fp16"),
+    (torch.float16, "auto", 0.0, "use --attention sdpa"),
+    (torch.float32, "flash", 0.0, "use --attention sdpa"),
+    (torch.float16, "fused_softmax", 0.1, None),
+    (torch.float32, "auto", 0.1, None),
+])  # fmt: skip
+def test_a_gpu_below_ampere_is_told_what_runs(v100, monkeypatch, dtype, attention, dropout, told):
+    found = below_ampere(CUDA, dtype, attention, dropout)
+    start = "Tesla V100 has compute capability 7.0, and bf16 and flash attention need 8.0 (A100): "
+    assert found == (None if told is None else start + told)
+    assert below_ampere(CPU, dtype, attention, dropout) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert below_ampere(CUDA, dtype, attention, dropout) is None
+
+
+@pytest.mark.parametrize("capability, architectures, told", [
+    ((7, 0), ["sm_75", "sm_80", "sm_90"], r"kernels from 7\.5 on; install the build for CUDA 12\.6: .*/whl/cu126"),
+    ((6, 0), ["sm_75", "sm_120"], r"kernels from 7\.5 on; use another GPU, or --device cpu"),
+    ((7, 0), ["sm_50", "sm_60", "sm_70", "sm_90"], None),
+    ((10, 3), ["sm_80", "sm_90a", "sm_120", "compute_120"], None),
+    ((9, 0), [], None),
+])  # fmt: skip
+def test_a_gpu_without_kernels_in_this_torch_is_refused(v100, monkeypatch, capability, architectures, told):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+    check_kernels(CPU)
+    if told is None:
+        check_kernels(CUDA)
+        return
+    with pytest.raises(UserError, match=f"^Tesla V100 has compute capability .*{told}"):
+        check_kernels(CUDA)
+
+
+def test_a_job_on_a_gpu_below_ampere_says_so_once_at_its_start(recipe, v100, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70"])
+    monkeypatch.setattr(processes, "check_memory", lambda *_: None)
+    resume = find_resume_point(None, recipe.runs, recipe.name, recipe.model.vocab_size)
+    process = Process.from_environment()
+    processes.check_machine(make_job(replace(recipe, device="auto"), resume, process.world), process)
+    told = capsys.readouterr().err
+    assert told == (
+        "warning: Tesla V100 has compute capability 7.0, and bf16 and flash attention need 8.0 (A100): use --precision "
+        "fp16 --attention fused_softmax\n"
+    )
 
 
 def test_a_model_that_cannot_fit_is_refused(recipe, monkeypatch):
