@@ -30,6 +30,7 @@ from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M
+from dtgpt.optim.kinds import named_kind, of_kind
 from dtgpt.train.compare import fitting_plan
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
@@ -55,7 +56,7 @@ PROFILED = 3  # steps
 def make_recipe(args: argparse.Namespace, overrides: list[str], name: str) -> tuple[Recipe, ResolvedPlan]:
     """The recipe of plan `name` and that plan, dp filled in."""
     file, model = MODELS.get(args.model, (args.model, None))
-    recipe = load_recipe(RECIPES / file if args.model in MODELS else Path(file), [])
+    recipe = of_kind(load_recipe(RECIPES / file if args.model in MODELS else Path(file), []), named_kind(overrides))
     model = model or recipe.model
     model = replace(model, dropout=recipe.model.dropout if args.dropout is None else args.dropout)
     plan = fitting_plan(name, args.plans, recipe.plans)

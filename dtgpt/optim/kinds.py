@@ -14,7 +14,7 @@ KINDS = {config.kind: config for config in (OptimizerConfig, MuonConfig)}
 def named_kind(words: Sequence[str]) -> str | None:
     """Return the value of the last `--optimizer.kind` among the words of a command line; None without one."""
     found = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         if name == "--optimizer.kind":
             found = value if equals else following
