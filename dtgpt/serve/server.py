@@ -36,8 +36,8 @@ class Server:
         gc.freeze()  # what was imported need not be searched for garbage again, which takes as long as many steps
         EndBySignal(self._service.worker, drain).install()
         self._http.start()
-        say(f"{self._service.model_id} is served at {self.address}: page /, PUT /api, POST /v1/completions")
-        self._service.worker.run(session)
+        served = f"{self._service.model_id} is served at {self.address}: page /, PUT /api, POST /v1/completions"
+        self._service.worker.run(session, ready=lambda: say(served))
 
     def close(self) -> None:
         """Send the answers that are under way, and close all connections."""

@@ -179,10 +179,12 @@ class EngineWorker:
 
     # The main thread
 
-    def run(self, session: Session) -> None:
-        """Serve until `drain` or `stop` was called and everything has ended."""
+    def run(self, session: Session, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until `drain` or `stop` was called and everything has ended. `ready` is called once, when requests are
+        taken."""
         self._state = "ready"
         try:
+            ready()
             while self._deadline is None or self._places:
                 self._work(session)
             self._since = None

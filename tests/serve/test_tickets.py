@@ -9,14 +9,16 @@ import pytest
 
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.session import PromptJob
+from dtgpt.inference.prompts import special_ids
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.serve.app import make_app
 from dtgpt.serve.life import end_where_a_rank_is_silent
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.ticket import TimeLimit
-from dtgpt.serve.worker import EngineFailed, Refused
+from dtgpt.serve.worker import EngineFailed, EngineWorker, Refused
 from dtgpt.util.errors import UserError
-from tests.support.server import client, served, tiny_model, wait_until
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.server import bytes_tokenizer, client, served, tiny_model, wait_until
 
 ENDLESS = {"max_new_tokens": 1000}
 
@@ -62,6 +64,19 @@ def test_updates_of_rounds_are_the_completions(service):
             assert [i for update in own for i in update.ids] == sequence.ids and len(sequence.ids) == 12
     assert [len(sequences) for sequences in completions] == [1, 3]
     assert idle(service)
+
+
+def test_requests_are_taken_when_the_worker_says_that_it_is_ready():
+    """Or a client that reads the server's first line, and asks at once, would be told that it is starting."""
+    worker, states = EngineWorker(lambda _: None, lambda: 4), []
+
+    def ready() -> None:
+        states.append(worker.status().state)
+        worker.stop()
+
+    assert worker.status().state == "starting"
+    worker.run(Session(ScriptedEngine(lambda *_: []), bytes_tokenizer(), special_ids(bytes_tokenizer())), ready)
+    assert states == ["ready"]
 
 
 def test_a_ticket_that_nobody_reads_on_frees_its_slots(service):
