@@ -58,8 +58,8 @@ FAULTS = [
     Fault(
         "resume: the second moment is read over the first",
         "dtgpt/checkpoint/load.py",
-        'read_part(checkpoint, f"{shard.name}.{name}", *place, tensor)',
-        'read_part(checkpoint, f"{shard.name}.{name}", *place, next(iter(optimizer.state(shard.index).values())))',
+        '{names.get(name, name)}", *place, tensor)',
+        '{names.get(name, name)}", *place, next(iter(optimizer.state(shard.index).values())))',
     ),
     Fault(
         "resume: 16-bit weights stay as they were",
