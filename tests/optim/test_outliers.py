@@ -12,6 +12,7 @@ import torch
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.optim import outliers
+from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.outliers import OutlierDetector, check_state
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.sinks import read_records
@@ -170,6 +171,14 @@ def test_an_outlier_that_is_not_skipped_changes_the_weights(watched):
     found = steps_with_an_outlier(shown, STRANGE, WINDOW)
     assert not any(one.unchanged for one in found) and found[STRANGE].metrics["loss_z"] > 2.4
     assert found[-1].metrics["skipped_outliers"] == 0
+
+
+@pytest.mark.slow(3)
+def test_muon_skips_the_outlier_on_all_ranks(watched):
+    muon = MuonConfig(lr=1e-2, warmup=0, decay_steps=24, skip_loss_z=2.4)
+    found = pool().run(2, steps_with_an_outlier, replace(watched, plan="dp2", optimizer=muon), STRANGE, WINDOW)
+    for steps in found:
+        assert [step for step, one in enumerate(steps) if one.unchanged] == [STRANGE] and steps[-1].updates == 23
 
 
 @pytest.mark.slow(8)
