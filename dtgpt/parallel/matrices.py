@@ -117,8 +117,8 @@ class Matrices:
         sending = torch.cat([self._empty((0,)), *(piece for each in pieces for piece in each)])
         receiving = self._empty((sum(map(sum, sizes)),))
         work = dist.all_to_all_single(
-            _as_bits(receiving),
-            _as_bits(sending),
+            receiving,
+            sending,
             output_split_sizes=[sum(each) for each in sizes],
             input_split_sizes=[sum(piece.numel() for piece in each) for each in pieces],
             group=self._group,
@@ -150,8 +150,3 @@ class Matrices:
 
 def _size(region: Part) -> int:
     return len(region[0]) * len(region[1])
-
-
-def _as_bits(tensor: Tensor) -> Tensor:
-    """Return 16-bit numbers as integers: not every process group sends each type."""
-    return tensor.view(torch.int16) if tensor.element_size() == 2 else tensor

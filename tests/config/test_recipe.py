@@ -150,7 +150,7 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
         (["--exit_interval", "-1"], ["exit_interval=-1", "0 or more"]),
         (["--optimizer.decay_steps", "0"], ["decay_steps=0", "1 or more"]),
         (["--optimizer.wsd_decay", "7"], ["wsd_decay=7.0", "more than 0 and at most 1"]),
-        (["--optimizer.kind", "muon"], ["optimizer.kind='muon' is not an optimizer; use adamw"]),
+        (["--optimizer.kind", "muon"], ["optimizer.kind='muon' is another optimizer; use adamw"]),
         (["--model.init_std", "-1"], ["init_std=-1.0"]),
         (["--model.hidden_size", "1000000000000"], ["hidden_size=1000000000000", "at most 1000000"]),
         (["--data.tokenizer", "bpe", "--model.vocab_size", "512"], ["bpe_vocab_size=1024", "vocab_size=512"]),

@@ -214,7 +214,7 @@ def test_a_resumed_run_skips_what_the_whole_run_skips(watched, tmp_path, capsys,
 
 @pytest.mark.cuda
 def test_a_cuda_graph_replays_the_detector():
-    found, twin = detector(2.5, 2.5, device="cuda"), detector(2.5, 2.5)
+    found, twin = detector(2.0, 2.0, device="cuda"), detector(2.0, 2.0)
     loss, norm = torch.zeros(2, device="cuda").unbind()
     start = found.state_dict()
     found.update(loss, norm)  # warm up
@@ -235,10 +235,11 @@ def test_a_cuda_graph_replays_the_detector():
 @pytest.mark.cuda
 @pytest.mark.slow(10)
 def test_captured_steps_skip_the_outlier(watched):
-    on_gpu = change(watched, device="cuda", model={"hidden_size": 128, "seq_length": 64})
+    own = {"device": "cuda", "precision": "fp32", "compile": "off"}
+    on_gpu = change(watched, **own, model={"hidden_size": 128, "seq_length": 64})
     with torch.cuda.stream(torch.cuda.Stream()):
         found = [steps_with_an_outlier(replace(on_gpu, graph=graph), STRANGE, WINDOW) for graph in ("on", "off")]
     for captured, plain in zip(*found, strict=True):
-        assert captured.unchanged == plain.unchanged and captured.loss == plain.loss
-        assert captured.metrics == plain.metrics
+        assert captured.unchanged == plain.unchanged and captured.loss == pytest.approx(plain.loss, rel=1e-5)
+        assert captured.metrics == pytest.approx(plain.metrics, rel=1e-2, abs=1e-2)
     assert [step for step, one in enumerate(found[0]) if one.unchanged] == [STRANGE]
