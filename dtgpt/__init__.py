@@ -1,5 +1,6 @@
 """dtgpt: write GPT once as plain modules; change the parallel plan, keep the loss curve."""
 
+import importlib
 import os
 
 # Waiting OpenMP threads that spin can make two threads ten times slower than one on a busy CPU. To be set before
@@ -12,14 +13,19 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 __version__ = "0.1.0"
 
 
+PUBLIC = {  # name -> module; imported when it is asked for, so that a command answers at once
+    "Plan": "dtgpt.config.plan",
+    "Recipe": "dtgpt.config.recipe",
+    "load": "dtgpt.inference.load",
+    "open_trainer": "dtgpt.train.startup",
+}
+
+
 def __getattr__(name: str):
-    """`dtgpt.load` and `dtgpt.Plan`: torch is imported when they are asked for, so that a command answers at once."""
-    if name == "load":
-        from dtgpt.inference.load import load
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'dtgpt' has no attribute {name!r}")
+    return getattr(importlib.import_module(PUBLIC[name]), name)
 
-        return load
-    if name == "Plan":
-        from dtgpt.config.plan import Plan
 
-        return Plan
-    raise AttributeError(f"module 'dtgpt' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted([*globals(), *PUBLIC])
