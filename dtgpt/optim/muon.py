@@ -19,7 +19,7 @@ from dtgpt.models.roles import MATRICES, Role
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.gradients import checked
 from dtgpt.ops.optim.newton_schulz import flops, orthogonalize
-from dtgpt.parallel.matrices import Matrices
+from dtgpt.parallel.matrices import Matrices, Pending
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.util.field_types import Bounds, Pattern
 
@@ -150,7 +150,9 @@ class Muon:
             self._apply(leaving(), lr, skip)
         self.updates += 1 if skip is None else ~skip
 
-    def _send_directions(self, indices: Sequence[int], gradients: Sequence[Tensor], scale: Tensor, skip: Tensor | None):
+    def _send_directions(
+        self, indices: Sequence[int], gradients: Sequence[Tensor], scale: Tensor, skip: Tensor | None
+    ) -> Pending:
         """Update the momentum of these shards and send their directions to the owners."""
         own, directions = self.config, {}
         for index in indices:

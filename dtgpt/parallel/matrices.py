@@ -44,6 +44,7 @@ class Matrices:
         self._here = mesh.rank - first
         self._group = mesh.stage_group
         self._dtype, self._device = dtype, mesh.device
+        self._regions: dict[tuple[int, int], Part] = {}  # by shard and rank
         self._parts_travel = plan.shard * plan.tp > 1
         self._shards = {shard.index: shard for shard in chosen}
         owners = owners_of(costs, len(self._places))
@@ -142,7 +143,9 @@ class Matrices:
         return same_replica and (is_cut_over_tp(self._shards[index].parameter) or place.tp == owner.tp)
 
     def _region(self, index: int, rank: int) -> Part:
-        return region_of(self._shards[index].parameter, self._places[rank])
+        if (index, rank) not in self._regions:
+            self._regions[index, rank] = region_of(self._shards[index].parameter, self._places[rank])
+        return self._regions[index, rank]
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
