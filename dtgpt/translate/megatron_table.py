@@ -139,8 +139,10 @@ OPTIONS = {
         "adam-beta2 X": to("--optimizer.beta2 {X}"),
         "adam-eps X": to("--optimizer.eps {X}"),
         "clip-grad X": to("--optimizer.clip {X}"),
-        "optimizer adam": skip("the optimizer is always AdamW"),
-        "optimizer NAME, sgd-momentum X, muon-*, lion-*": no("the optimizer is always AdamW"),
+        "optimizer adam": skip("AdamW is the default"),
+        "optimizer NAME, sgd-momentum X, muon-*, lion-*": no(
+            "optimizers are AdamW and Muon; --optimizer.kind muon has options of its own"
+        ),
         "override-opt*, use-checkpoint-opt*": skip("the schedule of the recipe is always used"),
         "check-for-spiky-loss, check-for-large-grads": no(
             "no step is left out for its loss or gradient, unless they are not finite in fp16"
