@@ -10,6 +10,8 @@ from fnmatch import fnmatch
 
 
 class Role(Enum):
+    """What a module is. The value says what it computes, or holds."""
+
     VOCABULARY = "token embedding [V, H]"
     POSITIONS = "table of learned positions [P, H]"
     NORM = "normalisation of the residual stream"

@@ -240,4 +240,5 @@ def _cut_over_tp(parameter: nn.Parameter) -> int | None:
 
 
 def slices(part: Part) -> tuple[slice, ...]:
+    """Return the ranges as an index of a tensor."""
     return tuple(slice(r.start, r.stop) for r in part)
