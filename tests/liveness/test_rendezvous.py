@@ -1,6 +1,7 @@
 """The meeting of the processes of a run, where one of them never comes."""
 
 import socket
+import threading
 import time
 
 import pytest
@@ -37,6 +38,25 @@ def test_without_torchrun_nobody_waits_long_for_a_process_that_has_died(port, mo
     with pytest.raises(UserError, match=r"did not find each other .*came within 1 s.*start all of them with torchrun"):
         rendezvous.meet(Process(rank=rank, world=2), 600)
     assert time.monotonic() - begin < 60
+
+
+@pytest.mark.slow(2)
+def test_a_store_that_is_gone_at_once_is_one_sentence(port, monkeypatch, capfd):
+    """It answers the first connection alone. torch would print C++ frames before it raises its error."""
+    monkeypatch.setattr(rendezvous, "ALONE", 1.0)
+    monkeypatch.setenv("RANK", "1")
+    server = socket.create_server(("127.0.0.1", port))
+
+    def answer_once():
+        server.accept()[0].close()
+        server.close()
+
+    thread = threading.Thread(target=answer_once)
+    thread.start()
+    with pytest.raises(UserError, match=r"the processes did not find each other"):
+        rendezvous.meet(Process(rank=1, world=2), 600)
+    thread.join()
+    assert "frame #" not in capfd.readouterr().err
 
 
 def test_torchrun_ends_those_who_wait_so_that_they_may_wait_for_long(port, monkeypatch):
