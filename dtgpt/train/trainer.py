@@ -100,7 +100,7 @@ class Trainer:
         with self.timers.measure("data", host=True):
             windows, sample_ids, step_key = self.batches.take(self.step)
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
-        # Contiguous, as a graph's copies of its inputs are: another layout would be compiled anew during capture.
+        # Contiguous, as copies of inputs in a graph are: another layout would be compiled again during capture.
         tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         batch = self.masks.apply(Batch(tokens, dropout_keys=keys, targets=targets))
         weighted = self._with_global_weights(batch)
