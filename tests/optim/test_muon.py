@@ -86,9 +86,9 @@ def test_packed_matrices_are_orthogonalised_apart(recipe):
                 assert values.max() < 1.3 and values.median() > 0.3
 
 
-PAIRS = [
-    ("dp2", "tp2_pp2"), ("dp2_zero3", "pp2_zbv"), ("tp2_sp", "dp2_tp2_sp_zero1"), ("pp2_interleaved", "dp3_zero2"),
-    ("dp4_zero1", "dp2_pp2_zero1"),
+RUNS = [
+    ("gpt2", "dp2", "tp2_pp2"), ("gpt2", "dp2_zero3", "pp2_zbv"), ("gpt2", "pp2_interleaved", "dp3_zero2"),
+    ("gpt2", "dp4_zero1", "dp2_pp2_zero1"), ("llama", "tp2_sp", "dp2_tp2_sp_zero1"), ("llama", "dp2_zero3", "pp2_zbv"),
 ]  # fmt: skip
 
 
@@ -98,8 +98,7 @@ def references():
 
 
 @pytest.mark.slow(13)
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-@pytest.mark.parametrize("before, after", PAIRS)
+@pytest.mark.parametrize("architecture, before, after", RUNS)
 def test_a_run_follows_one_process_also_resumed_under_another_plan(
     muon, references, tmp_path, architecture, before, after
 ):
