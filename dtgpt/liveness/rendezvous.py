@@ -8,14 +8,15 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from dtgpt.util.console import stderr_dropped
 from dtgpt.util.errors import UserError
 from dtgpt.util.process import Process
 
@@ -29,29 +30,13 @@ def open_store(seconds: float, patience: float | None = None) -> dist.Store:
     """Return a new connection to the store at `MASTER_ADDR` and `MASTER_PORT`: torchrun's, or one that rank 0 opens.
     `seconds`: the longest wait for it, and for any key later; `patience`: a shorter one for it, in seconds. Raises
     torch's DistError and ValueError."""
-    first = patience is None  # before this process has other threads
-    if joins := is_torchruns() or os.environ.get("RANK") != "0":
+    joins = is_torchruns() or os.environ.get("RANK") != "0"
+    if joins:
         with suppress(KeyError, ValueError):  # no place, which torch says
             _await_store(patience or seconds)
-    with _without_stderr() if joins and first else nullcontext():
+    # Where the store is gone again, torch prints C++ frames before it raises. Later, other threads may write to stderr.
+    with stderr_dropped() if joins and patience is None else nullcontext():
         return next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
-
-
-@contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Drop what is written to stderr: where the store is gone again, torch prints C++ frames and raises its error."""
-    try:
-        kept = os.dup(2)
-    except OSError:  # there is no stderr
-        yield
-        return
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def _await_store(seconds: float) -> None:

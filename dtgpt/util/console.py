@@ -5,7 +5,8 @@ import os
 import shutil
 import sys
 import textwrap
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk, which may have space again
@@ -112,3 +113,22 @@ def _drop(stream: TextIO) -> None:
         number = os.open(os.devnull, os.O_WRONLY)
         os.dup2(number, stream.fileno())
         os.close(number)
+
+
+@contextmanager
+def stderr_dropped() -> Iterator[None]:
+    """Drop what C++ code writes to stderr inside of the block: Python's filters of warnings do not see it."""
+    with suppress(OSError, ValueError):  # stderr may be closed
+        sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -1,11 +1,11 @@
 """Settings of PyTorch's matrix products on CUDA."""
 
-import os
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
+
+from dtgpt.util.console import stderr_dropped
 
 
 @contextmanager
@@ -34,22 +34,3 @@ def without_split_k(device: torch.device) -> Iterator[None]:
         for name, values in zip(names, before, strict=True):
             setattr(settings, name, values)
         backends.preferred_blas_library(library)
-
-
-@contextmanager
-def stderr_dropped() -> Iterator[None]:
-    """Drop what C++ code writes to stderr inside of the block: Python's filters of warnings do not see it."""
-    with suppress(OSError, ValueError):  # stderr may be closed
-        sys.stderr.flush()
-    try:
-        kept = os.dup(2)
-    except OSError:
-        yield
-        return
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

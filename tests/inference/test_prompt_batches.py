@@ -25,7 +25,8 @@ from dtgpt.inference.runner import ModelRunner
 from dtgpt.inference.sampling import Sampling
 from dtgpt.inference.scheduler import PromptChunk
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.util.matmul import stderr_dropped, without_split_k
+from dtgpt.util.console import stderr_dropped
+from dtgpt.util.matmul import without_split_k
 from tests.support import bodies_engine as bodies
 from tests.support.other_architecture import GroupedConfig, OtherConfig
 from tests.support.ranks import pool
