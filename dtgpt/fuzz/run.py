@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dtgpt.config.execution import choose_device
+from dtgpt.config.overrides import Options, as_words
 from dtgpt.fuzz.case import Case, Setting, parse
 from dtgpt.fuzz.drawing import draw_case
 from dtgpt.fuzz.judge import Alone, Outcome, judge
@@ -153,16 +154,17 @@ def run_random(
             outcomes.append(outcome)
             say(hanging(line(index, outcome), 4))
             if outcome.is_bad:
-                say_repeat(outcome, path)  # before the search for a smaller one, which takes minutes
+                say_repeat(outcome, path, setting.given)  # before the search for a smaller one, which takes minutes
             if outcome.is_bad and numbered:
                 smallest = runner.shrink(outcome, until=max(end, time.monotonic() + SHRINKING))
                 if smallest is not outcome:
                     say(hanging(f"  smallest: {smallest.sentence}", 4))
-                    say_repeat(smallest, path)
+                    say_repeat(smallest, path, setting.given)
     say(table(outcomes))
     return 1 if any(outcome.is_bad for outcome in outcomes) else 0
 
 
-def say_repeat(outcome: Outcome, path: Path) -> None:
-    """Print the command that repeats a case of the recipe at `path`."""
-    say(f"  repeat: dtgpt compare {shlex.quote(str(path))} --case {shlex.quote(str(outcome.case))}")
+def say_repeat(outcome: Outcome, path: Path, given: Options) -> None:
+    """Print the command that repeats a case of the recipe at `path` with the options `given`."""
+    words = [str(path), "--case", str(outcome.case), *as_words(given)]
+    say(f"  repeat: dtgpt compare {shlex.join(words)}")

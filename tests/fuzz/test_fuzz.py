@@ -149,6 +149,11 @@ def test_a_failure_prints_commands_that_repeat_it(setting, monkeypatch, capsys):
     asked.clear()
     assert run_random(setting, Path("my recipe.py"), 3, which=str(smallest)) == 1
     assert asked == [smallest]  # which is not shrunk again
+    capsys.readouterr()
+    other = replace(setting, given={"optimizer.kind": ["muon"]})
+    assert run_random(other, Path("my recipe.py"), 1, which=str(smallest)) == 1
+    repeat = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  repeat: "))
+    assert repeat.endswith(" --optimizer.kind=muon")
 
 
 def test_shrinking_ends_with_the_smallest_case_or_its_tries():
