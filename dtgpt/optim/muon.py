@@ -134,20 +134,16 @@ class Muon:
         for factor, indices, rule in self.others:
             rule.updates.copy_(self.updates)
             rule.step([gradients[index] for index in indices], lr * factor, scale, skip)
-        rounds, arriving, leaving = self.matrices.rounds, None, None
-        for number, indices in enumerate(rounds):
-            if arriving is None:
-                arriving = self._send_directions(indices, gradients, scale, skip)
-            present, arriving = arriving, None
-            wholes = present()
-            if number + 1 < len(rounds):
-                arriving = self._send_directions(rounds[number + 1], gradients, scale, skip)
+        sent = (self._send_directions(indices, gradients, scale, skip) for indices in self.matrices.rounds)
+        nothing: Pending = dict
+        arriving, leaving = next(sent, nothing), nothing
+        for indices in self.matrices.rounds:
+            wholes = arriving()
+            arriving = next(sent, nothing)  # of the next round, while this one is computed
             parts = self.matrices.scatter(self._orthogonalize(wholes), indices)
-            if leaving is not None:
-                self._apply(leaving(), lr, skip)
-            leaving = parts
-        if leaving is not None:
             self._apply(leaving(), lr, skip)
+            leaving = parts
+        self._apply(leaving(), lr, skip)
         self.updates += 1 if skip is None else ~skip
 
     def _send_directions(

@@ -32,8 +32,8 @@ def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
 class Matrices:
     """The exchange of the `chosen` shards, weights `[rows, columns]` of which each rank of a stage holds a part.
 
-    rounds: the shards of each round; `all_here` of them, whole, are what this rank owns. Every rank of the stage makes
-    the same calls in the same order.
+    rounds: the indices of the shards of each round; `owned` returns those whose matrices this rank updates. Every rank
+    of the stage makes the same calls in the same order.
     """
 
     def __init__(self, shards: Shards, chosen: Sequence[Shard], costs: Sequence[int], dtype: torch.dtype):

@@ -37,7 +37,7 @@ class StepResult(NamedTuple):
 
 
 def never() -> bool:
-    """Return that nobody has asked to stop."""
+    """Return False: nobody has asked to stop."""
     return False
 
 

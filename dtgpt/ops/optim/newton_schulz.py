@@ -1,4 +1,4 @@
-"""Orthogonalise matrices by Newton-Schulz iterations, as Muon does (Jordan et al. 2024,
+"""Orthogonalise matrices by the Newton-Schulz iterations of Muon (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon).
 
 Of a matrix with the singular value decomposition U S V^T the result is close to U V^T: five iterations of the quintic
