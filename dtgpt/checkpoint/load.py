@@ -86,10 +86,11 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: Optimizer) 
     names = optimizer.takes.get(saved, {})
 
     def load(shard: Shard) -> None:
-        place = (tuple(shard.parameter.shape), shard.region)
-        read_part(checkpoint, shard.name, *place, shard.local)
+        read_part(checkpoint, shard.name, *shard.place_of(shard.local), shard.local)
         for name, tensor in optimizer.state(shard.index).items():
-            read_part(checkpoint, f"{shard.name}.{names.get(name, name)}", *place, tensor)
+            source = names.get(name, name)
+            if source is not None:
+                read_part(checkpoint, f"{shard.name}.{source}", *shard.place_of(tensor), tensor)
 
     fill(shards, load)
 
@@ -103,7 +104,9 @@ def load_foreign_training(source: TrainingSource, shards: Shards, optimizer: Opt
     def load(shard: Shard) -> None:
         shard.local.copy_(source.read(shard.name, shard.region))
         for name, tensor in optimizer.state(shard.index).items():
-            tensor.copy_(source.read_moment(shard.name, names.get(name, name), shard.region))
+            moment = names.get(name, name)
+            if moment is not None:
+                tensor.copy_(source.read_moment(shard.name, moment, shard.region))
 
     fill(shards, load, threads=1)
 

@@ -60,10 +60,11 @@ def files_of(shards: Shards, optimizer: Optimizer) -> Iterator[StagedFile]:
         for suffix, by_index in tensors.items():
             for index, tensor in by_index.items():
                 shard = shards.all[index]
-                part, rows = shard.own
+                shape, region = shard.place_of(tensor)
+                part, rows = shard.own if region == shard.region else (region, slice(None))
                 if all(map(len, part)):
                     offset, size = tuple(r.start for r in part), tuple(map(len, part))
-                    pieces.append(Piece(shard.name + suffix, tuple(shard.parameter.shape), offset, size))
+                    pieces.append(Piece(shard.name + suffix, shape, offset, size))
                     values[pieces[-1].name] = tensor[rows]
         for number, group in enumerate(by_size(pieces, FILE_LIMIT)):
             name = file_name(kind, shards.mesh.rank, number)

@@ -57,7 +57,7 @@ class OptimizerConfig:
     name here.
     """
 
-    takes: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    takes: ClassVar[Mapping[str, Mapping[str, str | None]]] = {}
 
     kind: Annotated[str, "optimizer", Pattern("adamw", "is another optimizer; use adamw")] = "adamw"
     lr: Annotated[float, "peak learning rate", Bounds(above=0)]

@@ -101,8 +101,19 @@ def _save(trainer: Trainer, folder: Path, recipe: dict[str, Any]) -> None:
 
 
 def _state_of(trainer: Trainer, name: str, shard: Shard) -> Tensor:
-    """Return a tensor of the optimizer's state; zeros where the shard has none of that name."""
-    return trainer.optimizer.rule.state(shard.index).get(name, torch.zeros_like(shard.local))
+    """Return a tensor of the optimizer's state; zeros where the shard has none of its shape of that name."""
+    found = trainer.optimizer.rule.state(shard.index).get(name)
+    return torch.zeros_like(shard.local) if found is None or found.dim() < shard.local.dim() else found
+
+
+def _rows_of_state(trainer: Trainer) -> dict[str, str]:
+    """Return digests of the values of whole rows in the optimizer's state, on every rank those of all ranks."""
+    rule, found = trainer.optimizer.rule, {}
+    for shard in trainer.shards:
+        for name, tensor in rule.state(shard.index).items():
+            if len(tensor) and tensor.dim() < shard.local.dim():
+                found[f"{shard.name}.{name}"] = digest(tensor)
+    return {name: value for each in trainer.mesh.gather(found) for name, value in each.items()}
 
 
 def _digest_of_state(trainer: Trainer) -> str:
@@ -117,6 +128,7 @@ def _digest_of_state(trainer: Trainer) -> str:
         for _, whole in trainer.shards.gather(value):
             found.update(b"" if whole is None else whole.numpy().tobytes())
     found.update(repr(trainer.fp8 and trainer.fp8.state()).encode())
+    found.update(repr(sorted(_rows_of_state(trainer).items())).encode())
     return found.hexdigest()
 
 
@@ -173,7 +185,8 @@ def _copies(trainer: Trainer) -> list[tuple[str, str]]:
     for shard in trainer.shards:
         where = f"{shard.name} {[(part.start, part.stop) for part in shard.region]}"
         found.append((where, digest(shard.local)))
-        found += [(f"{where}.{name}", digest(tensor.float())) for name, tensor in rule.state(shard.index).items()]
+        states = {name: tensor for name, tensor in rule.state(shard.index).items() if len(tensor)}
+        found += [(f"{where}.{name}", digest(tensor.float())) for name, tensor in states.items()]
         if shard.low_precision is not None:
             found.append((f"{where} in 16 bits", digest(shard.low_precision.float())))
     if trainer.fp8 is not None:

@@ -6,9 +6,10 @@ from dataclasses import fields, replace
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.optim.muon import MuonConfig
+from dtgpt.optim.normuon import NorMuonConfig
 from dtgpt.util.errors import UserError, shown_name
 
-KINDS = {config.kind: config for config in (OptimizerConfig, MuonConfig)}
+KINDS = {config.kind: config for config in (OptimizerConfig, MuonConfig, NorMuonConfig)}
 
 
 def named_kind(words: Sequence[str]) -> str | None:
@@ -22,12 +23,12 @@ def named_kind(words: Sequence[str]) -> str | None:
 
 
 def of_kind(recipe: Recipe, kind: str | None) -> Recipe:
-    """Return the recipe with the optimizer of this kind, which has the values that both kinds know. Raises UserError
-    where there is none."""
+    """Return the recipe with the optimizer of this kind, and the values of all fields that both kinds have. Raise
+    UserError where there is none."""
     if kind is None or kind == recipe.optimizer.kind:
         return recipe
     if kind not in KINDS:
-        raise UserError(f"optimizer.kind={shown_name(kind)} is not an optimizer; use {' or '.join(KINDS)}")
-    common = [f.name for f in fields(OptimizerConfig) if f.name != "kind"]
-    values = {name: getattr(recipe.optimizer, name) for name in common}
+        raise UserError(f"optimizer.kind={shown_name(kind)} is not an optimizer; use {', '.join(KINDS)}")
+    known = {f.name for f in fields(KINDS[kind])} - {"kind"}
+    values = {f.name: getattr(recipe.optimizer, f.name) for f in fields(recipe.optimizer) if f.name in known}
     return replace(recipe, optimizer=KINDS[kind](**values))

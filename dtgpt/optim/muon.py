@@ -30,7 +30,7 @@ TABLES = (Role.VOCABULARY, Role.POSITIONS)
 class MuonConfig(OptimizerConfig):
     """Muon for the matrices of blocks. `lr` is theirs, `beta1`, `beta2` and `eps` are AdamW's for everything else."""
 
-    takes: ClassVar[Mapping[str, Mapping[str, str]]] = {"adamw": {"momentum": "exp_avg"}}
+    takes: ClassVar[Mapping[str, Mapping[str, str | None]]] = {"adamw": {"momentum": "exp_avg"}, "normuon": {}}
 
     kind: Annotated[str, "optimizer", Pattern("muon", "is another optimizer; use muon")] = "muon"
     momentum: Annotated[float, "decay rate of the momentum of matrices", Bounds(0, below=1)] = 0.95
@@ -140,7 +140,7 @@ class Muon:
         for indices in self.matrices.rounds:
             wholes = arriving()
             arriving = next(sent, nothing)  # of the next round, while this one is computed
-            parts = self.matrices.scatter(self._orthogonalize(wholes), indices)
+            parts = self.matrices.scatter(self._orthogonalize(wholes, skip), indices)
             self._apply(leaving(), lr, skip)
             leaving = parts
         self._apply(leaving(), lr, skip)
@@ -160,8 +160,9 @@ class Muon:
             directions[index] = direction.to(self.dtype)
         return self.matrices.gather(directions)
 
-    def _orthogonalize(self, wholes: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return the weights with each matrix in them orthogonalised; matrices of one shape together."""
+    def _orthogonalize(self, wholes: Mapping[int, Tensor], skip: Tensor | None) -> dict[int, Tensor]:
+        """Return the weights with each matrix in them orthogonalised; matrices of one shape together. skip: as in
+        `step`, for a rule that keeps a state of whole matrices."""
         by_shape: dict[Shape, list[tuple[int, Tensor]]] = {}
         for index, whole in wholes.items():
             for rows in self.pieces[index]:

@@ -57,6 +57,14 @@ class Shard:
         first = self.region[0][rows.start : rows.stop]
         return (first, *self.region[1:]), slice(rows.start, rows.stop)
 
+    def place_of(self, state: Tensor) -> tuple[tuple[int, ...], Part]:
+        """Return (shape of the whole, global indices here) of a tensor of the optimizer's state: the parameter's, or
+        those of a value for each row of a matrix, `[rows]` on one rank and `[0]` on the others."""
+        shape = tuple(self.parameter.shape)
+        if state.dim() == len(shape):
+            return shape, self.region
+        return shape[:1], (range(len(state)),)
+
 
 class Shards:
     """All that this rank holds of the model, as shards, and their gradients."""

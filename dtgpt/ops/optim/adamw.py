@@ -50,7 +50,7 @@ class AdamW:
     """
 
     kind = "adamw"
-    takes: Mapping[str, Mapping[str, str]] = {}
+    takes: Mapping[str, Mapping[str, str | None]] = {}
 
     def __init__(self, slots: Sequence[Slot], beta1: float, beta2: float, eps: float, weight_decay: float):
         """Raise ValueError where a slot does not meet the requirements of `Slot`."""

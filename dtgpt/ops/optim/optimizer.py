@@ -19,12 +19,13 @@ class Optimizer(Protocol):
     """
 
     kind: str
-    takes: Mapping[str, Mapping[str, str]]
+    takes: Mapping[str, Mapping[str, str | None]]
     updates: Tensor
 
     def state(self, index: int) -> dict[str, Tensor]:
-        """Return the state of the shard with this index: tensors of the shard's shape, by the names that follow the
-        parameter's in a checkpoint. The names may differ between parameters, but not between the ranks that hold one.
+        """Return the state of the shard with this index, by the names that follow the parameter's in a checkpoint:
+        tensors of the shard's shape, or of a matrix `[R, C]` a value for each row, `[R]` on one rank that has all of
+        them and `[0]` on the others. The names may differ between parameters, but not between the ranks that hold one.
         Checkpoints hold fp32; the state may be in a narrower type.
         """
 
