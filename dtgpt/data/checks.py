@@ -35,11 +35,6 @@ def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> 
                 "data.split out"
             )
         return
-    if data.order == "sequential":
-        raise UserError(
-            "data.order=sequential takes shards .bin of llm.c or nanoGPT as data.path; give these, or --data.order "
-            "shuffled"
-        )
     prepared_only = ("valid_path", "test_path", "train_samples")
     unused = [name for name in prepared_only if getattr(data, name) is not None]
     missing = data.path if data.path is not None and not os.path.exists(data.path) else None
