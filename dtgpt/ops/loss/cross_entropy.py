@@ -142,10 +142,10 @@ def plain_gradient(
     values = logits.float()
     probabilities = torch.exp(capped(values, cap) - largest[:, None]) / total[:, None]
     here = columns == (targets - start)[:, None]
-    gradient = torch.where(columns < real, probabilities - here.float(), 0) * scale
+    gradient = probabilities - here.float()
     if cap:
         gradient *= (1 + (values / cap).square()) ** -1.5
-    return gradient.to(logits.dtype)
+    return (torch.where(columns < real, gradient, 0) * scale).to(logits.dtype)
 
 
 @torch.library.custom_op("dtgpt::cross_entropy_terms", mutates_args=())

@@ -155,7 +155,7 @@ class _HeadLoss(torch.autograd.Function):
             if dbias is not None:
                 dbias += logits.sum(0, dtype=torch.float32)
         assert dweight is not None  # there is at least one chunk
-        ctx.save_for_backward(dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype))
+        ctx.save_for_backward(dx, dweight.to(weight.dtype), None if dbias is None else dbias.to(x.dtype))
         return passes.weighted(losses, weights).mean()
 
     @staticmethod
