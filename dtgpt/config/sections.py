@@ -44,6 +44,11 @@ class DataConfig:
     reset_position_ids: Annotated[bool, "count positions from 0 in each document"] = False
     reset_attention_mask: Annotated[bool, "let each token attend to its own document only"] = False
     eod_mask_loss: Annotated[bool, "exclude the token after an end of text from the loss"] = False
+    order: Annotated[
+        Literal["shuffled", "sequential"],
+        "order of training samples; sequential: consecutive tokens of the shards, file after file, each cut after its "
+        "last whole batch",
+    ] = "shuffled"
     overfit: Annotated[bool, "train on the samples of the first step in every step, to see that the loss falls"] = False
     held_out: Annotated[float, "fraction of the text kept for validation", Bounds(0, below=1)] = 0.05
 

@@ -14,6 +14,7 @@ from dtgpt.ops.fast import is_apart
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.local_linear import on_local_tensors
+from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import head_loss
 from dtgpt.ops.norm.norm import norm, norm_and_pass, residual_norm
 from dtgpt.ops.norm.residual import residual
@@ -113,10 +114,10 @@ class RMSNorm(nn.RMSNorm):
     def forward(  # type: ignore[override]
         self, x: Tensor, branch: Branch | None = None, site: Site = NO_DROPOUT
     ) -> tuple[Tensor, Tensor]:
-        """Return what `LayerNorm` does, by RMSNorm; the branch has no bias."""
+        """Return what `LayerNorm` does, by RMSNorm."""
         if branch is None:
             return norm_and_pass(x, self.weight, None, self.eps)
-        return residual_norm(x, branch.product, None, self.weight, None, self.eps, *site)
+        return residual_norm(x, *branch, self.weight, None, self.eps, *site)
 
 
 class FinalRMSNorm(nn.RMSNorm):
@@ -171,18 +172,23 @@ class Output(nn.Linear):
     """The output projection, and the loss after it.
 
     `bound.gradient_scale` multiplies the gradient of the loss: the weight of a micro-batch, and the loss scale of fp16.
-    The loss itself stays as it is.
+    The loss itself stays as it is. `cap` bounds the logits softly (`dtgpt.ops.loss.cross_entropy.capped`); 0: not.
     """
 
     bound: Binding = PLAIN
 
-    def __init__(self, hidden_size: int, padded_vocab_size: int, vocab_size: int):
-        super().__init__(hidden_size, padded_vocab_size, bias=False)
-        self.vocab_size = vocab_size
+    def __init__(
+        self, hidden_size: int, padded_vocab_size: int, vocab_size: int, bias: bool = False, cap: float = 0.0
+    ):
+        super().__init__(hidden_size, padded_vocab_size, bias=bias)
+        self.vocab_size, self.cap = vocab_size, cap
 
     def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
         """Return logits `[B, T, V]` or, with targets `[B, T]`, the mean over them of loss times weight `[B, T]`."""
-        weight = self.weight.to(x.dtype)
+        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
         if targets is None:
-            return F.linear(x, weight)
-        return head_loss(x, weight, targets, self.vocab_size, scale=self.bound.gradient_scale, weights=loss_weights)
+            return capped(F.linear(x, weight, bias), self.cap)
+        return head_loss(
+            x, weight, targets, self.vocab_size, scale=self.bound.gradient_scale, weights=loss_weights, bias=bias,
+            cap=self.cap,
+        )  # fmt: skip

@@ -18,7 +18,7 @@ from dtgpt.models.inventory import Rows, Shape, inventory
 from dtgpt.models.roles import MATRICES, Role
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.gradients import checked
-from dtgpt.ops.optim.newton_schulz import flops, orthogonalize
+from dtgpt.ops.optim.newton_schulz import COEFFICIENTS, flops, orthogonalize
 from dtgpt.parallel.matrices import Matrices, Pending
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.util.field_types import Bounds, Pattern
@@ -35,6 +35,11 @@ class MuonConfig(OptimizerConfig):
     kind: Annotated[str, "optimizer", Pattern("muon", "is another optimizer; use muon")] = "muon"
     momentum: Annotated[float, "decay rate of the momentum of matrices", Bounds(0, below=1)] = 0.95
     nesterov: Annotated[bool, "look ahead by one step of the momentum"] = True
+    newton_schulz: Annotated[
+        Literal["quintic", "convergent"],
+        "coefficients of the iterations; quintic: 3.4445, -4.775, 2.0315, fast; convergent: 2, -1.5, 0.5, exact after "
+        "about 12 steps",
+    ] = "quintic"
     newton_schulz_steps: Annotated[int, "number of iterations that orthogonalise a matrix", Bounds(1, 20)] = 5
     adjust_lr: Annotated[
         Literal["match_rms_adamw", "original"],
@@ -47,6 +52,10 @@ class MuonConfig(OptimizerConfig):
         float | None, "peak learning rate of an output projection that is not tied; none: lr", Bounds(above=0)
     ] = None
     vector_lr: Annotated[float | None, "peak learning rate of norms and biases; none: lr", Bounds(above=0)] = None
+    table_weight_decay: Annotated[
+        float | None, "weight decay of embeddings and output projection; none: weight_decay", Bounds(0)
+    ] = None
+    vector_weight_decay: Annotated[float, "weight decay of norms and biases", Bounds(0)] = 0.0
 
     def make(self, shards: Shards) -> "Muon":
         return Muon(self, shards)
@@ -71,6 +80,12 @@ class MuonConfig(OptimizerConfig):
         elif role is Role.OUTPUT and dimensions > 1:
             own = self.head_lr
         return self.lr if own is None else own
+
+    def decay_of(self, dimensions: int) -> float:
+        """Return the weight decay of a parameter that AdamW updates."""
+        if dimensions < 2:
+            return self.vector_weight_decay
+        return self.weight_decay if self.table_weight_decay is None else self.table_weight_decay
 
 
 class Muon:
@@ -98,7 +113,11 @@ class Muon:
         self.dtype = torch.bfloat16 if narrow else torch.float32
         self.matrices = Matrices(shards, chosen, costs, self.dtype)
         self.others = self._make_others(
-            {s.index: config.rate_of(known[s.name].role, s.local.dim()) for s in shards if s.index not in self.momentum}
+            {
+                s.index: (config.rate_of(known[s.name].role, s.local.dim()), config.decay_of(s.local.dim()))
+                for s in shards
+                if s.index not in self.momentum
+            }
         )
 
     def _factors(self, shard: Shard, pieces: Sequence[Rows], shape: Shape) -> Tensor:
@@ -109,15 +128,15 @@ class Muon:
                 factors[part.start : part.stop : part.step] = factor
         return factors[shard.region[0].start : shard.region[0].stop].to(self.device)
 
-    def _make_others(self, rates: Mapping[int, float]) -> list[tuple[float, list[int], AdamW]]:
-        """Return (factor of the learning rate, shards, rule) of what AdamW updates, by rate."""
+    def _make_others(self, groups: Mapping[int, tuple[float, float]]) -> list[tuple[float, list[int], AdamW]]:
+        """Return (factor of the learning rate, shards, rule) of what AdamW updates, by rate and weight decay."""
         made = []
-        for rate in dict.fromkeys(rates.values()):
-            indices = [index for index, own in rates.items() if own == rate]
+        for rate, decay in dict.fromkeys(groups.values()):
+            indices = [index for index, own in groups.items() if own == (rate, decay)]
             held = [self.shards[index] for index in indices]
-            slots = [Slot(s.local, s.low_precision, decay=s.local.dim() > 1) for s in held]
+            slots = [Slot(s.local, s.low_precision, decay=decay > 0) for s in held]
             own = self.config
-            rule = AdamW(slots, own.beta1, own.beta2, own.eps, own.weight_decay)
+            rule = AdamW(slots, own.beta1, own.beta2, own.eps, decay)
             made.append((rate / own.lr, indices, rule))
         return made
 
@@ -167,11 +186,11 @@ class Muon:
         for index, whole in wholes.items():
             for rows in self.pieces[index]:
                 by_shape.setdefault((len(rows), whole.shape[1]), []).append((index, rows))
-        made = {index: torch.empty_like(whole) for index, whole in wholes.items()}
+        own, made = self.config, {index: torch.empty_like(whole) for index, whole in wholes.items()}
         for packed in by_shape.values():
             stacked = torch.stack([wholes[index].index_select(0, rows) for index, rows in packed])
             for (index, rows), result in zip(
-                packed, orthogonalize(stacked, self.config.newton_schulz_steps), strict=True
+                packed, orthogonalize(stacked, own.newton_schulz_steps, COEFFICIENTS[own.newton_schulz]), strict=True
             ):
                 made[index].index_copy_(0, rows, result)
         return made

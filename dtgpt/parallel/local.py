@@ -48,7 +48,7 @@ STYLES = {
     Role.QKV: Partition(weight=0, bias=0),
     Role.COLUMN: Partition(weight=0, bias=0),
     Role.ROW: Partition(weight=1),
-    Role.OUTPUT: Partition(weight=0),
+    Role.OUTPUT: Partition(weight=0, bias=0),
 }
 
 

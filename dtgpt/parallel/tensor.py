@@ -142,7 +142,8 @@ class VocabularyShard(ParallelStyle):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         def cut(name: str, module: Any, mesh: DeviceMesh) -> None:
-            module.register_parameter("weight", nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)])))
+            for key, whole in list(module.named_parameters(recurse=False)):
+                module.register_parameter(key, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
 
         def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             x, *targets = inputs

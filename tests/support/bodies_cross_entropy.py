@@ -1,5 +1,6 @@
 """What the ranks of tests of the cross-entropy and of the head do: functions importable by name."""
 
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -123,26 +124,27 @@ def check_kernels(device: str, dtype: torch.dtype, cases: list[Rows]) -> None:
     generator = torch.Generator().manual_seed(1)
     rtol = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     scale = torch.tensor(50.0, device=device)
-    for count, width, start, real in cases:
+    for (count, width, start, real), cap in product(cases, (0.0, 4.0)):
         logits = (3 * torch.randn(count, width, generator=generator)).to(dtype)
         logits[:, real:] = torch.nan
         logits = logits.to(device)
         wanted = torch.randint(start + width + 9, (count,), generator=generator).to(device)  # some are elsewhere
         whole = torch.tensor([[5.0], [900.0], [0.0]], device=device) + torch.zeros(3, count, device=device)
         if real > 0:
-            terms, plain = launch_terms(logits, wanted, start, real), local_terms(logits, wanted, start, real)
+            terms, plain = launch_terms(logits, wanted, start, real, cap), local_terms(logits, wanted, start, real, cap)
             torch.testing.assert_close(terms, plain, rtol=5e-6, atol=0)
-            assert torch.equal(terms[0], plain[0]) and torch.equal(terms[2], plain[2])
+            assert cap or (torch.equal(terms[0], plain[0]) and torch.equal(terms[2], plain[2]))
         found = logits.clone()
-        launch_gradient(found, wanted, whole[0], whole[1], scale, start, real)
-        expected = plain_gradient(logits, wanted, whole[0], whole[1], scale, start, real)
+        launch_gradient(found, wanted, whole[0], whole[1], scale, start, real, cap)
+        expected = plain_gradient(logits, wanted, whole[0], whole[1], scale, start, real, cap)
         torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-7)
         assert not found[:, real:].any()
         if start == 0:
             wanted = wanted.clamp(max=real - 1)
-            terms, found = local_terms(logits, wanted, 0, real), logits.clone()
-            torch.testing.assert_close(launch_loss(found, wanted, scale, real), losses_of(*terms), rtol=5e-6, atol=1e-6)
-            expected = plain_gradient(logits, wanted, terms[0], terms[1], scale, 0, real)
+            terms, found = local_terms(logits, wanted, 0, real, cap), logits.clone()
+            losses = launch_loss(found, wanted, scale, real, cap)
+            torch.testing.assert_close(losses, losses_of(*terms), rtol=5e-6, atol=1e-6)
+            expected = plain_gradient(logits, wanted, terms[0], terms[1], scale, 0, real, cap)
             torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-7)
             assert not found[:, real:].any()
 

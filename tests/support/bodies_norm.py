@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from dtgpt.ops.norm import norm, residual
-from dtgpt.ops.pointwise import bias, gelu, swiglu
+from dtgpt.ops.pointwise import bias, gelu, relu2, swiglu
 from dtgpt.ops.pointwise.linear import linear_by_column_sum
 from dtgpt.ops.random import dropout
 from dtgpt.ops.random.dropout import keep_mask
@@ -143,6 +143,7 @@ def check_mask(shape: tuple[int, int], columns: int, dtype: torch.dtype, device:
 def check_gelu(shape: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
     x, _, shift, *_ = draw(shape, columns, dtype, device)
     check(gelu.bias_gelu, gelu.reference, [2 * x, shift])
+    check(relu2.bias_relu2, relu2.reference, [2 * x, shift])
     total = bias.bias_gradient(x)
     assert total.dtype == dtype
     true = x.double().flatten(0, -2).sum(0)
@@ -200,7 +201,7 @@ def custom_ops() -> ExitStack:
     stack = ExitStack()
     for module in (swiglu, rotary):
         stack.enter_context(mock.patch.object(module, "takes_custom_op", lambda x, has_parameters: True))
-    for module in (norm, residual, gelu):
+    for module in (norm, residual, gelu, relu2):
         stack.enter_context(mock.patch.object(module, "may_fuse", lambda x: True))
     stack.enter_context(mock.patch.object(bias, "has_triton", lambda x: True))
     return stack
@@ -223,7 +224,7 @@ def let_kernels_loop() -> None:
 def interpret(body: Callable, *cases: tuple) -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the ops' references."""
     let_kernels_loop()
-    ops = [value for module in (norm, residual, gelu, bias, swiglu, rotary) for value in vars(module).values()]
+    ops = [value for module in (norm, residual, gelu, relu2, bias, swiglu, rotary) for value in vars(module).values()]
     for op in ops:
         if isinstance(op, torch.library.CustomOpDef) and "cuda" in op._backend_fns:
             op._backend_fns["cpu"] = op._backend_fns["cuda"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from dtgpt.data.dataset import Dataset, Part, check_vocabulary, warn_of_unused_rows
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path
-from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_tokens, split_fractions
+from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_tokens, sequential_index, split_fractions
 from dtgpt.data.megatron.token_shards import TokenSequences, TokenShards
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
 from dtgpt.data.text import SUFFIXES
@@ -140,11 +140,11 @@ def no_dataset(path: str) -> UserError:
 
 def load_prepared(
     data: "DataConfig", seq_length: int, train_samples: int, held_out_samples: int, seed: int, cache: Path,
-    vocab_size: int = 0,
+    vocab_size: int = 0, batch: int = 1,
 ) -> PreparedDataset:  # fmt: skip
     """Open prepared data. train_samples: number of samples to build the shuffle index for, as Megatron-LM's
-    --train-samples. held_out_samples: the most for validation, and for test. vocab_size: of the model. Raises UserError
-    if a file is missing or damaged, or if the training or validation part has no data; an empty test part is left out.
+    --train-samples. held_out_samples: the most for validation, and for test. vocab_size: of the model. batch: samples
+    of a step, after the last of which a file is cut where the order is sequential. Raises UserError if a file is missing or damaged, or if the training or validation part has no data; an empty test part is left out.
     """
     parsed = _parsed(data)
     prefixes = prefixes_of(data)
@@ -159,13 +159,24 @@ def load_prepared(
         prefixes, weights = parsed[path]
         for prefix in prefixes:
             if prefix not in opened:
-                opened[prefix] = open_sequences(prefix, tokenizer.end_of_text)
+                whole = data.order == "sequential"  # each file is one sequence
+                opened[prefix] = open_sequences(prefix, None if whole else tokenizer.end_of_text)
         sequences = [opened[prefix] for prefix in prefixes]
         alone = weights is not None or len(prefixes) == 1  # other blends take what there is, a sample at least
         if split is not None and not _is_wanted(sequences, split, which, 2 if alone else seq_length + 1):
             return None
         if split is not None and which == "valid":
             _check_validation(sequences, split)
+        if data.order == "sequential":
+            if len(sequences) > 1 or not isinstance(sequences[0], TokenShards) or split is not None:
+                raise UserError(
+                    "data.order=sequential takes the shards .bin of one data.path, and others as data.valid_path; give "
+                    "these, or --data.order shuffled"
+                )
+            files = sequences[0]
+            size = batch if which == "train" else 1
+            index = sequential_index(files.lengths, seq_length, size, f"the {which} part of {files.name}")
+            return Samples(files, index)
         load = load_blend if which == "train" else load_each_once
         return load(sequences, weights, SampleRequest(split, which, seq_length, count, seed, cache))
 

@@ -51,7 +51,7 @@ class SampleRequest:
 @dataclass(frozen=True)
 class SampleIndex:
     """`document_index` int32 [epochs x documents]; `sample_index` int32 or int64 [N + 1, 2]: (position in it, token of
-    that document) at which each window begins; `shuffle_index` uint32 or int64 [N]: the window of each sample."""
+    that document) at which each window begins; `shuffle_index` uint32 or int64 [N]: the window of each sample. Row j + 1 ends window j."""
 
     seq_length: int
     document_index: Array
@@ -143,6 +143,24 @@ def build_sample_index(
     _fill_rows(rows, local, document_index, documents.start, seq_length)
     del local
     return SampleIndex(seq_length, document_index, rows, _shuffle_index(count, epochs.samples_apart, rng))
+
+
+def sequential_index(lengths: Array, seq_length: int, batch: int, part: str) -> SampleIndex:
+    """Return the windows of consecutive tokens, file after file, of which each is cut after its last whole batch.
+
+    lengths `[S]`: tokens of every file. batch: samples. A file of L tokens has as many batches of B tokens as begin
+    before token L - B - 1, which are those of modded-nanogpt's loader. part: what an error calls the files. Raises
+    UserError where no file has a batch.
+    """
+    tokens = batch * seq_length
+    windows = np.maximum(-(-(np.asarray(lengths, np.int64) - tokens - 1) // tokens), 0) * batch
+    total = int(windows.sum())
+    if total == 0:
+        raise UserError(f"{part} has no file of more than {counted(tokens + 1, 'token')}, a batch; use a smaller batch")
+    files = np.repeat(np.arange(len(lengths)), windows)
+    begins = (np.arange(total) - np.repeat(np.cumsum(windows) - windows, windows)) * seq_length
+    rows = np.stack([files, begins, files, begins + seq_length], axis=1).reshape(-1, 2)  # of each window both ends
+    return SampleIndex(seq_length, np.arange(len(lengths), dtype=np.int32), rows, np.arange(0, 2 * total, 2))
 
 
 def _check(lengths: Array, documents: range, seq_length: int, num_samples: int | None, seed: int) -> None:

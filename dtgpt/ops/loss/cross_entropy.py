@@ -2,7 +2,8 @@
 
 Vocabulary parallelism after Megatron-LM (Shoeybi et al. 2019, section 3): a rank holds `[B, T, V / tp]` logits and
 sends three numbers per token, its largest logit, its sum of exponentials and the target's logit. Logits are never
-gathered. Columns that only pad the token table are excluded from the softmax.
+gathered. Columns that only pad the token table are excluded from the softmax. A `cap` bounds the logits softly before
+the softmax: z becomes `capped(z, cap)`; 0: it stays.
 
 Reference: `reference`, on whole logits. Fast path: the passes over the rows, `row_terms`, `to_gradient_` and
 `to_loss_and_gradient_`, are Triton kernels on a GPU; elsewhere plain torch goes through the rows in chunks. In both
@@ -35,6 +36,7 @@ def cross_entropy(
     start: int = 0,
     group: dist.ProcessGroup | None = None,
     weights: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Return the mean loss in nats, an fp32 scalar, equal on all ranks of `group` (None: the vocabulary is whole).
 
@@ -43,7 +45,12 @@ def cross_entropy(
     """
     rows = logits.flatten(0, -2)
     real = real_columns(rows.shape[-1], vocab_size, start)
-    return _CrossEntropy.apply(rows, targets.flatten(), start, real, group, flat(weights))
+    return _CrossEntropy.apply(rows, targets.flatten(), start, real, group, flat(weights), cap)
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Return C z / sqrt(z^2 + C^2) of logits z and C = cap, whose magnitude is below C; the logits where cap is 0."""
+    return logits if cap == 0 else cap * logits * (logits.square() + cap**2).rsqrt()
 
 
 def flat(weights: Tensor | None) -> Tensor | None:
@@ -68,10 +75,10 @@ def real_columns(width: int, vocab_size: int, start: int) -> int:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, start: int, real: int, group, weights: Tensor | None) -> Tensor:
-        largest, total, target = over_group(row_terms(logits, targets, start, real), group)
+    def forward(ctx, logits: Tensor, targets: Tensor, start: int, real: int, group, weights, cap: float) -> Tensor:
+        largest, total, target = over_group(row_terms(logits, targets, start, real, cap), group)
         ctx.save_for_backward(logits, targets, largest, total, weights)
-        ctx.start, ctx.real = start, real
+        ctx.numbers = start, real, cap
         return weighted(losses_of(largest, total, target), weights).mean()
 
     @staticmethod
@@ -79,9 +86,9 @@ class _CrossEntropy(torch.autograd.Function):
         logits, targets, largest, total, weights = ctx.saved_tensors
         scale = grad / len(logits)
         result = logits.clone()
-        to_gradient_(result, targets, largest, total, scale, ctx.start, ctx.real)
+        to_gradient_(result, targets, largest, total, scale, *ctx.numbers)
         weigh_(result, weights)
-        return result, None, None, None, None, None
+        return result, None, None, None, None, None, None
 
 
 def over_group(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -108,7 +115,7 @@ def _chunks(logits: Tensor) -> list[slice]:
     return [slice(first, first + size) for first in range(0, count, size)]
 
 
-def local_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
+def local_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
     """Return three terms of each row, fp32 `[3, rows]`: its largest logit (-inf where this rank has padding alone), the
     sum of exponentials relative to that logit, and the target's logit (0 where another rank holds it)."""
     if real == 0:
@@ -116,7 +123,7 @@ def local_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tenso
         return torch.stack([nothing - math.inf, nothing, nothing])
     terms = []
     for rows in _chunks(logits):
-        values = logits[rows, :real].float()
+        values = capped(logits[rows, :real].float(), cap)
         largest = values.amax(dim=-1)
         total = torch.exp(values - largest[:, None]).sum(dim=-1)
         column = targets[rows] - start
@@ -127,61 +134,70 @@ def local_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tenso
 
 
 def plain_gradient(
-    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int
-) -> Tensor:
+    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
+    cap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Return scale x (softmax - onehot) for this rank's columns, in the logits' dtype, and 0 for padding."""
     columns = torch.arange(logits.shape[-1], device=logits.device)
-    probabilities = torch.exp(logits.float() - largest[:, None]) / total[:, None]
+    values = logits.float()
+    probabilities = torch.exp(capped(values, cap) - largest[:, None]) / total[:, None]
     here = columns == (targets - start)[:, None]
-    return (torch.where(columns < real, probabilities - here.float(), 0) * scale).to(logits.dtype)
+    gradient = probabilities - here.float()
+    if cap:
+        gradient *= (1 + (values / cap).square()) ** -1.5
+    return (torch.where(columns < real, gradient, 0) * scale).to(logits.dtype)
 
 
 @torch.library.custom_op("dtgpt::cross_entropy_terms", mutates_args=())
-def row_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
+def row_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
     """Return `local_terms`, in one pass over the logits."""
     if real == 0 or not has_triton(logits):
-        return local_terms(logits, targets, start, real)
+        return local_terms(logits, targets, start, real, cap)
     from dtgpt.ops.loss.cross_entropy_kernels import launch_terms
 
-    return launch_terms(logits, targets, start, real)
+    return launch_terms(logits, targets, start, real, cap)
 
 
 @row_terms.register_fake
-def _(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
+def _(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
     return logits.new_empty(3, len(logits), dtype=torch.float32)
 
 
 @torch.library.custom_op("dtgpt::cross_entropy_gradient_", mutates_args=("logits",))
 def to_gradient_(
-    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int
-) -> None:
-    """Replace logits `[rows, V_local]` by scale x (softmax - onehot), and by 0 in the padding.
+    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
+    cap: float = 0.0,
+) -> None:  # fmt: skip
+    """Replace logits `[rows, V_local]` by scale x (softmax - onehot), times the slope of the cap, and by 0 in the
+    padding.
 
     largest, total: fp32 `[rows]`, terms of whole rows; scale: fp32 scalar, applied before the result is rounded.
     """
     if has_triton(logits):
         from dtgpt.ops.loss.cross_entropy_kernels import launch_gradient
 
-        launch_gradient(logits, targets, largest, total, scale, start, real)
+        launch_gradient(logits, targets, largest, total, scale, start, real, cap)
         return
     for rows in _chunks(logits):
-        logits[rows] = plain_gradient(logits[rows], targets[rows], largest[rows], total[rows], scale, start, real)
+        logits[rows] = plain_gradient(
+            logits[rows], targets[rows], largest[rows], total[rows], scale, start, real, cap
+        )
 
 
 @torch.library.custom_op("dtgpt::cross_entropy_", mutates_args=("logits",))
-def to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int) -> Tensor:
+def to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
     """Return the losses, fp32 `[rows]`, and apply `to_gradient_`, where this rank holds the whole vocabulary."""
     if has_triton(logits):
         from dtgpt.ops.loss.cross_entropy_kernels import launch_loss
 
-        return launch_loss(logits, targets, scale, real)
-    terms = local_terms(logits, targets, 0, real)
-    to_gradient_(logits, targets, terms[0], terms[1], scale, 0, real)
+        return launch_loss(logits, targets, scale, real, cap)
+    terms = local_terms(logits, targets, 0, real, cap)
+    to_gradient_(logits, targets, terms[0], terms[1], scale, 0, real, cap)
     return losses_of(*terms)
 
 
 @to_loss_and_gradient_.register_fake
-def _(logits: Tensor, targets: Tensor, scale: Tensor, real: int) -> Tensor:
+def _(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
     return logits.new_empty(len(logits), dtype=torch.float32)
 
 

@@ -42,6 +42,24 @@ def leave_padding(values, first, real, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def softly(values, CAP: tl.constexpr):
+    """Return the logits in fp32, bounded by `dtgpt.ops.loss.cross_entropy.capped`."""
+    values = values.to(tl.float32)
+    if CAP > 0:
+        values *= tl.rsqrt(values * values * (1 / (CAP * CAP)) + 1.0)
+    return values
+
+
+@triton.jit
+def gradient_of(values, largest, factor, CAP: tl.constexpr):
+    """Return factor x exp(capped logit - largest), times the slope of the cap; values: logits in fp32."""
+    if CAP > 0:
+        root = tl.rsqrt(values * values * (1 / (CAP * CAP)) + 1.0)
+        return exponential(values * root - largest) * factor * (root * root * root)
+    return exponential(values - largest) * factor
+
+
+@triton.jit
 def exponential(difference):
     """Return the exponential of a difference of logits, whose large common offset is gone."""
     return tl.exp2(difference * LOG2E)
@@ -57,7 +75,7 @@ def add_block(largest, total, values, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def statistics(line, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def statistics(line, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr):
     """Return the largest logit of a row and the sum of exponentials relative to it. The next block is loaded while the
     current one is processed."""
     largest = tl.full((BLOCK // LANE,), LOWEST, tl.float32)
@@ -67,30 +85,36 @@ def statistics(line, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     for first in range(0, whole, BLOCK):
         values = ahead
         ahead = load_block(line, first + BLOCK, WIDTH, BLOCK)
-        largest, total = add_block(largest, total, values.to(tl.float32), BLOCK)
+        largest, total = add_block(largest, total, softly(values, CAP), BLOCK)
     if whole < real:
-        largest, total = add_block(largest, total, leave_padding(ahead, whole, real, BLOCK), BLOCK)
+        largest, total = add_block(largest, total, leave_padding(softly(ahead, CAP), whole, real, BLOCK), BLOCK)
     top = tl.max(largest, 0)
     return top, tl.sum(total * exponential(largest - top), 0)
 
 
 @triton.jit
-def overwrite(line, real, column, hit, largest, total, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Replace the row by scale x (softmax - onehot), and by 0 in the padding. The last columns come first, since they
-    were read last and are still in the cache."""
+def overwrite(
+    line, real, column, hit, largest, total, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr
+):
+    """Replace the row by scale x (softmax - onehot), times the slope of the cap, and by 0 in the padding. The last
+    columns come first, since they were read last and are still in the cache."""
     factor = scale / total
     whole = real // BLOCK * BLOCK
     ahead = load_block(line, tl.maximum(whole - BLOCK, 0), WIDTH, BLOCK)
     for first in range(whole, WIDTH, BLOCK):
-        values = leave_padding(load_block(line, first, WIDTH, BLOCK), first, real, BLOCK)
-        store_block(line, first, exponential(values - largest) * factor, WIDTH, BLOCK)
+        values = gradient_of(load_block(line, first, WIDTH, BLOCK).to(tl.float32), largest, factor, CAP)
+        values = tl.where(first + tl.arange(0, BLOCK) < real, values, 0.0)
+        store_block(line, first, values, WIDTH, BLOCK)
     for done in range(0, whole, BLOCK):
         first = whole - BLOCK - done
         values = ahead
         ahead = load_block(line, tl.maximum(first - BLOCK, 0), WIDTH, BLOCK)
-        store_block(line, first, exponential(values.to(tl.float32) - largest) * factor, WIDTH, BLOCK)
+        store_block(line, first, gradient_of(values.to(tl.float32), largest, factor, CAP), WIDTH, BLOCK)
     tl.debug_barrier()  # the target's column belongs to another thread
-    gradient = (exponential(hit - largest) / total - 1) * scale
+    gradient = (exponential(softly(hit, CAP) - largest) / total - 1) * scale
+    if CAP > 0:
+        root = tl.rsqrt(hit * hit * (1 / (CAP * CAP)) + 1.0)
+        gradient *= root * root * root
     tl.store(line + column, gradient.to(line.dtype.element_ty), mask=(column >= 0) & (column < real))
 
 
@@ -103,67 +127,73 @@ def load_target(line, targets, row, start, real):
 
 
 @triton.jit(do_not_specialize=["targets", "terms", "rows", "start", "real"])
-def terms_kernel(logits, targets, terms, rows, start, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def terms_kernel(
+    logits, targets, terms, rows, start, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr
+):
     """Write terms, fp32 `[3, rows]`: the largest logit, the sum of exponentials, the target's logit."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = logits + tl.cast(row, tl.int64) * WIDTH
         _, hit = load_target(line, targets, row, start, real)
-        largest, total = statistics(line, real, WIDTH, BLOCK)
+        largest, total = statistics(line, real, WIDTH, BLOCK, CAP)
         tl.store(terms + row, largest)
         tl.store(terms + rows + row, total)
-        tl.store(terms + 2 * rows + row, hit)
+        tl.store(terms + 2 * rows + row, softly(hit, CAP))
 
 
 @triton.jit(do_not_specialize=["targets", "largest", "total", "scale", "rows", "start", "real"])
 def gradient_kernel(
-    logits, targets, largest, total, scale, rows, start, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, targets, largest, total, scale, rows, start, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
     """Replace logits by their gradient, from the statistics of whole rows."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = logits + tl.cast(row, tl.int64) * WIDTH
         column, hit = load_target(line, targets, row, start, real)
         tl.debug_barrier()  # all threads have the target's logit before one of them overwrites it
         top, mass = tl.load(largest + row), tl.load(total + row)
-        overwrite(line, real, column, hit, top, mass, tl.load(scale), WIDTH, BLOCK)
+        overwrite(line, real, column, hit, top, mass, tl.load(scale), WIDTH, BLOCK, CAP)
 
 
 @triton.jit(do_not_specialize=["targets", "losses", "scale", "rows", "real"])
-def loss_kernel(logits, targets, losses, scale, rows, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def loss_kernel(
+    logits, targets, losses, scale, rows, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr
+):
     """Do the work of both kernels above for whole rows, and write losses: a row is read from device memory once."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = logits + tl.cast(row, tl.int64) * WIDTH
         column, hit = load_target(line, targets, row, 0, real)
-        largest, total = statistics(line, real, WIDTH, BLOCK)  # its sums over threads are barriers too
-        tl.store(losses + row, tl.log(total) - (hit - largest))
-        overwrite(line, real, column, hit, largest, total, tl.load(scale), WIDTH, BLOCK)
+        largest, total = statistics(line, real, WIDTH, BLOCK, CAP)  # its sums over threads are barriers too
+        tl.store(losses + row, tl.log(total) - (softly(hit, CAP) - largest))
+        overwrite(line, real, column, hit, largest, total, tl.load(scale), WIDTH, BLOCK, CAP)
 
 
-def _launch(kernel, logits: Tensor, *arguments) -> None:
+def _launch(kernel, logits: Tensor, *arguments, cap: float) -> None:
     rows, width = logits.shape
     grid = (min(rows, PROGRAMS * multiprocessors(logits.device)),)
     block = min(BLOCK_BYTES // logits.element_size(), max(triton.next_power_of_2(width), LANE.value))
     options = {"num_warps": WARPS, "maxnreg": REGISTERS // (32 * WARPS * PROGRAMS)}
-    kernel[grid](logits, *arguments, WIDTH=width, BLOCK=block, **options)
+    kernel[grid](logits, *arguments, WIDTH=width, BLOCK=block, CAP=cap, **options)
 
 
-def launch_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
+def launch_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
     """Return fp32 `[3, rows]` for logits `[rows, V_local]`, contiguous, and targets int64 `[rows]`."""
     terms = torch.empty(3, len(logits), device=logits.device)
-    _launch(terms_kernel, logits, targets, terms, len(logits), start, real)
+    _launch(terms_kernel, logits, targets, terms, len(logits), start, real, cap=cap)
     return terms
 
 
 def launch_gradient(
-    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int
-) -> None:
+    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
+    cap: float = 0.0,
+) -> None:  # fmt: skip
     """Replace logits by their gradient; largest, total: fp32 `[rows]` of whole rows; scale: fp32 `[]`."""
-    _launch(gradient_kernel, logits, targets, largest, total, scale, len(logits), start, real)
+    _launch(gradient_kernel, logits, targets, largest, total, scale, len(logits), start, real, cap=cap)
 
 
-def launch_loss(logits: Tensor, targets: Tensor, scale: Tensor, real: int) -> Tensor:
+def launch_loss(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
     """Return losses, fp32 `[rows]`, and replace the logits by scale x their gradients."""
     losses = torch.empty(len(logits), device=logits.device)
-    _launch(loss_kernel, logits, targets, losses, scale, len(logits), real)
+    _launch(loss_kernel, logits, targets, losses, scale, len(logits), real, cap=cap)
     return losses
 
 

@@ -45,6 +45,8 @@ def head_loss(
     group: dist.ProcessGroup | None = None,
     scale: Tensor | None = None,
     weights: Tensor | None = None,
+    bias: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Return the mean loss in nats, an fp32 scalar, equal on all ranks of `group` (None: the vocabulary is whole).
 
@@ -52,15 +54,18 @@ def head_loss(
     mesh of one dimension, from which `start` and `group` follow; targets: int64 `[B, T]`, global ids below
     `vocab_size`. scale: scalar on the device, a factor of the gradients but not of the value returned. It is applied
     before anything is rounded, so that a loss scale keeps fp16 gradients, of the size 1 / (B T V), from underflow.
-    weights: fp32 `[B, T]`, factors of the losses before the mean over all B T; None: 1. Raises ValueError for a DTensor
-    with another placement.
+    weights: fp32 `[B, T]`, factors of the losses before the mean over all B T; None: 1. bias: `[V_local]` of the
+    logits, in x's dtype and cut as the weight is. cap: as of `dtgpt.ops.loss.cross_entropy.capped`. Raises ValueError
+    for a DTensor with another placement.
     """
     if hasattr(weight, "device_mesh"):  # a DTensor, whose class takes long to import
         start, group, weight = _local_shard(cast("DTensor", weight))
+        bias = None if bias is None else cast("DTensor", bias).to_local()
     if is_apart():
-        loss = passes.cross_entropy(F.linear(x, weight), targets, vocab_size, start, group, weights)
+        loss = passes.cross_entropy(F.linear(x, weight, bias), targets, vocab_size, start, group, weights, cap)
         return loss if scale is None else _Scaled.apply(loss, scale)
-    arguments = (x.flatten(0, -2), weight, targets.flatten(), vocab_size, start, group, passes.flat(weights))
+    place = (vocab_size, start, group)
+    arguments = (x.flatten(0, -2), weight, bias, targets.flatten(), *place, passes.flat(weights), cap)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _HeadLoss.apply(*arguments, scale)
     return _loss_alone(*arguments)
@@ -92,21 +97,28 @@ def _chunks(count: int, columns: int, vocab_size: int, group: dist.ProcessGroup 
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def _logits(x: Tensor, weight: Tensor, vocab_size: int, group) -> Iterator[tuple[slice, Tensor]]:
+def _logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int, group
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield (rows, their logits) chunk by chunk, all in the same memory."""
     chunks = _chunks(len(x), len(weight), vocab_size, group, x.element_size())
     memory = x.new_empty(chunks[0].stop, len(weight))
     for rows in chunks:
-        yield rows, torch.mm(x[rows], weight.t(), out=memory[: rows.stop - rows.start])
+        place = memory[: rows.stop - rows.start]
+        if bias is None:
+            yield rows, torch.mm(x[rows], weight.t(), out=place)
+        else:
+            yield rows, torch.addmm(bias, x[rows], weight.t(), out=place)
 
 
 @torch.no_grad()
 def _loss_alone(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, start: int, group, weights: Tensor | None
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, start: int, group,
+    weights: Tensor | None, cap: float,
+) -> Tensor:  # fmt: skip
     real = passes.real_columns(len(weight), vocab_size, start)
-    chunks = _logits(x, weight, vocab_size, group)
-    terms = [passes.row_terms(logits, targets[rows], start, real) for rows, logits in chunks]
+    chunks = _logits(x, weight, bias, vocab_size, group)
+    terms = [passes.row_terms(logits, targets[rows], start, real, cap) for rows, logits in chunks]
     losses = passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group))
     return passes.weighted(losses, weights).mean()
 
@@ -127,36 +139,41 @@ class _Scaled(torch.autograd.Function):
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, start: int, group, weights: Tensor | None,
-        scale: Tensor | None,
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, start: int, group,
+        weights: Tensor | None, cap: float, scale: Tensor | None,
     ) -> Tensor:  # fmt: skip
         count = len(x)
         scale = x.new_full((), 1 / count, dtype=torch.float32) if scale is None else scale.float() / count
         real = passes.real_columns(len(weight), vocab_size, start)
         losses, dx, dweight = x.new_empty(count, dtype=torch.float32), x.new_empty(x.shape), None
-        for rows, logits in _logits(x, weight, vocab_size, group):
-            losses[rows] = _losses_and_gradient_(logits, targets[rows], start, real, group, scale)
+        dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for rows, logits in _logits(x, weight, bias, vocab_size, group):
+            losses[rows] = _losses_and_gradient_(logits, targets[rows], start, real, group, scale, cap)
             passes.weigh_(logits, None if weights is None else weights[rows])
             torch.mm(logits, weight, out=dx[rows])
             dweight = _add_product(dweight, logits.t(), x[rows], alone=len(logits) == count)
+            if dbias is not None:
+                dbias += logits.sum(0, dtype=torch.float32)
         assert dweight is not None  # there is at least one chunk
-        ctx.save_for_backward(dx, dweight.to(weight.dtype))
+        ctx.save_for_backward(dx, dweight.to(weight.dtype), None if dbias is None else dbias.to(x.dtype))
         return passes.weighted(losses, weights).mean()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         """Return scaled copies: a pipeline schedule that splits backward calls this twice."""
-        dx, dweight = (passes.scaled(gradient, grad) for gradient in ctx.saved_tensors)
-        return dx, dweight, None, None, None, None, None, None
+        made = (None if gradient is None else passes.scaled(gradient, grad) for gradient in ctx.saved_tensors)
+        return *made, *(None,) * 7
 
 
-def _losses_and_gradient_(logits: Tensor, targets: Tensor, start: int, real: int, group, scale: Tensor) -> Tensor:
+def _losses_and_gradient_(
+    logits: Tensor, targets: Tensor, start: int, real: int, group, scale: Tensor, cap: float
+) -> Tensor:
     """Return the losses of the rows, and replace their logits by the gradient."""
     if group is None:
-        return passes.to_loss_and_gradient_(logits, targets, scale, real)
-    largest, total, target = passes.over_group(passes.row_terms(logits, targets, start, real), group)
-    passes.to_gradient_(logits, targets, largest, total, scale, start, real)
+        return passes.to_loss_and_gradient_(logits, targets, scale, real, cap)
+    largest, total, target = passes.over_group(passes.row_terms(logits, targets, start, real, cap), group)
+    passes.to_gradient_(logits, targets, largest, total, scale, start, real, cap)
     return passes.losses_of(largest, total, target)
 
 

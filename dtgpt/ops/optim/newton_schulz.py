@@ -9,13 +9,18 @@ fast path, and a CUDA graph may capture it. Sharding rule: none, a matrix is who
 import torch
 from torch import Tensor
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: a slope as steep as possible at 0
+COEFFICIENTS = {  # of x, x^3 and x^5
+    "quintic": (3.4445, -4.7750, 2.0315),  # a slope as steep as possible at 0
+    "convergent": (2.0, -1.5, 0.5),  # a slope of 0 at the fixed point 1
+}
 SMALLEST_NORM = 1e-7
 
 
-def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
+def orthogonalize(
+    matrices: Tensor, steps: int, coefficients: tuple[float, float, float] = COEFFICIENTS["quintic"]
+) -> Tensor:
     """Return `matrices [N, R, C]`, each orthogonalised by `steps` iterations, in their dtype."""
-    a, b, c = COEFFICIENTS
+    a, b, c = coefficients
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -25,11 +25,17 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     A bias that is a DTensor is replaced by its local shard, or gathered where x has all columns. Raises ValueError
     where bias and x do not fit.
     """
+    bias = local_bias(x, bias)
+    return _bias_gelu(x, bias) if may_fuse(x) else reference(x, bias)
+
+
+def local_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """Return the bias as a plain tensor that fits x, as `bias_gelu` says. Raises ValueError."""
     if isinstance(bias, DTensor):
         bias = bias.full_tensor() if len(bias) == x.shape[-1] else bias.to_local()
     if bias.shape != x.shape[-1:]:  # the kernels do not check
         raise ValueError(f"a bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}")
-    return _bias_gelu(x, bias) if may_fuse(x) else reference(x, bias)
+    return bias
 
 
 def kernels():

@@ -1,4 +1,4 @@
-"""Triton kernels of `dtgpt.ops.pointwise.gelu`. Needs Triton.
+"""Triton kernels of `dtgpt.ops.pointwise.gelu` and `relu2`. Needs Triton.
 
 Tiles are taken from the last rows to the first, as in `dtgpt.ops.norm.norm_kernels`.
 """
@@ -40,8 +40,9 @@ def slope(u):
 
 @triton.jit(do_not_specialize=["rows"])
 def bias_gelu_forward_kernel(
-    x, bias, y, rows, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
+    x, bias, y, rows, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    RELU2: tl.constexpr,
+):  # fmt: skip
     """Compute y `[rows, F]` from x `[rows, F]` and bias `[F]`."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F
@@ -53,13 +54,18 @@ def bias_gelu_forward_kernel(
         first = tl.cast(tiles - 1 - before, tl.int64) * ROWS
         mask = (local < rows - first)[:, None] & inside[None, :]
         u = tl.load(x + first * F + place, mask, 0.0).to(tl.float32) + shift
-        tl.store(y + first * F + place, u * cdf(u), mask)
+        if RELU2:
+            u = tl.maximum(u, 0.0)
+            tl.store(y + first * F + place, u * u, mask)
+        else:
+            tl.store(y + first * F + place, u * cdf(u), mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def bias_gelu_backward_kernel(
-    dy, x, bias, dx, partials, rows, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
+    dy, x, bias, dx, partials, rows, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    RELU2: tl.constexpr,
+):  # fmt: skip
     """Compute dx `[rows, F]`, and partials of dbias `[programs along the rows, F]`, from dy and x `[rows, F]`."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F
@@ -72,29 +78,35 @@ def bias_gelu_backward_kernel(
         first = tl.cast(tiles - 1 - before, tl.int64) * ROWS
         mask = (local < rows - first)[:, None] & inside[None, :]
         u = tl.load(x + first * F + place, mask, 0.0).to(tl.float32) + shift
-        gradient = tl.load(dy + first * F + place, mask, 0.0).to(tl.float32) * slope(u)
+        gradient = tl.load(dy + first * F + place, mask, 0.0).to(tl.float32)
+        if RELU2:
+            gradient *= tl.maximum(u, 0.0) * 2.0
+        else:
+            gradient *= slope(u)
         tl.store(dx + first * F + place, gradient, mask)
         sums += tl.sum(gradient, 0)
     tl.store(partials + tl.program_id(1) * F + columns, sums, inside)
 
 
-def bias_gelu_forward(x: Tensor, bias: Tensor, launch: ColumnLaunch = FORWARD) -> Tensor:
-    """Return gelu_tanh(x + bias) `[.., F]` for x `[.., F]` and bias `[F]`."""
+def bias_gelu_forward(x: Tensor, bias: Tensor, launch: ColumnLaunch = FORWARD, relu2: bool = False) -> Tensor:
+    """Return gelu_tanh(x + bias) `[.., F]` for x `[.., F]` and bias `[F]`; relu2: relu(x + bias)^2."""
     x, columns = x.contiguous(), x.shape[-1]
     rows, y = x.numel() // columns, torch.empty_like(x)
     grid, tile, block, warps = column_grid(rows, columns, x.device, launch)
-    bias_gelu_forward_kernel[grid](x, bias, y, rows, columns, tile, block, launch.stages, num_warps=warps)
+    bias_gelu_forward_kernel[grid](x, bias, y, rows, columns, tile, block, launch.stages, relu2, num_warps=warps)
     return y
 
 
-def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, launch: ColumnLaunch = BACKWARD) -> tuple[Tensor, Tensor]:
-    """Return (dx, dbias)."""
+def bias_gelu_backward(
+    dy: Tensor, x: Tensor, bias: Tensor, launch: ColumnLaunch = BACKWARD, relu2: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return (dx, dbias) of what `bias_gelu_forward` returns."""
     dy, x, columns = dy.contiguous(), x.contiguous(), x.shape[-1]
     rows, dx, dbias = x.numel() // columns, torch.empty_like(x), torch.empty_like(bias)
     grid, tile, block, warps = column_grid(rows, columns, x.device, launch)
     partials = torch.empty(1, grid[1], columns, dtype=torch.float32, device=x.device)
     bias_gelu_backward_kernel[grid](
-        dy, x, bias, dx, partials, rows, columns, tile, block, launch.stages, num_warps=warps
+        dy, x, bias, dx, partials, rows, columns, tile, block, launch.stages, relu2, num_warps=warps
     )
     sum_partials(partials, dbias)
     return dx, dbias

@@ -96,8 +96,9 @@ def _angles(table: Tensor, positions: Tensor | None, length: int) -> tuple[Tenso
 
 def _table(head_dim: int, rotation: Sequence[float], num_positions: int, device: torch.device) -> Tensor:
     """Return `angle_table`. The ops take the numbers that it follows from, so that they neither save nor trace it."""
-    theta, factor, low, high, original_length = rotation
-    return angle_table(Rotation(theta, factor, low, high, int(original_length)), head_dim, num_positions, device)
+    theta, factor, low, high, original_length, rotated = rotation
+    made = Rotation(theta, factor, low, high, int(original_length), rotated)
+    return angle_table(made, head_dim, num_positions, device)
 
 
 @torch.library.custom_op("dtgpt::rotary_qkv", mutates_args=(), device_types="cpu")

@@ -15,20 +15,23 @@ from torch import Tensor
 class Rotation(NamedTuple):
     """What the angles of a model follow from. Frequencies whose wave is longer than `original_length /
     low_frequency` positions are divided by `factor`, those shorter than `original_length / high_frequency` are kept,
-    those between are blended (Dubey et al. 2024, The Llama 3 Herd of Models). A factor of 1: all are kept."""
+    those between are blended (Dubey et al. 2024, The Llama 3 Herd of Models). A factor of 1: all are kept. `rotated`:
+    the fraction of the pairs of columns that rotate, the first ones; the others keep the angle 0."""
 
     theta: float = 10000.0  # base of the frequencies
     factor: float = 1.0
     low_frequency: float = 1.0
     high_frequency: float = 4.0
     original_length: int = 8192
+    rotated: float = 1.0
 
 
 def frequencies(rotation: Rotation, head_dim: int) -> Tensor:
     """Return the angle between two positions of each pair of columns, fp32 `[D / 2]` on the CPU."""
     with torch.device("cpu"):
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        kept = 1.0 / rotation.theta**exponents
+        pairs = round(rotation.rotated * (head_dim // 2))
+        exponents = torch.arange(0, 2 * pairs, 2, dtype=torch.int64).float() / (2 * pairs)
+        kept = torch.cat([1.0 / rotation.theta**exponents, torch.zeros(head_dim // 2 - pairs)])
     if rotation.factor == 1:
         return kept
     length, low, high = rotation.original_length, rotation.low_frequency, rotation.high_frequency
