@@ -1,5 +1,5 @@
 """Every code block of the documentation: command lines are read by the commands that they name, and Python is compiled
-and its names of dtgpt are looked up. Nothing is trained.
+and its names of dtgpt are looked up; blocks with `assert` are run. Nothing is trained.
 
 Bash itself expands the blocks, with no program to be found, so that it tells the words of each command.
 """
@@ -219,6 +219,8 @@ def test_a_block_is_right(language, block, page, capsys):
                 assert first in OTHERS, f"{first} is no command that this test can read"
     elif language == "python":
         check_names(block, page)
+        if re.search("^assert ", block, re.M):  # a program that says what it shows
+            exec(block, {})
     elif block.startswith("$ dtgpt "):  # and what it answers
         line, _, answer = block.partition("\n")
         with pytest.raises(UserError) as error:
@@ -263,7 +265,7 @@ def check_names(block, page):
                 given = [None, *given]
             if called is Model.generate:
                 assert {one.arg for one in node.keywords} <= {*OPTIONS, *inspect.signature(called).parameters}
-            inspect.signature(called).bind_partial(*given, **{one.arg: one for one in node.keywords})
+            inspect.signature(called).bind_partial(*given, **{one.arg: one for one in node.keywords if one.arg})
     if "def recipe(" in block:
         Path("block.py").write_text(block)
         call_recipe(load_module(Path("block.py")).recipe).validate()
