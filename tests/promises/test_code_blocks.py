@@ -243,7 +243,7 @@ def check_names(block, page):
                     importlib.import_module(one.name)
                     names[one.name.partition(".")[0]] = importlib.import_module(one.name.partition(".")[0])
                 else:
-                    names[one.name] = getattr(importlib.import_module(node.module), one.name)
+                    names[one.asname or one.name] = getattr(importlib.import_module(node.module), one.name)
 
     def look_up(node):
         if isinstance(node, ast.Attribute):
