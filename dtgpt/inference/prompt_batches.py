@@ -12,7 +12,8 @@ from dtgpt.inference.scheduler import PromptChunk
 
 # Tokens of a prompt that is read at once, padded: few shapes, thus few graphs.
 PROMPT_LENGTHS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-# The next two are estimates: the batch of the training forward in benchmarks/NOTES.md, and the latency of a short pass.
+# The next two are estimates: the batch of the training forward (benchmarks/notes/steps.md), and the latency of a short
+# pass.
 BATCH_TOKENS = 8192  # most tokens of a pass over several prompts, padding included; more take memory
 FEW_TOKENS = 256  # a pass over fewer takes as long, since it reads all weights
 MOST_PROMPTS = 64  # of a pass

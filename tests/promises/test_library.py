@@ -1,4 +1,4 @@
-"""The program of docs/library.md, as it stands there, in one process and in two, and its checkpoint."""
+"""The programs of docs/library.md, as they stand there, in one process and in two, and their checkpoints."""
 
 import re
 from pathlib import Path
@@ -15,8 +15,8 @@ PAGE = (Path(__file__).parents[2] / "docs/library.md").read_text()
 @pytest.mark.slow(10)
 def test_the_program_has_the_same_losses_in_two_processes_and_can_be_loaded(tmp_path):
     pieces = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    assert len(pieces) == 4
-    (tmp_path / "own_loop.py").write_text("\n".join(pieces))
+    assert len(pieces) == 6
+    (tmp_path / "own_loop.py").write_text("\n".join(pieces[:4]))
     said = []
     for plan, launcher in (("single", []), ("tp2", [*TORCHRUN, "--nproc-per-node", "2"])):
         folder = tmp_path / plan
@@ -32,6 +32,51 @@ def test_the_program_has_the_same_losses_in_two_processes_and_can_be_loaded(tmp_
     again = run_program([tmp_path / "own_loop.py", "single"], tmp_path / "tp2")  # a run that has ended
     assert again.returncode == 0 and "step " not in again.stdout
     assert dtgpt.load(step_folder(tmp_path / "tp2" / "own_run" / "checkpoints", 20)).config.num_layers == 2
+
+
+@pytest.mark.slow(3)
+def test_nanogpts_program_trains_evaluates_saves_and_goes_on(tmp_path):
+    program = re.findall(r"```python\n(.*?)```", PAGE, re.S)[5]
+    (tmp_path / "nanogpt.py").write_text(program)
+    done = run_program([tmp_path / "nanogpt.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"iter \d+: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4 and losses[-1] < losses[0] and done.stdout.count("val loss") == 2
+    assert dtgpt.load(step_folder(tmp_path / "out" / "checkpoints", 20)).config.num_layers == 2
+    again = run_program([tmp_path / "nanogpt.py"], tmp_path)
+    assert again.returncode == 0 and "iter " not in again.stdout
+
+
+OWN_LOSS = """
+import sys
+import dtgpt
+from dtgpt.config.sections import OptimizerConfig
+
+model = SmoothConfig(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=1024, dropout=0.0)
+recipe = dtgpt.Recipe(
+    name="smooth", model=model, optimizer=OptimizerConfig(lr=1e-2), plan=sys.argv[1], micro_batch_size=int(sys.argv[2]),
+    global_batch_size=8, steps=5, device="cpu",
+)
+with dtgpt.open_trainer(recipe) as trainer:
+    results = [trainer.train_step() for _ in range(5)]
+    losses = [trainer.mean_loss(result) for result in results]
+    if trainer.mesh.rank == 0:
+        print("found", *losses, *[result.norm.item() for result in results])
+"""
+
+
+@pytest.mark.slow(4)
+def test_an_own_loss_has_the_same_curve_under_plans(tmp_path):
+    (tmp_path / "own_loss.py").write_text(re.findall(r"```python\n(.*?)```", PAGE, re.S)[4] + OWN_LOSS)
+    found = []
+    for plan, size, ranks in (("single", 8, 1), ("dp2_zero3", 2, 2), ("pp2", 2, 2)):
+        launcher = [*TORCHRUN, "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        done = run_program([*launcher, tmp_path / "own_loss.py", plan, str(size)], tmp_path)
+        assert done.returncode == 0, done.stderr
+        found.append([float(word) for word in re.search("found (.*)", done.stdout)[1].split()])
+    assert found[0][0] == pytest.approx(6.93, abs=0.1) and found[0][4] < found[0][0]
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-4)
 
 
 def test_the_public_names_are_listed():
