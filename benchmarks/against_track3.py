@@ -40,7 +40,8 @@ REPLACED = (  # in their script: pattern, what takes its place
     (r"if step == train_steps or step % val_step_freq == 0:", "if step == train_steps:"),
     (
         r"( +)for i in range\(len\(inputs\) // mbs\):\n +model\((.*)\)\.backward\(\)\n",
-        r"\1total = 0\n\1for i in range(len(inputs) // mbs):\n\1    loss = model(\2)\n\1    total = total + loss.detach()"
+        r"\1total = 0\n\1for i in range(len(inputs) // mbs):\n\1    loss = model(\2)\n"
+        r"\1    total = total + loss.detach()"
         r"\n\1    loss.backward()\n",
     ),
     (

@@ -177,9 +177,7 @@ class Output(nn.Linear):
 
     bound: Binding = PLAIN
 
-    def __init__(
-        self, hidden_size: int, padded_vocab_size: int, vocab_size: int, bias: bool = False, cap: float = 0.0
-    ):
+    def __init__(self, hidden_size: int, padded_vocab_size: int, vocab_size: int, bias: bool = False, cap: float = 0.0):
         super().__init__(hidden_size, padded_vocab_size, bias=bias)
         self.vocab_size, self.cap = vocab_size, cap
 

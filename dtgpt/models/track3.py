@@ -171,9 +171,7 @@ class Attention(nn.Module):
         qkv = rearrange(self.qkv(x), "b t (n three d) -> b t n three d", three=3, d=self.head_dim)
         # Weights of the norms that are no parameters; that of q brings the scores, / sqrt(D) in the core, to scale.
         q_weight, k_weight = (constant(value, self.head_dim, x.device) for value in (self.scale, 1.0))
-        q, k, v = rotary_qkv(
-            qkv, context.positions, self.rotation, self.num_positions, q_weight, k_weight, self.eps
-        )
+        q, k, v = rotary_qkv(qkv, context.positions, self.rotation, self.num_positions, q_weight, k_weight, self.eps)
         heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
         return Branch(self.proj(heads.flatten(-2)), self.proj.bias)
 

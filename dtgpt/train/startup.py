@@ -119,7 +119,8 @@ def read_dataset(recipe: Recipe) -> Dataset:
         samples = data.train_samples or recipe.batch_sizes().before(recipe.num_steps)
         seed, length = recipe.seed, recipe.sample_length
         wanted = length, samples, recipe.log.eval_samples, seed
-        dataset: Dataset = load_prepared(data, *wanted, default_cache(), recipe.model.vocab_size, recipe.global_batch_size)
+        vocab_size, batch = recipe.model.vocab_size, recipe.global_batch_size
+        dataset: Dataset = load_prepared(data, *wanted, default_cache(), vocab_size, batch)
     else:
         dataset = load_dataset(data, default_cache())
     if recipe.init_from:

@@ -144,7 +144,8 @@ def load_prepared(
 ) -> PreparedDataset:  # fmt: skip
     """Open prepared data. train_samples: number of samples to build the shuffle index for, as Megatron-LM's
     --train-samples. held_out_samples: the most for validation, and for test. vocab_size: of the model. batch: samples
-    of a step, after the last of which a file is cut where the order is sequential. Raises UserError if a file is missing or damaged, or if the training or validation part has no data; an empty test part is left out.
+    of a step, after the last of which a file is cut where the order is sequential. Raises UserError if a file is
+    missing or damaged, or if the training or validation part has no data; an empty test part is left out.
     """
     parsed = _parsed(data)
     prefixes = prefixes_of(data)

@@ -179,9 +179,7 @@ def to_gradient_(
         launch_gradient(logits, targets, largest, total, scale, start, real, cap)
         return
     for rows in _chunks(logits):
-        logits[rows] = plain_gradient(
-            logits[rows], targets[rows], largest[rows], total[rows], scale, start, real, cap
-        )
+        logits[rows] = plain_gradient(logits[rows], targets[rows], largest[rows], total[rows], scale, start, real, cap)
 
 
 @torch.library.custom_op("dtgpt::cross_entropy_", mutates_args=("logits",))

@@ -97,9 +97,7 @@ def _chunks(count: int, columns: int, vocab_size: int, group: dist.ProcessGroup 
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def _logits(
-    x: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int, group
-) -> Iterator[tuple[slice, Tensor]]:
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int, group) -> Iterator[tuple[slice, Tensor]]:
     """Yield (rows, their logits) chunk by chunk, all in the same memory."""
     chunks = _chunks(len(x), len(weight), vocab_size, group, x.element_size())
     memory = x.new_empty(chunks[0].stop, len(weight))
