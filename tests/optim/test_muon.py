@@ -118,7 +118,8 @@ def test_normuon_divides_rows_by_their_size_over_time(recipe):
 
 RUNS = [
     ("gpt2", "dp2", "tp2_pp2"), ("gpt2", "dp2_zero3", "pp2_zbv"), ("gpt2", "pp2_interleaved", "dp3_zero2"),
-    ("gpt2", "dp4_zero1", "dp2_pp2_zero1"), ("normuon", "dp2_tp2_zero1", "pp2"), ("llama", "tp2_sp", "dp2_tp2_sp_zero1"),
+    ("gpt2", "dp4_zero1", "dp2_pp2_zero1"), ("normuon", "dp2_tp2_zero1", "pp2"),
+    ("llama", "tp2_sp", "dp2_tp2_sp_zero1"),
     ("llama", "dp2_zero3", "pp2_zbv"),
 ]  # fmt: skip
 
