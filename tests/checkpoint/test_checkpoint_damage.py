@@ -235,6 +235,7 @@ def test_a_checkpoint_names_its_architecture_and_an_unknown_one_is_refused(recip
     change_state(newest, {"architecture": "mixture", "model": {"num_experts": 8}})
     for action in (lambda: train(change(recipe, resume=str(run), steps=6)), lambda: open_source(newest)):
         with pytest.raises(
-            UserError, match="is of the architecture 'mixture', this dtgpt reads gpt2, llama, track3; use the dtgpt that"
+            UserError,
+            match="is of the architecture 'mixture', this dtgpt reads gpt2, llama, track3; use the dtgpt that",
         ):
             action()
