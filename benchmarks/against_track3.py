@@ -41,8 +41,7 @@ REPLACED = (  # in their script: pattern, what takes its place
     (
         r"( +)for i in range\(len\(inputs\) // mbs\):\n +model\((.*)\)\.backward\(\)\n",
         r"\1total = 0\n\1for i in range(len(inputs) // mbs):\n\1    loss = model(\2)\n"
-        r"\1    total = total + loss.detach()"
-        r"\n\1    loss.backward()\n",
+        r"\1    total = total + loss.detach()\n\1    loss.backward()\n",
     ),
     (
         r"( +)model\.zero_grad\(set_to_none=True\)\n",

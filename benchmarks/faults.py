@@ -58,8 +58,8 @@ FAULTS = [
     Fault(
         "resume: the second moment is read over the first",
         "dtgpt/checkpoint/load.py",
-        '{source}", *shard.place_of(tensor), tensor)',
-        '{source}", *shard.place_of(tensor), next(iter(optimizer.state(shard.index).values())))',
+        'yield source, tensor',
+        'yield source, next(iter(optimizer.state(shard.index).values()))',
     ),
     Fault(
         "resume: 16-bit weights stay as they were",

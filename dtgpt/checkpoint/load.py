@@ -5,7 +5,7 @@ pages of one piece of one tensor.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -83,14 +83,11 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: Optimizer) 
         )
     saved = checkpoint.state["optimizer"]
     check_optimizer(checkpoint.folder, saved, optimizer.kind, optimizer.takes)
-    names = optimizer.takes.get(saved, {})
 
     def load(shard: Shard) -> None:
         read_part(checkpoint, shard.name, *shard.place_of(shard.local), shard.local)
-        for name, tensor in optimizer.state(shard.index).items():
-            source = names.get(name, name)
-            if source is not None:
-                read_part(checkpoint, f"{shard.name}.{source}", *shard.place_of(tensor), tensor)
+        for source, tensor in taken(optimizer, shard, saved):
+            read_part(checkpoint, f"{shard.name}.{source}", *shard.place_of(tensor), tensor)
 
     fill(shards, load)
 
@@ -99,16 +96,22 @@ def load_foreign_training(source: TrainingSource, shards: Shards, optimizer: Opt
     """Give this rank's shards the weights and `optimizer` the state of a run of another library. Raise UserError where
     that was an optimizer from which this one takes no state."""
     check_optimizer(source.path, source.optimizer, optimizer.kind, optimizer.takes)
-    names = optimizer.takes.get(source.optimizer, {})
 
     def load(shard: Shard) -> None:
         shard.local.copy_(source.read(shard.name, shard.region))
-        for name, tensor in optimizer.state(shard.index).items():
-            moment = names.get(name, name)
-            if moment is not None:
-                tensor.copy_(source.read_moment(shard.name, moment, shard.region))
+        for moment, tensor in taken(optimizer, shard, source.optimizer):
+            tensor.copy_(source.read_moment(shard.name, moment, shard.region))
 
     fill(shards, load, threads=1)
+
+
+def taken(optimizer: Optimizer, shard: Shard, saved: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield each state of the shard that the state of a `saved` kind of optimizer fills, with its name there."""
+    names = optimizer.takes.get(saved, {})
+    for name, tensor in optimizer.state(shard.index).items():
+        source = names.get(name, name)
+        if source is not None:
+            yield source, tensor
 
 
 def load_weights(source: Source, shards: Shards) -> None:

@@ -59,7 +59,7 @@ class OptimizerConfig:
     another optimizer derives from it, and overrides `kind` and the methods.
 
     takes: by the kind of another optimizer, whose state this one can go on with, the name of each state there by the
-    name here.
+    name here; None: that optimizer has no such state, and it begins at zero.
     """
 
     takes: ClassVar[Mapping[str, Mapping[str, str | None]]] = {}

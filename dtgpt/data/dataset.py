@@ -142,13 +142,17 @@ def warn_of_unused_rows(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
+def needs_shards() -> UserError:
+    return UserError(
+        "data.order=sequential takes the shards .bin of one data.path, as llm.c or nanoGPT has them, and others as "
+        "data.valid_path; give these, or --data.order shuffled"
+    )
+
+
 def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
     """Return the tokens of a text, made once per content and options. The kind of tokenizer is not `auto` any more."""
     if data.order == "sequential":
-        raise UserError(
-            "data.order=sequential takes shards .bin of llm.c or nanoGPT as data.path; give these, or --data.order "
-            "shuffled"
-        )
+        raise needs_shards()
     documents = read_documents(data.path, data.json_key)
     settings = {name: getattr(data, name) for name in ("tokenizer", "bpe_vocab_size", "held_out")}
     files = [data.vocab_file, data.merge_file] if data.tokenizer == "gpt2" and data.vocab_file else []

@@ -186,7 +186,8 @@ class Muon:
         for index, whole in wholes.items():
             for rows in self.pieces[index]:
                 by_shape.setdefault((len(rows), whole.shape[1]), []).append((index, rows))
-        own, made = self.config, {index: torch.empty_like(whole) for index, whole in wholes.items()}
+        own = self.config
+        made = {index: torch.empty_like(whole) for index, whole in wholes.items()}
         for packed in by_shape.values():
             stacked = torch.stack([wholes[index].index_select(0, rows) for index, rows in packed])
             for (index, rows), result in zip(

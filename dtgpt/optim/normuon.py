@@ -15,7 +15,7 @@ from dtgpt.optim.muon import Muon, MuonConfig
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.field_types import Bounds, Pattern
 
-EPS = 1e-8  # of the paper; rows have a mean square of about 1 / max(R, C)
+EPS = 1e-8  # as in the code of the authors (microsoft/dion); rows have a mean square of about 1 / max(R, C)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.track3 import Track3Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.optim.muon import MuonConfig
+from dtgpt.train.startup import read_dataset
 from dtgpt.util.errors import UserError
 from tests.support import bodies_architecture
 from tests.support.ranks import pool
@@ -78,13 +79,12 @@ def test_loss_and_gradients_are_those_of_the_description():
 
 
 @pytest.mark.slow(4)
-@pytest.mark.parametrize("plan", ["dp2", "zero3", "tp2_sp", "pp2", "pp2_zbv"])
+@pytest.mark.parametrize("plan", ["dp2", "dp2_zero3", "tp2_sp", "pp2", "pp2_zbv"])
 def test_every_plan_follows_one_process(recipe, plan):
     base = replace(recipe, model=replace(TINY, num_layers=4), optimizer=MUON, plan="single", steps=4)
     base = replace(base, micro_batch_size=2, global_batch_size=8)
     expected, weights = bodies_architecture.train_other(base, 4)[:2]
-    world = 2 if plan == "zero3" else parse_plan(plan).world
-    results = pool().run(world, bodies_architecture.train_other, replace(base, plan=plan), 4)
+    results = pool().run(parse_plan(plan).world, bodies_architecture.train_other, replace(base, plan=plan), 4)
     losses, found, _, _ = results[0]
     assert losses == pytest.approx(expected, rel=1e-6)
     for name, whole in found.items():
@@ -113,3 +113,16 @@ def test_sequential_batches_are_consecutive_tokens_of_each_file(tmp_path):
     assert samples.windows(range(len(samples))).tolist() == expected
     with pytest.raises(UserError, match="has no file of more than"):
         sequential_index(files.lengths, length, 100, "it")
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"path": "0.bin", "split": "9,1,0"}, {"path": "0.bin 0.bin", "valid_path": "0.bin"}]
+)
+def test_a_sequential_order_takes_shards_alone(recipe, tmp_path, monkeypatch, data):
+    monkeypatch.chdir(tmp_path)
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 2000
+    (tmp_path / "0.bin").write_bytes(header.tobytes() + np.zeros(2000, "<u2").tobytes())
+    data = replace(recipe.data, order="sequential", tokenizer="ids" if data else recipe.data.tokenizer, **data)
+    with pytest.raises(UserError, match=r"order=sequential takes the shards .* --data\.order shuffled"):
+        read_dataset(replace(recipe, data=data))

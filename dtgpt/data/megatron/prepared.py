@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.dataset import Dataset, Part, check_vocabulary, warn_of_unused_rows
+from dtgpt.data.dataset import Dataset, Part, check_vocabulary, needs_shards, warn_of_unused_rows
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_tokens, sequential_index, split_fractions
@@ -170,10 +170,7 @@ def load_prepared(
             _check_validation(sequences, split)
         if data.order == "sequential":
             if len(sequences) > 1 or not isinstance(sequences[0], TokenShards) or split is not None:
-                raise UserError(
-                    "data.order=sequential takes the shards .bin of one data.path, and others as data.valid_path; give "
-                    "these, or --data.order shuffled"
-                )
+                raise needs_shards()
             files = sequences[0]
             size = batch if which == "train" else 1
             index = sequential_index(files.lengths, seq_length, size, f"the {which} part of {files.name}")

@@ -51,8 +51,8 @@ class SampleRequest:
 @dataclass(frozen=True)
 class SampleIndex:
     """`document_index` int32 [epochs x documents]; `sample_index` int32 or int64 [N + 1, 2]: (position in it, token of
-    that document) at which each window begins; `shuffle_index` uint32 or int64 [N]: the window of each
-    sample. Row j + 1 ends window j."""
+    that document) at which each window begins; `shuffle_index` uint32 or int64 [N]: the window of each sample.
+    Row j + 1 ends window j."""
 
     seq_length: int
     document_index: Array

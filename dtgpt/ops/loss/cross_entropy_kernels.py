@@ -42,11 +42,17 @@ def leave_padding(values, first, real, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def shrinkage(values, CAP: tl.constexpr):
+    """Return the ratio of capped logits to the logits, fp32; the slope of the cap is its third power."""
+    return tl.rsqrt(values * values * (1 / (CAP * CAP)) + 1.0)
+
+
+@triton.jit
 def softly(values, CAP: tl.constexpr):
     """Return the logits in fp32, bounded by `dtgpt.ops.loss.cross_entropy.capped`."""
     values = values.to(tl.float32)
     if CAP > 0:
-        values *= tl.rsqrt(values * values * (1 / (CAP * CAP)) + 1.0)
+        values *= shrinkage(values, CAP)
     return values
 
 
@@ -54,7 +60,7 @@ def softly(values, CAP: tl.constexpr):
 def gradient_of(values, largest, factor, CAP: tl.constexpr):
     """Return factor x exp(capped logit - largest), times the slope of the cap; values: logits in fp32."""
     if CAP > 0:
-        root = tl.rsqrt(values * values * (1 / (CAP * CAP)) + 1.0)
+        root = shrinkage(values, CAP)
         return exponential(values * root - largest) * factor * (root * root * root)
     return exponential(values - largest) * factor
 
@@ -113,7 +119,7 @@ def overwrite(
     tl.debug_barrier()  # the target's column belongs to another thread
     gradient = (exponential(softly(hit, CAP) - largest) / total - 1) * scale
     if CAP > 0:
-        root = tl.rsqrt(hit * hit * (1 / (CAP * CAP)) + 1.0)
+        root = shrinkage(hit, CAP)
         gradient *= root * root * root
     tl.store(line + column, gradient.to(line.dtype.element_ty), mask=(column >= 0) & (column < real))
 

@@ -8,7 +8,7 @@ Sharding rule: that of `dtgpt.ops.pointwise.gelu`.
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import may_fuse
+from dtgpt.ops.fast import takes_custom_op
 from dtgpt.ops.pointwise.gelu import kernels, local_bias
 
 
@@ -20,7 +20,7 @@ def reference(x: Tensor, bias: Tensor) -> Tensor:
 def bias_relu2(x: Tensor, bias: Tensor) -> Tensor:
     """Return relu(x + bias)^2 `[.., F]` in x's dtype; arguments and errors as of `bias_gelu`."""
     bias = local_bias(x, bias)
-    return _bias_relu2(x, bias) if may_fuse(x) or x.device.type == "meta" else reference(x, bias)
+    return _bias_relu2(x, bias) if takes_custom_op(x, has_parameters=True) else reference(x, bias)
 
 
 _bias_relu2 = torch.library.custom_op("dtgpt::bias_relu2", reference, mutates_args=(), device_types="cpu")
