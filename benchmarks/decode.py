@@ -3,6 +3,7 @@
     python benchmarks/decode.py --model 345m --batches 1 8 64 256 --positions 0 512
     python benchmarks/decode.py --model 1558m --batches 1 --peers dtgpt naive_graph
     python benchmarks/decode.py --model llama32_1b --length 2048 --batches 1 64
+    python benchmarks/decode.py --model 345m --batches 64 256 --positions 512 --peers dtgpt exact
     torchrun --nproc-per-node 2 benchmarks/decode.py --model 345m --plan tp2 --batches 1
 
 Random weights, greedy tokens; the timed ones begin LEAD tokens behind the given position. The bound is the bytes of the
@@ -43,7 +44,7 @@ from dtgpt.util.environment import environment
 from dtgpt.util.process import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PEERS = ("dtgpt", "naive_graph", "hf_compiled", "hf_eager")
+PEERS = ("dtgpt", "exact", "naive_graph", "hf_compiled", "hf_eager")
 HEADS = ["batch", "position", "peer", "ms a token", "tokens/s", "of bound", "of dtgpt"]
 TIMEOUT = 600.0  # s that a rank waits for others
 
@@ -67,7 +68,7 @@ def median_time(work: Callable[[], object], device: torch.device, rounds: int) -
     return statistics.median(times[1:])
 
 
-def make_engine(args: argparse.Namespace, device: torch.device) -> Engine:
+def make_engine(args: argparse.Namespace, device: torch.device, exact: bool = False) -> Engine:
     """An engine under a plan, with random weights: the parts that `dtgpt.load` puts together."""
     config, dtype, slots = args.config, DTYPES[args.dtype], args.slots or max(args.batches)
     plan = parse_plan(args.plan, {}).for_world(Process.from_environment().world).for_inference()
@@ -77,13 +78,14 @@ def make_engine(args: argparse.Namespace, device: torch.device) -> Engine:
     )  # fmt: skip
     mesh = Mesh(plan, device)
     stages = inference_stages(settings, mesh, lambda shards: shards.initialize(config, root_key(1)))
-    return Engine(stages, mesh, config, dtype, slots, graphs=args.graph == "on")
+    return Engine(stages, mesh, config, dtype, slots, graphs=args.graph == "on", exact=exact)
 
 
 def make_peers(args: argparse.Namespace, engine: Engine, device: torch.device) -> dict[str, Peer]:
     config, dtype = args.config, DTYPES[args.dtype]
     makers: dict[str, Callable[[], Peer]] = {
         "dtgpt": partial(EnginePeer, engine),
+        "exact": lambda: EnginePeer(make_engine(args, device, exact=True)),
         "naive_graph": partial(NaiveGraphPeer, config, device, dtype),
         "hf_compiled": partial(TransformersPeer, config, device, dtype, static=True),
         "hf_eager": partial(TransformersPeer, config, device, dtype, static=False),
@@ -254,7 +256,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--graph", default="on", choices=("on", "off"), help="CUDA graphs of the engine's steps")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="numbers of sequences")
     parser.add_argument("--positions", type=int, nargs="+", default=[0, 512], help="tokens before the first timed ones")
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
+    usual = [name for name in PEERS if name != "exact"]
+    parser.add_argument("--peers", nargs="+", default=usual, choices=PEERS)
     parser.add_argument("--tokens", type=int, default=128, help="timed steps of a measurement")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each peer")
     parser.add_argument("--slots", type=int, default=0, help="of the engine; default: the largest batch")

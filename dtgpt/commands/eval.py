@@ -10,7 +10,7 @@ import dtgpt
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import ProgressLines
-from dtgpt.commands.model_options import Device, MaxLength, MergeFile, Precision, TokenizerName, VocabFile
+from dtgpt.commands.model_options import Device, Exact, MaxLength, MergeFile, Precision, TokenizerName, VocabFile
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation.catalog import Asked, asked_for, prepare
 from dtgpt.evaluation.files import DataFile
@@ -67,6 +67,7 @@ class EvalOptions:
     ] = None
     device: Device = "auto"
     precision: Precision = "auto"
+    exact: Exact = False
     max_length: MaxLength = None
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None
@@ -79,13 +80,17 @@ def evaluate(path: Path, options: EvalOptions) -> None:
     asked, output = asked_for(options.task, options.data, how), Path(options.output)
     check_output(output, [one.path for one in asked])
     plan = Plan() if options.plan is None else options.plan
-    source, settings, mesh = open_model(path, plan, options.device, options.precision, options.max_length)
+    source, settings, mesh = open_model(
+        path, plan, options.device, options.precision, options.max_length, options.exact
+    )
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
     prepared: list[tuple[DataFile, Prepared]] = []  # on rank 0
     positions = settings.model.seq_length
     from_rank_0(mesh, lambda: prepared.extend(prepare(one, tokenizer, positions) for one in asked))
-    scorer = scorer_of(Model(source, settings, mesh, path, tokenizer=tokenizer), options.batch_tokens)
+    scorer = scorer_of(
+        Model(source, settings, mesh, path, tokenizer=tokenizer, exact=options.exact), options.batch_tokens
+    )
     with Threads(1) as threads:  # a digest takes seconds, in which the device works
         digest = threads.submit(model_digest, source) if mesh.rank == 0 else None
         measured = measure(scorer, asked, prepared)

@@ -10,7 +10,16 @@ from typing import Annotated, Any, ClassVar
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
-from dtgpt.commands.model_options import Device, MaxLength, MergeFile, PlanName, Precision, TokenizerName, VocabFile
+from dtgpt.commands.model_options import (
+    Device,
+    Exact,
+    MaxLength,
+    MergeFile,
+    PlanName,
+    Precision,
+    TokenizerName,
+    VocabFile,
+)
 from dtgpt.commands.prompts import Line, read_prompts_file
 from dtgpt.commands.serve import KEY
 from dtgpt.inference.generator import Need, need_of
@@ -67,6 +76,7 @@ class Execution:
     plan: PlanName = None
     device: Device = "auto"
     precision: Precision = "auto"
+    exact: Exact = False
     slots: Annotated[int | None, "texts at the same time; none: as many as needed, up to 256", Bounds(1, 256)] = None
     max_length: MaxLength = None
     tokenizer: TokenizerName = None
@@ -99,10 +109,12 @@ def generate(path: Path, options: GenerateOptions) -> None:
     base = sampling_of(options)
     if error := server_error(path, options):
         raise error
-    source, settings, mesh = open_model(path, options.plan, options.device, options.precision, options.max_length)
+    source, settings, mesh = open_model(
+        path, options.plan, options.device, options.precision, options.max_length, options.exact
+    )
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
-    model = Model(source, settings, mesh, path, options.slots, tokenizer)
+    model = Model(source, settings, mesh, path, options.slots, tokenizer, options.exact)
     if options.interactive:
         _converse(model, base)
     elif options.prompts_file or options.output:

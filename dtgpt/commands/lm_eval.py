@@ -7,7 +7,16 @@ from typing import Annotated
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.help import wants_help
-from dtgpt.commands.model_options import Device, MaxLength, MergeFile, PlanName, Precision, TokenizerName, VocabFile
+from dtgpt.commands.model_options import (
+    Device,
+    Exact,
+    MaxLength,
+    MergeFile,
+    PlanName,
+    Precision,
+    TokenizerName,
+    VocabFile,
+)
 from dtgpt.evaluation.shared_model import open_shared
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.field_types import Bounds
@@ -33,6 +42,7 @@ class LmEvalOptions:
     plan: PlanName = None
     device: Device = "auto"
     precision: Precision = "auto"
+    exact: Exact = False
     slots: Annotated[
         int | None, "texts that are generated at the same time; none: as many as needed, up to 256", Bounds(1, 256)
     ] = None

@@ -11,6 +11,9 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there 
 Precision = Annotated[
     Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
 ]
+Exact = Annotated[
+    bool, "log-probabilities of tokens with the bits of training's forward pass: on a GPU, without tp; slower"
+]
 MaxLength = Annotated[
     int | None, "largest number of tokens of a sequence, with its prompt; less memory for each; none: the model's",
     Bounds(1),

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from dtgpt.commands.command import Command
-from dtgpt.commands.model_options import Device, MaxLength, MergeFile, PlanName, Precision, TokenizerName, VocabFile
+from dtgpt.commands.model_options import (
+    Device,
+    Exact,
+    MaxLength,
+    MergeFile,
+    PlanName,
+    Precision,
+    TokenizerName,
+    VocabFile,
+)
 from dtgpt.inference.broadcast import true_everywhere
 from dtgpt.inference.finite import WEIGHTS, has_finite_weights
 from dtgpt.inference.generator import Need
@@ -67,6 +76,7 @@ class ServeOptions:
     plan: PlanName = None
     device: Device = "auto"
     precision: Precision = "auto"
+    exact: Exact = False
     warm_up: Annotated[bool, "run steps of all shapes before the port opens"] = True
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None
@@ -84,10 +94,12 @@ def serve(path: Path, options: ServeOptions) -> None:
     listener = bind(options.host, options.port) if leads else None
     if listener is not None:
         check_access(options, listener, key)
-    source, settings, mesh = open_model(path, options.plan, options.device, options.precision, options.max_length)
+    source, settings, mesh = open_model(
+        path, options.plan, options.device, options.precision, options.max_length, options.exact
+    )
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
-    model = Model(source, settings, mesh, path, slots, tokenizer)
+    model = Model(source, settings, mesh, path, slots, tokenizer, options.exact)
     if not true_everywhere(mesh, has_finite_weights(model.stages, mesh, model.config)):
         raise UserError(f"{path}: {WEIGHTS}")
     need = Need(rows=slots or MOST_SLOTS, at_once=1)

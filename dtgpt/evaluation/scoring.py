@@ -28,7 +28,7 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.sampling.scores import Scores, token_scores
+from dtgpt.ops.sampling.scores import Scores, as_in_training, token_scores
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
@@ -61,11 +61,13 @@ class Scorer:
     in training need `torch.compiler.set_stance("force_eager")` around them: their code is made for a batch."""
 
     def __init__(
-        self, stages: Sequence[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, tokens: int | None = None
-    ):
-        """dtype: of activations. tokens: of a batch, padding included; None: as many as keep the device busy."""
+        self, stages: Sequence[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, tokens: int | None = None,
+        exact: bool = False,
+    ):  # fmt: skip
+        """dtype: of activations. tokens: of a batch, padding included; None: as many as keep the device busy. exact:
+        with the bits of the loss in training."""
         self.stages, self.mesh, self.config, self.dtype = stages, mesh, config, dtype
-        self.tokens = tokens or TOKENS.get(mesh.device.type, TOKENS["cuda"])
+        self.exact, self.tokens = exact, tokens or TOKENS.get(mesh.device.type, TOKENS["cuda"])
 
     @torch.no_grad()
     def score(
@@ -116,7 +118,7 @@ class Scorer:
         """Return the scores of the asked positions; None on a rank that does not hold the head."""
         tokens, asked, targets = (to_device(tensor, self.mesh.device) for tensor in rows[:3])
         scores: list[Scores] = []
-        with _scoring_head(self.stages, self.mesh, asked, targets, scores):
+        with _scoring_head(self.stages, self.mesh, asked, targets, scores, self.exact):
             run_in_turn(self.stages, self.mesh, Batch(tokens), self.dtype)
         return scores[0] if scores else None
 
@@ -124,13 +126,14 @@ class Scorer:
 def scorer_of(model: Model, tokens: int | None = None) -> Scorer:
     """Return a scorer of a model that `dtgpt.load` has made; `tokens` as of `Scorer`. While it scores, nothing else may
     use the model."""
-    return Scorer(model.stages, model.mesh, model.config, model.dtype, tokens)
+    return Scorer(model.stages, model.mesh, model.config, model.dtype, tokens, model.exact)
 
 
 @contextmanager
 def _scoring_head(
-    stages: Sequence[Decoder], mesh: Mesh, asked: Tensor, targets: Tensor, scores: list[Scores]
-) -> Iterator[None]:
+    stages: Sequence[Decoder], mesh: Mesh, asked: Tensor, targets: Tensor, scores: list[Scores],
+    exact: bool,
+) -> Iterator[None]:  # fmt: skip
     """Let the head, where this rank holds it, append to `scores` what it finds at the `asked` positions, int64 `[M]`,
     in place of making logits of all positions."""
     head = next((stage.head for stage in stages if stage.head is not None), None)
@@ -150,9 +153,13 @@ def _scoring_head(
             piece = selected[first : first + size]
             count = len(piece)
             # Under sequence parallelism the head takes a part of the rows from each rank, all of the same size.
-            part = F.pad(piece, (0, 0, 0, -count % num_parts)).chunk(num_parts)[own_part]
-            columns = gather_columns(head.compute(part[None])[0, :count], mesh, config.padded_vocab_size)
-            parts.append(token_scores(columns, targets[first : first + size], config.vocab_size))
+            own = F.pad(piece, (0, 0, 0, -count % num_parts)).chunk(num_parts)[own_part]
+            columns = gather_columns(head.compute(own[None])[0, :count], mesh, config.padded_vocab_size)
+            wanted = targets[first : first + size]
+            part = token_scores(columns, wanted, config.vocab_size)
+            if exact:
+                part = part._replace(**as_in_training(columns, wanted, part.top_ids, config.vocab_size))
+            parts.append(part)
         scores.append(Scores(*(torch.cat(values) for values in zip(*parts, strict=True))))
         return scores[0].logprobs
 

@@ -66,14 +66,14 @@ class Engine:
 
     def __init__(
         self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
-        vocab_size: int | None = None, timeout: float = 600.0, graphs: bool = False,
+        vocab_size: int | None = None, timeout: float = 600.0, graphs: bool = False, exact: bool = False,
     ):  # fmt: skip
         """Allocate the cache of `slots` sequences. `vocab_size`: ids that may be drawn and asked for, those of the
-        tokenizer; None: of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs`: as
-        of `ModelRunner`."""
+        tokenizer; None: of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs` and
+        `exact`: as of `ModelRunner`. Raise UserError where `exact` cannot be."""
         self.config, self.mesh, self.slots, self.timeout = config, mesh, slots, timeout
         self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
-        self._runner = ModelRunner(stages, mesh, config, dtype, slots, vocab_size, graphs)
+        self._runner = ModelRunner(stages, mesh, config, dtype, slots, vocab_size, graphs, exact)
         self._channel = Channel(mesh)
         self.commands = Leader(self._runner, self._channel)  # of rank 0
         self._submitted = 0

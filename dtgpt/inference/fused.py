@@ -13,6 +13,7 @@ from dtgpt.inference.cache import Cache, DecodeRows, LayerCache
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Context
 from dtgpt.ops.attention.cached import HEAD_SIZES
+from dtgpt.ops.decode import exact as exact_blocks
 from dtgpt.ops.decode.blocks import embed, kernels_of_few_rows, run_blocks, run_head
 from dtgpt.ops.fast import has_triton
 from dtgpt.parallel.coordinates import chunk
@@ -85,17 +86,29 @@ class FusedStage:
         return total
 
 
+class ExactStage(FusedStage):
+    """One stage, with the bits of training's forward pass."""
+
+    def __call__(self, x: Tensor, rows: DecodeRows) -> Tensor:
+        if self._embedding is not None:
+            x = self._embed(x, rows)
+        stream = exact_blocks.run_blocks(x[0], self._blocks, self._keys, self._values, *rows)
+        return (stream.whole() if self._head is None else exact_blocks.run_head(stream, self._head))[None]
+
+
 def parts_of(stage: Decoder) -> list[Any]:
     """Return the embedding, the blocks and the head of a stage, as far as it has them."""
     return [module for module in (stage.embedding, *stage.blocks.values(), stage.head) if module is not None]
 
 
-def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache) -> list[FusedStage] | None:
-    """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32, with parameters that
-    are cut for training, or with blocks or an activation that they do not know. All ranks of the mesh take part."""
+def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -> list[FusedStage] | None:
+    """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32 unless
+    `exact`, with parameters that are cut for training, or with blocks or an activation that they do not know. All ranks
+    of the mesh take part. exact: as `ExactStage`s."""
     modules = [module for stage in stages for module in parts_of(stage)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    usable = all(type(p.data) is Tensor and p.dtype.itemsize == 2 and has_triton(p) for p in parameters)
+    sizes_known = (2, 4) if exact else (2,)  # bytes of an element
+    usable = all(type(p.data) is Tensor and p.dtype.itemsize in sizes_known and has_triton(p) for p in parameters)
     sizes = {layer.keys.shape[-1] for layer in cache.layers}
     if not usable or not all(hasattr(m, "decode_weights") for m in modules) or not sizes <= set(HEAD_SIZES):
         return None
@@ -103,7 +116,9 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache) -> list[FusedStage] | 
     if len(cache.layers) != len(blocks) or not all(block.decode_weights().activation for block in blocks):
         return None
     layers = iter(cache.layers)
-    fused = [FusedStage(stage, [next(layers) for _ in stage.blocks], mesh) for stage in stages]
+    kind = ExactStage if exact else FusedStage
+    fused = [kind(stage, [next(layers) for _ in stage.blocks], mesh) for stage in stages]
     for stage in fused:
-        stage.share_exchange()
+        if not exact:
+            stage.share_exchange()
     return fused

@@ -58,12 +58,13 @@ class Generator:
 
     def __init__(
         self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, path: Path,
-        slots: int | None = None, tokenizer: Tokenizer | None = None,
+        slots: int | None = None, tokenizer: Tokenizer | None = None, exact: bool = False,
     ):  # fmt: skip
         """path: of the model, where its tokenizer is looked for, unless `tokenizer` is given. slots: sequences in the
-        cache; None: as many as a job needs and memory allows."""
+        cache; None: as many as a job needs and memory allows. exact: with the bits of training's forward pass, on
+        stages that `open_model` accepts for it."""
         self.stages, self.mesh, self.config, self.dtype, self.path = stages, mesh, config, dtype, path
-        self._wanted, self._given = slots, tokenizer
+        self._wanted, self._given, self.exact = slots, tokenizer, exact
         self._engine: Engine | None = None
         self._reserved = 0  # slots that were wanted of it
         self._stream: _Stream | None = None  # which is not read to its end
@@ -97,6 +98,11 @@ class Generator:
     def check(self, job: PromptJob) -> None:
         """Raise UserError for a job that this model can never do."""
         job.request(self.special).validate(self.vocab_size, self.config.seq_length, MOST_SLOTS)
+        if self.exact and job.options.num_beams > 1:
+            raise UserError(
+                f"num_beams={job.options.num_beams} searches, and exact log-probabilities are those of sampled tokens; "
+                "use num_beams=1, or load the model without exact"
+            )
         if job.options.stop_strings and not self.tokenizer.spells:  # or raises where there is none at all
             raise UserError("the model's tokens have no text, in which stop strings could be found; use stop_token_ids")
 
@@ -270,4 +276,4 @@ class Generator:
                 warning=True,
             )
         sizes = min(wanted, fits), broadcast_json(self.mesh, self.vocab_size if self.mesh.rank == 0 else None)
-        self._engine = Engine(self.stages, self.mesh, self.config, self.dtype, *sizes, graphs=True)
+        self._engine = Engine(self.stages, self.mesh, self.config, self.dtype, *sizes, graphs=True, exact=self.exact)

@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Literal
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 
 from dtgpt.config.execution import Settings, choose_device, choose_dtype
@@ -21,6 +22,7 @@ from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import check_size, named_tokenizer
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
+from dtgpt.ops.fast import has_triton
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import say
@@ -37,6 +39,7 @@ _meshes: WeakSet[Mesh] = WeakSet()  # of the models that are in use
 def load(
     path: str | PathLike, plan: Plan | str | None = None, device: str = "auto", precision: str = "auto",
     slots: int | Literal["auto"] = "auto", tokenizer: Tokenizer | str | None = None, max_length: int | None = None,
+    exact: bool = False,
 ) -> Model:  # fmt: skip
     """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
     tensor parallel over all of them. ZeRO and sequence parallelism mean nothing for inference: a plan that has them is
@@ -46,7 +49,8 @@ def load(
     the same time, each with memory for `max_length` positions; "auto": as many as a call needs, up to 256 and to what
     fits into memory. tokenizer: one of dtgpt, or its file or name as `dtgpt generate --tokenizer` takes it; None for
     the one that is saved with the model. max_length: largest number of tokens of a sequence, prompt included; None: all
-    positions of the model. A smaller one takes less memory, and changes no number.
+    positions of the model. A smaller one takes less memory, and changes no number. exact: give each token the
+    log-probability that a forward pass in training computes for it, to the bit (docs/bits.md); slower.
     Raise UserError where an argument is wrong.
     """
     for name, value, kinds, advice in (
@@ -57,17 +61,18 @@ def load(
             raise UserError(f"{name}={shown(value)} is not a {name}; give one, such as {advice}")
     if not (isinstance(slots, str) and slots == "auto") and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
         raise UserError(f"slots={shown(slots)} is not a number of sequences; use 1 to {MOST_SLOTS}, or auto")
-    source, settings, mesh = open_model(Path(path), plan, device, precision, max_length)
+    source, settings, mesh = open_model(Path(path), plan, device, precision, max_length, exact)
     if isinstance(tokenizer, str):
         tokenizer = named_tokenizer(source.config, tokenizer, None, None)
     elif tokenizer is not None:
         check_size(tokenizer, source.config)
-    return Model(source, settings, mesh, Path(path), None if slots == "auto" else slots, tokenizer)
+    return Model(source, settings, mesh, Path(path), None if slots == "auto" else slots, tokenizer, exact)
 
 
 def open_model(
-    path: Path, plan: Plan | str | None, device: str, precision: str, max_length: int | None = None
-) -> tuple[Source, Settings, Mesh]:
+    path: Path, plan: Plan | str | None, device: str, precision: str, max_length: int | None = None,
+    exact: bool = False,
+) -> tuple[Source, Settings, Mesh]:  # fmt: skip
     """Return what a `Model` is made of, with the processes together, before weights are read. Arguments and errors are
     those of `load`. The settings' model has `max_length` positions, the source's its own."""
     for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
@@ -78,6 +83,8 @@ def open_model(
     resolved = given.for_world(process.world)
     place = choose_device(device, process.local_rank)
     check_kernels(place)
+    if exact:
+        check_exact(place, resolved)
     if process.world > 1 and not dist.is_initialized():
         start_process_group(place, TIMEOUT)
         atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
@@ -97,11 +104,26 @@ def open_model(
         plan=mesh.plan,
         device=place,
         dtype=choose_dtype(precision, place),
+        attention="flash" if exact else "auto",
         seq_length=config.seq_length,
         micro_batch_size=1,
         global_batch_size=batch,
     )
     return source, settings, mesh
+
+
+def check_exact(device: torch.device, plan: ResolvedPlan) -> None:
+    """Raise UserError where generation cannot have the bits of training's forward pass."""
+    if not has_triton(torch.empty(0, device=device)):
+        raise UserError(
+            f"exact=True cannot hold on device={device.type}: its matrix products choose the order of sums by the "
+            "number of rows; use a GPU with Triton, or leave exact out"
+        )
+    if plan.tp > 1:
+        raise UserError(
+            f"exact=True cannot hold under tp={plan.tp}: training sums over ranks in pieces of other sizes; use tp=1 "
+            "with pp, or leave exact out"
+        )
 
 
 def shortened(config: ModelConfig, max_length: int | None) -> ModelConfig:

@@ -43,12 +43,17 @@ class Model:
 
     def __init__(
         self, source: Source, settings: Settings, mesh: Mesh, path: Path, slots: int | None = None,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | None = None, exact: bool = False,
     ):  # fmt: skip
-        """path, slots, tokenizer: as in `Generator`."""
+        """path, slots, tokenizer, exact: as in `Generator`."""
         self.config, self.mesh, self.dtype = settings.model, mesh, settings.dtype
         self.stages = inference_stages(settings, mesh, partial(load_weights, source))
-        self.generator = Generator(self.stages, mesh, self.config, self.dtype, path, slots, tokenizer)
+        self.generator = Generator(self.stages, mesh, self.config, self.dtype, path, slots, tokenizer, exact)
+
+    @property
+    def exact(self) -> bool:
+        """Whether log-probabilities have the bits of training's forward pass."""
+        return self.generator.exact
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -60,7 +60,7 @@ class Prefill:
             return torch.zeros_like(inputs[0]), torch.full_like(inputs[1], self._scratch)
 
         def work(tokens: Tensor, places: Tensor) -> None:
-            with without_split_k(tokens.device) if self.batch_tokens else nullcontext():
+            with without_split_k(tokens.device) if self.batch_tokens and not self._step.exact else nullcontext():
                 self._step.prefill_padded(tokens, places)
 
         self._graphs.run(("prefill", *shape), work, inputs, idle)

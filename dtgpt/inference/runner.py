@@ -32,18 +32,19 @@ class ModelRunner:
 
     All ranks call the same methods in the same order with the same arguments. Between the first of them and `detach`
     the stages serve inference alone. `vocab_size`: ids that may be drawn; None: those of the model. `graphs`: replay
-    prefill and decode steps as CUDA graphs on a GPU; not for stages that are sharded over replicas.
+    prefill and decode steps as CUDA graphs on a GPU; not for stages that are sharded over replicas. `exact`: as of
+    `Step`.
     """
 
     def __init__(
         self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
-        vocab_size: int | None = None, graphs: bool = False,
+        vocab_size: int | None = None, graphs: bool = False, exact: bool = False,
     ):  # fmt: skip
         self.stages, self.mesh, self.slots = stages, mesh, slots
         self.cache = Cache(stages, config, mesh.plan, slots, dtype, mesh.device)
         vocab_size = vocab_size or config.vocab_size
         self.state = SlotState(slots, config.seq_length, mesh.device)
-        self.step = Step(stages, mesh, dtype, self.cache, self.state, vocab_size)
+        self.step = Step(stages, mesh, dtype, self.cache, self.state, vocab_size, exact)
         self._graphs = StepGraphs() if graphs and mesh.device.type == "cuda" else None
         self.prompts = Prefill(self.step, self._graphs, scratch=slots)
         self._attached = False

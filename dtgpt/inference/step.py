@@ -5,6 +5,8 @@ logits. The stages may be those that `dtgpt.load` builds, or those of a run in t
 `dtgpt.ops.decode` where these can run the stages (`dtgpt.inference.fused`).
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,12 +20,18 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.decode.blocks import next_rows
+from dtgpt.ops.pointwise.linear import split_sums
 from dtgpt.ops.sampling.sample import sample
-from dtgpt.ops.sampling.scores import Scores, token_scores
+from dtgpt.ops.sampling.scores import Scores, as_in_training, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
+from dtgpt.util.errors import UserError
 
+NO_KERNELS = (
+    "exact=True has kernels for GPT-2 and LLaMA blocks with heads of 16, 32, 64 or 128, and this model has others; "
+    "leave exact out"
+)
 SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
 
 
@@ -31,11 +39,16 @@ class Step:
     """The passes over one cache. Every rank of the plan takes part in each, and has its results."""
 
     def __init__(
-        self, stages: list[Decoder], mesh: Mesh, dtype: torch.dtype, cache: Cache, state: SlotState, vocab_size: int
-    ):
+        self, stages: list[Decoder], mesh: Mesh, dtype: torch.dtype, cache: Cache, state: SlotState, vocab_size: int,
+        exact: bool = False,
+    ):  # fmt: skip
+        """exact: compute log-probabilities with the bits of training's forward pass. Raise UserError where no kernels
+        can."""
         self.stages, self.mesh, self.dtype = stages, mesh, dtype
         self.cache, self.state, self.vocab_size = cache, state, vocab_size
-        self._fused = fuse(stages, mesh, cache)
+        self.exact, self._fused = exact, fuse(stages, mesh, cache, exact)
+        if exact and self._fused is None:
+            raise UserError(NO_KERNELS)
         self._head_rows = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -83,6 +96,8 @@ class Step:
         if logits is not None:
             columns = gather_columns(logits, self.mesh, self._config.padded_vocab_size)
             drawn = sample(columns, self.state.sequences, slots, self.vocab_size, variant, self._config.vocab_size)
+            if self.exact:
+                drawn = drawn._replace(**as_in_training(columns, drawn.tokens, drawn.top_ids, self._config.vocab_size))
         drawn = self._from_last_stage(Sampled, drawn, len(slots), variant.alternatives)
         self.state.record(slots, drawn.tokens)
         return drawn
@@ -108,7 +123,8 @@ class Step:
         """Return what `_logits` does, of the first sample of a batch."""
         self.cache.expect(work)
         self._head_rows = head_rows
-        logits = run_in_turn(self.stages, self.mesh, batch, self.dtype)
+        with nullcontext() if self.exact else split_sums():
+            logits = run_in_turn(self.stages, self.mesh, batch, self.dtype)
         self.cache.expect(None)
         return None if logits is None else logits[0, :head_rows]
 
@@ -129,7 +145,11 @@ class Step:
         for first in range(0, len(targets), SCORED_ROWS):
             rows = slice(first, first + SCORED_ROWS)
             columns = gather_columns(logits[rows], self.mesh, self._config.padded_vocab_size)
-            pieces.append(token_scores(columns, targets[rows], self._config.vocab_size, alternatives))
+            scores = token_scores(columns, targets[rows], self._config.vocab_size, alternatives)
+            if self.exact:
+                exact = as_in_training(columns, targets[rows], scores.top_ids, self._config.vocab_size)
+                scores = scores._replace(**exact)
+            pieces.append(scores)
         return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
     def _from_last_stage(self, kind: type[R], results: R | None, rows: int, alternatives: int) -> R:

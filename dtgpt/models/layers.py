@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -61,7 +60,7 @@ class DeferredBiasLinear(nn.Linear):
         weight = self.weight.to(x.dtype)
         if self.bound.sites is not None:
             return on_local_tensors(partial(fp8_linear, sites=self.bound.sites), x, weight, None)
-        return F.linear(x, weight)
+        return linear(x, weight, None)
 
 
 def observes(part: nn.Module) -> bool:
@@ -185,7 +184,7 @@ class Output(nn.Linear):
         """Return logits `[B, T, V]` or, with targets `[B, T]`, the mean over them of loss times weight `[B, T]`."""
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
         if targets is None:
-            return capped(F.linear(x, weight, bias), self.cap)
+            return capped(linear(x, weight, bias), self.cap)
         return head_loss(
             x, weight, targets, self.vocab_size, scale=self.bound.gradient_scale, weights=loss_weights, bias=bias,
             cap=self.cap,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.core import Backend, causal_attention
+from dtgpt.ops.attention.flash_launch import exact_launch
 from dtgpt.ops.decode.weights import Rotary
 from dtgpt.ops.fast import has_hopper, has_triton, shared_memory
 
@@ -104,6 +105,26 @@ def decode_attention(
         partial, state, positions, out,
         HEADS=heads, SIZE=size, SPLITS=splits, BLOCK=1 << (splits - 1).bit_length(), PDL=pdl, num_warps=1,
         launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor
+) -> Tensor:
+    """Write k and v `[B, N_kv, D]` as `attend_rows` does, and return the attention `[B, N, D]` of q
+    `[B, N_kv, N / N_kv, D]`, with the bits that `flash_attention` gives the last query of each sequence."""
+    from dtgpt.ops.attention.exact_kernels import exact_kernel  # imported on first use, since it needs Triton
+
+    (rows, kv_heads, group, size), length = q.shape, keys.shape[2]
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    out = torch.empty(rows, kv_heads * group, size, dtype=q.dtype, device=q.device)
+    how = exact_launch(q.dtype, kv_heads * group, kv_heads, size, q.device)
+    exact_kernel[(kv_heads, rows)](
+        q, k, v, keys, values, slots, positions, out, *q.stride()[:2], *k.stride()[:2],
+        math.log2(math.e) / math.sqrt(size), KV_HEADS=kv_heads, GROUP=group, SIZE=size, LENGTH=length,
+        BLOCK_M=max(how.BLOCK_M, 1 << (group - 1).bit_length()), BLOCK_N=how.BLOCK_N,
+        WIDTH=max(16, 1 << (size - 1).bit_length()), num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     return out
 

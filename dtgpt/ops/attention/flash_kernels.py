@@ -27,7 +27,7 @@ LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide a
 
 
 @triton.jit
-def _forward_tiles(
+def forward_tiles(
     acc, total, top, q, k_base, v_base, words, rows, starts, begin, end, stride, T, S, c,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, SPANS: tl.constexpr,
     BOUND: tl.constexpr, DROP: tl.constexpr,
@@ -85,15 +85,15 @@ def forward_kernel(
         spans += sample * 2 * T
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
         starts, _ = load_pairs(spans, rows, T, BOUND)
-        acc, total, top = _forward_tiles(
+        acc, total, top = forward_tiles(
             acc, total, top, q, k, v, words, rows, starts, first, clear, k_t, T, S, c,
             D, WIDTH, BLOCK_N, False, True, BOUND, DROP,
         )  # fmt: skip
-    acc, total, top = _forward_tiles(
+    acc, total, top = forward_tiles(
         acc, total, top, q, k, v, words, rows, starts, clear, middle, k_t, T, S, c,
         D, WIDTH, BLOCK_N, False, False, BOUND, DROP,
     )  # fmt: skip
-    acc, total, top = _forward_tiles(
+    acc, total, top = forward_tiles(
         acc, total, top, q, k, v, words, rows, starts, middle, end, k_t, T, S, c,
         D, WIDTH, BLOCK_N, True, SPANS, BOUND, DROP,
     )  # fmt: skip

@@ -36,6 +36,7 @@ NARROW = {
     "queries": FlashLaunch(64, 64, 4, 2),
 }  # D <= 64
 NARROW_DROPPING = NARROW | {"queries": FlashLaunch(64, 64, 4, 3)}  # whose words take the registers of a fourth program
+NARROW_GROUPED = NARROW | {"forward": FlashLaunch(64, 128, 4, 2)}  # where NARROW_TILES serve other lengths
 WIDE = {"forward": FlashLaunch(128, 64, 8, 2), "keys": FlashLaunch(64, 64, 8, 2), "queries": FlashLaunch(64, 64, 4, 2)}
 SINGLE = {
     "forward": FlashLaunch(32, 64, 8, 1),
@@ -52,6 +53,7 @@ WIDE_TILES = {
     "keys": FlashLaunch(64, 64, 4, 2),
     "queries": FlashLaunch(64, 64, 4, 2),
 }
+EXACT_M, EXACT_WARPS, EXACT_STAGES = 16, 1, 3
 
 
 class Call:
@@ -71,9 +73,9 @@ class Call:
         self.words, self.rescale = words, 1.0 if words is None else keep_scale(p)
         self.count = 0 if words is None else words.shape[1]
         self.spans = None if spans is None else spans.contiguous()
+        gains = words is None and gains_by_tiles(q.dtype, self.heads, self.kv_heads, self.size, q.device)
         self.by_tiles = words is None and takes_tiles(q, k)
-        tables = (NARROW_TILES, WIDE_TILES) if self.by_tiles else (NARROW if words is None else NARROW_DROPPING, WIDE)
-        self.launches: Launches = SINGLE if q.dtype == torch.float32 else tables[self.size > 64]
+        self.launches = launches_of(q.dtype, self.size, self.by_tiles, gains, words is not None)
 
     def draw(self, key: Tensor, p: float, head_start: int) -> None:
         """Draw the keep decisions."""
@@ -145,8 +147,35 @@ def takes_tiles(q: Tensor, k: Tensor) -> bool:
     """Return whether `descriptor_kernels` serve q `[B, T, N, D]` and k `[B, S, N_kv, D]` without dropout."""
     (_, length, heads, size), (_, columns, kv_heads, _) = q.shape, k.shape
     whole = length == columns and length % LARGEST_TILE == 0
+    return whole and gains_by_tiles(q.dtype, heads, kv_heads, size, q.device)
+
+
+def gains_by_tiles(dtype: torch.dtype, heads: int, kv_heads: int, size: int, device: torch.device) -> bool:
+    """Return whether `descriptor_kernels` serve lengths that tiles divide, of such heads without dropout."""
     gains = size == 128 or (size == 64 and kv_heads < heads)
-    return q.dtype.itemsize == 2 and whole and gains and has_hopper(q.device)
+    return dtype.itemsize == 2 and gains and has_hopper(device)
+
+
+def launches_of(dtype: torch.dtype, size: int, by_tiles: bool, gains: bool, drops: bool) -> Launches:
+    """Return the launches of the kernels. Tiles of keys in `forward` are as wide in `flash_kernels` as in the kernels
+    that serve other lengths of the same heads, since the order of sums follows from them."""
+    if dtype == torch.float32:
+        return SINGLE
+    if by_tiles:
+        return NARROW_TILES if size <= 64 else WIDE_TILES
+    if size > 64:
+        return WIDE
+    return NARROW_DROPPING if drops else NARROW_GROUPED if gains else NARROW
+
+
+def exact_launch(dtype: torch.dtype, heads: int, kv_heads: int, size: int, device: torch.device) -> FlashLaunch:
+    """Return the launch of a kernel for one query each of some heads, with the bits of `forward`: as wide tiles of
+    keys, and rows of scores that one warp holds, or in fp32 the same threads."""
+    if dtype == torch.float32:
+        return SINGLE["forward"]
+    gains = gains_by_tiles(dtype, heads, kv_heads, size, device)
+    keys = launches_of(dtype, size, False, gains, False)["forward"].BLOCK_N
+    return FlashLaunch(EXACT_M, keys, EXACT_WARPS, EXACT_STAGES)
 
 
 def _describe(x: Tensor, rows: int) -> Any:

@@ -56,6 +56,15 @@ def choose_tile(rows: int, columns: int, groups: int, size: int, head_dim: int) 
     return tile._replace(BN=min(tile.BN, head_dim))
 
 
+def choose_chain(rows: int, columns: int, size: int, itemsize: int) -> Tile:
+    """Return the tile of an exact product, whose K is not split: fewer columns a tile where there are few in all."""
+    if itemsize == 4:
+        return Tile(16 if rows <= 16 else 64, 32, 32, 4, 3)
+    if rows > 16 and columns <= 2048:
+        return Tile(32 if rows <= 32 else 64, 16 if rows <= 64 else 32, 128, 4, 5)
+    return choose_tile(rows, columns, 1, size, 128)
+
+
 @functools.cache
 def kernels():
     from dtgpt.ops.decode import kernels  # imported on first use, since it needs Triton
@@ -119,10 +128,12 @@ class Write(NamedTuple):
     positions: Tensor  # int64 [M]
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write: Write | None = None) -> Tensor:
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write: Write | None = None, exact: bool = False
+) -> Tensor:
     """Return x w^T of x `[M, K]`, weight `[N, K]`, by an epilogue of `kernels.product_kernel`: "groups" fp32
     `[ceil(K / 512), M, N]`, "logits" fp32 `[M, N]`; in x's dtype "plain", "gelu" and "qkv" `[M, N]`, "swiglu"
-    `[M, N / 2]`."""
+    `[M, N / 2]`. exact: as training computes "plain", "gelu" and "swiglu", all of K in one chain."""
     if epilogue not in EPILOGUES:  # which the kernel would take for "plain"
         raise ValueError(f"decode kernels do not know {epilogue}; they have {', '.join(EPILOGUES)}")
     (rows, size), columns = x.shape, len(weight)
@@ -134,11 +145,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write
     keys, values, slots, positions = write or (None, None, None, None)
     kv_heads, length, head_dim = (1, 1, 128) if keys is None else keys.shape[1:]
     tile, pdl = choose_tile(rows, columns, groups, size, head_dim), has_hopper(x.device)
+    if exact:
+        tile = choose_chain(rows, columns, size, x.itemsize)
     stage = (tile.BM + tile.BN) * tile.BK * x.itemsize  # bytes; smaller GPUs have room for fewer stages
     kernels().product_kernel[(math.ceil(rows / tile.BM), math.ceil(columns / tile.BN), groups)](
         x, weight, bias, out, keys, values, slots, positions, rows, columns, size,
         BM=tile.BM, BN=tile.BN, BK=tile.BK, EPILOGUE=epilogue, EVEN=columns % tile.BN == 0 and size % 128 == 0,
-        PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl,
+        PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl, EXACT=exact,
         num_warps=tile.num_warps, num_stages=min(tile.num_stages, shared_memory(x.device) // stage), launch_pdl=pdl,
     )  # fmt: skip
     return out

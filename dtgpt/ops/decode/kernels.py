@@ -5,6 +5,8 @@ A row's result must not depend on the number of rows, whatever tile it is comput
 * A product is a sum over groups of 512 along K, each a sum over segments of 128, each a chain of tensor-core
   operations, all in ascending order; logits are one chain over all of K. Such a chain gives the same bits in tiles of
   any size, by mma and by wgmma.
+* With EXACT all of K is one chain, which has the bits of cuBLAS's product where that does not split K, and each result
+  is rounded where training's ops round it (`exact`).
 * The mean and the variance of a row are sums in float64. Of 16-bit values these are exact for practical purposes, so
   that their order does not matter.
 
@@ -15,6 +17,9 @@ reads what the predecessor wrote after `gdc_wait`.
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dtgpt.ops.pointwise.gelu_kernels import cdf
+from dtgpt.ops.pointwise.swiglu_kernels import sigmoid
 
 GROUP = tl.constexpr(512)
 SEGMENT = tl.constexpr(128)
@@ -108,7 +113,7 @@ def silu(t):
 def product_kernel(
     x, weight, bias, out, keys, values, slots, positions, rows, columns, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Write x w^T for a tile of rows and columns, x `[M, K]`, weight `[N, K]`.
 
@@ -128,11 +133,12 @@ def product_kernel(
     w_at = weight + n.to(tl.int64)[None, :] * K + k[:, None]
     total = tl.zeros((BM, BN), tl.float32)
     begin(PDL)
-    if EPILOGUE == "logits":
+    if (EPILOGUE == "logits") | EXACT:
         for start in range(0, K, BK):
             left = (start + k < K) | EVEN
             x_part = tl.load(x_at + start, row_inside & left[None, :], 0.0)
-            total = tl.dot(x_part, tl.load(w_at + start, column_inside & left[:, None], 0.0), total)
+            w_part = tl.load(w_at + start, column_inside & left[:, None], 0.0)
+            total = tl.dot(x_part, w_part, total, input_precision="ieee")
     else:
         group = tl.zeros((BM, BN), tl.float32)
         first = tl.program_id(2) * GROUP
@@ -151,15 +157,17 @@ def product_kernel(
                     group = tl.zeros((BM, BN), tl.float32)
         total += group
     inside = row_inside & column_inside
+    if EXACT & (EPILOGUE != "plain"):  # the activation is an op of its own in training
+        total = total.to(x.dtype.element_ty).to(tl.float32)
     if bias is not None:
         total += tl.load(bias + n, n < columns, 0.0).to(tl.float32)[None, :]
     if EPILOGUE == "groups":
         out += tl.program_id(2).to(tl.int64) * rows * columns
     elif EPILOGUE == "gelu":
-        total = gelu(total)
+        total = total * cdf(total) if EXACT else gelu(total)
     elif EPILOGUE == "swiglu":
         gate, up = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
-        total = silu(gate) * up
+        total = gate * sigmoid(gate) * up if EXACT else silu(gate) * up
         n, columns = tile * (BN // 2) + tl.arange(0, BN // 2), columns // 2
         inside = row_inside & ((n < columns) | EVEN)[None, :]
     made = total.to(out.dtype.element_ty)

@@ -199,6 +199,22 @@ def _(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.
     return logits.new_empty(len(logits), dtype=torch.float32)
 
 
+@torch.library.custom_op("dtgpt::cross_entropy_losses", mutates_args=())
+def row_losses(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> Tensor:
+    """Return the losses, fp32 `[rows]`, where this rank holds the whole vocabulary, with the bits of
+    `to_loss_and_gradient_`."""
+    if not has_triton(logits):
+        return losses_of(*local_terms(logits, targets, 0, real, cap))
+    from dtgpt.ops.loss.cross_entropy_kernels import launch_loss
+
+    return launch_loss(logits, targets, None, real, cap)
+
+
+@row_losses.register_fake
+def _(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> Tensor:
+    return logits.new_empty(len(logits), dtype=torch.float32)
+
+
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """Return x times a scalar fp32 tensor, rounded once.
 

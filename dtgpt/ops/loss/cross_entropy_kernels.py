@@ -164,13 +164,15 @@ def gradient_kernel(
 def loss_kernel(
     logits, targets, losses, scale, rows, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr
 ):
-    """Do the work of both kernels above for whole rows, and write losses: a row is read from device memory once."""
+    """Do the work of both kernels above for whole rows, and write losses: a row is read from device memory once. scale
+    None: the logits stay."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = logits + tl.cast(row, tl.int64) * WIDTH
         column, hit = load_target(line, targets, row, 0, real)
         largest, total = statistics(line, real, WIDTH, BLOCK, CAP)  # its sums over threads are barriers too
         tl.store(losses + row, tl.log(total) - (softly(hit, CAP) - largest))
-        overwrite(line, real, column, hit, largest, total, tl.load(scale), WIDTH, BLOCK, CAP)
+        if scale is not None:
+            overwrite(line, real, column, hit, largest, total, tl.load(scale), WIDTH, BLOCK, CAP)
 
 
 def _launch(kernel, logits: Tensor, *arguments, cap: float) -> None:
@@ -196,8 +198,8 @@ def launch_gradient(
     _launch(gradient_kernel, logits, targets, largest, total, scale, len(logits), start, real, cap=cap)
 
 
-def launch_loss(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
-    """Return losses, fp32 `[rows]`, and replace the logits by scale x their gradients."""
+def launch_loss(logits: Tensor, targets: Tensor, scale: Tensor | None, real: int, cap: float = 0.0) -> Tensor:
+    """Return losses, fp32 `[rows]`, and replace the logits by scale x their gradients, unless scale is None."""
     losses = torch.empty(len(logits), device=logits.device)
     _launch(loss_kernel, logits, targets, losses, scale, len(logits), real, cap=cap)
     return losses

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from dtgpt.ops.fast import is_apart
 from dtgpt.ops.loss import cross_entropy as passes
+from dtgpt.ops.pointwise.linear import linear, takes_chain
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -62,7 +63,7 @@ def head_loss(
         start, group, weight = _local_shard(cast("DTensor", weight))
         bias = None if bias is None else cast("DTensor", bias).to_local()
     if is_apart():
-        loss = passes.cross_entropy(F.linear(x, weight, bias), targets, vocab_size, start, group, weights, cap)
+        loss = passes.cross_entropy(linear(x, weight, bias), targets, vocab_size, start, group, weights, cap)
         return loss if scale is None else _Scaled.apply(loss, scale)
     place = (vocab_size, start, group)
     arguments = (x.flatten(0, -2), weight, bias, targets.flatten(), *place, passes.flat(weights), cap)
@@ -103,7 +104,9 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int, gro
     memory = x.new_empty(chunks[0].stop, len(weight))
     for rows in chunks:
         place = memory[: rows.stop - rows.start]
-        if bias is None:
+        if takes_chain(x[rows], weight):
+            yield rows, linear(x[rows], weight, bias)
+        elif bias is None:
             yield rows, torch.mm(x[rows], weight.t(), out=place)
         else:
             yield rows, torch.addmm(bias, x[rows], weight.t(), out=place)
@@ -116,8 +119,11 @@ def _loss_alone(
 ) -> Tensor:  # fmt: skip
     real = passes.real_columns(len(weight), vocab_size, start)
     chunks = _logits(x, weight, bias, vocab_size, group)
-    terms = [passes.row_terms(logits, targets[rows], start, real, cap) for rows, logits in chunks]
-    losses = passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group))
+    if group is None:
+        losses = torch.cat([passes.row_losses(logits, targets[rows], real, cap) for rows, logits in chunks])
+    else:
+        terms = [passes.row_terms(logits, targets[rows], start, real, cap) for rows, logits in chunks]
+        losses = passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group))
     return passes.weighted(losses, weights).mean()
 
 

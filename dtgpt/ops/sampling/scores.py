@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtgpt.ops.loss.cross_entropy import row_losses
 from dtgpt.ops.sampling.reference import log_probabilities
 
 PIECE = 1 << 22  # logits that are widened to fp32 at a time: 16 MiB
@@ -28,6 +29,14 @@ def token_scores(logits: Tensor, targets: Tensor, vocab_size: int, alternatives:
         for first in range(0, max(len(logits), 1), rows)
     ]
     return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+
+
+def as_in_training(logits: Tensor, ids: Tensor, top_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Return the log-probabilities "logprobs" of ids `[M]` and "top_logprobs" of top_ids `[M, alternatives]` under
+    logits `[M, V]`, V >= vocab_size, with the bits of the loss in training."""
+    logits = logits.contiguous()
+    first, *others = (-row_losses(logits, chosen.contiguous(), vocab_size) for chosen in (ids, *top_ids.unbind(1)))
+    return {"logprobs": first, "top_logprobs": torch.stack(others, 1) if others else top_ids.float()}
 
 
 def _scores(logits: Tensor, targets: Tensor, alternatives: int) -> Scores:

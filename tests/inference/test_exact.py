@@ -1,0 +1,149 @@
+"""Generation with the bits of training's forward pass: equal log-probabilities on a GPU, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import dtgpt
+from dtgpt.config.plan import Plan
+from dtgpt.inference import load
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.request import PROMPT, Request
+from dtgpt.inference.sampling import Sampling
+from dtgpt.models.binding import bind
+from dtgpt.models.decoder import Decoder, build_model
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.layers import AttentionCore
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.ops.loss.cross_entropy import to_loss_and_gradient_
+from dtgpt.ops.pointwise.linear import FEW, linear, split_sums
+from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel.build import compile_forward
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.errors import UserError
+from tests.support.bodies_engine import poison
+
+CUDA = torch.device("cuda")
+GPT2 = GPT2Config(num_layers=3, hidden_size=256, num_heads=4, seq_length=256, vocab_size=1000, init_std=0.1)
+LLAMA = LlamaConfig(
+    num_layers=3, hidden_size=256, num_heads=6, num_kv_heads=2, head_dim=64, ffn_hidden_size=704, seq_length=256,
+    vocab_size=1000, init_std=0.1, rope_factor=8.0, rope_original_length=64,
+)  # fmt: skip
+CONFIGS = {
+    "gpt2": GPT2,
+    "gpt2 whose MLP is wide": replace(GPT2, hidden_size=1024, num_heads=16),  # cuBLAS splits its last product
+    "llama": LLAMA,
+    "qwen3": replace(LLAMA, head_dim=128, qk_norm=True, norm_eps=1e-6, tied=True),
+    "heads that share nothing": replace(LLAMA, num_heads=2, head_dim=128),
+}
+
+
+def model_of(config, dtype: torch.dtype) -> Decoder:
+    model = build_model(config, CUDA, dtype, root_key(0, CUDA)).to(dtype)
+    for core in (module for module in model.modules() if isinstance(module, AttentionCore)):
+        bind(core, backend="flash")
+    return model
+
+
+def trained(model: Decoder, tokens: Tensor) -> Tensor:
+    """Return the log-probabilities `[B, T - 1]` of tokens `[B, T]` after the first, by a forward pass of training."""
+    logits = model(tokens[:, :-1]).detach().flatten(0, 1)
+    scale = torch.ones((), device=tokens.device)
+    losses = to_loss_and_gradient_(logits, tokens[:, 1:].flatten(), scale, model.config.vocab_size)
+    return -losses.view(len(tokens), -1)
+
+
+def generated(model: Decoder, dtype: torch.dtype, slots: int) -> list[tuple[list[int], list[float], int]]:
+    """Return (ids, log-probabilities, first position of these) of sequences that fill the cache, drawn together: half
+    of the prompts are scored, in cuts or whole."""
+    config = model.config
+    engine = Engine([model], Mesh(Plan().for_world(1), CUDA), config, dtype, slots, graphs=True, exact=True)
+    poison(engine._runner.cache)
+    generator, found = torch.Generator().manual_seed(0), {}
+    for index, length in enumerate((1, 2, 16, 17, 40, 64, 65, 127, 128, 129, 200, 255)):
+        ids = torch.randint(0, 1000, (length,), generator=generator).tolist()
+        sampling = Sampling(
+            max_new_tokens=config.seq_length - length, temperature=(0.0, 1.0, 0.7)[index % 3],
+            top_p=0.9 if index % 4 == 3 else 1.0, ends=False, seed=index,
+        )  # fmt: skip
+        request = Request(
+            ids=ids, sampling=sampling, prompt_index=index, score_prompt=index % 2 == 1, alternatives=2 * (index % 2)
+        )
+        found[engine.submit(request)] = (list(ids), [], length)
+    scored = {}
+    while engine.busy:
+        for event in engine.step():
+            if event.choice == PROMPT:
+                scored[event.request] = event.logprobs
+            else:
+                found[event.request][0].extend(event.ids)
+                found[event.request][1].extend(event.logprobs)
+            for token, logprob, top in zip(event.ids, event.logprobs, event.alternatives, strict=False):
+                assert dict(top).get(token, logprob) == logprob  # the same token has the same bits among these
+    engine.release()
+    return [
+        (ids, scored.get(handle, []) + logprobs, 1 if handle in scored else first)
+        for handle, (ids, logprobs, first) in found.items()
+    ]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_log_probabilities_are_those_of_training(kind: str, dtype: torch.dtype):
+    model = model_of(CONFIGS[kind], dtype)
+    drawn = generated(model, dtype, slots=5)
+    for rows in (1, 5, 12):  # of a micro-batch: few and many rows of products
+        for first in range(0, len(drawn), rows):
+            some = drawn[first : first + rows]
+            found = trained(model, torch.tensor([ids for ids, _, _ in some], device=CUDA)).cpu()
+            for row, (_, logprobs, begin) in enumerate(some):
+                assert torch.equal(found[row, begin - 1 :], torch.tensor(logprobs)), (rows, first + row)
+    short = drawn[0][0][:78]
+    assert torch.equal(trained(model, torch.tensor([short], device=CUDA))[0].cpu(), torch.tensor(drawn[0][1][:77]))
+
+
+@pytest.mark.cuda
+def test_log_probabilities_are_those_of_a_compiled_forward_pass():
+    model = model_of(GPT2, torch.bfloat16)
+    drawn = generated(model, torch.bfloat16, slots=12)
+    compile_forward(model, whole=True)
+    found = trained(model, torch.tensor([ids for ids, _, _ in drawn], device=CUDA)).cpu()
+    for row, (_, logprobs, begin) in enumerate(drawn):
+        assert torch.equal(found[row, begin - 1 :], torch.tensor(logprobs)), row
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_few_rows_have_the_bits_and_gradients_of_many(bias: bool):
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
+
+    x, weight = random(4 * FEW, 4096), (random(768, 4096) / 64).requires_grad_()
+    shift = random(768).requires_grad_() if bias else None
+    whole = linear(x, weight, shift)
+    for rows in (1, 3, 64, 200, FEW):
+        assert torch.equal(linear(x[:rows], weight, shift), whole[:rows])
+    with split_sums():
+        assert not torch.equal(linear(x[:64], weight, shift), whole[:64])  # the premise: cuBLAS splits K here
+    few = x[:64].clone().requires_grad_()
+    gradient = random(64, 768)
+    wanted = [few, weight, *([shift] if bias else [])]
+    found = torch.autograd.grad(linear(few, weight, shift), wanted, gradient)
+    with split_sums():
+        expected = torch.autograd.grad(linear(few, weight, shift), wanted, gradient)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_device_without_kernels_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"exact=True cannot hold on device=cpu.*use a GPU"):
+        dtgpt.load(tmp_path, device="cpu", exact=True)
+
+
+def test_tensor_parallelism_is_refused(monkeypatch):
+    monkeypatch.setattr(load, "has_triton", lambda x: True)
+    load.check_exact(torch.device("cpu"), Plan(pp=2).for_world(2))
+    with pytest.raises(UserError, match=r"exact=True cannot hold under tp=2.*use tp=1"):
+        load.check_exact(torch.device("cpu"), Plan(tp=2).for_world(2))
