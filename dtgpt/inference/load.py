@@ -18,10 +18,13 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
+from dtgpt.inference.step import NO_KERNELS
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import check_size, named_tokenizer
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Source
+from dtgpt.ops.attention.cached import HEAD_SIZES
 from dtgpt.ops.fast import has_triton
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
@@ -96,6 +99,8 @@ def open_model(
     for note in source.notes:
         say(note, warning=True)
     source.config.validate()
+    if exact:
+        check_blocks(source.config)
     config = shortened(source.config, max_length)
     batch = resolved.dp * 2 * resolved.pp  # the fewest samples that every schedule takes
     resolved.validate(config, 1, batch, config.seq_length)
@@ -124,6 +129,16 @@ def check_exact(device: torch.device, plan: ResolvedPlan) -> None:
             f"exact=True cannot hold under tp={plan.tp}: training sums over ranks in pieces of other sizes; use tp=1 "
             "with pp, or leave exact out"
         )
+
+
+def check_blocks(config: ModelConfig) -> None:
+    """Raise UserError for a model whose decode steps have no kernels."""
+    parts = inventory(config)
+    kinds = set(parts.examples)
+    with torch.device("meta"):
+        known = all(hasattr(config.make_block(index), "decode_weights") for index in kinds)
+    if not known or any(core.head_dim not in HEAD_SIZES for index in kinds for core in parts.cores(index)):
+        raise UserError(NO_KERNELS)
 
 
 def shortened(config: ModelConfig, max_length: int | None) -> ModelConfig:

@@ -12,6 +12,7 @@ from dtgpt.inference import load
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import PROMPT, Request
 from dtgpt.inference.sampling import Sampling
+from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -23,14 +24,17 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.build import compile_forward
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
+from tests.interop.test_interop_huggingface import InMemory
 from tests.support.bodies_engine import poison
+from tests.support.other_architecture import OtherConfig
 
-CUDA = torch.device("cuda")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GPT2 = GPT2Config(num_layers=3, hidden_size=256, num_heads=4, seq_length=256, vocab_size=1000, init_std=0.1)
 LLAMA = LlamaConfig(
     num_layers=3, hidden_size=256, num_heads=6, num_kv_heads=2, head_dim=64, ffn_hidden_size=704, seq_length=256,
     vocab_size=1000, init_std=0.1, rope_factor=8.0, rope_original_length=64,
 )  # fmt: skip
+SMALL = replace(GPT2, num_layers=1, hidden_size=64, num_heads=2)
 CONFIGS = {
     "gpt2": GPT2,
     "gpt2 whose MLP is wide": replace(GPT2, hidden_size=1024, num_heads=16),  # cuBLAS splits its last product
@@ -152,8 +156,23 @@ def test_a_device_without_kernels_is_refused(tmp_path):
         dtgpt.load(tmp_path, device="cpu", exact=True)
 
 
+@pytest.mark.parametrize("config", [OtherConfig(num_layers=2, hidden_size=64, num_heads=2), replace(GPT2, num_heads=1)])
+def test_a_model_without_decode_kernels_is_refused(config):
+    load.check_blocks(GPT2)
+    with pytest.raises(UserError, match=r"exact=True has kernels for GPT-2 and LLaMA blocks.*leave exact out"):
+        load.check_blocks(config)
+
+
+def test_beams_are_refused(tmp_path):
+    save_huggingface(InMemory(build_model(SMALL, CPU, torch.float32, root_key(0))), tmp_path)
+    model = dtgpt.load(tmp_path, device="cpu")
+    model.generator.exact = True
+    with pytest.raises(UserError, match=r"num_beams=2 searches.*use num_beams=1"):
+        model.generate([1, 2], num_beams=2)
+
+
 def test_tensor_parallelism_is_refused(monkeypatch):
     monkeypatch.setattr(load, "has_triton", lambda x: True)
-    load.check_exact(torch.device("cpu"), Plan(pp=2).for_world(2))
+    load.check_exact(CPU, Plan(pp=2).for_world(2))
     with pytest.raises(UserError, match=r"exact=True cannot hold under tp=2.*use tp=1"):
-        load.check_exact(torch.device("cpu"), Plan(tp=2).for_world(2))
+        load.check_exact(CPU, Plan(tp=2).for_world(2))

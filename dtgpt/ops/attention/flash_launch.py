@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_hopper
+from dtgpt.ops.fast import has_hopper, shared_memory
 from dtgpt.ops.random.dropout import keep_scale, threshold
 
 LOG2_E = 1 / math.log(2)
@@ -53,7 +53,7 @@ WIDE_TILES = {
     "keys": FlashLaunch(64, 64, 4, 2),
     "queries": FlashLaunch(64, 64, 4, 2),
 }
-EXACT_M, EXACT_WARPS, EXACT_STAGES = 16, 1, 3
+EXACT_STAGES = 3
 
 
 class Call:
@@ -175,7 +175,8 @@ def exact_launch(dtype: torch.dtype, heads: int, kv_heads: int, size: int, devic
         return SINGLE["forward"]
     gains = gains_by_tiles(dtype, heads, kv_heads, size, device)
     keys = launches_of(dtype, size, False, gains, False)["forward"].BLOCK_N
-    return FlashLaunch(EXACT_M, keys, EXACT_WARPS, EXACT_STAGES)
+    stages = min(EXACT_STAGES, shared_memory(device) // (2 * keys * size * dtype.itemsize))
+    return FlashLaunch(BLOCK_M=16, BLOCK_N=keys, num_warps=1, num_stages=max(stages, 1))
 
 
 def _describe(x: Tensor, rows: int) -> Any:
