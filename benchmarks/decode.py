@@ -44,7 +44,8 @@ from dtgpt.util.environment import environment
 from dtgpt.util.process import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PEERS = ("dtgpt", "exact", "naive_graph", "hf_compiled", "hf_eager")
+USUAL = ("dtgpt", "naive_graph", "hf_compiled", "hf_eager")  # peers, where none are named
+PEERS = (*USUAL, "exact")  # the engine with `exact`: on a GPU
 HEADS = ["batch", "position", "peer", "ms a token", "tokens/s", "of bound", "of dtgpt"]
 TIMEOUT = 600.0  # s that a rank waits for others
 
@@ -256,8 +257,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--graph", default="on", choices=("on", "off"), help="CUDA graphs of the engine's steps")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="numbers of sequences")
     parser.add_argument("--positions", type=int, nargs="+", default=[0, 512], help="tokens before the first timed ones")
-    usual = [name for name in PEERS if name != "exact"]
-    parser.add_argument("--peers", nargs="+", default=usual, choices=PEERS)
+    parser.add_argument("--peers", nargs="+", default=list(USUAL), choices=PEERS)
     parser.add_argument("--tokens", type=int, default=128, help="timed steps of a measurement")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each peer")
     parser.add_argument("--slots", type=int, default=0, help="of the engine; default: the largest batch")

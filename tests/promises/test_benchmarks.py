@@ -209,7 +209,7 @@ def test_ways_to_generate_are_measured_beside_the_bound(tmp_path, monkeypatch, c
     results = json.loads(file.read_text())
     rows = results["decode"]
     assert [(r["position"], r["batch"], r["peer"]) for r in rows] == [
-        (position, batch, peer) for position in (0, 40) for batch in (1, 3) for peer in decode.PEERS
+        (position, batch, peer) for position in (0, 40) for batch in (1, 3) for peer in decode.USUAL
     ]
     for r in rows:
         assert len(r["seconds"]) == 2 and min(r["seconds"]) > 0
