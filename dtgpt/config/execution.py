@@ -16,6 +16,7 @@ from dtgpt.util.hardware import why_no_compiler
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by a recipe's names
 Recompute = Literal["none", "selective", "full"]
+Reduce = Literal["fast", "exact"]
 Switch = Literal["auto", "on", "off"]
 
 
@@ -32,6 +33,7 @@ class Settings:
     global_batch_size: int  # samples of a step, after a ramp-up
     attention: Backend = "auto"
     recompute: Recompute = "none"
+    reduce: Reduce = "fast"
     compile: bool = False
     graphs: bool = False  # replay steps as CUDA graphs
     fp8: bool = False  # matrix products of blocks are of 8 bits
@@ -63,6 +65,13 @@ class Settings:
         """Whether gradients of all micro-batches and replicas are summed in buckets of their own, without ZeRO."""
         plan = self.plan
         return plan.zero == 0 and (plan.dp > 1 or (self.micro_batches > 1 and self.low_precision))
+
+    @property
+    def cuts_each_gradient(self) -> bool:
+        """Whether a rank holds its part of gradients only. ZeRO-2 cuts gradients as they come, ZeRO-1 after the last
+        micro-batch; a pipeline sums all micro-batches before it cuts."""
+        plan = self.plan
+        return plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and self.micro_batches == 1))
 
     @property
     def scattered_dtype(self) -> torch.dtype:

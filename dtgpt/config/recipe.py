@@ -12,7 +12,7 @@ import torch
 from dtgpt.config import checks
 from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
-from dtgpt.config.execution import Settings, choose_compiler, choose_dtype, choose_graphs
+from dtgpt.config.execution import Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import PlanChoice, choose_plan, parse_alternatives
@@ -75,6 +75,11 @@ class Recipe:
         Literal["none", "selective", "full"],
         "recompute activations in backward: of the attention core (selective) or of whole blocks (full)",
     ] = "none"
+    reduce: Annotated[
+        Reduce,
+        "sums of gradients, losses and norms: fast, or exact, in 64-bit fixed point, with the same bits for any number "
+        "of replicas, ZeRO level and pipeline",
+    ] = "fast"
     compile: Annotated[
         Literal["auto", "on", "off"], "use torch.compile for each block; auto: on cuda if graph is off"
     ] = "auto"
@@ -181,6 +186,11 @@ class Recipe:
         plan.validate(self.model, micro, whole, length)
         if self.rampup_batch_size is not None:
             check_rampup(self.rampup_batch_size, self.model, plan, micro, whole, length)
+        if self.reduce == "exact" and plan.splits_backward:
+            raise UserError(
+                f"reduce=exact, but the schedule {plan.schedule} computes gradients of weights by other operations "
+                "than other plans do, and sums them by itself; use another schedule or --reduce fast"
+            )
         if self.compile == "on" and plan.splits_backward:
             raise UserError(
                 f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
@@ -203,6 +213,7 @@ class Recipe:
             global_batch_size=self.global_batch_size,
             attention=self.attention,
             recompute=self.recompute,
+            reduce=self.reduce,
             compile=not fp8 and choose_compiler(self.compile, device, graphs, plan, here),
             graphs=graphs,
             fp8=fp8,
@@ -250,6 +261,8 @@ class Recipe:
                 "off or --precision bf16"
             )
         scale, config = self.loss_scale, self.optimizer
+        if self.reduce == "exact":
+            checks.check_exact(config, self.model)
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"

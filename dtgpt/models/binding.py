@@ -29,6 +29,7 @@ class Binding(NamedTuple):
     sites: Sites | None = None  # of a matrix that computes in fp8
     start: tuple[int, ...] | None = None  # of a dropout site that gets a shard: global index of its first element
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss
+    diverted: Callable[[Tensor], None] | None = None  # of the output layer: takes the gradient of a tied table
     sums_over_tp: tuple[str, ...] = ()  # parameters whose gradients are addends on the tensor-parallel ranks
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -167,6 +168,20 @@ class AttentionCore(BoundModule):
         return causal_attention(q, k, v, *site, **options)
 
 
+class _Diverted(torch.autograd.Function):
+    """Return a weight whose gradient goes to a function instead of the parameter, which another module uses, too."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        ctx.take(gradient)
+        return None, None
+
+
 class Output(nn.Linear):
     """The output projection, and the loss after it.
 
@@ -183,6 +198,8 @@ class Output(nn.Linear):
     def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
         """Return logits `[B, T, V]` or, with targets `[B, T]`, the mean over them of loss times weight `[B, T]`."""
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        if self.bound.diverted is not None:
+            weight = _Diverted.apply(weight, self.bound.diverted)
         if targets is None:
             return capped(linear(x, weight, bias), self.cap)
         return head_loss(

@@ -19,6 +19,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
+from dtgpt.parallel.exact import ExactBuckets
 from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import Buckets
 from dtgpt.parallel.graphs import Graphs
@@ -45,7 +46,7 @@ def build_stages(
         stage.allocate(mesh.device)
         if settings.plan.zero and masters:
             gathered |= push_shards(stage, mesh, settings.dtype, settings.scattered_dtype)
-    shards = Shards(stages, mesh, masters, gathered)
+    shards = Shards(stages, mesh, masters, gathered, settings.reduce == "exact" and masters)
     if key is not None:
         shards.initialize(settings.model, key)
     return stages, shards
@@ -110,7 +111,9 @@ def make_engine(
     stages: list[Decoder], shards: Shards, settings: Settings, graphs: Graphs, timers: Timers = NO_TIMERS
 ) -> TrainingEngine:
     """Return what runs forward and backward under the plan. Without graphs, `timers` measure them."""
-    if settings.sums_gradients:
+    if settings.reduce == "exact":
+        shards.buckets = ExactBuckets(stages, shards.mesh, settings)
+    elif settings.sums_gradients:
         hooks = not settings.plan.splits_backward
         mesh = shards.mesh
         narrow = settings.plan.narrows_weights and settings.dtype.itemsize == 2

@@ -45,6 +45,13 @@ class TrainingEngine(ABC):
         return self.mean_loss(Batch(tokens))
 
 
+def exact_mean(losses: Tensor, micro_batches: int, shards: Shards) -> Tensor:
+    """Return what the mean losses of some of this replica's micro-batches add to its mean loss. Each is rounded to fp32
+    as an addend of the mean over the global batch, so that fp64 holds sums of them exactly, in any order."""
+    dp = shards.mesh.plan.dp
+    return dp * (losses.detach() / (micro_batches * dp)).double().sum()
+
+
 class SingleStageEngine(TrainingEngine):
     """Forward and backward of each micro-batch in turn.
 
@@ -55,7 +62,7 @@ class SingleStageEngine(TrainingEngine):
     def __init__(self, model: Decoder, shards: Shards, graphs: Graphs, timers: Timers):
         self.model, self.shards, self.graphs = model, shards, graphs
         self.timers = NO_TIMERS if graphs.enabled else timers  # a replay is not divided
-        self._loss = torch.zeros((), device=shards.mesh.device)
+        self._loss = torch.zeros((), device=shards.mesh.device, dtype=torch.float64 if shards.exact else torch.float32)
 
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
         if isinstance(self.model, FSDPModule):
@@ -79,7 +86,7 @@ class SingleStageEngine(TrainingEngine):
             loss = self.model(*fields)
         with self.timers.measure("backward"):
             loss.backward()
-        part = loss.detach() / micro_batches
+        part = exact_mean(loss, micro_batches, self.shards) if self.shards.exact else loss.detach() / micro_batches
         self._loss.copy_(part) if index == 0 else self._loss.add_(part)
         if last:
             self.shards.take_gradients()

@@ -19,9 +19,13 @@ from dtgpt.parallel.mesh import Mesh
 def local_gradient(parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of a gradient, laid out as the parameter is: autograd may have left it whole, or as
     addends."""
-    gradient = parameter.grad
-    if gradient is None:
+    if parameter.grad is None:
         raise ValueError("a backward pass left a parameter without a gradient")
+    return local_part(parameter.grad, parameter)
+
+
+def local_part(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of a gradient of the parameter, as `local_gradient` does."""
     if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return gradient
     if gradient.placements != parameter.placements:

@@ -19,7 +19,7 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.fast import split_backward
 from dtgpt.parallel.edges import Edges, share_edges
-from dtgpt.parallel.engine import TrainingEngine
+from dtgpt.parallel.engine import TrainingEngine, exact_mean
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
@@ -157,6 +157,8 @@ class PipelineEngine(TrainingEngine):
         if self.edges is not None:
             self.edges.end()
         self.shards.take_gradients()
+        if losses and self.shards.exact:
+            return exact_mean(torch.stack(losses), len(losses), self.shards)
         return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.mesh.device)
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ optimizer, the gradient norm and checkpoints work on these rectangles, and need 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,14 @@ from torch.distributed.tensor import Shard as Sharded
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
+from dtgpt.ops.optim.fixed_point import exact_sum, rounded, squares_of_rows
 from dtgpt.ops.optim.gradients import largest_magnitude, squared_norm
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Buckets, local_gradient
 from dtgpt.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from dtgpt.parallel.exact import ExactBuckets
 
 Part = tuple[range, ...]
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it
@@ -71,11 +76,12 @@ class Shards:
 
     def __init__(
         self, stages: list[Decoder], mesh: Mesh, masters: bool = True,
-        gathered: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+        gathered: Mapping[nn.Parameter, Tensor] = MappingProxyType({}), exact: bool = False,
     ):  # fmt: skip
         """masters: False leaves fp32 masters out, where nothing is trained: `local` is then what the module holds.
-        gathered: what ZeRO gathers of parameters instead of `local`."""
-        self.mesh = mesh
+        gathered: what ZeRO gathers of parameters instead of `local`. exact: whether gradients and their norm are summed
+        in fixed point, so that their bits do not depend on the plan."""
+        self.mesh, self.exact = mesh, exact
         self.all: list[Shard] = []
         for stage in stages:
             partial = _sums_over_tp(stage)
@@ -85,7 +91,7 @@ class Shards:
                 self.all.append(
                     _shard(index, name, parameter, mesh.place, sums, is_tied_copy, masters, gathered.get(parameter))
                 )
-        self.buckets: Buckets | None = None
+        self.buckets: Buckets | ExactBuckets | None = None
         self.gradients: list[Tensor] = []  # of each shard, after `take_gradients`
         self._counted = [s.index for s in self.all if not s.is_tied_copy]
         self._shares = torch.tensor([1 / self.all[i].replicas for i in self._counted], device=mesh.device)
@@ -122,7 +128,7 @@ class Shards:
             self.gradients = [local_gradient(shard.parameter) for shard in self.all]
         if self.mesh.tp_group is not None and self._partial:
             parts = [self.gradients[i] for i in self._partial]
-            whole = torch.cat([part.flatten().float() for part in parts])
+            whole = torch.cat([part.flatten().to(torch.int64 if self.exact else torch.float32) for part in parts])
             dist.all_reduce(whole, group=self.mesh.tp_group)
             for part, piece in zip(parts, whole.split([p.numel() for p in parts]), strict=True):
                 part.copy_(piece.view_as(part))
@@ -133,6 +139,9 @@ class Shards:
             first, second = (self.gradients[i] for i in self._tables)
             first += second
             second.copy_(first)
+        if self.exact:
+            units = cast("ExactBuckets", self.buckets).units()
+            self.gradients = [sums * units[s.parameter] for s, sums in zip(self.all, self.gradients, strict=True)]
 
     def drop_gradients(self) -> None:
         self.gradients = []
@@ -145,12 +154,19 @@ class Shards:
     def norm(self) -> Tensor:
         """Return the global norm of the gradient, fp32 on the device and equal on all ranks: what several ranks hold
         counts once, and so does the tied table."""
+        if self.exact:
+            return rounded(self.mesh.all_reduce(self._exact_squares())).sqrt().float()
         return self.mesh.all_reduce(self._squares()).sqrt()
 
     def norm_and_excess(self, limits: Tensor) -> tuple[Tensor, Tensor]:
         """Return `norm`, and for each of `limits [N]` whether an element of the global gradient is larger than it or
         not finite: bool `[N]` on the device, equal on all ranks."""
         excess = largest_magnitude(self._counted_gradients()).max() > limits
+        if self.exact:
+            squares = self._exact_squares()
+            counts = self.mesh.all_reduce(torch.cat([squares, excess.long()]))
+            norm = rounded(counts[: len(squares)]).sqrt().float()
+            return norm, (counts[len(squares) :] > 0) | ~norm.isfinite()
         totals = self.mesh.all_reduce(torch.cat([self._squares().view(1), excess.float()]))
         return totals[0].sqrt(), (totals[1:] > 0) | ~totals[0].isfinite()
 
@@ -160,6 +176,13 @@ class Shards:
     def _squares(self) -> Tensor:
         """Return this rank's part of the squared norm."""
         return (squared_norm(self._counted_gradients()) * self._shares).sum()
+
+    def _exact_squares(self) -> Tensor:
+        """Return this rank's part of the squared norm as of `exact_sum`. The ranks that hold a region share the work:
+        each counts other tensors."""
+        counted = [s for s in self.all if not s.is_tied_copy and s.index % s.replicas == s.replica]
+        rows = [squares_of_rows(self.gradients[s.index]) for s in counted]
+        return exact_sum(torch.cat([*rows, torch.zeros(0, dtype=torch.float64, device=self.mesh.device)]))
 
     def gather(self, value: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Tensor | None]]:
         """Yield (name, whole tensor on the CPU) of every parameter, by name, on rank 0; (name, None) on the others,

@@ -69,6 +69,7 @@ def _execution(settings: Settings, mesh: Mesh) -> dict[str, Any]:
         "precision": settings.precision,
         "attention": settings.attention_backend,
         "recompute": settings.recompute,
+        "reduce": settings.reduce,
         "compile": settings.compile,
         "graph": settings.graphs,
     }

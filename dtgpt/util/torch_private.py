@@ -35,10 +35,13 @@ def all_gather_single(output: Tensor, part: Tensor, group: dist.ProcessGroup) ->
     gather(output, part, group=group)
 
 
-def reduce_scatter_single(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    """Put this rank's part of the sum over the ranks into `output`. `reduce_scatter_tensor` before torch 2.13."""
+def reduce_scatter_single(
+    output: Tensor, whole: Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Put this rank's part of the sum over the ranks into `output`. `reduce_scatter_tensor` before torch 2.13. Return
+    what waits for it, where it is asynchronous."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, whole, group=group)
+    return scatter(output, whole, group=group, async_op=async_op)
 
 
 def gather_by_own_memory(parameter: nn.Parameter, weight: Tensor, inputs: Callable[[Any], tuple[Any, Any]]) -> None:

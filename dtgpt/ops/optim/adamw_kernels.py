@@ -71,6 +71,25 @@ def accumulate(table: Table, gradients: list[Tensor]) -> None:
         )
 
 
+def accumulate_fixed(
+    table: Table, gradients: list[Tensor], misfits: Tensor, factor: float, limit: float, first: bool
+) -> None:
+    """Add gradients times `factor` to int64 totals, or set these to them in the `first` call; count in `misfits` those
+    beyond the limit. Column of the table: addresses of the totals."""
+    for dtype in table.launches(gradients, [g.dtype for g in gradients]):
+        _accumulate_fixed[table.grid](
+            table.chunks, table.rows, table.gradients, misfits, factor, limit,
+            GRADIENT=DTYPES[dtype], FIRST=first, CHUNK=table.chunk, num_warps=table.warps,
+        )  # fmt: skip
+
+
+def squares_of_rows(x: Tensor) -> Tensor:
+    """Return the sum of squares of each row of a contiguous fp32 `x [R, C]`, fp64 `[R]`."""
+    sums = torch.empty(len(x), dtype=torch.float64, device=x.device)
+    _squares_of_rows[(len(x),)](x, sums, x[0].numel(), BLOCK=1024, num_warps=4)
+    return sums
+
+
 @triton.jit
 def _adamw(
     chunks, rows, gradients, numbers, skip, share1, beta2, share2, eps,
@@ -143,6 +162,51 @@ def _accumulate_chunk(gradient, total, start, size, GRADIENT: tl.constexpr, CHUN
     t = _elements(total, tl.float32, start, size, CHUNK)
     g = tl.load(_elements(gradient, GRADIENT, start, size, CHUNK), mask).to(tl.float32)
     tl.store(t, tl.load(t, mask) + g, mask)
+
+
+@triton.jit
+def _accumulate_fixed(
+    chunks, rows, gradients, misfits, factor, limit, GRADIENT: tl.constexpr, FIRST: tl.constexpr, CHUNK: tl.constexpr
+):
+    tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
+    start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    gradient = tl.load(gradients + tensor)
+    if gradient == 0:
+        return
+    size, total = tl.load(rows + 2 * tensor), tl.load(rows + 2 * tensor + 1)
+    if (start + CHUNK <= size) & ((gradient | total) % 16 == 0):
+        _accumulate_fixed_chunk(gradient, total, start, None, misfits, factor, limit, GRADIENT, FIRST, CHUNK)
+    else:
+        _accumulate_fixed_chunk(gradient, total, start, size, misfits, factor, limit, GRADIENT, FIRST, CHUNK)
+
+
+@triton.jit
+def _accumulate_fixed_chunk(
+    gradient, total, start, size, misfits, factor, limit,
+    GRADIENT: tl.constexpr, FIRST: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    mask = None if size is None else tl.arange(0, CHUNK) < size - start
+    t = _elements(total, tl.int64, start, size, CHUNK)
+    g = tl.load(_elements(gradient, GRADIENT, start, size, CHUNK), mask).to(tl.float32)
+    fits = tl.abs(g) <= limit
+    value = (tl.where(fits, g, 0.0) * factor).to(tl.int64)
+    if not FIRST:
+        value += tl.load(t, mask)
+    tl.store(t, value, mask)
+    beyond = ~fits if mask is None else ~fits & mask
+    if tl.max(beyond.to(tl.int32), axis=0) > 0:
+        tl.atomic_add(misfits, 1)
+
+
+@triton.jit
+def _squares_of_rows(x, sums, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, columns, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        value = tl.load(x + row * columns + at, at < columns, other=0.0).to(tl.float64)
+        total += value * value
+    tl.store(sums + row, tl.sum(total, axis=0))
 
 
 @triton.jit
