@@ -232,10 +232,11 @@ class Setting:
     def reference_of(self, case: Case) -> Recipe:
         """Return the recipe of a case on one process, in the plainest way: nothing is recomputed or captured, and in
         fp32 attention is its reference implementation. 16-bit rounding depends on that, so that it stays as it is
-        there."""
+        there, and with `--reduce exact`."""
         recipe = self.recipe_of(case)
         recipe = replace(recipe, plan=SINGLE, plans={}, recompute="none", graph="off", compile="off")
-        return recipe if recipe.precision != "fp32" else replace(recipe, attention="explicit")
+        keeps_bits = recipe.precision != "fp32" or recipe.reduce == "exact"
+        return recipe if keeps_bits else replace(recipe, attention="explicit")
 
     def exact_of(self, case: Case) -> Recipe | None:
         """Return the recipe of a case in 16 bits on one process in fp32; None for other cases."""

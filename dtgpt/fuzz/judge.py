@@ -59,6 +59,7 @@ def judge(
         other = ", ".join(sorted(ours.tensors.keys() ^ theirs.tensors.keys()))
         return Outcome(case, "differs", f"only one of them has {other}", kind="differs")
     found = difference(ours, theirs, LEAST)
+    moved = None if ours.rounding == "none" else moved
     rounded = [difference(joined([moved.record]), theirs, LEAST)] if moved else []
     if not found.same_skips and any(not other.same_skips for other in rounded):
         return Outcome(case, "empty", "rounding decides which steps fp16 skips")
@@ -96,7 +97,7 @@ def joined(records: Sequence[Record | None]) -> Record:
     gradients = {name: value for name, value in begin.tensors.items() if name.startswith("first ")}
     return replace(
         end,
-        rounding=begin.rounding,  # which the first gradient depends on
+        rounding=end.rounding if begin.rounding == "none" else begin.rounding,  # which the first gradient depends on
         losses=[loss for part in parts for loss in part.losses],
         norms=[norm for part in parts for norm in part.norms],
         rates=[rate for part in parts for rate in part.rates],

@@ -53,7 +53,7 @@ def measure(setting: Setting, case: Case, run: Run) -> Seen | None:
             move_weights(trainer)
         if run not in ("plan", "first"):
             _set_batch_sizes(trainer, setting, case)
-            if recipe.precision == "fp32":
+            if recipe.precision == "fp32" and recipe.reduce == "fast":
                 trainer.engine = WholeBatchEngine(trainer)
         samples, notes, begin = _note_samples(trainer), _Notes(trainer), _digest_of_state(trainer)
         last = case.first.steps if case.first and run == "first" else trainer.steps

@@ -1,12 +1,12 @@
 """Gradients with the same bits under every plan: each micro-batch's is added as 64-bit integers, whose sums over
 micro-batches, replicas and ranks have no order (`dtgpt.ops.optim.fixed_point`).
 
-Every level of ZeRO is summed here, and `fully_shard` finds no gradient to reduce. ZeRO-2 and 3 scatter each
-micro-batch's, as ZeRO-1 does that of a single one; else a rank sums its micro-batches first. Of a tied table, autograd
-would add the two gradients in the type of the weights: the head's is diverted and added as an integer, too.
+Every level of ZeRO is summed here; `fully_shard` finds no gradient to reduce. Of a tied table, autograd would add the
+gradients of both uses in the type of the weights: the head's is diverted and added as an integer, too.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,64 +27,25 @@ from dtgpt.parallel.shards import region_of_tp
 from dtgpt.util.torch_private import reduce_scatter_single
 
 
-class Sender:
-    """Reduce-scatters over the ranks of ZeRO, one at a time: memory of the last one is free when the next begins."""
+class ExactBucket(ABC):
+    """The gradients of some parameters: this rank's part of their sums, as the integers of `flat`, whose last element
+    counts gradients that do not fit. ZeRO cuts each parameter by rows into parts of equal size."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.ranks, self._group = group.size(), group
-        self._finish: Callable[[], None] | None = None
-
-    def begin(self, whole: Tensor, total: Tensor, first: bool) -> None:
-        """Add to `total [n]` this rank's part of the sum over the ranks of `whole [ranks, n]`. first: what the total
-        holds does not count."""
-        self.wait()
-        part = torch.empty_like(total)
-        work = reduce_scatter_single(part, whole.flatten(), self._group, async_op=True)
-
-        def finish() -> None:
-            work.wait()
-            whole.numel()  # keeps its memory until then
-            total.copy_(part) if first else total.add_(part)
-
-        self._finish = finish
-
-    def wait(self) -> None:
-        if self._finish is not None:
-            self._finish()
-        self._finish = None
-
-
-class ExactBucket:
-    """The gradients of some parameters as integers, with a count of misfits as the last one. For ranks of ZeRO they are
-    laid out in equal parts, one for each rank, with the count at the end of each."""
-
-    def __init__(
-        self, parameters: list[nn.Parameter], shapes: list[tuple[int, ...]], mesh: Mesh, settings: Settings,
-        memory: Tensor | None, sender: Sender | None,
-    ):  # fmt: skip
-        """shapes: of the parameters before ZeRO cuts them. memory: of the gradients of one micro-batch, where each
-        micro-batch's are sent; None: of their sum, for new memory. sender: None without ZeRO."""
-        self.parameters, self.passes, self._sender = parameters, settings.micro_batches, sender
-        self._group, self._work = mesh.dp_group, None
-        self._at_once = memory is not None
-        ranks, parts = mesh.plan.shard, part_sizes(shapes, mesh.plan.shard)
-        length = ranks * sum(parts) + 1
-        local = torch.zeros(length, dtype=torch.int64, device=mesh.device) if memory is None else memory[:length]
-        padded = local[:-1].split([ranks * size for size in parts])
-        wholes = [piece[: math.prod(shape)].view(shape) for piece, shape in zip(padded, shapes, strict=True)]
-        self._pieces, self._count = [piece.view(ranks, -1) for piece in padded], local[-1]
-        self.fraction = fraction_bits(settings.dtype)
-        addends = settings.micro_batches * mesh.plan.dp * mesh.plan.tp
-        self._make_sum = partial(FixedPointSum, misfits=self._count, fraction=self.fraction, addends=addends)
-        self._sum, self._wholes = self._make_sum(wholes), wholes
-        self.flat = local if sender is None else local.new_zeros(sum(parts) + 1)
-        kept = [(len(chunk(range(rows), ranks, mesh.place.shard)), *rest) for rows, *rest in shapes]
-        own = self.flat[:-1].split(parts)
-        self.sums = [piece[: math.prod(shape)].view(shape) for piece, shape in zip(own, kept, strict=True)]
+    def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings):
+        self.parameters, self.passes, self.ranks = parameters, settings.micro_batches, mesh.plan.shard
+        self.shapes = [tuple(map(len, region_of_tp(p, mesh.place))) for p in parameters]  # before ZeRO
+        self.parts = [-(-rows // self.ranks) * math.prod(rest) for rows, *rest in self.shapes]  # elements of each rank
+        self.flat = torch.zeros(sum(self.parts) + 1, dtype=torch.int64, device=mesh.device)
+        self.own = self.flat[:-1].split(self.parts)
+        kept = [(len(chunk(range(rows), self.ranks, mesh.place.shard)), *rest) for rows, *rest in self.shapes]
+        self.sums = [piece[: math.prod(shape)].view(shape) for piece, shape in zip(self.own, kept, strict=True)]
+        self.done = 0
+        self._fraction = fraction_bits(settings.dtype)
+        self._addends = settings.micro_batches * mesh.plan.dp * mesh.plan.tp
         self._computing: list[nn.Parameter] = []  # what the modules compute with
-        self._diverted: Tensor | None = None
-        self._table: tuple[int, FixedPointSum] | None = None  # its index among the parameters
-        self.done = self._arrived = 0
+        self._arrived = 0
+        self._table = 0  # the index of a tied table
+        self._diverted: Tensor | None = None  # the head's gradient of it
 
     def watch(self, computing: list[nn.Parameter]) -> None:
         """Take the gradients of these, which are the parameters or what ZeRO gathers of each."""
@@ -94,8 +55,7 @@ class ExactBucket:
 
     def divert(self, table: nn.Parameter) -> Callable[[Tensor], None]:
         """Return what is to be called with the head's gradient of a tied table, one of the parameters."""
-        index = next(i for i, p in enumerate(self.parameters) if p is table)
-        self._table = index, self._make_sum([self._wholes[index]])
+        self._table = next(i for i, p in enumerate(self.parameters) if p is table)
         return partial(setattr, self, "_diverted")
 
     def begin(self, done: int = 0) -> None:
@@ -104,53 +64,147 @@ class ExactBucket:
 
     def _arrive(self, parameter: nn.Parameter) -> None:
         self._arrived += 1
-        if self._arrived == len(self._computing):
-            self._arrived = 0
-            self.take()
-
-    def take(self) -> None:
-        """Add what a backward pass left; after the last pass, or after each, begin the sum over the replicas."""
-        first = self._at_once or self.done == 0
-        if first:
-            self._count.zero_()
-        self._sum.add([local_gradient(p) for p in self._computing], first)
-        if self._table is not None and self._diverted is not None:
-            index, total = self._table
-            total.add([local_part(self._diverted, self._computing[index])])
-            self._diverted = None
+        if self._arrived < len(self._computing):
+            return
+        gradients, second = [local_gradient(p) for p in self._computing], None
+        if self._diverted is not None:
+            second = local_part(self._diverted, self._computing[self._table])
         for parameter in self._computing:
             parameter.grad = None
-        self.done += 1
-        last = self.done == self.passes
-        if self._sender is not None and (last or self._at_once):
-            counts = self._count.expand(self._sender.ranks, 1)
-            whole = torch.cat([*self._pieces, counts], dim=1)
-            self._sender.begin(whole, self.flat, first=not self._at_once or self.done == 1)
-        elif last and self._group is not None:
-            self._work = dist.all_reduce(self.flat, group=self._group, async_op=True)
+        self._arrived, self._diverted, self.done = 0, None, self.done + 1
+        with torch.no_grad():
+            self.take(gradients, second)
 
+    @abstractmethod
+    def take(self, gradients: list[Tensor], second: Tensor | None) -> None:
+        """Add the gradients of the pass that is now `done`, and a second one of the tied table. Gradients are whole but
+        for tensor parallelism."""
+
+    @abstractmethod
     def wait(self) -> None:
-        if self._sender is not None:
-            self._sender.wait()
-        if self._work is not None:
-            self._work.wait()
+        """Hold the current stream until the sums are complete."""
 
     def unit(self) -> Tensor:
         """Return what an integer stands for, fp32 scalar: NaN where a gradient did not fit."""
-        return torch.where(self.flat[-1] > 0, math.nan, 2.0**-self.fraction).float()
+        return torch.where(self.flat[-1] > 0, math.nan, 2.0**-self._fraction).float()
 
-    def bytes(self) -> tuple[int, int]:
-        """Return (bytes of gradients, bytes of padding) that the bucket holds, without memory of one micro-batch."""
-        used = 0 if self._at_once else sum(whole.nbytes for whole in self._wholes)
-        whole = 0 if self._at_once else 8 * (sum(piece.numel() for piece in self._pieces) + 1)
-        if self._sender is not None:
-            used, whole = used + sum(t.nbytes for t in self.sums), whole + self.flat.nbytes
-        return used, whole - used
+    def held(self) -> list[Tensor]:
+        """Return all integers that the bucket holds."""
+        return [self.flat]
+
+    def _make_sum(self, totals: list[Tensor], misfits: Tensor) -> FixedPointSum:
+        return FixedPointSum(totals, misfits, self._fraction, self._addends)
 
 
-def part_sizes(shapes: list[tuple[int, ...]], ranks: int) -> list[int]:
-    """Return the elements of each rank's part of tensors of these shapes, cut by rows into equal parts."""
-    return [-(-rows // ranks) * math.prod(rest) for rows, *rest in shapes]
+class SummedBucket(ExactBucket):
+    """Gradients that are summed over the micro-batches of a rank before they are sent."""
+
+    def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings):
+        super().__init__(parameters, mesh, settings)
+        self._group = mesh.devices.get_group("shard") if self.ranks > 1 else mesh.dp_group
+        self._local = self.flat
+        if self.ranks > 1:
+            self._local = self.flat.new_zeros(self.ranks * sum(self.parts) + 1)
+        pieces = self._local[:-1].split([self.ranks * part for part in self.parts])
+        self._wholes = [p[: math.prod(shape)].view(shape) for p, shape in zip(pieces, self.shapes, strict=True)]
+        self._pieces = [piece.view(self.ranks, -1) for piece in pieces]
+        self._sum = self._make_sum(self._wholes, self._local[-1])
+        self._second: FixedPointSum | None = None
+        self._work: dist.Work | None = None
+
+    def divert(self, table: nn.Parameter) -> Callable[[Tensor], None]:
+        take = super().divert(table)
+        self._second = self._make_sum([self._wholes[self._table]], self._local[-1])
+        return take
+
+    def take(self, gradients: list[Tensor], second: Tensor | None) -> None:
+        if self.done == 1:
+            self._local[-1].zero_()
+        self._sum.add(gradients, first=self.done == 1)
+        if second is not None and self._second is not None:
+            self._second.add([second])
+        if self.done < self.passes or self._group is None:
+            return
+        if self.ranks == 1:
+            self._work = dist.all_reduce(self.flat, group=self._group, async_op=True)
+        else:
+            counts = self._local[-1].expand(self.ranks, 1)
+            whole = torch.cat([*self._pieces, counts], dim=1).flatten()
+            self._work = reduce_scatter_single(self.flat, whole, self._group, async_op=True)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+
+    def held(self) -> list[Tensor]:
+        return [self.flat] if self.ranks == 1 else [self.flat, self._local]
+
+
+class Exchange:
+    """What the ranks of ZeRO send to each other for one bucket at a time: the memory of the last one is free when the
+    next begins."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._finish: Callable[[], None] | None = None
+
+    def begin(self, sent: Tensor, take: Callable[[Tensor], None]) -> None:
+        """Send the rows of `sent [ranks, n]` to the ranks, and let `take` have the rows that come from them."""
+        self.wait()
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            sent.numel()  # keeps its memory until then
+            take(received)
+
+        self._finish = finish
+
+    def wait(self) -> None:
+        if self._finish is not None:
+            self._finish()
+        self._finish = None
+
+
+class CutBucket(ExactBucket):
+    """Gradients that ZeRO cuts after each pass: they travel in the type in which backward made them, and the rank that
+    keeps a part adds up those of all ranks."""
+
+    def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings, exchange: Exchange):
+        super().__init__(parameters, mesh, settings)
+        self._exchange = exchange
+        self._sum = self._make_sum([self.flat[:-1]], self.flat[-1])
+        self._second: FixedPointSum | None = None
+
+    def divert(self, table: nn.Parameter) -> Callable[[Tensor], None]:
+        take = super().divert(table)
+        self._second = self._make_sum([self.own[self._table]], self.flat[-1])
+        return take
+
+    def take(self, gradients: list[Tensor], second: Tensor | None) -> None:
+        pieces = [self._by_rank(g, part) for g, part in zip(gradients, self.parts, strict=True)]
+        if second is not None:
+            pieces.append(self._by_rank(second, self.parts[self._table]))
+        self._exchange.begin(torch.cat(pieces, dim=1), partial(self._add, self.done == 1))
+
+    def _by_rank(self, gradient: Tensor, part: int) -> Tensor:
+        """Return the parts of a gradient for the ranks, `[ranks, part]`."""
+        flat = gradient.flatten()
+        return nn.functional.pad(flat, (0, self.ranks * part - len(flat))).view(self.ranks, part)
+
+    @torch.no_grad()
+    def _add(self, first: bool, received: Tensor) -> None:
+        if first:
+            self.flat[-1].zero_()
+        size = len(self.flat) - 1
+        for rank, row in enumerate(received):
+            self._sum.add([row[:size]], first=first and rank == 0)
+            if self._second is not None:
+                self._second.add([row[size:]])
+
+    def wait(self) -> None:
+        self._exchange.wait()
 
 
 class ExactBuckets:
@@ -159,20 +213,19 @@ class ExactBuckets:
     hooks = True
 
     def __init__(self, stages: list[Decoder], mesh: Mesh, settings: Settings):
-        groups = [(stage, parameters) for stage in stages for parameters in parameter_groups(stage)]
-        shapes = [[tuple(map(len, region_of_tp(p, mesh.place))) for p in parameters] for _, parameters in groups]
-        memory, sender = None, None
-        if mesh.plan.shard > 1:
-            sender = Sender(mesh.devices.get_group("shard"))
-            if settings.cuts_each_gradient:
-                longest = max(mesh.plan.shard * sum(part_sizes(each, mesh.plan.shard)) for each in shapes) + 1
-                memory = torch.empty(longest, dtype=torch.int64, device=mesh.device)
-        self.all = [
-            ExactBucket(parameters, each, mesh, settings, memory, sender)
-            for (_, parameters), each in zip(groups, shapes, strict=True)
-        ]
-        for (stage, _), bucket in zip(groups, self.all, strict=True):
-            _watch(stage, bucket)
+        make: Callable[[list[nn.Parameter]], ExactBucket] = partial(SummedBucket, mesh=mesh, settings=settings)
+        if settings.cuts_each_gradient:
+            exchange = Exchange(mesh.devices.get_group("shard"))
+            make = partial(CutBucket, mesh=mesh, settings=settings, exchange=exchange)
+        self.all: list[ExactBucket] = []
+        for stage in stages:
+            made = [make(parameters) for parameters in parameter_groups(stage)]
+            for module, bucket in zip((*stage.blocks.values(), stage), made, strict=False):
+                _watch(module, stage, bucket)
+            if stage.config.tied and stage.embedding is not None and stage.head is not None:
+                take = made[-1].divert(stage.get_parameter(stage.config.table_name))
+                bind(stage.get_submodule(stage.config.output_name.rpartition(".")[0]), diverted=take)
+            self.all += made
 
     def expect(self, passes: int) -> None:
         """Set the backward passes of the following steps, at most those of the first."""
@@ -180,9 +233,12 @@ class ExactBuckets:
             bucket.passes = passes
 
     def bytes(self) -> tuple[int, int]:
-        """Return (bytes of gradients, bytes of padding) that the buckets hold."""
-        used, padding = zip(*(bucket.bytes() for bucket in self.all), strict=True)
-        return sum(used), sum(padding)
+        """Return (bytes of integers, bytes of padding) that the buckets hold."""
+        used = sum(t.nbytes for bucket in self.all for t in bucket.sums)
+        for bucket in self.all:
+            if len(bucket.held()) > 1:
+                used += 8 * sum(map(math.prod, bucket.shapes))
+        return used, sum(t.nbytes for bucket in self.all for t in bucket.held()) - used
 
     def begin(self, done: int = 0) -> None:
         for bucket in self.all:
@@ -203,19 +259,14 @@ class ExactBuckets:
         return {p: unit for unit, bucket in units for p in bucket.parameters}
 
 
-def _watch(stage: Decoder, bucket: ExactBucket) -> None:
-    """Let a bucket take the gradients of its parameters. `fully_shard` makes what modules compute with in their first
-    forward pass."""
-    config, names = stage.config, {p: name for name, p in stage.named_parameters()}
-    if config.tied and stage.embedding is not None and stage.head is not None:
-        table = stage.get_parameter(config.table_name)
-        if any(p is table for p in bucket.parameters):
-            bind(stage.get_submodule(config.output_name.rpartition(".")[0]), diverted=bucket.divert(table))
-    if not isinstance(stage, FSDPModule):
+def _watch(module: nn.Module, stage: Decoder, bucket: ExactBucket) -> None:
+    """Let a bucket take the gradients of its parameters, of a module of the stage or around the blocks. `fully_shard`
+    makes what modules compute with in their first forward pass."""
+    if not isinstance(module, FSDPModule):
         bucket.watch(bucket.parameters)
         return
+    names = {p: name for name, p in stage.named_parameters()}
     own = [names[p] for p in bucket.parameters]
-    module = next((b for i, b in stage.blocks.items() if own[0].startswith(f"blocks.{i}.")), stage)
 
     def watch(module: nn.Module, inputs: Any) -> None:
         handle.remove()

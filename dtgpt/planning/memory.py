@@ -18,6 +18,7 @@ from dtgpt.planning.activations import (
     whole_bytes,
 )  # fmt: skip
 from dtgpt.planning.parameters import (
+    WIDTH_OF_SUMS,
     LocalParameter,
     blocks_of_rank,
     gradient_bytes,
@@ -77,8 +78,9 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
     common["edges"] = round(buffers * residual_bytes(settings))
 
     full = gradient_bytes(held, settings)
-    start = full if settings.sums_gradients else 0
+    start = full if settings.sums_gradients or settings.reduce == "exact" else 0
     start = start if micro_batches == 1 or plan.zero == 0 else full  # the first micro-batch finds no gradient yet
+    sent = _sent_at_once(held, settings)
     working = max((_block_work(settings, block) for block in blocks), default=0.0)
     if place.holds_last:
         working = max(working, _head_work(held, settings))
@@ -86,9 +88,10 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
         **common,
         gradients=start,
         activations=round(kept + (head if place.holds_last else 0)),
-        working=round(working),
+        working=round(working) + sent,
     )
-    late = Memory(**(common | _end_of_step(held, settings, gathered)), gradients=full, activations=0)
+    end = _end_of_step(held, settings, gathered)
+    late = Memory(**(common | end | {"working": end["working"] + sent}), gradients=full, activations=0)
     return max(early, late, key=lambda memory: memory.total)
 
 
@@ -101,6 +104,14 @@ def _end_of_step(held: list[LocalParameter], settings: Settings, gathered: int) 
         gathered = gathered if shards_are_pushed(settings) else 0  # memory that ranks share is kept
         return {"gathered": gathered, "working": 4 * sum(around) + settings.dtype.itemsize * around[-1]}
     return {"gathered": gathered, "working": 4 * sum(around)}
+
+
+def _sent_at_once(held: list[LocalParameter], settings: Settings) -> int:
+    """Return the bytes of what ZeRO's ranks send for exact sums, and receive: of a block or the rest of a stage."""
+    if settings.reduce == "fast" or settings.plan.shard == 1:
+        return 0
+    largest = max([*_by_block(held), sum(p.by_tp for p in held if p.block is None)])
+    return largest * (2 * settings.dtype.itemsize if settings.cuts_each_gradient else WIDTH_OF_SUMS)
 
 
 def memory_by_rank(settings: Settings) -> dict[int, Memory]:

@@ -15,6 +15,7 @@ from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import Table, VocabularyShard, make_table, style_of
 
+WIDTH_OF_SUMS = 8  # bytes of a number in fixed point
 GPUS_OF_HOST = 8  # that reach each other's memory
 
 
@@ -102,20 +103,22 @@ def optimizer_bytes(held: list[LocalParameter], settings: Settings) -> int:
 
 def gradient_bytes(held: list[LocalParameter], settings: Settings) -> int:
     """Return the bytes of gradients on a rank."""
+    if settings.reduce == "exact":
+        return sum(4 * p.local + _sum_bytes(p, settings) for p in held)
     plan, several = settings.plan, settings.micro_batches > 1
     if plan.dp > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
         return sum((2 * settings.dtype.itemsize + (4 if several else 0)) * p.by_tp for p in held)
     if plan.splits_backward and settings.sums_gradients:  # those of all passes on the parameters, and the buckets
         return sum(2 * gradient_width(settings) * p.by_tp for p in held)
-    cut = gradients_are_cut(settings)
+    cut = settings.cuts_each_gradient
     return sum(gradient_width(settings) * (p.local if cut else p.by_tp) for p in held)
 
 
-def gradients_are_cut(settings: Settings) -> bool:
-    """Return whether a rank holds its part of gradients only. ZeRO-2 cuts gradients as they come, ZeRO-1 after the last
-    micro-batch; a pipeline sums all micro-batches before it cuts."""
-    plan = settings.plan
-    return plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and settings.micro_batches == 1))
+def _sum_bytes(p: LocalParameter, settings: Settings) -> int:
+    """Return the bytes of a parameter's sum in fixed point: of all that a rank computes with, where several
+    micro-batches are summed before they are sent, and under ZeRO of the rank's part."""
+    whole = 0 if settings.cuts_each_gradient else p.by_tp
+    return WIDTH_OF_SUMS * (whole + (p.local if settings.plan.shard > 1 else 0))
 
 
 def shards_are_pushed(settings: Settings) -> bool:

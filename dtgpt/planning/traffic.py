@@ -12,6 +12,7 @@ from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.tensor import SequencePart, SequenceRowwise
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import (
+    WIDTH_OF_SUMS,
     LocalParameter,
     blocks_of_rank,
     gradient_width,
@@ -19,6 +20,7 @@ from dtgpt.planning.parameters import (
     shards_are_pushed,
 )
 
+EXACT = "64-bit integers"
 MATRICES_TRAVEL = "matrices to the ranks that update them, and back"
 
 
@@ -80,8 +82,9 @@ def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
         found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
     partial = [p for p in held if _sums_over_tp(p)]
-    size = 4 * sum(p.local for p in partial)
-    return [*found, Collective("all-reduce", "tp", f"gradients of {_kinds(partial)}, fp32", bool(partial), size)]
+    width, words = (WIDTH_OF_SUMS, EXACT) if settings.reduce == "exact" else (4, "fp32")
+    size = width * sum(p.local for p in partial)
+    return [*found, Collective("all-reduce", "tp", f"gradients of {_kinds(partial)}, {words}", bool(partial), size)]
 
 
 def _recomputed(settings: Settings, weights: list[LocalParameter], columns: int, rows: int) -> tuple[int, int]:
@@ -115,6 +118,9 @@ def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     groups = blocks + ends  # each block, and the rest of a stage
     whole, width = sum(p.by_tp for p in held), settings.dtype.itemsize
     in_blocks = sum(p.by_tp for p in held if p.block is not None)
+    exact = settings.reduce == "exact"
+    if plan.zero == 0 and exact:
+        return [Collective("all-reduce", "dp", f"gradients, {EXACT}", groups, WIDTH_OF_SUMS * whole)]
     if plan.zero == 0 and not settings.low_precision:
         return [Collective("all-reduce", "dp", "gradients, fp32", groups, 4 * whole)]
     if plan.zero == 0:
@@ -126,11 +132,18 @@ def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     reductions = passes if plan.zero >= 2 and plan.pp == 1 else 1
     scattered = settings.scattered_dtype.itemsize if shards_are_pushed(settings) else 4
     words = "gradients, fp32" if scattered == 4 else "gradients, summed in fp32"
+    sums = Collective("reduce-scatter", "dp", words, groups * reductions, scattered * whole * reductions)
+    if exact and settings.cuts_each_gradient:
+        table = next(p.by_tp for p in held if p.role is Role.VOCABULARY) if settings.model.tied else 0
+        size = width * (whole + table) * passes  # of a tied table the gradients of both uses
+        sums = Collective("all-to-all", "dp", "gradients, pieces to sum", groups * passes, size)
+    elif exact:
+        sums = Collective("reduce-scatter", "dp", f"gradients, {EXACT}", groups, WIDTH_OF_SUMS * whole)
     return [
         Collective(
             "all-gather", "dp", "weights", groups * once + blocks * again, width * (whole * once + in_blocks * again)
         ),
-        Collective("reduce-scatter", "dp", words, groups * reductions, scattered * whole * reductions),
+        sums,
     ]
 
 
@@ -156,7 +169,8 @@ def _over_pp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     found = [Collective("send", "pp", "activations and gradients", sends, round(sends * residual_bytes(settings)))]
     tables = [p for p in held if config.tied and p.role in (Role.VOCABULARY, Role.OUTPUT)]
     if plan.stage_rank(plan.num_stages - 1) != 0 and tables:
-        size = gradient_width(settings) * tables[0].local
+        width = WIDTH_OF_SUMS if settings.reduce == "exact" else gradient_width(settings)
+        size = width * tables[0].local
         found.append(Collective("all-reduce", "pp", "gradient of the tied table", 1, size))
     return found
 

@@ -86,7 +86,7 @@ def verdicts(
     own = None if tolerance is None else Limits(tolerance, tolerance, tolerance, tolerance)
     rounded = [found for name, found in differences.items() if name in MOVED]
     return {
-        name: problems(found, own or limits_of(records[name]), rounded)
+        name: problems(found, own or limits_of(records[name]), rounded if records[name].rounding != "none" else ())
         for name, found in differences.items()
         if name not in MOVED
     }

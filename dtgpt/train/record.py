@@ -20,8 +20,9 @@ from dtgpt.train.trainer import Trainer
 from dtgpt.util.hardware import peak_memory
 
 # How a step of a plan rounds otherwise than one process with the same micro-batches: it only adds gradients in another
-# order, in fp32; adds them in 16 bits where weights have 16 bits; or also computes products in other pieces.
-Rounding = Literal["order", "sums", "products"]
+# order, in fp32; adds them in 16 bits where weights have 16 bits; or also computes products in other pieces. With
+# `--reduce exact` it may have the same bits.
+Rounding = Literal["none", "order", "sums", "products"]
 
 
 @dataclass
@@ -101,6 +102,8 @@ def rounding_of(settings: Settings) -> Rounding:
     plan = settings.plan
     if plan.tp > 1 or plan.splits_backward:
         return "products"
+    if settings.reduce == "exact":
+        return "none"
     return "order" if plan.world == 1 or (plan.zero and plan.pp == 1) else "sums"
 
 

@@ -40,7 +40,10 @@ def settings_of(recipe, world: int, plan: str, model, **changes):
         (GPT2, "dp", 3, {}),
         (GPT2, "dp", 3, {"precision": "fp32"}),
         (GPT2, "dp", 3, {"micro_batch_size": 80}),  # a single micro-batch
+        (GPT2, "dp", 3, {"reduce": "exact"}),
         (GPT2, "tp5_sp_zero1", 15, {}),
+        (GPT2, "tp5_sp_zero1", 15, {"reduce": "exact"}),
+        (GPT2, "pp4_zero3", 24, {"reduce": "exact"}),
         (GPT2, "tp5_zero1", 15, {"micro_batch_size": 80}),
         (GPT2, "tp5_pp4", 60, {}),
         (GPT2, "pp4_zero3", 24, {}),
@@ -49,6 +52,7 @@ def settings_of(recipe, world: int, plan: str, model, **changes):
         (GPT2, "tp5_sp_pp4_interleaved_zero2", 40, {"precision": "fp16"}),
         (LLAMA, "tp4_zero2", 20, {"recompute": "full"}),
         (LLAMA, "tp4_sp_zero3", 20, {}),
+        (LLAMA, "tp4_sp_zero3", 20, {"reduce": "exact"}),
         (LLAMA, "tp2_pp3_interleaved3", 12, {"recompute": "selective"}),
         (replace(LLAMA, tied=True), "tp4_sp_pp3", 36, {}),
         (LLAMA, "own", 4, {}),

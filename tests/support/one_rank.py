@@ -23,7 +23,7 @@ from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards, region_of_tp
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.planning.parameters import gradient_bytes, gradients_are_cut, optimizer_bytes, parameters_of
+from dtgpt.planning.parameters import gradient_bytes, optimizer_bytes, parameters_of
 from dtgpt.util.torch_private import forget_meshes
 
 BYTES = "weights, fp32", "moments, fp32", "gradients", "16-bit weights"
@@ -133,13 +133,13 @@ def _gradients(shards: Shards, settings: Settings) -> tuple[int, int]:
     autograd and `fully_shard` make them in backward: as the parameters are, in fp32 under ZeRO."""
     buckets, place = shards.buckets, shards.mesh.place
     if buckets is None:
-        cut, used = gradients_are_cut(settings), 0
+        cut, used = settings.cuts_each_gradient, 0
         for shard in shards:
             width = 4 if settings.plan.zero else shard.parameter.element_size()
             used += width * (shard.local.numel() if cut else _elements_of_tp(shard, place))
         return used, 0
     used, padding = buckets.bytes()
-    if not buckets.hooks:  # gradients stay on the parameters until the end of the step
+    if shards.exact or not buckets.hooks:  # those that the optimizer gets, or that stay on the parameters until then
         used += sum(shard.local.nbytes for shard in shards)
     return used, padding
 

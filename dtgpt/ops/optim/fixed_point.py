@@ -94,5 +94,5 @@ def rounded(total: Tensor) -> Tensor:
     """Return the fp64 scalar of a sum of `exact_sum`; NaN where a value did not fit."""
     value = torch.zeros((), dtype=torch.float64, device=total.device)
     for multiples, unit in zip(total, UNITS, strict=False):
-        value = value + multiples * unit
+        value = value + multiples.double() * unit
     return torch.where(total[-1] > 0, math.nan, value)

@@ -1,0 +1,108 @@
+"""`--reduce exact`: the same bits under every plan."""
+
+import functools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.sections import LossScaleConfig
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.ops.optim.fixed_point import FixedPointSum, exact_sum, rounded, squares_of_rows
+from dtgpt.optim.kinds import of_kind
+from dtgpt.util.errors import UserError
+from tests.support.bodies_exact import bits_of_steps, norm_with_a_large_gradient
+from tests.support.ranks import pool
+from tests.support.runs import change
+
+SIZE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 257}
+GPT2 = GPT2Config(**SIZE, dropout=0.1)
+OVERFLOWS = LossScaleConfig(initial=2.0**18, hysteresis=1)  # in the first steps
+LLAMA = LlamaConfig(**SIZE, num_kv_heads=2, ffn_hidden_size=44, tied=False)
+
+
+@pytest.fixture
+def exact(recipe):
+    """A recipe of 6 micro-batches."""
+    return replace(recipe, model=GPT2, micro_batch_size=2, global_batch_size=12, reduce="exact", precision="fp32")
+
+
+def bits(recipe, plan: str) -> dict[str, str]:
+    return pool().run(parse_plan(plan, {}).world, bits_of_steps, replace(recipe, plan=plan))[0]
+
+
+@pytest.mark.slow(15)
+@pytest.mark.parametrize(
+    "reference, plans, changes",
+    [
+        ("single", ["dp2", "dp3_zero2", "dp2_zero1", "pp2", "dp2_pp2_interleaved_zero3"], {}),
+        ("single", ["dp3", "dp3_zero3", "dp2_pp2_zero1"], {"precision": "bf16"}),
+        ("single", ["dp2_zero1", "pp4_gpipe"], {"precision": "bf16", "model": LLAMA}),
+        ("single", ["dp2_zero1", "dp2_pp2"], {"precision": "fp16", "micro_batch_size": 3, "loss_scale": OVERFLOWS}),
+        ("tp2_sp", ["dp2_tp2_sp_zero2", "tp2_sp_pp2"], {}),
+    ],
+    ids=["fp32", "bf16", "llama", "fp16", "tp2_sp"],
+)
+def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
+    recipe = replace(exact, **changes)
+    expected = bits(recipe, reference)
+    assert len(set(expected.values())) > 40
+    for plan in plans:
+        found = bits(recipe, plan)
+        assert [name for name in expected if found[name] != expected[name]] == [], plan
+
+
+def test_a_gradient_that_does_not_fit_makes_the_norm_not_a_number_on_all_ranks(exact):
+    run = functools.partial(pool().run, 2, norm_with_a_large_gradient)
+    for plan in ("dp2", "dp2_zero3"):
+        recipe = replace(exact, plan=plan)
+        assert all(math.isnan(norm) for norm in run(recipe, 1e9))
+        assert all(math.isfinite(norm) for norm in run(recipe, 10.0))
+
+
+@pytest.mark.parametrize("dtype, unit", [(torch.float32, 2.0**-49), (torch.float16, 2.0**-32)], ids=str)
+def test_sums_have_no_order_and_say_what_does_not_fit(dtype, unit):
+    parts = [torch.randn(5, 3, generator=torch.Generator().manual_seed(i)).to(dtype) * 4.0**-i for i in range(6)]
+
+    def total(order: list[int], more: float = 0.0) -> tuple[torch.Tensor, int]:
+        totals, misfits = [torch.full((5, 3), 7)], torch.tensor(0)
+        sums = FixedPointSum(totals, misfits, round(-math.log2(unit)), addends=6)
+        for i in order:
+            extra = torch.zeros(5, 3, dtype=dtype)
+            extra[0, 0] = more
+            sums.add([parts[i] + extra], first=i == order[0])
+        return totals[0], misfits.item()
+
+    first, misfits = total([0, 1, 2, 3, 4, 5])
+    assert misfits == 0 and torch.equal(first, total([5, 2, 0, 4, 3, 1])[0])
+    torch.testing.assert_close(first * unit, sum(part.float() for part in parts), rtol=1e-6, atol=1e-12)
+    assert all(total([0, 1], more)[1] for more in (math.nan, math.inf, -math.inf))
+
+
+def test_a_sum_of_squares_does_not_depend_on_its_pieces():
+    x = torch.randn(40, 37, generator=torch.Generator().manual_seed(1)) * torch.logspace(-9, 6, 40)[:, None]
+    rows = squares_of_rows(x)
+    pieces = [squares_of_rows(piece) for piece in x.split([1, 16, 23])]
+    assert torch.equal(rows, torch.cat(pieces))
+    torch.testing.assert_close(rows, x.double().square().sum(1), rtol=1e-14, atol=0)
+    apart = sum(exact_sum(piece) for piece in reversed(pieces))
+    assert torch.equal(apart, exact_sum(rows.flip(0)))
+    assert rounded(apart).item() == pytest.approx(math.fsum(rows.tolist()), rel=1e-15)
+    assert rounded(exact_sum(torch.tensor([1.0, math.nan]).double())).isnan()
+
+
+@pytest.mark.parametrize(
+    "changes, plan, sentence",
+    [
+        ({"optimizer": {"kind": "muon"}}, "dp", "reduce=exact, but optimizer.kind=muon .* --optimizer.kind adamw"),
+        ({}, "pp2_zbv", "reduce=exact, but the schedule ZBVZeroBubble .* --reduce fast"),
+    ],
+)
+def test_what_cannot_have_the_same_bits_is_refused(exact, changes, plan, sentence):
+    recipe = of_kind(exact, changes["optimizer"]["kind"]) if changes else exact
+    with pytest.raises(UserError, match=sentence):
+        change(recipe, plan=plan).validate()
+        replace(recipe, plan=plan).plan_for(2)
