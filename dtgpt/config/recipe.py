@@ -203,7 +203,7 @@ class Recipe:
         graphs, fp8 = choose_graphs(self.graph, device), self.precision == FP8
         if fp8 and here:
             check_fp8(device)
-        return Settings(
+        made = Settings(
             model=self.model,
             plan=plan,
             device=device,
@@ -220,6 +220,12 @@ class Recipe:
             masks_documents=self.data.reset_attention_mask,
             optimizer=self.optimizer,
         )
+        if made.reduce == "exact" and device.type == "cuda" and made.attention_backend == "sdpa":
+            raise UserError(
+                f"reduce=exact, but attention={self.attention} is sdpa here, whose kernels on GPUs add up gradients in "
+                "any order; use --attention flash or explicit, or --reduce fast"
+            )
+        return made
 
     def planned_choice(self, world: int | None) -> PlanChoice:
         """Return the choice for `world` processes that need not exist yet, None for the fewest that the first

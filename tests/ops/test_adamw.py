@@ -27,6 +27,7 @@ from tests.support.bodies_adamw import (
     make_slots,
     number,
 )
+from tests.support.bodies_exact import check_fixed_point, check_squares
 
 TRITON = importlib.util.find_spec("triton") is not None
 
@@ -168,6 +169,10 @@ def interpreted() -> None:
     check_tensors_off_16_bytes()
     check_mixed_dtypes()
     check_totals([torch.float32, torch.bfloat16])
+    importlib.import_module("dtgpt.ops.optim.fixed_point").has_triton = lambda x: True
+    check_fixed_point(torch.float32, 49)
+    check_fixed_point(torch.float16, 32)
+    check_squares()
     AdamW([Slot(torch.empty(0), None, decay=True)], **SETTINGS).step([torch.empty(0)], number(0.1), number(1.0))
 
 

@@ -1,9 +1,15 @@
-"""What ranks do in test_exact.py."""
+"""What ranks do in test_exact.py, and the sums that Triton's interpreter checks, too."""
 
+import math
 from hashlib import sha256
 from operator import attrgetter
 
+import pytest
+import torch
+from torch import Tensor
+
 from dtgpt.config.recipe import Recipe
+from dtgpt.ops.optim.fixed_point import FixedPointSum, exact_sum, rounded, squares_of_rows
 from dtgpt.train.startup import open_trainer
 
 
@@ -38,3 +44,41 @@ def norm_with_a_large_gradient(recipe: Recipe, scale: float) -> float:
             trainer.optimizer.gradient_scale.mul_(scale)
         trainer.gradients()
         return trainer.shards.norm().item()
+
+
+def check_fixed_point(dtype: torch.dtype, fraction: int) -> None:
+    """Sums of gradients in any order have the same bits, and those that do not fit are counted."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (5, 301), (7,)
+    parts = [[(torch.randn(*s, generator=generator) * 4.0**-i).to(dtype) for s in shapes] for i in range(6)]
+
+    def total(order: list[int], more: float = 0.0) -> tuple[list[Tensor], int]:
+        totals, misfits = [torch.full(part.shape, 7) for part in parts[0]], torch.tensor(0)
+        sums = FixedPointSum(totals, misfits, fraction, addends=6)
+        for i in order:
+            extra = torch.zeros(7, dtype=dtype)
+            extra[-1] = more
+            sums.add([parts[i][0], parts[i][1] + extra], first=i == order[0])
+        return totals, misfits.item()
+
+    found, misfits = total([0, 1, 2, 3, 4, 5])
+    again, _ = total([5, 2, 0, 4, 3, 1])
+    assert misfits == 0
+    for index, (one, other) in enumerate(zip(found, again, strict=True)):
+        assert torch.equal(one, other)
+        expected = sum(part[index].double() for part in parts)
+        torch.testing.assert_close(one * 2.0**-fraction, expected.float(), rtol=1e-6, atol=6 * 2.0**-fraction)
+    assert all(total([0, 1], more)[1] for more in (math.nan, math.inf, -math.inf))
+
+
+def check_squares() -> None:
+    """Rows have the same bits in any number, and their sum in any order."""
+    x = torch.randn(40, 1037, generator=torch.Generator().manual_seed(1)) * torch.logspace(-9, 6, 40)[:, None]
+    rows = squares_of_rows(x)
+    pieces = [squares_of_rows(piece) for piece in x.split([1, 16, 23])]
+    assert torch.equal(rows, torch.cat(pieces))
+    torch.testing.assert_close(rows, x.double().square().sum(1), rtol=1e-14, atol=0)
+    total = sum(exact_sum(piece) for piece in reversed(pieces))
+    assert torch.equal(total, exact_sum(rows.flip(0)))
+    assert rounded(total).item() == pytest.approx(math.fsum(rows.tolist()), rel=1e-15)
+    assert rounded(exact_sum(torch.tensor([1.0, math.nan]).double())).isnan()
