@@ -59,16 +59,18 @@ def judge(
         other = ", ".join(sorted(ours.tensors.keys() ^ theirs.tensors.keys()))
         return Outcome(case, "differs", f"only one of them has {other}", kind="differs")
     found = difference(ours, theirs, LEAST)
-    moved = None if ours.rounding == "none" else moved
     rounded = [difference(joined([moved.record]), theirs, LEAST)] if moved else []
-    if not found.same_skips and any(not other.same_skips for other in rounded):
+    explained = rounded
+    if ours.rounding == "none":  # rounding explains no difference from one process
+        explained, moved = [], None
+    if not found.same_skips and any(not other.same_skips for other in explained):
         return Outcome(case, "empty", "rounding decides which steps fp16 skips")
     limits = limits_of(ours) if tolerance is None else Limits(tolerance, tolerance, tolerance, tolerance)
     before = first[0].between if first else ()
     rounding = _held_out(_held_out_losses(moved), reference) if moved else 0.0
     held_out = max(_held_out([*before, *_held_out_losses(seen)], reference) for seen in ranks)
     all_problems = [
-        *problems(found, limits, rounded),
+        *problems(found, limits, explained),
         _samples(first, reference),
         _samples(ranks, reference, len(first[0].samples) if first else 0),
         "" if held_out <= limits.loss + ROUNDINGS * rounding else f"validation loss differs by {held_out:.1e}",
