@@ -242,8 +242,8 @@ def report(
         if wrong.get(name):
             lines.append(hanging(f"  WRONG: {'; '.join(wrong[name])}", 4))
         elif name in located:
-            first = located[name].first
-            lines.append(hanging(f"  first difference: {'none' if first is None else first}", 4))
+            finding = located[name].first
+            lines.append(hanging(f"  first difference: {'none' if finding is None else finding}", 4))
     if MOVED[0] in differences:
         lines.append(f"{MOVED[0]}: one process whose initial weights were moved by their last bit")
     return "\n".join(lines)

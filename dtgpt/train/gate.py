@@ -130,8 +130,8 @@ def locate(reference: Reference, record: Record, file: Path, limit: float) -> Lo
             place = reference.order[name]
             at = (0, place) if key.kind == "activation" else (1, -place)
             steps.append(((*at, key.micro_batch, trace.rank), (trace, key, name)))
-    for key in reference.record.tensors:
-        kind, _, parameter = key.partition("/")
+    for label in reference.record.tensors:
+        kind, _, parameter = label.partition("/")
         if kind == "first gradient":
             steps.append(((1, reference.backward_place(parameter), 0, 0), (record, parameter)))
     found = Located()

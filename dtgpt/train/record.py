@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
+from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.shards import Shard, slices
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.train.trace import trace_in_float64, traced
@@ -100,9 +102,9 @@ def record(
         before = {} if tracing is None or step > 0 else {s.index: s.local.clone() for s in trainer.shards}
         result = trainer.update(loss)
         if before:
-            keep("first update", lambda shard, before=before: shard.local - before[shard.index])
+            keep("first update", partial(moved_by, before))
             for name in shared_states(trainer):
-                keep(f"first {name}", lambda shard, name=name: optimizer.rule.state(shard.index)[name])
+                keep(f"first {name}", partial(state_of, optimizer.rule, name))
             stale = stale_copies(trainer)
         losses.append(trainer.mean_loss(result))
         norms.append(result.norm.item())
@@ -131,6 +133,16 @@ def record(
     return made if mesh.rank == 0 else None
 
 
+def moved_by(before: Mapping[int, Tensor], shard: Shard) -> Tensor:
+    """Return by how much an update has moved a shard from what it was, by its index."""
+    return shard.local - before[shard.index]
+
+
+def state_of(rule: Optimizer, name: str, shard: Shard) -> Tensor:
+    """Return the part of the optimizer's state that has this name."""
+    return rule.state(shard.index)[name]
+
+
 def shared_states(trainer: Trainer) -> list[str]:
     """Return the names of the optimizer's state that every shard has, with the shard's shape."""
     states = [(shard, trainer.optimizer.rule.state(shard.index)) for shard in trainer.shards]
@@ -151,7 +163,7 @@ def share_state(trainer: Trainer, tracing: Tracing) -> None:
     step of each run begins with the same ones."""
     rule, names = trainer.optimizer.rule, shared_states(trainer)
     values: dict[str, Callable[[Shard], Tensor]] = {"weight": attrgetter("local")}
-    values |= {name: lambda shard, name=name: rule.state(shard.index)[name] for name in names}
+    values |= {name: partial(state_of, rule, name) for name in names}
     if tracing.is_reference:
         kept = {f"{kind}/{name}": t for kind, v in values.items() for name, t in trainer.shards.gather(v)}
         numbers = json.dumps(trainer.optimizer.state())

@@ -193,12 +193,12 @@ def trace_in_float64(trainer: Trainer, file: Path) -> None:
         if isinstance(module, AttentionCore):
             bind(module, backend="explicit")
     batch = trainer.batch(0)
-    pieces = Batch(*(None if value is None else value.cpu() for value in batch)).chunk(trainer.micro_batches)
+    pieces = Batch._make(None if value is None else value.cpu() for value in batch).chunk(trainer.micro_batches)
     whole = 6 * sum(p.numel() for p in parameters.values()) * batch.tokens.numel() <= OPERATIONS
     recorder = Recorder()
     weight = trainer.optimizer.gradient_scale.item()
     for index, piece in enumerate(pieces if whole else pieces[:1]):
-        some = piece if whole else Batch(*(None if value is None else value[:1] for value in piece))
+        some = piece if whole else Batch._make(None if value is None else value[:1] for value in piece)
         with recorder.attached([model]):
             logits = model(*some._replace(targets=None, loss_weights=None))
             assert some.targets is not None
