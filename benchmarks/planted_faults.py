@@ -3,7 +3,7 @@
     python benchmarks/planted_faults.py results.jsonl                # all that are not in the file yet: an hour
     python benchmarks/planted_faults.py results.jsonl --only ramp    # whose names contain the word
     python benchmarks/planted_faults.py results.jsonl --table        # as in docs/planted_faults.md
-    python benchmarks/planted_faults.py gate.jsonl --gate            # does dtgpt compare name the module? 10 minutes
+    python benchmarks/planted_faults.py gate.jsonl --gate            # does dtgpt compare name the module? 15 minutes
 
 For each fault run the quick tests (`pytest -m quick`) up to the first that fails, and random cases (`dtgpt compare
 --random`) up to the first that is wrong. Where neither finds it, run the whole suite.
@@ -133,6 +133,20 @@ def locate_faults(file: Path, only: str) -> None:
             output.write(json.dumps(found) + "\n")
 
 
+def located_table(file: Path) -> str:
+    """Return what the gate has named as a table of Markdown."""
+    words = {located.fault.name: located.words for located in LOCATED}
+    rows = [
+        "| fault | `dtgpt compare` with | named module | located | first tensor with a fault |",
+        "|---|---|---|---|---|",
+    ]
+    for found in map(json.loads, file.read_text().splitlines()):
+        right = "yes" if found["module"] == found["wanted"] else f"no: `{found['wanted']}`"
+        name = found["fault"]
+        rows.append(f"| {name} | `{words[name]}` | `{found['module']}` | {right} | {found['finding']} |")
+    return "\n".join(rows)
+
+
 def table(results: list[Found]) -> str:
     """Return the results as a table of Markdown."""
     rows = ["| fault | quick tests | random cases | whole suite |", "|---|---|---|---|"]
@@ -150,6 +164,8 @@ def main() -> None:
     parser.add_argument("--gate", action="store_true", help="plant what dtgpt compare is to locate")
     parser.add_argument("--cases", action="store_true", help="run the random cases of this tree, without a fault")
     args = parser.parse_args()
+    if args.gate and args.table:
+        return print(located_table(Path(args.results)))
     if args.gate:
         return locate_faults(Path(args.results), args.only)
     if args.cases:

@@ -1,7 +1,7 @@
 """What the modules of every rank compute in one step: activations and their gradients, and the same step in float64.
 
-Each rank writes a file. A tensor has the name of the module that returns it, as in `blocks.0.attn.qkv output`, or of
-the first module that reads it, where it is made between modules. `dtgpt.train.gate` compares the files of two runs.
+Each rank writes a file. A tensor has the name of the module that returns it, as in `blocks.0 output 0`, or of the first
+module that reads it, where it is made between modules. `dtgpt.train.gate` compares the files of two runs.
 """
 
 import json
