@@ -19,8 +19,9 @@ from dtgpt.util.field_types import Bounds
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Run the same steps under each plan and on one process, and compare losses, gradients and weights. The exit code
-    is 1 if a plan differs by more than rounding explains, or more than the tolerance.
+    """Run the same steps under each plan and on one process, and compare losses, gradients and weights. The first
+    tensor that differs is named. The exit code is 1 if a plan differs by more than rounding explains, or more than the
+    tolerance. --against and --commits compare other settings and other code in the same way.
 
     Options of the recipe can be added. With --random, random small models run under random plans instead, each against
     one process; --seed then chooses them, and other options hold in all of them. A case that fails is shrunk, and the

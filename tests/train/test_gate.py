@@ -13,6 +13,8 @@ from dtgpt.train.record import Tracing
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 
+pytestmark = pytest.mark.slow(13)
+
 MODEL = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, dropout=0.1)
 BLOCK, LAST = "trainer.stages[0].blocks['0']", "trainer.stages[0].blocks['1']"
 
