@@ -99,7 +99,7 @@ def record(
             keep("first gradient", trainer.gradient)
         if step == steps - 1:
             keep("last gradient", trainer.gradient)
-        before = {} if tracing is None or step > 0 else {s.index: s.local.clone() for s in trainer.shards}
+        before = {} if tracing is None or step > 0 else {s.index: s.local.to("cpu", copy=True) for s in trainer.shards}
         result = trainer.update(loss)
         if before:
             keep("first update", partial(moved_by, before))
@@ -135,7 +135,7 @@ def record(
 
 def moved_by(before: Mapping[int, Tensor], shard: Shard) -> Tensor:
     """Return by how much an update has moved a shard from what it was, by its index."""
-    return shard.local - before[shard.index]
+    return shard.local.cpu() - before[shard.index]
 
 
 def state_of(rule: Optimizer, name: str, shard: Shard) -> Tensor:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ class Recorder:
         self.names: dict[str, list[str]] = {}
         self._passes: dict[str, int] = {}
         self._micro_batch = first
-        self._present: dict[int, tuple[Tensor, str]] = {}  # by identity; the tensor, so that no other takes its place
+        self._present: dict[int, tuple[ref[Tensor], str]] = {}  # by identity; recomputation frees tensors of this pass
 
     @contextmanager
     def attached(self, stages: list[Decoder]) -> Iterator[None]:
@@ -98,12 +99,13 @@ class Recorder:
             if not isinstance(value, Tensor) or isinstance(value, nn.Parameter | DTensor):
                 continue
             name = f"{label} {index}"
-            if id(value) in self._present:
-                names = self.names[self._present[id(value)][1]]
+            present, known = self._present.get(id(value), (None, ""))
+            if present is not None and present() is value:
+                names = self.names[known]
                 if name not in names:
                     names.append(name)
                 continue
-            self._present[id(value)] = value, name
+            self._present[id(value)] = ref(value), name
             self.names.setdefault(name, [])
             self.keep("activation", name, value, self._micro_batch)
             if value.requires_grad:
