@@ -1,5 +1,6 @@
 """`dtgpt compare`: the same steps under several plans and on one process; or two runs (`compare_runs`)."""
 
+import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.config.overrides import Options, as_words, take
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
+from dtgpt.train.job import checked
 from dtgpt.train.settle import load_recipe, settle
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -17,8 +19,9 @@ from dtgpt.util.field_types import Bounds
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Run the same steps under each plan and on one process, and compare losses, gradients and weights. The exit code
-    is 1 if a plan differs by more than rounding explains, or more than the tolerance.
+    """Run the same steps under each plan and on one process, and compare losses, gradients and weights. The first
+    tensor that differs is named. The exit code is 1 if a plan differs by more than rounding explains, or more than the
+    tolerance. --against and --commits compare other settings and other code in the same way.
 
     Options of the recipe can be added. With --random, random small models run under random plans instead, each against
     one process; --seed then chooses them, and other options hold in all of them. A case that fails is shrunk, and the
@@ -33,14 +36,22 @@ class CompareOptions:
     tolerance: Annotated[float | None, "largest accepted relative difference; none: by precision", Bounds(0)] = None
     random: Annotated[int | None, "number of random models and plans to run in place of the recipe's", Bounds(1)] = None
     case: Annotated[str | None, "first random case, by its number, or the text of a case to repeat"] = None
+    against: Annotated[
+        tuple[str, ...], 'settings to compare with the recipe\'s, as in --against "--precision bf16"'
+    ] = ()
+    commits: Annotated[tuple[str, ...], "git commit of the reference, and that of all other runs; one: this code"] = ()
+    json: Annotated[str | None, "file for the result as JSON"] = None
     minutes: Annotated[float | None, "minutes after which no other random case begins", Bounds(above=0)] = None
 
 
 def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Path) -> int:
+    extra = {"against": own.against, "commits": own.commits, "json": own.json}
     if own.random is not None or own.case is not None:
         from dtgpt.fuzz.case import Setting, plain, write_text
         from dtgpt.fuzz.run import run_random
 
+        for name in (name for name, value in extra.items() if value):
+            raise UserError(f"--{name} is for the steps of one recipe; leave out --random and --case, or --{name}")
         for name in own.plans:
             parse_plan(name)
         with tempfile.TemporaryDirectory(prefix="dtgpt-compare-") as folder:
@@ -49,28 +60,52 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
             return run_random(setting, path, own.random or 1, own.case, own.plans, own.minutes, own.tolerance)
     if own.minutes is not None:
         raise UserError(f"--minutes {own.minutes:g} limits random cases; add --random 100, or leave it out")
-    if not own.plans:
-        raise UserError("dtgpt compare needs plans, such as --plans tp2 pp2 tp2_pp2")
+    if not own.plans and not own.against and not own.commits:
+        raise UserError(
+            "dtgpt compare needs plans, such as --plans tp2 pp2 tp2_pp2, or settings, such as --against "
+            '"--precision bf16", or commits, such as --commits HEAD~1'
+        )
+    if len(own.commits) > 2:
+        raise UserError(f"--commits takes one or two commits, and {len(own.commits)} were given; use HEAD~1 HEAD")
+    output = None if own.json is None else Path(own.json)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise UserError(f"--json {output}: {output.absolute().parent} is not a folder; create it first")
     words = as_words(given)
+    against = {text: [*words, *settings_of(text)] for text in own.against}
+    for more in against.values():
+        checked(load_recipe(path, more))
     from dtgpt.train.compare import compare
 
-    return compare(settle(recipe, given), path, list(own.plans), own.steps, own.tolerance, words)
+    return compare(
+        settle(recipe, given), path.absolute(), list(own.plans), own.steps, own.tolerance, words, against,
+        own.commits, output,
+    )  # fmt: skip
+
+
+def settings_of(text: str) -> list[str]:
+    """Return the words of one value of --against. Raises UserError for options that it cannot have."""
+    words = shlex.split(text)
+    for name in (word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")):
+        if name in REFUSED:
+            raise UserError(f"--against {text!r} has --{name}; {REFUSED[name]}")
+    return words
 
 
 def record(words: list[str]) -> int:
-    """Run `dtgpt record RECIPE.py FILE STEPS MOVED [--option value ...]`, which `dtgpt compare` starts in each process.
-    MOVED: by which seed the initial weights are moved; 0: not at all."""
-    from dtgpt.train.record import move_weights, save_record
+    """Run `dtgpt record RECIPE.py FILE STEPS MOVED SHARED ROLE [--option value ...]`, which `dtgpt compare` starts in
+    each process. MOVED, SHARED: as in `Tracing`; ROLE: "reference", or "plan"."""
+    from dtgpt.train.record import Tracing, move_weights, save_record
     from dtgpt.train.record import record as record_steps
     from dtgpt.train.startup import open_trainer
 
-    if len(words) < 4:
+    if len(words) < 6:
         raise UserError("dtgpt record is internal to dtgpt compare; use dtgpt compare")
-    path, file, steps, moved, *options = words
+    path, file, steps, moved, shared, role, *options = words
+    tracing = Tracing(Path(file), Path(shared), role == "reference", int(moved))
     with open_trainer(load_recipe(Path(path), options)) as trainer:
-        if seed := int(moved):
-            move_weights(trainer, seed)
-        save_record(record_steps(trainer, int(steps)), Path(file))
+        if tracing.moved:
+            move_weights(trainer, tracing.moved)
+        save_record(record_steps(trainer, int(steps), tracing=tracing), tracing.file)
     return 0
 
 

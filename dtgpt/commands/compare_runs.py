@@ -49,7 +49,7 @@ def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
 
 def of_recipes(name: str, value: str) -> str | None:
     """Return why two runs do not have an option that a recipe has, None for an option that neither has."""
-    if name not in ("plans", "steps", "random", "case", "minutes"):
+    if name not in ("plans", "steps", "random", "case", "minutes", "against", "commits", "json"):
         return None
     return f"--{name} belongs to dtgpt compare RECIPE.py; two runs are compared with --output and --tolerance alone"
 

@@ -142,14 +142,19 @@ def _values(word: str, rest: list[str], type_: Any, free: bool) -> list[str]:
         values = _until_option(rest)
         del rest[: len(values)]
         return values
-    following = rest[0] if rest and not rest[0].startswith("--") else None
+    following = rest[0] if rest and not _is_option(rest[0]) else None
     if type_ is bool and (following is None or (free and following.lower() not in (*SWITCH, *NEITHER))):
         return ["on"]
     return [] if following is None else [rest.pop(0)]
 
 
 def _until_option(words: list[str]) -> list[str]:
-    return words[: next((i for i, word in enumerate(words) if word.startswith("--")), len(words))]
+    return words[: next((i for i, word in enumerate(words) if _is_option(word)), len(words))]
+
+
+def _is_option(word: str) -> bool:
+    """Return whether a word begins an option. Several words in quotes, "--precision bf16", are a value."""
+    return word.startswith("--") and " " not in word.partition("=")[0]
 
 
 def _stray(word: str, rest: list[str], values: list[str] | None, option: str) -> str:

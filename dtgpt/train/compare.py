@@ -1,21 +1,29 @@
 """`dtgpt compare`: run the same steps under several plans and hold each against one process.
 
 What is compared: the initial weights; loss, gradient norm, learning rate and loss scale of every step; the gradients of
-the first and of the last step; the final weights. `dtgpt.train.verdict` has the rules.
+the first and of the last step; the final weights. `dtgpt.train.verdict` has the rules. The last step of every run
+begins with the weights and the optimizer's state of the reference: gradients of late steps part in a chaotic run, and
+show nothing. The first step is traced, and `dtgpt.train.gate` finds the first tensor that differs.
 """
 
+import io
+import json
 import math
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
+import dtgpt
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
+from dtgpt.train.gate import Located, Reference, locate
 from dtgpt.train.job import checked
 from dtgpt.train.record import Record, read_record
 from dtgpt.train.verdict import Difference, Limits, difference, limits_of, problems
@@ -28,11 +36,25 @@ REFERENCE = SINGLE
 MOVED = ("moved", "moved 2", "moved 3")  # one process that rounds otherwise, in as many ways as it takes
 
 
+@dataclass(frozen=True)
+class Side:
+    """One of the runs that are compared: its name, plan, options, and the code that it runs; None: this one."""
+
+    name: str
+    plan_name: str
+    plan: Plan
+    options: list[str]
+    code: Path | None = None
+
+
 def compare(
-    recipe: Recipe, path: Path, names: list[str], steps: int, tolerance: float | None, options: list[str]
-) -> int:
-    """Run the reference and each plan in processes of their own and print how they differ. Returns 0, or 1 where a plan
-    is further from the reference than `tolerance` (None: by precision)."""
+    recipe: Recipe, path: Path, names: list[str], steps: int, tolerance: float | None, options: list[str],
+    against: Mapping[str, list[str]] = MappingProxyType({}), commits: Sequence[str] = (), output: Path | None = None,
+) -> int:  # fmt: skip
+    """Run the reference and each plan in processes of their own and print how they differ, and the first tensor in
+    which each does. Returns 0, or 1 where a plan is further from the reference than `tolerance` (None: by precision),
+    or has a fault. against: options of runs of one process that are compared, too, by name. commits: of the code of the
+    reference, and of all other runs; one: this code. output: JSON file of the result."""
     checked(recipe)
     most = recipe.num_steps
     if steps > most:
@@ -45,38 +67,104 @@ def compare(
             replace(recipe, plan=name).plan_for(plan.world)
         except UserError as error:
             raise UserError(f"plan {name}: {error}") from None
-    with tempfile.TemporaryDirectory(prefix="dtgpt-compare-") as folder:
-
-        def run(name: str, plan: Plan, moved: int = 0) -> Record:
-            file = Path(folder) / "record.safetensors"
-            found = run_plan(path, name, plan.world, steps, options, file, moved)
-            file.unlink()  # its tensors stay readable; the next run must not write into the same file
-            return found
+    with tempfile.TemporaryDirectory(prefix="dtgpt-compare-") as temporary:
+        folder = Path(temporary)
+        codes = [code_of(commit, folder / f"code-{place}") for place, commit in enumerate(commits)]
+        theirs, ours = (codes[0], codes[-1] if len(codes) > 1 else None) if codes else (None, None)
+        sides = [Side(REFERENCE, REFERENCE, plans[REFERENCE], options, theirs)]
+        if codes:
+            name = commits[1] if len(commits) > 1 else "this code"
+            sides.append(Side(name, REFERENCE, plans[REFERENCE], options, ours))
+        sides += [Side(name, name, plan, options, ours) for name, plan in plans.items() if name != REFERENCE]
+        sides += [Side(name, REFERENCE, plans[REFERENCE], more, ours) for name, more in against.items()]
 
         records: dict[str, Record] = {}
         differences: dict[str, Difference] = {}
-        for name, plan in plans.items():
-            say(f"{name}: {counted(plan.world, 'process', 'processes')}, {counted(steps, 'step')}")
-            records[name] = run(name, plan)
+        located: dict[str, Located] = {}
+        for place, side in enumerate(sides):
+            name = side.name
+            say(f"{name}: {counted(side.plan.world, 'process', 'processes')}, {counted(steps, 'step')}")
+            file = folder / f"record-{place}"
+            records[name] = run_plan(path, side, steps, file, folder / "shared", is_reference=place == 0)
             if all(map(math.isinf, records[name].norms)):
                 raise UserError(
                     f"plan {name} skipped all steps, since fp16 overflows at this loss scale: nothing can be compared; "
                     "use a smaller scale such as --loss_scale.initial 4096"
                 )
             differences[name] = difference(records[name], records[REFERENCE])
-            if name != REFERENCE:
-                records[name].tensors.clear()  # gigabytes
+            if place == 0:
+                reference = Reference(file, records[name])
+                continue
+            located[name] = locate(reference, records[name], file, limits_of(records[name]).first_gradient)
+            records[name].tensors.clear()  # gigabytes
+            for written in folder.glob(f"{file.name}*"):
+                written.unlink()
         wrong = verdicts(records, differences, tolerance)
         for number, name in enumerate(MOVED, 1):
             if tolerance is not None or not any(wrong.values()):
                 break
             say(f"{name}: one process whose initial weights are moved by their last bit, as rounding alone would")
-            moved = run(REFERENCE, plans[REFERENCE], number)
+            moved = run_plan(path, sides[0], steps, folder / name.replace(" ", "-"), folder / "shared", moved=number)
             differences[name] = difference(moved, records[REFERENCE])
             records[name] = replace(moved, tensors={})
             wrong = verdicts(records, differences, tolerance)
-    say(report(records, differences, wrong))
+    for name, found in located.items() if tolerance is None else ():
+        if found.fault is not None:
+            wrong[name].insert(0, str(found.fault))
+    say(report(records, differences, wrong, located))
+    if output is not None:
+        write_json(output, records, differences, wrong, located)
     return 1 if any(wrong.values()) else 0
+
+
+def code_of(commit: str, folder: Path) -> Path:
+    """Return `folder`, with the files of a commit of the git checkout in which this code lies. Raises UserError."""
+    root = Path(dtgpt.__file__).resolve().parents[1]
+
+    def git(*words: str) -> subprocess.CompletedProcess[bytes]:
+        try:
+            return subprocess.run(["git", "-C", str(root), *words], capture_output=True)
+        except FileNotFoundError:
+            raise UserError("--commits needs git; install it, or compare plans or --against options") from None
+
+    if git("rev-parse", "--git-dir").returncode:
+        raise UserError(f"--commits {commit}: {root} is not a git checkout; run dtgpt from a clone of its repository")
+    if git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}").returncode:
+        raise UserError(f"--commits {commit}: the git checkout at {root} has no such commit; see git log --oneline")
+    archive = git("archive", "--format=tar", commit)
+    if archive.returncode:
+        raise UserError(f"--commits {commit}: {archive.stderr.decode(errors='replace').strip()}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    if not (folder / "dtgpt" / "train" / "trace.py").is_file():
+        raise UserError(f"--commits {commit}: its dtgpt compare cannot trace a step yet; use a later commit")
+    return folder
+
+
+def write_json(
+    file: Path, records: Mapping[str, Record], differences: Mapping[str, Difference], wrong: Mapping[str, list[str]],
+    located: Mapping[str, Located],
+) -> None:  # fmt: skip
+    """Write the result as docs/compare.md describes it."""
+    runs = {}
+    for name, found in located.items():
+        apart = differences[name]
+        runs[name] = {
+            "verdict": "fault" if wrong[name] else "rounding" if found.first is not None else "same",
+            "problems": wrong[name],
+            "first_difference": None if found.first is None else found.first.as_json(),
+            "first_fault": None if found.fault is None else found.fault.as_json(),
+            "losses": records[name].losses,
+            "differences": {
+                "loss": apart.loss,
+                "first_gradient": apart.first_gradient,
+                "last_gradient": apart.last_gradient,
+                "weight": apart.weight,
+            },
+        }
+    reference = {"name": REFERENCE, "losses": records[REFERENCE].losses}
+    values = {"version": 1, "status": int(any(wrong.values())), "reference": reference, "runs": runs}
+    file.write_text(json.dumps(values, indent=1) + "\n")
 
 
 def verdicts(
@@ -103,13 +191,19 @@ def fitting_plan(name: str, names: list[str], own: Mapping[str, Plan]) -> Plan:
     return plan.for_world(max([2, *(p.world for p in others)]))
 
 
-def run_plan(path: Path, name: str, world: int, steps: int, options: list[str], file: Path, moved: int = 0) -> Record:
-    """Start the processes of a plan through torchrun, wait for them, and read what they recorded. moved: from initial
-    weights that `move_weights` has moved by this seed; 0: as they are."""
+def run_plan(
+    path: Path, side: Side, steps: int, file: Path, shared: Path, moved: int = 0, is_reference: bool = False
+) -> Record:
+    """Start the processes of a side through torchrun, wait for them, and read what they recorded at `file`. Other
+    arguments: as in `Tracing`."""
+    world, name = side.plan.world, side.name
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-    worker = ["-m", "dtgpt", "record", str(path), str(file), str(steps), str(moved), *options]
-    worker += ["--plan", name]
+    role = "reference" if is_reference else "plan"
+    worker = ["-m", "dtgpt", "record", str(path), str(file), str(steps), str(moved), str(shared), role, *side.options]
+    worker += ["--plan", side.plan_name]
     environment = {k: v for k, v in child_environment().items() if k not in VARIABLES.values()}
+    if side.code is not None:
+        environment |= {"PYTHONPATH": str(side.code), "PYTHONSAFEPATH": "1"}
     environment.setdefault("OMP_NUM_THREADS", "1")
     done = subprocess.run(
         [sys.executable, *launcher, *worker], env=environment, capture_output=True, text=True, errors="replace"
@@ -125,7 +219,10 @@ def run_plan(path: Path, name: str, world: int, steps: int, options: list[str], 
     return read_record(file)
 
 
-def report(records: dict[str, Record], differences: dict[str, Difference], wrong: Mapping[str, list[str]]) -> str:
+def report(
+    records: dict[str, Record], differences: dict[str, Difference], wrong: Mapping[str, list[str]],
+    located: Mapping[str, Located] = MappingProxyType({}),
+) -> str:  # fmt: skip
     """Return the losses by step, then the largest differences, the memory of the fullest rank, and what is `wrong`."""
     names, width = list(records), max(10, *(len(name) + 2 for name in records))
     side_by_side = max(1, (shutil.get_terminal_size().columns - 6) // width)
@@ -144,6 +241,9 @@ def report(records: dict[str, Record], differences: dict[str, Difference], wrong
         lines.append(f"{name:<{width}}{figures}{max(records[name].memory):8.2f}{planned}")
         if wrong.get(name):
             lines.append(hanging(f"  WRONG: {'; '.join(wrong[name])}", 4))
+        elif name in located:
+            finding = located[name].first
+            lines.append(hanging(f"  first difference: {'none' if finding is None else finding}", 4))
     if MOVED[0] in differences:
         lines.append(f"{MOVED[0]}: one process whose initial weights were moved by their last bit")
     return "\n".join(lines)

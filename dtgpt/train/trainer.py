@@ -98,12 +98,8 @@ class Trainer:
         if not self.graphs.captured:
             self.shards.drop_gradients()
         with self.timers.measure("data", host=True):
-            windows, sample_ids, step_key = self.batches.take(self.step)
-        keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
-        # Contiguous, as copies of inputs in a graph are: another layout would be compiled again during capture.
-        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        batch = self.masks.apply(Batch(tokens, dropout_keys=keys, targets=targets))
-        weighted = self._with_global_weights(batch)
+            read = self.batches.take(self.step)
+        weighted = self._make_batch(*read)
         with self.timers.measure("forward_backward"):
             return self.engine.gradients(self.micro_batches, weighted)
 
@@ -167,6 +163,16 @@ class Trainer:
         self.optimizer.restore(state)
         self.step, self.sizes = state["step"], sizes
         self.optimizer.follow(self.schedule.rates(self.steps, sizes))
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's samples of a step, on the device, as `gradients` takes them."""
+        return self._make_batch(*(value.to(self.mesh.device) for value in self._read_batch(step)))
+
+    def _make_batch(self, windows: Tensor, sample_ids: Tensor, step_key: Tensor) -> Batch:
+        keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
+        # Contiguous, as copies of inputs in a graph are: another layout would be compiled again during capture.
+        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        return self._with_global_weights(self.masks.apply(Batch(tokens, dropout_keys=keys, targets=targets)))
 
     def _with_global_weights(self, batch: Batch) -> Batch:
         """Scale the loss weights so that the mean loss is that over the weights of the whole global batch."""

@@ -9,7 +9,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.sinks import read_records
 from dtgpt.train import record as recording
-from dtgpt.train.record import Record
+from dtgpt.train.record import Record, Tracing
 from dtgpt.train.startup import open_trainer, read_dataset
 from dtgpt.train.trainer import Trainer
 
@@ -57,3 +57,10 @@ def record(recipe, steps: int, moved: bool = False) -> Record | None:
         if moved:
             recording.move_weights(trainer)
         return recording.record(trainer, steps)
+
+
+def traced_record(recipe, tracing: Tracing, change: str = "") -> Record | None:
+    """Return the record of one traced step, on rank 0. change: a statement that plants a fault in the `trainer`."""
+    with open_trainer(recipe) as trainer:
+        exec(change, {"trainer": trainer, "torch": torch})
+        return recording.record(trainer, 1, tracing=tracing)

@@ -9,6 +9,7 @@ import torch
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.train import compare
+from dtgpt.train.gate import Located
 from dtgpt.train.record import Record, rounding_of
 from dtgpt.train.verdict import ROUNDINGS, Limits, difference, limits_of, problems
 from dtgpt.util.errors import UserError
@@ -96,11 +97,12 @@ def test_a_long_comparison_is_held_to_what_rounding_does_to_one_process(recipe, 
     last = {"single": 1.0, "dp2": 1.3}
     rounding = [None, 1.1, 1.0, 1.2]  # what runs are, whose weights are moved
 
-    def run_plan(path, name, world, steps, options, file, moved=0):
-        file.touch()
-        return replace(run(1), tensors=with_tensor("last gradient/a", rounding[moved] or last[name]).tensors)
+    def run_plan(path, side, steps, file, shared, moved=0, is_reference=False):
+        return replace(run(1), tensors=with_tensor("last gradient/a", rounding[moved] or last[side.name]).tensors)
 
     monkeypatch.setattr(compare, "run_plan", run_plan)
+    monkeypatch.setattr(compare, "Reference", lambda *given: None)
+    monkeypatch.setattr(compare, "locate", lambda *given: Located())
     assert compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, None, []) == 0
     out = capsys.readouterr().out
     assert "\nmoved " in out and "moved 2" not in out
@@ -115,8 +117,7 @@ def test_a_long_comparison_is_held_to_what_rounding_does_to_one_process(recipe, 
 
 
 def test_a_comparison_of_steps_that_fp16_skips_is_refused(recipe: Recipe, monkeypatch):
-    def run_plan(path, name, world, steps, options, file, moved=0):
-        file.touch()
+    def run_plan(path, side, steps, file, shared, moved=0, is_reference=False):
         return run(norms=[float("inf")] * 4)
 
     monkeypatch.setattr(compare, "run_plan", run_plan)

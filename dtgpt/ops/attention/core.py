@@ -111,7 +111,8 @@ def explicit(
 
     hidden: True where a query may not attend; None: what causality hides.
     """
-    scores = (q @ k.transpose(-2, -1)).float() * (1 / math.sqrt(q.shape[-1]))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(-2, -1)).to(wide) * (1 / math.sqrt(q.shape[-1]))
     if hidden is None:
         hidden = hidden_columns(q.shape[2], k.shape[2], q.device)
     probabilities = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1).to(v.dtype)

@@ -1,0 +1,254 @@
+"""Faults of one line that `dtgpt compare` must locate: `planted_faults.py --gate` plants them.
+
+A fault that changes what one process computes, too, is compared with the code before it (`--commits`).
+"""
+
+from typing import NamedTuple
+
+from faults import Fault
+
+
+class LocatedFault(NamedTuple):
+    """A fault, the words after `dtgpt compare recipes/gpt2_tiny.py`, and the module that is to be named."""
+
+    fault: Fault
+    words: str
+    module: str
+
+
+DROPOUT = "--model.dropout 0.1"
+CODE = "--commits HEAD"
+
+LOCATED = [
+    LocatedFault(
+        Fault(
+            "sum over tp ranks: each keeps its addend",
+            "dtgpt/comm/collectives.py",
+            "dist.all_reduce(whole, group=self.group)",
+            "pass",
+        ),
+        "--plans tp2",
+        "blocks.0.attn.proj",
+    ),
+    LocatedFault(
+        Fault(
+            "sequence parallelism: gathered parts in the reverse order",
+            "dtgpt/comm/collectives.py",
+            "return torch.cat(parts.chunk(self.group.size()), dim)",
+            "return torch.cat(parts.chunk(self.group.size())[::-1], dim)",
+        ),
+        "--plans tp2_sp",
+        "blocks.0.attn.qkv",
+    ),
+    LocatedFault(
+        Fault(
+            "sequence parallelism: gradients of norms are not summed",
+            "dtgpt/parallel/shards.py",
+            "if self.mesh.tp_group is not None and self._partial:",
+            "if self.mesh.tp_group is not None and len(self._partial) > 99:",
+        ),
+        "--plans tp2_sp",
+        "head.ln_f",
+    ),
+    LocatedFault(
+        Fault(
+            "tied table: the copies on two stages are not summed",
+            "dtgpt/parallel/shards.py",
+            "dist.all_reduce(self.gradients[i], group=self.mesh.tied_group)",
+            "pass",
+        ),
+        "--plans pp2",
+        "embedding.wte",
+    ),
+    LocatedFault(
+        Fault(
+            "dropout under sequence parallelism: masks from one element too late",
+            "dtgpt/parallel/tensor.py",
+            "first = self.sizes[self.dim] // device_mesh.size() * device_mesh.get_local_rank()",
+            "first = (self.sizes[self.dim] // device_mesh.size() + 1) * device_mesh.get_local_rank()",
+        ),
+        f"--plans tp2_sp {DROPOUT}",
+        "embedding.drop",
+    ),
+    LocatedFault(
+        Fault(
+            "dropout under tp: all ranks draw the masks of the first heads",
+            "dtgpt/parallel/tensor.py",
+            "first if dim == self.dim else 0 for dim in range(len(self.sizes))",
+            "0 for dim in range(len(self.sizes))",
+        ),
+        f"--plans tp2 {DROPOUT}",
+        "blocks.0.attn.core",
+    ),
+    LocatedFault(
+        Fault(
+            "replicas take samples that overlap",
+            "dtgpt/train/trainer.py",
+            "self.samples_before(step)) + self.mesh.place.dp * samples",
+            "self.samples_before(step)) + self.mesh.place.dp",
+        ),
+        "--plans dp2",
+        "embedding",
+    ),
+    LocatedFault(
+        Fault(
+            "the norm counts what tp ranks repeat",
+            "dtgpt/parallel/shards.py",
+            "torch.tensor([1 / self.all[i].replicas for i in self._counted], device=mesh.device)",
+            "torch.tensor([1.0 for i in self._counted], device=mesh.device)",
+        ),
+        "--plans tp2",
+        "(all)",
+    ),
+    LocatedFault(
+        Fault(
+            "the norm omits the parts of other ranks",
+            "dtgpt/parallel/shards.py",
+            "return self.mesh.all_reduce(self._squares()).sqrt()",
+            "return self._squares().sqrt()",
+        ),
+        "--plans zero3",
+        "(all)",
+    ),
+    LocatedFault(
+        Fault(
+            "positions under sequence parallelism begin at 0 on every rank",
+            "dtgpt/parallel/tensor.py",
+            "inputs[0].chunk(ranks, dim=1)[rank], *inputs[1:]",
+            "inputs[0].chunk(ranks, dim=1)[0], *inputs[1:]",
+        ),
+        "--plans tp2_sp",
+        "embedding.wpe",
+    ),
+    LocatedFault(
+        Fault(
+            "loss over a cut vocabulary: the offset is one row short",
+            "dtgpt/ops/loss/head.py",
+            "return size * mesh.get_local_rank(), mesh.get_group()",
+            "return (size - 1) * mesh.get_local_rank(), mesh.get_group()",
+        ),
+        "--plans tp2",
+        "head.lm_head",
+    ),
+    LocatedFault(
+        Fault(
+            "ZeRO: weights are drawn for the part of another rank",
+            "dtgpt/parallel/shards.py",
+            "fill_weight(shard.local, shard.name, shard.region, config, key)",
+            "fill_weight(shard.local, shard.name, shard.region if self.mesh.rank == 0 else "
+            "tuple(range(len(r)) for r in shard.region), config, key)",
+        ),
+        "--plans zero3",
+        "embedding.wte",
+    ),
+    LocatedFault(
+        Fault(
+            "a stage divides its gradients by the micro-batches again",
+            "dtgpt/parallel/pipeline.py",
+            "scale_grads=False",
+            "scale_grads=True",
+        ),
+        "--plans pp2",
+        "head.ln_f",
+    ),
+    LocatedFault(
+        Fault(
+            "backward of a matrix cut by columns: addends are not summed",
+            "dtgpt/parallel/between.py",
+            "return ctx.collectives.sum(grad.to_local(), dim_of(ctx.placement)), None, None, None",
+            "return grad.to_local(), None, None, None",
+        ),
+        "--plans tp2",
+        "head.lm_head",
+    ),
+    LocatedFault(
+        Fault(
+            "replicas: a micro-batch overwrites the sum of those before it",
+            "dtgpt/parallel/gradients.py",
+            "            elif self.done:\n",
+            "            elif self.done > 9:\n",
+        ),
+        "--plans dp2",
+        "head.ln_f",
+    ),
+    LocatedFault(
+        Fault(
+            "LayerNorm: another epsilon",
+            "dtgpt/models/layers.py",
+            "return norm_and_pass(x, self.weight, self.bias, self.eps)",
+            "return norm_and_pass(x, self.weight, self.bias, self.eps * 10)",
+        ),
+        CODE,
+        "blocks.0.ln_1",
+    ),
+    LocatedFault(
+        Fault(
+            "the bias of QKV is dropped",
+            "dtgpt/models/gpt2.py",
+            'rearrange(self.qkv(x), "b t',
+            'rearrange(self.qkv(x) - self.qkv.bias.to(x.dtype), "b t',
+        ),
+        CODE,
+        "blocks.1.attn.qkv",
+    ),
+    LocatedFault(
+        Fault(
+            "dropout: two sites of a block share a key",
+            "dtgpt/models/gpt2.py",
+            "self.drop_2 = Dropout(config.dropout, index=2)",
+            "self.drop_2 = Dropout(config.dropout, index=1)",
+        ),
+        f"{CODE} {DROPOUT}",
+        "blocks.0",
+    ),
+    LocatedFault(
+        Fault(
+            "weight decay of biases and norms",
+            "dtgpt/config/sections.py",
+            "decay=shard.local.dim() > 1)",
+            "decay=True)",
+        ),
+        CODE,
+        "blocks.0.ln_1",
+    ),
+    LocatedFault(
+        Fault(
+            "the second moment decays like the first",
+            "dtgpt/ops/optim/adamw.py",
+            "exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1])",
+            "exp_avg_sq = betas[0] * exp_avg_sq + (1 - betas[0])",
+        ),
+        CODE,
+        "blocks.0.attn.proj",
+    ),
+    LocatedFault(
+        Fault(
+            "the scale of scores lacks the root",
+            "dtgpt/ops/attention/core.py",
+            "* (1 / math.sqrt(q.shape[-1]))",
+            "* (1 / q.shape[-1])",
+        ),
+        f"{CODE} {DROPOUT}",
+        "blocks.0.attn.core",
+    ),
+    LocatedFault(
+        Fault(
+            "causal mask: a query sees the next token",
+            "dtgpt/ops/attention/flash.py",
+            "future = column > torch.arange(columns - queries, columns, device=device)[:, None]",
+            "future = column > torch.arange(columns - queries, columns, device=device)[:, None] + 1",
+        ),
+        f"{CODE} {DROPOUT}",
+        "blocks.0.attn.core",
+    ),
+    LocatedFault(
+        Fault(
+            "16-bit weights stay as they were before the update",
+            "dtgpt/ops/optim/adamw.py",
+            "slot.low_precision.copy_(rounded if skip is None else torch.where(skip, slot.low_precision, rounded))",
+            "pass",
+        ),
+        "--plans dp2 --precision bf16",
+        "blocks.0.attn.proj",
+    ),
+]

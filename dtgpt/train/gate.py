@@ -1,0 +1,281 @@
+"""The first tensor in which a run parts from its reference, and whether rounding explains it.
+
+Both runs begin with the same weights and samples, so that the tensors of their first step are equal but for rounding.
+What rounding does is measured, tensor by tensor: the same step is computed in float64, and the error of a run is its
+distance from that. Errors of many independent roundings have nearly the same norm in every order of the sums, and the
+largest of them is nearly the same, too. A run whose norm of the error, or largest error, is `RATIO` times that of the
+reference has a fault. `RATIO` is well above what other orders of sums do (measured: 1.5 times in bf16, 1.05 in fp32),
+and a fault moves a tensor by orders of magnitude more in fp32.
+
+The tensors are judged in the order of the computation: activations; then, backward, their gradients and those of
+parameters; the gradient's norm; the optimizer's state; weights. The optimizer's state and the weights are held
+against what the differences of the gradients explain, since the rule is the same.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dtgpt.train.record import Record
+from dtgpt.train.trace import Key, Trace, file_of
+
+RATIO = 8.0
+FEW = 64  # elements below which the reference may be near float64 by chance
+SURE = 1e-3  # relative error of an element of a gradient up to which its sign and size decide how its weight moves
+Verdict = Literal["bits", "rounding", "fault"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A tensor in which a run differs from its reference."""
+
+    step: int
+    kind: str  # "activation", "gradient of activation", "gradient", "gradient norm", "state", "weight"
+    module: str  # that computes it
+    tensor: str  # its name, as in `dtgpt.train.trace`, or that of a parameter
+    rank: int | None  # None: the same for all ranks
+    micro_batch: int | None  # in the global batch
+    difference: float  # ||a - b|| / ||b||, b: the reference
+    error: float | None  # of the run from float64, relative; None: not computed
+    reference_error: float | None
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        where = [] if self.rank is None else [f"rank {self.rank}"]
+        where += [] if self.micro_batch is None else [f"micro-batch {self.micro_batch}"]
+        errors = ""
+        if self.error is not None and self.reference_error is not None:
+            errors = f", {self.error:.1e} from float64 (one process {self.reference_error:.1e})"
+        place = ", ".join([*where, f"step {self.step}"])
+        return f"{self.verdict} in {self.module}: {self.kind} {self.tensor}, {place}, by {self.difference:.1e}{errors}"
+
+    def as_json(self) -> dict[str, Any]:
+        values = asdict(self)
+        return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+@dataclass
+class Located:
+    """The first tensor that differs at all, and the first with a fault."""
+
+    first: Finding | None = None
+    fault: Finding | None = None
+
+    def add(self, finding: Finding | None) -> None:
+        if finding is not None:
+            self.first = self.first or finding
+            if finding.verdict == "fault":
+                self.fault = self.fault or finding
+
+
+class Reference:
+    """The traces of one process and of float64, and the order of their tensors."""
+
+    def __init__(self, file: Path, record: Record):
+        self.record = record
+        self.trace, self.exact = Trace(file_of(file, "0")), Trace(file_of(file, "float64"))
+        self.order = {name: place for place, name in enumerate(self.trace.names)}
+        self.known_as = {other: name for name, others in self.trace.names.items() for other in (name, *others)}
+
+    def writer(self, name: str) -> str:
+        """Return the module that computes an activation: what it reads is computed around it."""
+        module, way, _ = name.rsplit(" ", 2)
+        return module if way == "output" or not self.trace[self._any(name)].is_floating_point() else parent(module)
+
+    def reader(self, name: str) -> str:
+        """Return the module whose backward pass computes the gradient of a tensor: the innermost that reads it, or what
+        is around those that return it."""
+        labels = [other.rsplit(" ", 2) for other in (name, *self.trace.names[name])]
+        readers = [module for module, way, _ in labels if way == "input"]
+        if readers:
+            return max(readers, key=lambda module: (module.count("."), readers.index(module)))
+        return parent(min((module for module, _, _ in labels), key=lambda module: module.count(".")))
+
+    def backward_place(self, parameter: str) -> float:
+        """Return the place of a parameter's gradient among those of activations: after that of the module's output."""
+        module = parameter.rpartition(".")[0]
+        while module:
+            places = [place for name, place in self.order.items() if name.rsplit(" ", 2)[0] == module]
+            if places:
+                return -min(places) + 0.5
+            module = module.rpartition(".")[0]
+        return math.inf
+
+    def _any(self, name: str) -> Key:
+        return next(key for key in self.trace.keys if key.name == name)
+
+
+def parent(module: str) -> str:
+    return module.rpartition(".")[0] or module
+
+
+def locate(reference: Reference, record: Record, file: Path, limit: float) -> Located:
+    """Return where the run of `record` and of the traces at `file` parts from the reference. limit: largest relative
+    difference where there is no float64."""
+    ranks = sorted(file.parent.glob(f"{file.name}.[0-9]*"), key=lambda path: int(path.suffix[1:]))
+    traces = [Trace(path) for path in ranks]
+    wider = max(1.0, traces[0].eps / reference.trace.eps)
+    judge = Judge(reference, torch.finfo(getattr(torch, record.dtype.removeprefix("torch."))).eps, wider, limit)
+    steps: list[tuple[tuple[float, ...], Any]] = []
+    for trace in traces:
+        for key in trace.keys:
+            name = reference.known_as.get(key.name)
+            if name is None or Key(key.micro_batch, key.kind, name) not in reference.trace.keys:
+                continue
+            place = reference.order[name]
+            at = (0, place) if key.kind == "activation" else (1, -place)
+            steps.append(((*at, key.micro_batch, trace.rank), (trace, key, name)))
+    for label in reference.record.tensors:
+        kind, _, parameter = label.partition("/")
+        if kind == "first gradient":
+            steps.append(((1, reference.backward_place(parameter), 0, 0), (record, parameter)))
+    found = Located()
+    for _, (source, *what) in sorted(steps, key=lambda step: step[0]):
+        found.add(judge.parameter(source, *what) if source is record else judge.traced(source, *what))
+        if found.fault is not None:
+            return found
+    for finding in judge.update(record):
+        found.add(finding)
+    return found
+
+
+class Judge:
+    """The rule of `RATIO`, and what the differences of gradients explain. eps: of the activations of the run; wider: by
+    how much its products round more than the reference's; limit: as of `locate`."""
+
+    def __init__(self, reference: Reference, eps: float, wider: float, limit: float):
+        self.reference, self.eps, self.wider, self.limit = reference, eps, wider, limit
+
+    def traced(self, trace: Trace, key: Key, name: str) -> Finding | None:
+        """Return how a tensor differs, None where it has the reference's bits."""
+        reference, own = self.reference, Key(key.micro_batch, key.kind, name)
+        backward = key.kind == "gradient"
+        exact = reference.exact[own] if own in reference.exact.keys else None
+        return self._finding(
+            trace[key], reference.trace[own], exact, trace.tp,
+            kind="gradient of activation" if backward else "activation",
+            module=reference.reader(name) if backward else reference.writer(name),
+            tensor=name, rank=trace.rank, micro_batch=key.micro_batch,
+        )  # fmt: skip
+
+    def parameter(self, record: Record, name: str) -> Finding | None:
+        """Return how the first gradient of a parameter differs."""
+        own, key = f"first gradient/{name}", Key(0, "parameter", name)
+        exact = self.reference.exact[key] if key in self.reference.exact.keys else None
+        return self._finding(
+            record.tensors[own], self.reference.record.tensors[own], exact, 0,
+            kind="gradient", module=name.rpartition(".")[0], tensor=name,
+        )  # fmt: skip
+
+    def update(self, record: Record) -> Iterator[Finding | None]:
+        """Yield how the norm, the state of the optimizer and the weights differ after the first step."""
+        reference = self.reference.record
+        ours, theirs = record.tensors, reference.tensors
+        names = [key.partition("/")[2] for key in theirs if key.startswith("first gradient/")]
+        apart = [(distance(ours[k], theirs[k]), norm(theirs[k])) for k in (f"first gradient/{n}" for n in names)]
+        whole = math.sqrt(sum(d**2 for d, _ in apart)) / max(1e-300, math.sqrt(sum(n**2 for _, n in apart)))
+        yield self._explained(
+            torch.tensor(record.norms[:1]), torch.tensor(reference.norms[:1]), RATIO * (whole + 2.0**-23),
+            kind="gradient norm", module="(all)", tensor="global norm",
+        )  # fmt: skip
+        updated = [key for key in theirs if key.startswith("first ") and not key.startswith("first gradient/")]
+        for key in sorted(updated, key=lambda key: (key.startswith("first update/"), key)):
+            kind, _, name = key.partition("/")
+            a, b = ours[key].double(), theirs[key].double()
+            known, chance = self._known(record, name, b.shape)
+            if known is not None:
+                a, b = a[known], b[known]
+            weights = kind == "first update"
+            held = float(theirs[f"weight/{name}"].abs().max()) if weights else 0.0
+            rounding = 2.0**-23 * held * math.sqrt(b.numel()) / max(norm(b), 1e-300)
+            allowed = RATIO * (chance + rounding + 2.0**-23)
+            yield self._explained(
+                a, b, allowed, kind="weight" if weights else "state", module=name.rpartition(".")[0],
+                tensor=name if weights else f"{kind.removeprefix('first ')} of {name}",
+            )  # fmt: skip
+        for name in record.stale:
+            facts = {"kind": "weight", "module": name.rpartition(".")[0], "tensor": f"16-bit copy of {name}"}
+            yield finding_of(math.inf, "fault", **facts)
+
+    def _known(self, record: Record, name: str, shape: torch.Size) -> tuple[Tensor | None, float]:
+        """Return which elements have a gradient that both runs know to `SURE`, by which they move, where others move
+        by chance; and how far apart these gradients are. None: all elements, where not all gradients were kept."""
+        a, b = (r.tensors[f"first gradient/{name}"].double() for r in (record, self.reference.record))
+        if b.shape != shape:
+            return None, self.limit
+        apart = (a - b).abs()
+        known = apart.amax() <= SURE * b.abs()
+        ratios = apart[known] / b[known].abs().clamp(min=1e-300)
+        return known, math.sqrt(float(ratios.square().mean())) if ratios.numel() else 0.0
+
+    def _explained(self, a: Tensor, b: Tensor, allowed: float, **facts: Any) -> Finding | None:
+        if torch.equal(a, b):
+            return None
+        apart = distance(a, b) / max(norm(b), 1e-300)
+        verdict: Verdict = "bits" if apart <= self.eps else "rounding" if apart <= allowed else "fault"
+        return finding_of(apart, verdict, **facts)
+
+    def _finding(self, piece: Tensor, whole: Tensor, exact: Tensor | None, tp: int, **facts: Any) -> Finding | None:
+        cut = part_of(whole, piece.shape, tp)
+        if cut is None:
+            return finding_of(math.inf, "fault", **facts)
+        rows = min(len(piece), len(whole[cut])) if piece.dim() > 1 else None
+        if exact is not None and rows is not None:
+            rows = min(rows, len(exact))
+        piece, other = piece[:rows] if rows else piece, whole[cut][:rows] if rows else whole[cut]
+        if torch.equal(piece, other):
+            return None
+        if not piece.is_floating_point():
+            changed = float((piece != other).double().mean())
+            return finding_of(changed, "fault", **facts)
+        apart = distance(piece, other) / max(norm(other), 1e-300)
+        if not math.isfinite(apart):
+            return finding_of(apart, "fault", **facts)
+        if exact is None:
+            verdict: Verdict = "bits" if apart <= self.eps else "rounding" if apart <= self.limit else "fault"
+            return finding_of(apart, verdict, **facts)
+        right = exact[cut][:rows] if rows else exact[cut]
+        error, own = (distance(values, right) for values in (piece, other))
+        largest, own_largest = (float((values.double() - right).abs().max()) for values in (piece, other))
+        least = self.eps * (RATIO if right.numel() < FEW else 1)
+        explained = error <= max(RATIO * self.wider * own, least * norm(right)) and largest <= max(
+            RATIO * self.wider * own_largest, least * float(right.abs().max())
+        )
+        size = max(norm(right), 1e-300)
+        verdict = "fault" if not explained else "bits" if apart <= self.eps else "rounding"
+        return finding_of(apart, verdict, error=error / size, reference_error=own / size, **facts)
+
+
+def finding_of(difference: float, verdict: Verdict, **facts: Any) -> Finding:
+    """Return a finding of the first step; what `facts` does not have is None."""
+    values = {"rank": None, "micro_batch": None, "error": None, "reference_error": None} | facts
+    return Finding(step=1, difference=difference, verdict=verdict, **values)
+
+
+def part_of(whole: Tensor, shape: torch.Size, tp: int) -> tuple[slice, ...] | None:
+    """Return which part of a tensor a tensor-parallel rank has, by what its piece lacks; None where the shapes do not
+    fit. The first dimension of several is that of samples, of which either may have fewer."""
+    if whole.dim() != len(shape):
+        return None
+    cut = []
+    for dim, (size, length) in enumerate(zip(whole.shape, shape, strict=True)):
+        if size == length or (dim == 0 and len(shape) > 1):
+            cut.append(slice(None))
+        elif length and size % length == 0 and (tp + 1) * length <= size:
+            cut.append(slice(tp * length, (tp + 1) * length))
+        else:
+            return None
+    return tuple(cut)
+
+
+def norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value, dtype=torch.float64))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return norm(a.double() - b.double())

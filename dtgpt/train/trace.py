@@ -1,0 +1,224 @@
+"""What the modules of every rank compute in one step: activations and their gradients, and the same step in float64.
+
+Each rank writes a file. A tensor has the name of the module that returns it, as in `blocks.0 output 0`, or of the first
+module that reads it, where it is made between modules. `dtgpt.train.gate` compares the files of two runs.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dtgpt.config.execution import Settings
+from dtgpt.models.batch import Batch
+from dtgpt.models.binding import BoundModule, bind
+from dtgpt.models.decoder import Decoder, unique_parameters
+from dtgpt.models.layers import AttentionCore, Output
+from dtgpt.parallel.build import set_execution
+from dtgpt.train.trainer import Trainer
+
+ELEMENTS = 1 << 20  # of a tensor that are kept at most: those of the first samples of a micro-batch
+FP8_EPS = 2.0**-3  # of the narrower products of a run in fp8
+OPERATIONS = 2e12  # of a step in float64 at most; a longer one computes the first sample alone
+
+
+class Key(NamedTuple):
+    """Which tensor of a step."""
+
+    micro_batch: int  # in the global batch
+    kind: str  # "activation" or "gradient"
+    name: str
+
+
+class Recorder:
+    """Copies of what modules return and read, and of the gradients of both, in the order of the computation.
+
+    `names` maps each tensor's name to all others that modules have for it. `first`: the global index of this rank's
+    first micro-batch.
+    """
+
+    def __init__(self, first: int = 0):
+        self.first = first
+        self.tensors: dict[Key, Tensor] = {}
+        self.names: dict[str, list[str]] = {}
+        self._passes: dict[str, int] = {}
+        self._micro_batch = first
+        self._present: dict[int, tuple[ref[Tensor], str]] = {}  # by identity; recomputation frees tensors of this pass
+
+    @contextmanager
+    def attached(self, stages: list[Decoder]) -> Iterator[None]:
+        """Record passes through `stages` while the context lasts."""
+        handles = []
+        for index, stage in enumerate(stages):
+            handles.append(stage.register_forward_pre_hook(partial(self._begin, str(index))))
+            handles.append(stage.register_forward_hook(lambda *_: self._present.clear()))
+            for name, module in stage.named_modules():
+                if name:
+                    handles.append(module.register_forward_pre_hook(partial(self._before, name), prepend=True))
+                    handles.append(module.register_forward_hook(partial(self._after, name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def keep(self, kind: str, name: str, value: Tensor, micro_batch: int) -> None:
+        """Keep a copy of a tensor, or of the part of its first samples, the first time that it is given."""
+        key = Key(micro_batch, kind, name)
+        if key not in self.tensors:
+            some = value.detach()
+            if some.dim() > 1:
+                some = some[: max(1, ELEMENTS * len(some) // max(1, some.numel()))]
+            self.tensors[key] = some.to("cpu", copy=True).contiguous()
+
+    def _begin(self, stage: str, module: nn.Module, inputs: Any) -> None:
+        done = self._passes.get(stage, 0)
+        self._passes[stage] = done + 1
+        self._micro_batch = self.first + done
+
+    def _before(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self._see(f"{name} input", inputs)
+
+    def _after(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._see(f"{name} output", output)
+
+    def _see(self, label: str, values: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # backward computes the pass again
+            return
+        for index, value in enumerate(leaves(values)):
+            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter | DTensor):
+                continue
+            name = f"{label} {index}"
+            present, known = self._present.get(id(value), (None, ""))
+            if present is not None and present() is value:
+                names = self.names[known]
+                if name not in names:
+                    names.append(name)
+                continue
+            self._present[id(value)] = ref(value), name
+            self.names.setdefault(name, [])
+            self.keep("activation", name, value, self._micro_batch)
+            if value.requires_grad:
+                value.register_hook(partial(self._gradient, name, self._micro_batch))
+
+    def _gradient(self, name: str, micro_batch: int, gradient: Tensor) -> None:
+        self.keep("gradient", name, gradient, micro_batch)
+
+
+def leaves(values: Any) -> Iterator[Any]:
+    """Yield what nested tuples hold, in order."""
+    if isinstance(values, tuple | list):
+        for value in values:
+            yield from leaves(value)
+    else:
+        yield values
+
+
+@contextmanager
+def uncompiled(stages: list[Decoder], settings: Settings) -> Iterator[None]:
+    """Run parts of the model without `torch.compile` while the context lasts, so that a recorder sees their modules."""
+    parts = [m for stage in stages for m in stage.modules() if isinstance(m, BoundModule)] if settings.compile else []
+    bound = [(part, part.bound.run) for part in parts]
+    for part in parts:
+        bind(part, run=None)
+    for stage in stages if parts else ():
+        set_execution(stage, settings)
+    try:
+        yield
+    finally:
+        for part, run in bound:
+            bind(part, run=run)
+
+
+@contextmanager
+def traced(trainer: Trainer, file: Path) -> Iterator[None]:
+    """Write what this rank's modules compute while the context lasts, one step, to `file` and the rank's number."""
+    mesh, settings = trainer.mesh, trainer.settings
+    recorder = Recorder(mesh.place.dp * trainer.micro_batches)
+    with uncompiled(trainer.stages, settings), recorder.attached(trainer.stages):
+        yield
+    eps = FP8_EPS if settings.fp8 else torch.finfo(settings.dtype).eps
+    save(recorder, file_of(file, str(mesh.rank)), rank=mesh.rank, tp=mesh.place.tp, eps=eps)
+
+
+def file_of(file: Path, part: str) -> Path:
+    """Return the file of a rank, or of float64."""
+    return file.with_name(f"{file.name}.{part}")
+
+
+def save(recorder: Recorder, file: Path, **facts: float) -> None:
+    keys = list(recorder.tensors)
+    tensors = {str(index): recorder.tensors[key] for index, key in enumerate(keys)}
+    values = {"keys": keys, "names": recorder.names, **facts}
+    save_file(tensors, file, metadata={"trace": json.dumps(values)})
+
+
+class Trace:
+    """What one rank has recorded; a tensor is read when it is asked for."""
+
+    def __init__(self, file: Path):
+        self._file = safe_open(file, "pt")
+        values = json.loads(self._file.metadata()["trace"])
+        self.names: dict[str, list[str]] = values["names"]
+        self.rank, self.tp, self.eps = values["rank"], values["tp"], values["eps"]
+        self.keys = {Key(*key): str(index) for index, key in enumerate(values["keys"])}
+
+    def __getitem__(self, key: Key) -> Tensor:
+        return self._file.get_tensor(self.keys[key])
+
+
+def trace_in_float64(trainer: Trainer, file: Path) -> None:
+    """Compute the first step of a trainer of one process, at its initial weights, in float64 on the CPU, and write what
+    modules compute, and the gradients of parameters where the whole batch is computed."""
+    settings, device = trainer.settings, torch.device("cpu")
+    with torch.device("meta"):
+        model = Decoder(settings.model, torch.float64).to(torch.float64)
+    model.allocate(device)
+    values = {shard.name: shard.local for shard in trainer.shards}
+    parameters = unique_parameters(model)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+    output = next(module for module in model.modules() if isinstance(module, Output))
+    name = next(name for name, module in model.named_modules() if module is output)
+    for module in model.modules():
+        if isinstance(module, AttentionCore):
+            bind(module, backend="explicit")
+    batch = trainer.batch(0)
+    pieces = Batch._make(None if value is None else value.cpu() for value in batch).chunk(trainer.micro_batches)
+    whole = 6 * sum(p.numel() for p in parameters.values()) * batch.tokens.numel() <= OPERATIONS
+    recorder = Recorder()
+    weight = trainer.optimizer.gradient_scale.item()
+    for index, piece in enumerate(pieces if whole else pieces[:1]):
+        some = piece if whole else Batch._make(None if value is None else value[:1] for value in piece)
+        with recorder.attached([model]):
+            logits = model(*some._replace(targets=None, loss_weights=None))
+            assert some.targets is not None
+            losses = F.cross_entropy(
+                logits[..., : output.vocab_size].flatten(0, -2), some.targets.flatten(), reduction="none"
+            )
+            if some.loss_weights is not None:
+                losses = losses * some.loss_weights.flatten()
+            loss = losses.sum() / piece.tokens.numel()
+        made = f"{name} output 0"
+        recorder.tensors = {key: value for key, value in recorder.tensors.items() if key[0] != index or key[2] != made}
+        if whole:
+            recorder.keep("activation", made, loss, index)
+        (loss * weight).backward()
+        recorder.tensors.pop(Key(index, "gradient", made), None)
+    if whole:
+        unscale = float(trainer.optimizer.inverse_scale())
+        for name, parameter in parameters.items():
+            assert parameter.grad is not None
+            recorder.tensors[Key(0, "parameter", name)] = settings.model.comparable(name, parameter.grad * unscale)
+    save(recorder, file_of(file, "float64"), rank=0, tp=0, eps=torch.finfo(torch.float64).eps)

@@ -1,0 +1,80 @@
+"""The first tensor that differs is found, and a fault is told from rounding."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtgpt.config.sections import OptimizerConfig
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.train.compare import fitting_plan
+from dtgpt.train.gate import Located, Reference, locate
+from dtgpt.train.record import Tracing
+from tests.support.ranks import pool
+from tests.support.runs import traced_record
+
+pytestmark = pytest.mark.slow(13)
+
+MODEL = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, dropout=0.1)
+BLOCK, LAST = "trainer.stages[0].blocks['0']", "trainer.stages[0].blocks['1']"
+
+
+@pytest.fixture
+def recipe(recipe):
+    return replace(recipe, model=MODEL, micro_batch_size=2, global_batch_size=8, optimizer=OptimizerConfig(lr=3e-3))
+
+
+@pytest.fixture
+def reference(recipe, tmp_path) -> Reference:
+    file = tmp_path / "one"
+    return Reference(file, traced_record(recipe, Tracing(file, tmp_path / "shared", is_reference=True)))
+
+
+def located(recipe, reference: Reference, folder: Path, plan: str = "single", change: str = "") -> Located:
+    """Return where a plan parts from the reference. change: as of `traced_record`."""
+    tracing = Tracing(folder / "other", folder / "shared", is_reference=False)
+    record, *_ = pool().run(
+        fitting_plan(plan, [], {}).world, traced_record, replace(recipe, plan=plan), tracing, change
+    )
+    return locate(reference, record, tracing.file, 1e-5)
+
+
+def test_the_same_run_has_the_same_bits(recipe, reference, tmp_path):
+    assert located(recipe, reference, tmp_path) == Located()
+
+
+@pytest.mark.parametrize("plan", ["dp2_zero3", "tp2_sp_pp2"])
+def test_a_plan_is_apart_by_rounding(recipe, reference, tmp_path, plan):
+    found = located(recipe, reference, tmp_path, plan)
+    assert found.fault is None and found.first is not None and found.first.verdict in ("bits", "rounding")
+    assert found.first.difference < 1e-6 and found.first.error < 2 * found.first.reference_error
+
+
+FAULTS = {
+    "epsilon": (f"{BLOCK}.ln_1.eps = 1e-4", "blocks.0.ln_1", "activation"),
+    "key": (f"{BLOCK}.drop_2.index = 1", "blocks.0", "activation"),
+    "backward": (
+        f"{LAST}.mlp.fc.register_full_backward_hook(lambda m, inputs, outputs: (2 * inputs[0],))",
+        "blocks.1.mlp.fc", "gradient of activation",
+    ),
+    "parameter": (
+        f"{LAST}.attn.proj.weight.register_hook(lambda gradient: 1.00001 * gradient)", "blocks.1.attn.proj", "gradient",
+    ),
+    "clipping": ("trainer.optimizer.clip = 0.5", "blocks.0.attn.proj", "state"),
+    "rate": ("trainer.optimizer.schedule *= 1.001", "blocks.0.attn.proj", "weight"),
+    "norm": ("trainer.shards._shares *= 1.001", "(all)", "gradient norm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_located(recipe, reference, tmp_path, name):
+    change, module, kind = FAULTS[name]
+    found = located(recipe, reference, tmp_path, change=change)
+    assert (found.fault.module, found.fault.kind, found.fault.step) == (module, kind, 1)
+
+
+def test_a_fault_of_one_rank_is_located_on_that_rank(recipe, reference, tmp_path):
+    change = "if trainer.mesh.rank == 1: trainer.stages[0].blocks['1'].ln_2.eps = 1e-3"
+    found = located(recipe, reference, tmp_path, "dp2", change)
+    assert (found.fault.module, found.fault.rank, found.fault.micro_batch) == ("blocks.1.ln_2", 1, 2)
+    assert found.fault.error > 100 * found.fault.reference_error
