@@ -164,8 +164,8 @@ def test_a_model_without_decode_kernels_is_refused(config):
 
 
 def test_beams_are_refused(tmp_path):
-    save_huggingface(InMemory(build_model(SMALL, CPU, torch.float32, root_key(0))), tmp_path)
-    model = dtgpt.load(tmp_path, device="cpu")
+    save_huggingface(InMemory(build_model(SMALL, CPU, torch.float32, root_key(0))), tmp_path / "model")
+    model = dtgpt.load(tmp_path / "model", device="cpu")
     model.generator.exact = True
     with pytest.raises(UserError, match=r"num_beams=2 searches.*use num_beams=1"):
         model.generate([1, 2], num_beams=2)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.config.plan import Plan
 from dtgpt.train import compare
 from dtgpt.util import environment
 from dtgpt.util.environment import child_environment
@@ -53,6 +54,7 @@ def test_the_plans_that_compare_starts_find_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(compare.subprocess, "run", run)
     monkeypatch.delenv("PYTHONPATH")
     with pytest.raises(compare.UserError):
-        compare.run_plan(tmp_path / "r.py", "dp2", 2, 1, [], tmp_path / "file")
+        side = compare.Side("dp2", "dp2", Plan(dp=2), [])
+        compare.run_plan(tmp_path / "r.py", side, 1, tmp_path / "file", tmp_path)
     monkeypatch.undo()
     assert found(tmp_path, given[0]) == HERE
