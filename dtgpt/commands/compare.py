@@ -8,6 +8,7 @@ from typing import Annotated
 
 from dtgpt.commands import compare_runs
 from dtgpt.commands.recipes import RecipeCommand
+from dtgpt.commands.results import check_output, write_results
 from dtgpt.config.overrides import Options, as_words, take
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
@@ -68,23 +69,28 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
     if len(own.commits) > 2:
         raise UserError(f"--commits takes one or two commits, and {len(own.commits)} were given; use HEAD~1 HEAD")
     output = None if own.json is None else Path(own.json)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise UserError(f"--json {output}: {output.absolute().parent} is not a folder; create it first")
+    if output is not None:
+        check_output(output, "--json", "compare.json")
     words = as_words(given)
     against = {text: [*words, *settings_of(text)] for text in own.against}
     for more in against.values():
         checked(load_recipe(path, more))
     from dtgpt.train.compare import compare
 
-    return compare(
-        settle(recipe, given), path.absolute(), list(own.plans), own.steps, own.tolerance, words, against,
-        own.commits, output,
-    )  # fmt: skip
+    result = compare(
+        settle(recipe, given), path.absolute(), list(own.plans), own.steps, own.tolerance, words, against, own.commits
+    )
+    if output is not None:
+        write_results(output, "--json", result)
+    return result["status"]
 
 
 def settings_of(text: str) -> list[str]:
     """Return the words of one value of --against. Raises UserError for options that it cannot have."""
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        raise UserError(f"--against {text!r} has a quote that is not closed; close it") from None
     for name in (word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")):
         if name in REFUSED:
             raise UserError(f"--against {text!r} has --{name}; {REFUSED[name]}")

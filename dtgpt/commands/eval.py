@@ -11,6 +11,7 @@ from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import ProgressLines
 from dtgpt.commands.model_options import Device, Exact, MaxLength, MergeFile, Precision, TokenizerName, VocabFile
+from dtgpt.commands.results import check_output, write_results
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation.catalog import Asked, asked_for, prepare
 from dtgpt.evaluation.files import DataFile
@@ -26,10 +27,8 @@ from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.models.source import Source
 from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import counted, duration, say
-from dtgpt.util.errors import UserError, remedy
 from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import device_name, memory_errors_as_user_errors
-from dtgpt.util.storage import check_can_write, write_json
 from dtgpt.util.threads import Threads
 
 
@@ -78,7 +77,7 @@ class EvalOptions:
 def evaluate(path: Path, options: EvalOptions) -> None:
     how = TaskOptions(strict=options.strict, overlapping_eval=options.overlapping_eval, limit=options.limit)
     asked, output = asked_for(options.task, options.data, how), Path(options.output)
-    check_output(output, [one.path for one in asked])
+    check_output(output, "--output", "eval.json", [one.path for one in asked])
     plan = Plan() if options.plan is None else options.plan
     source, settings, mesh = open_model(
         path, plan, options.device, options.precision, options.max_length, options.exact
@@ -99,7 +98,7 @@ def evaluate(path: Path, options: EvalOptions) -> None:
     if mesh.rank == 0:
         show(measured)
         where = {"device": device_name(mesh.device), "precision": str(settings.dtype).removeprefix("torch.")}
-        write_results(output, {
+        write_results(output, "--output", {
             "dtgpt": dtgpt.__version__, "model": described, "tokenizer": tokenizer.name, "plan": mesh.plan.name,
             "processes": mesh.world, **where, "results": list(map(as_json, measured)),
         })  # fmt: skip
@@ -141,31 +140,6 @@ def describe_model(path: Path, source: Source, positions: int, digest: str) -> d
     if isinstance(source, Saved):
         described |= {"checkpoint": str(source.checkpoint.folder), "step": source.checkpoint.state.get("step")}
     return described
-
-
-def check_output(path: Path, data: Sequence[Path]) -> None:
-    """Raise UserError, before anything is computed, where results cannot be written to `path`, or would take the place
-    of `data`."""
-    if path.is_dir():
-        raise UserError(f"--output {path} is a folder; name a file, such as {path / 'eval.json'}")
-    if path.exists() and not path.is_file():
-        raise UserError(f"--output {path} is not a regular file; name one, such as eval.json")
-    if path.exists() and any(one.exists() and path.samefile(one) for one in data):
-        raise UserError(f"--output {path} is the data, which it would replace; name another file, such as eval.json")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UserError(f"--output {path} is in {folder}, which is not a folder; make it, or give another path")
-    check_can_write(path)
-
-
-def write_results(path: Path, results: dict[str, Any]) -> None:
-    """Write results as JSON, whole or not at all. Raise UserError where that fails."""
-    try:
-        write_json(path, results)
-    except OSError as error:
-        advice = remedy(error, "check the disk")
-        raise UserError(f"{path} cannot be written ({error.strerror or error}); {advice}, or give --output") from None
-    say(f"results -> {path}")
 
 
 class SampleProgress(ProgressLines):

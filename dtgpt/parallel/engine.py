@@ -47,7 +47,8 @@ class TrainingEngine(ABC):
 
 def exact_mean(losses: Tensor, micro_batches: int, shards: Shards) -> Tensor:
     """Return what the mean losses of some of this replica's micro-batches add to its mean loss. Each is rounded to fp32
-    as an addend of the mean over the global batch, so that fp64 holds sums of them exactly, in any order."""
+    as an addend of the mean over the global batch, so that fp64 holds sums of them exactly, in any order, unless one is
+    more than a million times another."""
     dp = shards.mesh.plan.dp
     return dp * (losses.detach() / (micro_batches * dp)).double().sum()
 

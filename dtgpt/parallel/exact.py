@@ -46,6 +46,7 @@ class ExactBucket(ABC):
         self._arrived = 0
         self._table = 0  # the index of a tied table
         self._diverted: Tensor | None = None  # the head's gradient of it
+        self._second: FixedPointSum | None = None  # of what is diverted
 
     def watch(self, computing: list[nn.Parameter]) -> None:
         """Take the gradients of these, which are the parameters or what ZeRO gathers of each."""
@@ -56,6 +57,7 @@ class ExactBucket(ABC):
     def divert(self, table: nn.Parameter) -> Callable[[Tensor], None]:
         """Return what is to be called with the head's gradient of a tied table, one of the parameters."""
         self._table = next(i for i, p in enumerate(self.parameters) if p is table)
+        self._second = self.sum_of_table()
         return partial(setattr, self, "_diverted")
 
     def begin(self, done: int = 0) -> None:
@@ -74,6 +76,10 @@ class ExactBucket(ABC):
         self._arrived, self._diverted, self.done = 0, None, self.done + 1
         with torch.no_grad():
             self.take(gradients, second)
+
+    @abstractmethod
+    def sum_of_table(self) -> FixedPointSum:
+        """Return what adds to the integers of the tied table alone."""
 
     @abstractmethod
     def take(self, gradients: list[Tensor], second: Tensor | None) -> None:
@@ -109,13 +115,10 @@ class SummedBucket(ExactBucket):
         self._wholes = [p[: math.prod(shape)].view(shape) for p, shape in zip(pieces, self.shapes, strict=True)]
         self._pieces = [piece.view(self.ranks, -1) for piece in pieces]
         self._sum = self._make_sum(self._wholes, self._local[-1])
-        self._second: FixedPointSum | None = None
         self._work: dist.Work | None = None
 
-    def divert(self, table: nn.Parameter) -> Callable[[Tensor], None]:
-        take = super().divert(table)
-        self._second = self._make_sum([self._wholes[self._table]], self._local[-1])
-        return take
+    def sum_of_table(self) -> FixedPointSum:
+        return self._make_sum([self._wholes[self._table]], self._local[-1])
 
     def take(self, gradients: list[Tensor], second: Tensor | None) -> None:
         if self.done == 1:
@@ -175,12 +178,9 @@ class CutBucket(ExactBucket):
         super().__init__(parameters, mesh, settings)
         self._exchange = exchange
         self._sum = self._make_sum([self.flat[:-1]], self.flat[-1])
-        self._second: FixedPointSum | None = None
 
-    def divert(self, table: nn.Parameter) -> Callable[[Tensor], None]:
-        take = super().divert(table)
-        self._second = self._make_sum([self.own[self._table]], self.flat[-1])
-        return take
+    def sum_of_table(self) -> FixedPointSum:
+        return self._make_sum([self.own[self._table]], self.flat[-1])
 
     def take(self, gradients: list[Tensor], second: Tensor | None) -> None:
         pieces = [self._by_rank(g, part) for g, part in zip(gradients, self.parts, strict=True)]

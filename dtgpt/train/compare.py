@@ -7,7 +7,6 @@ show nothing. The first step is traced, and `dtgpt.train.gate` finds the first t
 """
 
 import io
-import json
 import math
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import dtgpt
 from dtgpt.config.plan import Plan
@@ -49,12 +49,13 @@ class Side:
 
 def compare(
     recipe: Recipe, path: Path, names: list[str], steps: int, tolerance: float | None, options: list[str],
-    against: Mapping[str, list[str]] = MappingProxyType({}), commits: Sequence[str] = (), output: Path | None = None,
-) -> int:  # fmt: skip
+    against: Mapping[str, list[str]] = MappingProxyType({}), commits: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Run the reference and each plan in processes of their own and print how they differ, and the first tensor in
-    which each does. Returns 0, or 1 where a plan is further from the reference than `tolerance` (None: by precision),
-    or has a fault. against: options of runs of one process that are compared, too, by name. commits: of the code of the
-    reference, and of all other runs; one: this code. output: JSON file of the result."""
+    which each does. Return the result as docs/compare.md describes its JSON: "status" is 0, or 1 where a plan is
+    further from the reference than `tolerance` (None: by precision), or has a fault. against: options of runs of one
+    process that are compared, too, by name. commits: of the code of the reference, and of all other runs; one: this
+    code."""
     checked(recipe)
     most = recipe.num_steps
     if steps > most:
@@ -112,9 +113,7 @@ def compare(
         if found.fault is not None:
             wrong[name].insert(0, str(found.fault))
     say(report(records, differences, wrong, located))
-    if output is not None:
-        write_json(output, records, differences, wrong, located)
-    return 1 if any(wrong.values()) else 0
+    return as_json(records, differences, wrong, located)
 
 
 def code_of(commit: str, folder: Path) -> Path:
@@ -141,11 +140,11 @@ def code_of(commit: str, folder: Path) -> Path:
     return folder
 
 
-def write_json(
-    file: Path, records: Mapping[str, Record], differences: Mapping[str, Difference], wrong: Mapping[str, list[str]],
+def as_json(
+    records: Mapping[str, Record], differences: Mapping[str, Difference], wrong: Mapping[str, list[str]],
     located: Mapping[str, Located],
-) -> None:  # fmt: skip
-    """Write the result as docs/compare.md describes it."""
+) -> dict[str, Any]:  # fmt: skip
+    """Return the result as of `compare`."""
     runs = {}
     for name, found in located.items():
         apart = differences[name]
@@ -163,8 +162,7 @@ def write_json(
             },
         }
     reference = {"name": REFERENCE, "losses": records[REFERENCE].losses}
-    values = {"version": 1, "status": int(any(wrong.values())), "reference": reference, "runs": runs}
-    file.write_text(json.dumps(values, indent=1) + "\n")
+    return {"version": 1, "status": int(any(wrong.values())), "reference": reference, "runs": runs}
 
 
 def verdicts(

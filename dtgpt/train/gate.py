@@ -82,10 +82,10 @@ class Reference:
         self.order = {name: place for place, name in enumerate(self.trace.names)}
         self.known_as = {other: name for name, others in self.trace.names.items() for other in (name, *others)}
 
-    def writer(self, name: str) -> str:
-        """Return the module that computes an activation: what it reads is computed around it."""
+    def writer(self, name: str, value: Tensor) -> str:
+        """Return the module that computes an activation: what it reads is computed around it, but for whole numbers."""
         module, way, _ = name.rsplit(" ", 2)
-        return module if way == "output" or not self.trace[self._any(name)].is_floating_point() else parent(module)
+        return module if way == "output" or not value.is_floating_point() else parent(module)
 
     def reader(self, name: str) -> str:
         """Return the module whose backward pass computes the gradient of a tensor: the innermost that reads it, or what
@@ -106,9 +106,6 @@ class Reference:
             module = module.rpartition(".")[0]
         return math.inf
 
-    def _any(self, name: str) -> Key:
-        return next(key for key in self.trace.keys if key.name == name)
-
 
 def parent(module: str) -> str:
     return module.rpartition(".")[0] or module
@@ -120,7 +117,7 @@ def locate(reference: Reference, record: Record, file: Path, limit: float) -> Lo
     ranks = sorted(file.parent.glob(f"{file.name}.[0-9]*"), key=lambda path: int(path.suffix[1:]))
     traces = [Trace(path) for path in ranks]
     wider = max(1.0, traces[0].eps / reference.trace.eps)
-    judge = Judge(reference, torch.finfo(getattr(torch, record.dtype.removeprefix("torch."))).eps, wider, limit)
+    judge = Judge(reference, record.eps, wider, limit)
     steps: list[tuple[tuple[float, ...], Any]] = []
     for trace in traces:
         for key in trace.keys:
@@ -156,10 +153,11 @@ class Judge:
         reference, own = self.reference, Key(key.micro_batch, key.kind, name)
         backward = key.kind == "gradient"
         exact = reference.exact[own] if own in reference.exact.keys else None
+        whole = reference.trace[own]
         return self._finding(
-            trace[key], reference.trace[own], exact, trace.tp,
+            trace[key], whole, exact, trace.tp,
             kind="gradient of activation" if backward else "activation",
-            module=reference.reader(name) if backward else reference.writer(name),
+            module=reference.reader(name) if backward else reference.writer(name, whole),
             tensor=name, rank=trace.rank, micro_batch=key.micro_batch,
         )  # fmt: skip
 

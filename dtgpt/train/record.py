@@ -42,10 +42,14 @@ class Record:
     memory: list[float]  # peak of each rank in GiB
     planned: float | None  # what `dtgpt plan` says of the fullest rank; None on a CPU, whose memory is not counted so
     initial: str  # digest of the initial weights
-    tensors: dict[
-        str, Tensor
-    ]  # "first gradient/NAME", "last gradient/NAME", "weight/NAME"; traced: "first update/NAME"
+    # "first gradient/NAME", "last gradient/NAME", "weight/NAME"; of a traced run "first update/NAME", too
+    tensors: dict[str, Tensor]
     stale: list[str] = field(default_factory=list)  # parameters whose 16-bit copy is not that of the new weights
+
+    @property
+    def eps(self) -> float:
+        """The relative distance of neighbours in the type of the activations."""
+        return torch.finfo(getattr(torch, self.dtype.removeprefix("torch."))).eps
 
     @property
     def travel(self) -> float:

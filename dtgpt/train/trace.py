@@ -26,6 +26,7 @@ from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.parallel.build import set_execution
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.torch_private import is_in_backward
 
 ELEMENTS = 1 << 20  # of a tensor that are kept at most: those of the first samples of a micro-batch
 FP8_EPS = 2.0**-3  # of the narrower products of a run in fp8
@@ -93,7 +94,7 @@ class Recorder:
         self._see(f"{name} output", output)
 
     def _see(self, label: str, values: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # backward computes the pass again
+        if is_in_backward():  # which computes the pass again
             return
         for index, value in enumerate(leaves(values)):
             if not isinstance(value, Tensor) or isinstance(value, nn.Parameter | DTensor):

@@ -39,7 +39,7 @@ def limits_of(record: Record) -> Limits:
     """Return the limits of a plan that `record` tells of, for a model that multiplies no rounding."""
     if record.rounding == "none":
         return Limits(0.0, 0.0, 0.0, 0.0)
-    eps = torch.finfo(getattr(torch, record.dtype.removeprefix("torch."))).eps
+    eps = record.eps
     if record.dtype == "torch.float32":
         return Limits(2e-6, 1e-5, 1e-5, 1e-4)
     loss, gradient = {"order": (2e-6, 1e-5), "sums": (eps / 64, eps), "products": (eps / 4, 2 * eps)}[record.rounding]

@@ -22,6 +22,11 @@ def default_store() -> dist.Store:
         raise RuntimeError(str(error)) from None
 
 
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Set how long a collective of the group may wait. Public from torch 2.14 on."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout

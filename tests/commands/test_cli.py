@@ -153,7 +153,10 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
         (["compare", TINY, "--commits", "a", "b", "c"], ["one or two commits, and 3 were given"]),
         (["compare", TINY, "--against", "--plan tp2"], ["--against '--plan tp2' has --plan; use --plans"]),
         (["compare", TINY, "--against", "--precision bf61"], ["bf61 is not a choice"]),
-        (["compare", TINY, "--plans", "dp2", "--json", "no/such/file"], ["is not a folder; create it first"]),
+        (
+            ["compare", TINY, "--plans", "dp2", "--json", "no/such/file"],
+            ["which is not a folder; make it, or give another path"],
+        ),
         (["compare", TINY, "--random", "2", "--commits", "HEAD"], ["--commits is for the steps of one recipe"]),
         (["compare", TINY, "--plan", "dp2"], ["dtgpt compare does not take --plan; use --plans"]),
         (["compare", TINY, "--plans", "dp2", "--resume", "auto"], ["does not take --resume", "leave --resume out"]),

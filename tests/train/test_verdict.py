@@ -103,16 +103,16 @@ def test_a_long_comparison_is_held_to_what_rounding_does_to_one_process(recipe, 
     monkeypatch.setattr(compare, "run_plan", run_plan)
     monkeypatch.setattr(compare, "Reference", lambda *given: None)
     monkeypatch.setattr(compare, "locate", lambda *given: Located())
-    assert compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, None, []) == 0
+    assert compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, None, [])["status"] == 0
     out = capsys.readouterr().out
     assert "\nmoved " in out and "moved 2" not in out
     last["dp2"] = 1.6
-    assert compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, None, []) == 0
+    assert compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, None, [])["status"] == 0
     assert "\nmoved 3" in capsys.readouterr().out  # the third shows more rounding than the others
     last["dp2"] = 1.9
-    assert compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, None, []) == 1
+    assert compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, None, [])["status"] == 1
     assert "WRONG: last gradient of a differs by 9.0e-01" in capsys.readouterr().out
-    assert compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, 0.95, []) == 0
+    assert compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, 0.95, [])["status"] == 0
     assert "moved" not in capsys.readouterr().out  # nothing is measured where a tolerance is given
 
 

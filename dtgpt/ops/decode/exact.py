@@ -22,20 +22,23 @@ class Stream(NamedTuple):
     branch: Tensor | None = None  # [M, H]
     bias: Tensor | None = None  # [H], of the branch
 
-    def normed(self, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (sum, its norm), `[M, H]` each; bias None: an RMSNorm; weight None: the sum alone, twice."""
-        from dtgpt.ops.norm.norm_kernels import A_ROW, norm_forward  # imported on first use, since it needs Triton
-
-        if weight is None and self.branch is None:
-            return self.x, self.x
-        arguments = self.x, self.branch, self.bias, weight, bias, eps
-        total, normed, _, _ = norm_forward(*arguments, key=None, p=0.0, start=(0, 0), launch=A_ROW)
-        total = self.x if total is None else total
-        return total, total if normed is None else normed
+    def normed(self, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        """Return (sum, its norm), `[M, H]` each; bias None: an RMSNorm."""
+        total, normed = self._norm(weight, bias, eps)
+        assert normed is not None  # there is a weight
+        return self.x if total is None else total, normed
 
     def whole(self) -> Tensor:
         """Return the sum `[M, H]`."""
-        return self.normed(None, None, 0.0)[0]
+        total, _ = (self.x, None) if self.branch is None else self._norm(None, None, 0.0)
+        assert total is not None  # there is a branch
+        return total
+
+    def _norm(self, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor | None, Tensor | None]:
+        from dtgpt.ops.norm.norm_kernels import A_ROW, norm_forward  # imported on first use, since it needs Triton
+
+        arguments = self.x, self.branch, self.bias, weight, bias, eps
+        return norm_forward(*arguments, key=None, p=0.0, start=(0, 0), launch=A_ROW)[:2]
 
 
 def run_blocks(
