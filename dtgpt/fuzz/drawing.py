@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.plan import SCHEDULES, Plan
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.fuzz.case import MODELS, TABLES, Case, First
 from dtgpt.ops.random.philox import fold_words
+from dtgpt.optim.kinds import KINDS
 
 NARROWEST = 9  # a norm of fewer numbers multiplies rounding
 LONG = 130  # tokens
@@ -68,7 +70,8 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     table = None
     if plan.tp > 1 and (careless or not any(p.sequence_parallel for p in both)) and draws.chance("own table", 2):
         table = draws.pick("table", TABLES)
-    return Case(architecture, plan.name, values, cut, table, first, prepared)
+    optimizer = draws.pick("optimizer", [OptimizerConfig.kind] * 2 + list(KINDS))
+    return Case(architecture, plan.name, values, cut, table, first, prepared, optimizer)
 
 
 def _plan(draws: Draws, ranks: int, plans: Sequence[str]) -> Plan:

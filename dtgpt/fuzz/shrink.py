@@ -6,6 +6,7 @@ from typing import Any
 
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.fuzz.case import Case, First
 
 PLAINEST: dict[str, Any] = {
@@ -58,6 +59,8 @@ def candidates(case: Case) -> Iterator[Case]:
     yield from _plans(case)
     if case.first:
         yield from _firsts(case, case.first)
+    if case.optimizer != OptimizerConfig.kind:
+        yield replace(case, optimizer=OptimizerConfig.kind)
     if case.table:
         yield replace(case, table=None)
     if case.blocks_per_stage:
