@@ -267,8 +267,6 @@ class Recipe:
                 "off or --precision bf16"
             )
         scale, config = self.loss_scale, self.optimizer
-        if self.reduce == "exact":
-            checks.check_exact(config, self.model)
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"

@@ -46,7 +46,7 @@ def build_stages(
         stage.allocate(mesh.device)
         if settings.plan.zero and masters:
             gathered |= push_shards(stage, mesh, settings.dtype, settings.scattered_dtype)
-    shards = Shards(stages, mesh, masters, gathered, settings.reduce == "exact" and masters)
+    shards = Shards(stages, mesh, masters, gathered, settings.reduce == "exact" and masters, settings.dtype)
     if key is not None:
         shards.initialize(settings.model, key)
     return stages, shards

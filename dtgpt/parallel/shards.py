@@ -77,11 +77,12 @@ class Shards:
     def __init__(
         self, stages: list[Decoder], mesh: Mesh, masters: bool = True,
         gathered: Mapping[nn.Parameter, Tensor] = MappingProxyType({}), exact: bool = False,
+        dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         """masters: False leaves fp32 masters out, where nothing is trained: `local` is then what the module holds.
         gathered: what ZeRO gathers of parameters instead of `local`. exact: whether gradients and their norm are summed
-        in fixed point, so that their bits do not depend on the plan."""
-        self.mesh, self.exact = mesh, exact
+        in fixed point, so that their bits do not depend on the plan. dtype: the type of the activations."""
+        self.mesh, self.exact, self.dtype = mesh, exact, dtype
         self.all: list[Shard] = []
         for stage in stages:
             partial = _sums_over_tp(stage)
