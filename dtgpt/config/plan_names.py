@@ -1,9 +1,9 @@
 """Names of plans.
 
 Each part says one thing, and "_" joins them: `dp4` (data parallel degree; left out, it fills the processes that were
-started), `tp2` (tensor parallel), `sp` (sequence parallel), `cp2` (context parallel), `pp2` (pipeline parallel), `zero3` (ZeRO level), and the
-pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages per rank), `zbv`. `single` is one process.
-A recipe may define more plans under names of its own. `dtgpt.config.plan_choice` reads alternatives, `tp4 | tp2`.
+started), `cp2` (context parallel), `tp2` (tensor parallel), `sp` (sequence parallel), `pp2` (pipeline parallel),
+`zero3` (ZeRO level), and the pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages per rank),
+`zbv`. `single` is one process. A recipe may define more plans under names of its own. `dtgpt.config.plan_choice` reads alternatives, `tp4 | tp2`.
 """
 
 import difflib
@@ -16,8 +16,8 @@ from dtgpt.util.errors import UserError, shown
 
 SINGLE = "single"
 PARTS = {  # a part of a name -> the field that it sets
-    r"dp([0-9]*)": "dp", r"cp([0-9]+)": "cp", r"tp([0-9]+)": "tp", r"pp([0-9]+)": "pp", r"zero([0-3])": "zero", r"sp": "sequence_parallel",
-    r"gpipe|1f1b|zbv": "schedule", r"interleaved([0-9]*)": "stages_per_rank",
+    r"dp([0-9]*)": "dp", r"cp([0-9]+)": "cp", r"tp([0-9]+)": "tp", r"pp([0-9]+)": "pp", r"zero([0-3])": "zero",
+    r"sp": "sequence_parallel", r"gpipe|1f1b|zbv": "schedule", r"interleaved([0-9]*)": "stages_per_rank",
 }  # fmt: skip
 DIGITS = 9  # a number of more is cut, and refused as too large
 

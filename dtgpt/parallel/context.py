@@ -1,5 +1,5 @@
-"""Context parallelism: each rank computes a slice of the tokens of every sample, and inside attention all tokens of some
-heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
+"""Context parallelism: each rank computes a slice of the tokens of every sample, and inside attention all tokens of
+some heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
 Two all-to-alls around the attention core exchange tokens for heads and back. The core itself runs as on one process, so
 that document bounds, dropout masks and each head's bits are those of one process.
