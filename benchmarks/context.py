@@ -1,11 +1,11 @@
-"""Context parallelism on GPUs: first `dtgpt compare` of plans with cp, then steps of long samples on one GPU and on two.
+"""Context parallelism on GPUs: first `dtgpt compare` of plans with cp, then steps of long samples on one GPU and two.
 
     python benchmarks/context.py                                       # two GPUs: checks, then the 1B and the 8B
     python benchmarks/context.py --checks                              # checks alone
     python benchmarks/context.py --device cpu --checks --plans cp2     # a try of this file, over gloo
 
-A step on two GPUs has one sample, as has one on one GPU, so that twice the tokens/s is linear. Plans that do not fit are
-reported by benchmarks/train_step.py, which measures, and leave out their line.
+A step has one sample on one GPU and on two, so that twice the tokens/s is linear. benchmarks/train_step.py measures, and
+says which plans do not fit.
 """
 
 import argparse
@@ -41,21 +41,21 @@ def run(words: list[str]) -> bool:
 
 def check(plans: list[str], device: str) -> bool:
     """Return whether all plans follow one process."""
-    return all([
-        run(["-m", "dtgpt", "compare", f"recipes/{recipe}.py", "--plans", *plans, "--device", device, *options.split()])
-        for recipe, options in CHECKS
-    ])  # fmt: skip
+    more = ["--plans", *plans, "--device", device]
+    done = [
+        run(["-m", "dtgpt", "compare", f"recipes/{recipe}.py", *more, *options.split()]) for recipe, options in CHECKS
+    ]
+    return all(done)
 
 
 def measure() -> bool:
     """Return whether all steps could be measured."""
-    return all([
-        run([
-            "benchmarks/train_step.py", "--model", model, "--plans", *plans, "--micro_batch_size", "1", "--steps", "4",
-            "--warmup", "3", "--dropout", "0", "--model.seq_length", str(length), *options.split(),
-        ])
-        for model, length, plans, options in MEASURES
-    ])  # fmt: skip
+    common = ["benchmarks/train_step.py", "--micro_batch_size", "1", "--steps", "4", "--warmup", "3", "--dropout", "0"]
+    done = []
+    for model, length, plans, options in MEASURES:
+        words = ["--model", model, "--plans", *plans, "--model.seq_length", str(length), *options.split()]
+        done.append(run([*common, *words]))
+    return all(done)
 
 
 def main() -> int:

@@ -3,7 +3,8 @@
 Each part says one thing, and "_" joins them: `dp4` (data parallel degree; left out, it fills the processes that were
 started), `cp2` (context parallel), `tp2` (tensor parallel), `sp` (sequence parallel), `pp2` (pipeline parallel),
 `zero3` (ZeRO level), and the pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages per rank),
-`zbv`. `single` is one process. A recipe may define more plans under names of its own. `dtgpt.config.plan_choice` reads alternatives, `tp4 | tp2`.
+`zbv`. `single` is one process. A recipe may define more plans under names of its own. `dtgpt.config.plan_choice` reads
+alternatives, `tp4 | tp2`.
 """
 
 import difflib

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from dtgpt.evaluation.scoring import Scorer
 from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.scoring import Scorer
 from dtgpt.models.batch import Batch
 from dtgpt.models.layers import AttentionCore
 from dtgpt.ops.random.dropout import dropout_keys
