@@ -4,7 +4,7 @@
     python benchmarks/context.py --checks                              # checks alone
     python benchmarks/context.py --device cpu --checks --plans cp2     # a try of this file, over gloo
 
-A step has one sample on one GPU and on two, so that twice the tokens/s is linear. benchmarks/train_step.py measures, and
+A step has one sample on one GPU and on two, so that twice the tokens/s is linear. benchmarks/train_step.py measures and
 says which plans do not fit.
 """
 
@@ -41,10 +41,10 @@ def run(words: list[str]) -> bool:
 
 def check(plans: list[str], device: str) -> bool:
     """Return whether all plans follow one process."""
-    more = ["--plans", *plans, "--device", device]
-    done = [
-        run(["-m", "dtgpt", "compare", f"recipes/{recipe}.py", *more, *options.split()]) for recipe, options in CHECKS
-    ]
+    done = []
+    for recipe, options in CHECKS:
+        words = [f"recipes/{recipe}.py", "--plans", *plans, "--device", device, *options.split()]
+        done.append(run(["-m", "dtgpt", "compare", *words]))
     return all(done)
 
 

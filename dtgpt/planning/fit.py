@@ -58,6 +58,8 @@ def what_fits(settings: Settings, size: float) -> list[str]:
             continue
         if fits_into(fullest(memory_by_rank(changed)).total, size):
             found.append(words)
+            if changed.plan.cp > settings.plan.cp:
+                break  # more ranks than needed fit, too
     longest = longest_sequence(settings, size)
     found.append(f"--seq_length {longest}, the longest of this plan" if longest else "no sample, however short")
     return found
