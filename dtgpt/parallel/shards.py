@@ -233,7 +233,7 @@ def _shard(
         replicas=place.plan.replicate * over_tp,
         partial=partial,
         is_tied_copy=is_tied_copy,
-        replica=place.dp // place.plan.shard * over_tp + place.tp % over_tp,
+        replica=place.data // place.plan.shard * over_tp + place.tp % over_tp,
     )
 
 
