@@ -273,16 +273,6 @@ LOCATED = [
     ),
     LocatedFault(
         Fault(
-            "cp: the mean over the loss weights is that of a rank",
-            "dtgpt/train/trainer.py",
-            "self.mesh.sum(batch.loss_weights.sum())[0] / (plan.tp * plan.pp)",
-            "batch.loss_weights.sum() * plan.data_ranks",
-        ),
-        "--plans cp2 --data.eod_mask_loss true",
-        "",
-    ),
-    LocatedFault(
-        Fault(
             "cp: positions begin at 0 in each slice",
             "dtgpt/parallel/context.py",
             "positions=own(positions),",

@@ -44,7 +44,8 @@ def held_out_loss(
         whole = masks.apply(Batch(on_device[:, :-1].contiguous(), targets=on_device[:, 1:].contiguous()))
         batch = slice_of(whole, mesh.place)
         loss = engine.mean_loss(batch)
-        if loss is not None and batch.targets is not None and turn < len(batches):
+        if loss is not None and turn < len(batches):
+            assert batch.targets is not None
             targets = batch.targets.cpu()
             weights = torch.ones(targets.shape) if batch.loss_weights is None else batch.loss_weights.cpu()
             counts = [loss.item() * targets.numel(), weights.sum(), (token_bytes[targets] * weights).sum()]
