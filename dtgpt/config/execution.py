@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from dtgpt.config.fp8 import FP8
+from dtgpt.config.lora import LoraConfig
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
@@ -39,6 +40,7 @@ class Settings:
     fp8: bool = False  # matrix products of blocks are of 8 bits
     masks_documents: bool = False  # tokens attend to their own document only
     optimizer: OptimizerConfig | None = None  # None: nothing is trained
+    lora: LoraConfig = LoraConfig()  # of rank 0: the weights are trained
 
     @property
     def micro_batches(self) -> int:
