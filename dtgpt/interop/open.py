@@ -68,17 +68,22 @@ def with_adapter(source: Source, path: Path, adapter: Path, mesh: Mesh | None = 
         from dtgpt.interop.hf.peft import Peft
 
         return Merged(source, Peft(adapter, source.config))
-    own = (adapter / STATE).is_file()
-    if not own and not (adapter / "recipe.json").is_file():
+    return merged(source, path, open_adapter(adapter, mesh))
+
+
+def open_adapter(path: Path, mesh: Mesh | None = None) -> Checkpoint:
+    """Return the checkpoint with the adapters of a run, or that itself. Raise UserError where `path` holds none."""
+    own = (path / STATE).is_file()
+    if not own and not (path / "recipe.json").is_file():
         raise UserError(
-            f"{adapter} holds no adapter; give a run of dtgpt with --lora.rank, one of its checkpoints, or a folder with "
+            f"{path} holds no adapter; give a run of dtgpt with --lora.rank, one of its checkpoints, or a folder with "
             f"{ADAPTER_CONFIG}"
         )
     mesh = mesh or Mesh(ResolvedPlan(), torch.device("cpu"))
-    checkpoint = find_checkpoint(mesh, adapter, adapter if own else None, weights_alone=True)
+    checkpoint = find_checkpoint(mesh, path, path if own else None, weights_alone=True)
     if base_of(checkpoint) is None:
-        raise UserError(f"{adapter} holds the weights of a model and no adapter; give it as the model")
-    return merged(source, path, checkpoint)
+        raise UserError(f"{path} holds the weights of a model and no adapter; give it as the model")
+    return checkpoint
 
 
 def is_megatron(path: Path) -> bool:

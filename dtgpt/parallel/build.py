@@ -1,6 +1,7 @@
 """From the plain model to what this rank holds of it. The order is always the same:
 
-model on meta -> cut into stages -> tensor table -> adapters -> recompute -> compile -> fully_shard -> memory -> initial weights
+model on meta -> cut into stages -> tensor table -> adapters -> recompute -> compile -> fully_shard -> memory
+-> initial weights
 """
 
 from collections.abc import Callable, Iterable
@@ -38,8 +39,10 @@ def build_stages(
     settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True, table: Table | None = None
 ) -> tuple[list[Decoder], Shards]:
     """Return the pipeline stages of this rank, one without a pipeline, and their shards. No rank holds more than its
-    shards at any time. Of a run with adapters the shards are theirs, and `frozen` those of the model. No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference.
-    `table`: styles of tensor parallelism; None: those of the plan."""
+    shards at any time. Of a run with adapters the shards are theirs, and `frozen` those of the model.
+
+    No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference. `table`: styles of
+    tensor parallelism; None: those of the plan."""
     peers = make_peers(settings, mesh) if masters else None
     stages = [lay_out_stage(settings, mesh, stage, masters, table, peers) for stage in mesh.place.stages]
     gathered: dict[nn.Parameter, Tensor] = {}

@@ -1,15 +1,14 @@
 """Low-rank adapters (LoRA; Hu et al. 2021) on the matrices of a model whose own weights stay frozen.
 
 A matrix W `[out, in]` computes y = x W^T + (alpha / rank) (x A^T) B^T. A weight that packs several matrices (queries,
-keys and values; gate and up) has an A `[rank, in]` for each, one below the other, and one B `[out, rank]`: each row of B
-belongs to the matrix of the same row of W. Results are those of separate adapters, as Hugging Face's peft has them.
+keys and values; gate and up) has an A `[rank, in]` for each, one below the other, and one B `[out, rank]`: each row
+of B belongs to the matrix of the same row of W. Results are those of separate adapters, the form of Hugging Face's peft.
 
 Tensor parallelism cuts one of the two as it cuts W: B by its rows, or A by its columns. The other is whole on every
 rank, and its gradients are addends.
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +61,7 @@ def spread(b: Tensor, matrices: Tensor, count: int) -> Tensor:
     the matrix `matrices[row]`."""
     if count == 1:
         return b
-    own = F.one_hot(matrices, count).to(b.dtype)
+    own = (matrices[:, None] == torch.arange(count, device=b.device)).to(b.dtype)
     return (own[:, :, None] * b[:, None, :]).flatten(1)
 
 
@@ -85,6 +84,13 @@ class Adapter(nn.Module):
         return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), spread(b, self.matrices, self.count).t()).view(y.shape)
 
 
+def local_adapter(module: nn.Linear, parameter: Parameter, config: ModelConfig, lora: LoraConfig) -> Adapter:
+    """Return the adapter of this rank's part of a matrix, plain tensors on its device: to measure what a block keeps."""
+    (rows, columns), count = module.weight.shape, len(config.pieces(parameter))
+    a, b = module.weight.new_empty(count * lora.rank, columns), module.weight.new_empty(rows, lora.rank)
+    return Adapter(a, b, torch.zeros(rows, dtype=torch.int64, device=a.device), count, lora.scale)
+
+
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -101,7 +107,8 @@ def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, devi
         matrices = matrix_of_rows(parameter, config)
         with torch.device("meta"):
             a, b = (torch.empty(shape, dtype=dtype) for shape in shapes_of(parameter, config, lora.rank))
-        weight, addends = module.weight, ()
+        weight = module.weight
+        addends: tuple[str, ...] = ()
         if isinstance(weight, DTensor) and (cut := weight.placements[0]).is_shard():
             assert isinstance(cut, Sharded)
             if cut.dim == 0:

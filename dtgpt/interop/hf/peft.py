@@ -26,7 +26,7 @@ from dtgpt.util.storage import new_folder, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."  # of all names in the file
-ABSENT = (None, False, [], {}, "none")
+ABSENT: tuple[Any, ...] = (None, False, [], {}, "none")
 REFUSED = ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "alora_invocation_tokens")
 
 
