@@ -2,7 +2,8 @@
 
 A matrix W `[out, in]` computes y = x W^T + (alpha / rank) (x A^T) B^T. A weight that packs several matrices (queries,
 keys and values; gate and up) has an A `[rank, in]` for each, one below the other, and one B `[out, rank]`: each row
-of B belongs to the matrix of the same row of W. Results are those of separate adapters, the form of Hugging Face's peft.
+of B belongs to the matrix of the same row of W. Results are those of separate adapters, as Hugging Face's peft has
+them.
 
 Tensor parallelism cuts one of the two as it cuts W: B by its rows, or A by its columns. The other is whole on every
 rank, and its gradients are addends.
@@ -85,7 +86,7 @@ class Adapter(nn.Module):
 
 
 def local_adapter(module: nn.Linear, parameter: Parameter, config: ModelConfig, lora: LoraConfig) -> Adapter:
-    """Return the adapter of this rank's part of a matrix, plain tensors on its device: to measure what a block keeps."""
+    """Return the adapter of this rank's part of a matrix, by which planning measures what a block keeps."""
     (rows, columns), count = module.weight.shape, len(config.pieces(parameter))
     a, b = module.weight.new_empty(count * lora.rank, columns), module.weight.new_empty(rows, lora.rank)
     return Adapter(a, b, torch.zeros(rows, dtype=torch.int64, device=a.device), count, lora.scale)

@@ -64,12 +64,8 @@ def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[Lo
 
 def trained_on(settings: Settings, rank: int) -> list[LocalParameter]:
     """Return what `rank` trains: its parameters, or in a run with adapters those of the adapters."""
-    held, lora, config, plan = (
-        parameters_of(settings.model, settings.plan, rank),
-        settings.lora,
-        settings.model,
-        settings.plan,
-    )
+    lora, config, plan = settings.lora, settings.model, settings.plan
+    held = parameters_of(config, plan, rank)
     if not lora.rank:
         return held
     place, made = RankCoordinates(plan, rank), []

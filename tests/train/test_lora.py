@@ -98,10 +98,11 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("kind", ["llama"], indirect=True)
 def test_training_follows_the_formula_in_plain_torch(lora, tmp_path):
-    """Of separate adapters for queries, keys, values, gate and up, in transformers' model by torch's AdamW, 50 steps."""
-    lora = replace(lora, steps=50)
+    """Of separate adapters for queries, keys, values, gate and up, in transformers' model, by torch's AdamW."""
+    # The first gradients are tiny: without an epsilon of their size, Adam makes rounding a step of full size.
+    lora = replace(lora, steps=50, optimizer=replace(lora.optimizer, lr=2e-3, eps=1e-5))
     run = tmp_path / "run"
-    train_adapters(replace(lora, steps=50), run, 0)  # the adapters of the first step, in peft's form
+    train_adapters(lora, run, 0)  # the adapters of the first step, in peft's form
     (run / "recipe.json").write_text("{}")
     convert(run, tmp_path / "peft", ConvertOptions(to="peft"))
     adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
@@ -112,7 +113,7 @@ def test_training_follows_the_formula_in_plain_torch(lora, tmp_path):
         setattr(model.get_submodule(parent), last, Adapted(model.get_submodule(name), a, b))
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 2 * 7 * 2
-    rule = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    rule = torch.optim.AdamW(trained, lr=2e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
     with open_trainer(lora) as trainer:
         for _ in range(50):
             batch = trainer.batch(trainer.step)
@@ -123,7 +124,7 @@ def test_training_follows_the_formula_in_plain_torch(lora, tmp_path):
             theirs.backward()
             nn.utils.clip_grad_norm_(trained, 1.0)
             rule.step()
-            assert loss == pytest.approx(theirs.item(), abs=1e-5)
+            assert loss == pytest.approx(theirs.item(), rel=1e-5), trainer.step
         held = sum(t.nbytes for s in trainer.shards for t in (s.local, *trainer.optimizer.rule.state(s.index).values()))
         frozen = sum(s.local.nbytes for s in trainer.shards.frozen)
         planned = memory_of(trainer.settings, 0)
@@ -144,11 +145,11 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     again = dtgpt.load(lora.init_from, adapter=tmp_path / "peft", device="cpu")(TOKENS)
     torch.testing.assert_close(again, ours, rtol=0, atol=1e-6 * ours.abs().max().item())
     other = save_base(kind, tmp_path / "other", seed=1)
-    with pytest.raises(UserError, match="is an adapter for another model than .*other: its base was .*base, with"):
+    with pytest.raises(UserError, match=r"is an adapter for another model than .*other: its base was .*base, with"):
         dtgpt.load(other, adapter=checkpoint)
     with pytest.raises(UserError, match="was trained on adapters, and the recipe trains the weights"):
         train_adapters(replace(lora, lora=LoraConfig()), run, STEPS)
-    with pytest.raises(UserError, match="has other adapters: alpha 16.0 there, 8.0 here"):
+    with pytest.raises(UserError, match=r"has other adapters: alpha 16.0 there, 8.0 here"):
         train_adapters(replace(lora, lora=replace(LORA, alpha=8.0)), run, STEPS)
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
@@ -162,13 +163,17 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     [
         ({"init_from": None}, "adapts a model that is trained already; name it with --init_from"),
         ({"lora": replace(LORA, rank=-1)}, "lora.rank=-1 is not the rank of an adapter; use 1 to 32"),
-        ({"lora": replace(LORA, targets="qkv,head")}, "lora.targets=qkv,head is not known; use some of qkv,column,row"),
+        (
+            {"lora": replace(LORA, targets="qkv,head")},
+            "lora.targets='qkv,head' is not known; use some of qkv,column,row",
+        ),
         ({"precision": FP8}, "adapters are not computed with products in fp8"),
         ({"reduce": "exact"}, "reduce=exact sums the gradients of whole weights alone"),
-        ({"plan": "pp2_zbv"}, "the schedule ZBVZeroBubble makes gradients of weights apart"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_adapters_cannot_be_trained_with_is_refused(lora, changes, words):
     with pytest.raises(UserError, match=words), open_trainer(replace(lora, **changes)):
         pass
+    with pytest.raises(UserError, match="the schedule ZBVZeroBubble makes gradients of weights apart"):
+        replace(lora, plan="pp2_zbv", model=replace(lora.model, num_layers=4)).plan_for(2)
