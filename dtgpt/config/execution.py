@@ -43,6 +43,11 @@ class Settings:
     lora: LoraConfig = field(default_factory=LoraConfig)  # of rank 0: the weights are trained
 
     @property
+    def local_length(self) -> int:
+        """Tokens of a sample on each context parallel rank."""
+        return self.seq_length // self.plan.cp
+
+    @property
     def micro_batches(self) -> int:
         """Forward and backward passes of each replica per optimizer step (gradient accumulation)."""
         return self.global_batch_size // (self.micro_batch_size * self.plan.dp)
@@ -66,7 +71,7 @@ class Settings:
     def sums_gradients(self) -> bool:
         """Whether gradients of all micro-batches and replicas are summed in buckets of their own, without ZeRO."""
         plan = self.plan
-        return plan.zero == 0 and (plan.dp > 1 or (self.micro_batches > 1 and self.low_precision))
+        return plan.zero == 0 and (plan.data_ranks > 1 or (self.micro_batches > 1 and self.low_precision))
 
     @property
     def cuts_each_gradient(self) -> bool:

@@ -194,6 +194,11 @@ class Recipe:
                 f"reduce=exact, but the schedule {plan.schedule} computes gradients of weights by other operations "
                 "than other plans do, and sums them by itself; use another schedule or --reduce fast"
             )
+        if self.reduce == "exact" and plan.cp > 1:
+            raise UserError(
+                f"reduce=exact, but the plan {plan.name} cuts samples over cp={plan.cp}, and the product that makes a "
+                "gradient sums over the tokens of a rank before it is exact; leave cp out, or use --reduce fast"
+            )
         if self.compile == "on" and plan.splits_backward:
             raise UserError(
                 f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
@@ -272,8 +277,6 @@ class Recipe:
             )
         check_lora(self)
         scale, config = self.loss_scale, self.optimizer
-        if self.reduce == "exact":
-            checks.check_exact(config, self.model)
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
@@ -298,7 +301,7 @@ class Recipe:
                 f"the run ends within its warmup: {length} of {schedule.warmup} {schedule.unit}, so the learning rate "
                 f"never reaches optimizer.lr={schedule.lr:g}"
             )
-        if choice.named.zero and choice.plan.dp == 1:
+        if choice.named.zero and choice.plan.data_ranks == 1:
             found.append(checks.one_replica(choice.named.zero))
         if self.attention in ("flash", "fused_softmax") and device_type == "cpu":
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")

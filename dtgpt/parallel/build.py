@@ -19,6 +19,7 @@ from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.parallel.between import make_peers
+from dtgpt.parallel.context import exchange_heads, place_dropout
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
 from dtgpt.parallel.exact import ExactBuckets
 from dtgpt.parallel.fsdp import shard_over_data
@@ -50,7 +51,7 @@ def build_stages(
         stage.allocate(mesh.device)
         if settings.plan.zero and masters and not settings.lora.rank:
             gathered |= push_shards(stage, mesh, settings.dtype, settings.scattered_dtype)
-    shards = Shards(stages, mesh, masters, gathered, settings.reduce == "exact" and masters)
+    shards = Shards(stages, mesh, masters, gathered, settings.reduce == "exact" and masters, settings.dtype)
     if settings.lora.rank:
         shards.frozen = Shards(stages, mesh, masters=False, trained=False)
     if key is not None:
@@ -69,11 +70,13 @@ def lay_out_stage(
     with torch.device("meta"):
         part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
     if plan.tp > 1:
-        styles = make_table(config, plan, settings.seq_length, peers) if table is None else table
+        styles = make_table(config, plan, settings.local_length, peers) if table is None else table
         apply_table(part, mesh.devices["tp"], styles)
     if settings.lora.rank:
         add_adapters(part, settings, mesh.place, mesh.device)
-    set_execution(part, settings)
+    if plan.cp > 1:
+        place_dropout(part, settings, mesh.place)
+    set_execution(part, settings, mesh)
     if settings.compile:
         compile_forward(part, whole=plan.tp == 1)
     if plan.zero:
@@ -81,7 +84,7 @@ def lay_out_stage(
     return part
 
 
-def set_execution(part: Decoder, settings: Settings) -> None:
+def set_execution(part: Decoder, settings: Settings, mesh: Mesh) -> None:
     """Give the attention cores their back end, and let what `recompute` names run again in backward. Steps in fp8 that
     observe compute all blocks again: their 16-bit activations would take more memory than any other step."""
     for module in part.modules():
@@ -89,6 +92,8 @@ def set_execution(part: Decoder, settings: Settings) -> None:
             bind(module, backend=settings.attention)
             if settings.recompute == "selective":
                 bind(module, run=recomputed(module.compute))
+    if mesh.cp_group is not None:  # around what selective recomputation repeats, so that no message is sent again
+        exchange_heads(part, mesh.cp_group)
     for block in cast(Iterable[BoundModule], part.blocks.values()):
         if settings.recompute == "full":
             bind(block, run=recomputed(block.compute))
@@ -126,7 +131,7 @@ def make_engine(
         hooks = not settings.plan.splits_backward
         mesh = shards.mesh
         narrow = settings.plan.narrows_weights and settings.dtype.itemsize == 2
-        shards.buckets = Buckets(stages, mesh.dp_group, settings.micro_batches, hooks, mesh if narrow else None)
+        shards.buckets = Buckets(stages, mesh.data_group, settings.micro_batches, hooks, mesh if narrow else None)
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
     return PipelineEngine(stages, shards, graphs, settings, timers)
@@ -142,13 +147,13 @@ def scale_gradients(stages: list[Decoder], scale: Tensor | None) -> None:
 def micro_batch_weight(micro_batches: int, plan: ResolvedPlan) -> float:
     """Return what the gradient of one micro-batch's mean loss counts in the sum over all: the same under every plan, so
     that 16-bit gradients are of the same size, too."""
-    return 1 / (micro_batches * plan.dp)
+    return 1 / (micro_batches * plan.data_ranks)
 
 
 @torch.no_grad()
 def smoke_test_table(engine: TrainingEngine, settings: Settings) -> None:
     """Run the model once where a recipe changed the plan's table; raises UserError where its styles do not fit."""
-    tokens = torch.zeros(1, settings.seq_length, dtype=torch.int64, device=settings.device)
+    tokens = torch.zeros(1, settings.local_length, dtype=torch.int64, device=settings.device)
     try:
         engine.logits(tokens)
     except torch.OutOfMemoryError:

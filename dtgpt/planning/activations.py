@@ -55,25 +55,28 @@ def block_sizes(settings: Settings, block: int) -> BlockSizes:
     scales."""
     plan, config = settings.plan, replace(settings.model, dropout=0.0)
     fp8 = Fp8(plan.splits_backward, not plan.zero) if settings.fp8 else None
-    example, shape = inventory(config).examples[block], (settings.micro_batch_size, settings.seq_length)
-    return _measure(config, example, shape, plan.tp, plan.sequence_parallel, settings.dtype, fp8, settings.lora)
+    example, shape = inventory(config).examples[block], (settings.micro_batch_size, settings.local_length)
+    return _measure(
+        config, example, shape, plan.tp, plan.sequence_parallel, plan.cp > 1, settings.dtype, fp8, settings.lora
+    )
 
 
 def whole_bytes(settings: Settings) -> int:
-    """Return the bytes of `[B, T, H]`, the input of a matrix."""
-    tokens = settings.micro_batch_size * settings.seq_length
+    """Return the bytes of `[B, T / cp, H]`, the input of a matrix."""
+    tokens = settings.micro_batch_size * settings.local_length
     return settings.dtype.itemsize * tokens * settings.model.hidden_size
 
 
 def residual_bytes(settings: Settings) -> float:
-    """Return the bytes of the residual stream between matrices, `[B, T, H]`, or `[B, T / tp, H]` by sequence."""
+    """Return the bytes of the residual stream between matrices, that of `whole_bytes`, or 1 / tp of it by sequence."""
     return whole_bytes(settings) / (settings.plan.tp if settings.plan.sequence_parallel else 1)
 
 
 def score_elements(settings: Settings, block: int) -> float:
-    """Return the elements of a block's attention scores, `[B, N / tp, T, T]` for each of its cores."""
+    """Return the elements of a block's attention scores, `[B, N / (tp x cp), T, T]` for each of its cores."""
     length, cores = settings.seq_length, len(inventory(settings.model).cores(block))
-    return cores * settings.micro_batch_size * length * length * settings.model.num_heads / settings.plan.tp
+    heads = settings.model.num_heads / (settings.plan.tp * settings.plan.cp)
+    return cores * settings.micro_batch_size * length * length * heads
 
 
 def core_bytes(settings: Settings, block: int) -> float:
@@ -98,10 +101,10 @@ def core_bytes(settings: Settings, block: int) -> float:
 
 @lru_cache(maxsize=32)
 def _measure(
-    config: ModelConfig, index: int, shape: tuple[int, int], tp: int, sequence_parallel: bool, dtype: torch.dtype,
-    fp8: Fp8 | None, lora: LoraConfig,
+    config: ModelConfig, index: int, shape: tuple[int, int], tp: int, sequence_parallel: bool, exchanged: bool,
+    dtype: torch.dtype, fp8: Fp8 | None, lora: LoraConfig,
 ) -> BlockSizes:  # fmt: skip
-    (batch, length), saved, recorder = shape, {}, _Recorder()
+    (batch, length), saved, recorder = shape, {}, _Recorder(exchanged)
     apart = fp8 is not None and fp8.splits_backward
     with torch.device("meta"):
         block = config.make_block(index).to(dtype)
@@ -165,11 +168,13 @@ def _known_sites(keeps_weights: bool) -> Sites:
 class _Recorder:
     """A cache that keeps nothing, and counts the bytes that keys and values would take more with heads of their own."""
 
-    repeated = 0
+    def __init__(self, exchanged: bool):
+        """exchanged: whether the core takes and returns copies, made by context parallel ranks."""
+        self.exchanged, self.repeated = exchanged, 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.repeated += 2 * (q.nbytes - k.nbytes)
-        return _Core.apply(q, k, v)
+        return _Core.apply(q.clone(), k.clone(), v.clone()).clone() if self.exchanged else _Core.apply(q, k, v)
 
 
 class _Core(torch.autograd.Function):

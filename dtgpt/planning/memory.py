@@ -126,7 +126,7 @@ def _sent_at_once(held: list[LocalParameter], settings: Settings) -> int:
 def memory_by_rank(settings: Settings) -> dict[int, Memory]:
     """Return the memory of the first rank of each pipeline rank, which holds as much as any that shares its stages."""
     plan = settings.plan
-    return {rank: memory_of(settings, rank) for rank in range(0, plan.world, plan.dp * plan.tp)}
+    return {rank: memory_of(settings, rank) for rank in range(0, plan.world, plan.ranks_of_stage)}
 
 
 def fullest(memories: dict[int, Memory]) -> Memory:
@@ -150,9 +150,9 @@ def stages_in_flight(plan: Plan, micro_batches: int, pp: int) -> int:
 
 
 def _logits(settings: Settings) -> float:
-    """Return the bytes of this rank's logits `[B, T, V / tp]`."""
+    """Return the bytes of this rank's logits `[B, T / cp, V / tp]`."""
     columns = len(chunk(range(settings.model.padded_vocab_size), settings.plan.tp, 0))
-    return settings.dtype.itemsize * settings.micro_batch_size * settings.seq_length * columns
+    return settings.dtype.itemsize * settings.micro_batch_size * settings.local_length * columns
 
 
 def _gathered(held: list[LocalParameter], settings: Settings) -> int:
@@ -194,7 +194,7 @@ def _head_work(held: list[LocalParameter], settings: Settings) -> float:
     """Return the bytes of the head's forward pass: a chunk of logits, the gradient of its weight, in fp32 too where
     there are several chunks, and in backward a copy of it."""
     weight = next(p.by_tp for p in reversed(held) if p.role in (Role.OUTPUT, Role.VOCABULARY))
-    width, rows = settings.dtype.itemsize, settings.micro_batch_size * settings.seq_length
+    width, rows = settings.dtype.itemsize, settings.micro_batch_size * settings.local_length
     columns = len(chunk(range(settings.model.padded_vocab_size), settings.plan.tp, 0))
     at_once = chunk_rows(rows, columns, width)
     if settings.lora.rank:  # logits alone

@@ -114,7 +114,7 @@ def tp_dimension(kind: str, role: Role | None, style: ParallelStyle | None) -> i
 def gradient_width(settings: Settings) -> int:
     """Return the bytes of an element of the gradient that the optimizer gets: as narrow as the weights where replicas
     sent it so, and where a single micro-batch made it."""
-    narrow = settings.low_precision and (settings.plan.dp > 1 or settings.micro_batches == 1)
+    narrow = settings.low_precision and (settings.plan.data_ranks > 1 or settings.micro_batches == 1)
     return settings.dtype.itemsize if narrow else 4
 
 
@@ -129,7 +129,7 @@ def gradient_bytes(held: list[LocalParameter], settings: Settings) -> int:
     if settings.reduce == "exact":
         return sum(4 * p.local + _sum_bytes(p, settings) for p in held)
     plan, several = settings.plan, settings.micro_batches > 1
-    if plan.dp > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
+    if plan.data_ranks > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
         return sum((2 * settings.dtype.itemsize + (4 if several else 0)) * p.by_tp for p in held)
     if plan.splits_backward and settings.sums_gradients:  # those of all passes on the parameters, and the buckets
         return sum(2 * gradient_width(settings) * p.by_tp for p in held)

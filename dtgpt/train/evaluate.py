@@ -18,6 +18,7 @@ from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
@@ -40,10 +41,11 @@ def held_out_loss(
         turn = first + mesh.place.dp
         windows = batches[turn if turn < len(batches) else first]
         on_device = to_device(windows, mesh.device)
-        batch = masks.apply(Batch(on_device[:, :-1].contiguous(), targets=on_device[:, 1:].contiguous()))
+        whole = masks.apply(Batch(on_device[:, :-1].contiguous(), targets=on_device[:, 1:].contiguous()))
+        batch = slice_of(whole, mesh.place)
         loss = engine.mean_loss(batch)
-        if loss is not None and turn < len(batches):
-            targets = windows[:, 1:]
+        if loss is not None and batch.targets is not None and turn < len(batches):
+            targets = batch.targets.cpu()
             weights = torch.ones(targets.shape) if batch.loss_weights is None else batch.loss_weights.cpu()
             counts = [loss.item() * targets.numel(), weights.sum(), (token_bytes[targets] * weights).sum()]
             totals += torch.tensor(counts, dtype=torch.float64)

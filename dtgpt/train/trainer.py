@@ -21,6 +21,7 @@ from dtgpt.optim.fp8_scales import Fp8Scales
 from dtgpt.optim.outliers import OutlierDetector
 from dtgpt.optim.update import Update
 from dtgpt.parallel.build import build_stages, make_engine, micro_batch_weight, scale_gradients, smoke_test_table
+from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.lora import initialize_adapters
 from dtgpt.parallel.mesh import Mesh
@@ -176,7 +177,8 @@ class Trainer:
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
         # Contiguous, as copies of inputs in a graph are: another layout would be compiled again during capture.
         tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        return self._with_global_weights(self.masks.apply(Batch(tokens, dropout_keys=keys, targets=targets)))
+        whole = self.masks.apply(Batch(tokens, dropout_keys=keys, targets=targets))
+        return self._with_global_weights(slice_of(whole, self.mesh.place))
 
     def _with_global_weights(self, batch: Batch) -> Batch:
         """Scale the loss weights so that the mean loss is that over the weights of the whole global batch."""
@@ -184,7 +186,7 @@ class Trainer:
             return batch
         plan = self.settings.plan
         counted = self.mesh.sum(batch.loss_weights.sum())[0] / (plan.tp * plan.pp)
-        scale = batch.tokens.numel() * plan.dp / counted.clamp(min=1)
+        scale = batch.tokens.numel() * plan.data_ranks / counted.clamp(min=1)
         return batch._replace(loss_weights=batch.loss_weights * scale.float())
 
     def _expect(self, micro_batches: int) -> None:
