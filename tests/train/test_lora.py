@@ -69,7 +69,7 @@ def lora(recipe, kind, tmp_path):
     return replace(recipe, model=config, init_from=str(base), lora=LORA, optimizer=optimizer, steps=STEPS)
 
 
-PLANS = {"llama": ["tp2_sp", "pp2"], "gpt2": ["tp2", "dp2_zero3"]}
+PLANS = {"llama": ["tp2_sp", "pp2", "cp2"], "gpt2": ["tp2", "dp2_zero3"]}
 
 
 def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(lora, kind, tmp_path):
