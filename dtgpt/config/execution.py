@@ -1,11 +1,12 @@
 """What a model is built and run with: the choices of a recipe for this machine, resolved once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from dtgpt.config.fp8 import FP8
+from dtgpt.config.lora import LoraConfig
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
@@ -39,6 +40,7 @@ class Settings:
     fp8: bool = False  # matrix products of blocks are of 8 bits
     masks_documents: bool = False  # tokens attend to their own document only
     optimizer: OptimizerConfig | None = None  # None: nothing is trained
+    lora: LoraConfig = field(default_factory=LoraConfig)  # of rank 0: the weights are trained
 
     @property
     def local_length(self) -> int:

@@ -1,6 +1,7 @@
 """From the plain model to what this rank holds of it. The order is always the same:
 
-model on meta -> cut into stages -> tensor table -> recompute -> compile -> fully_shard -> memory -> initial weights
+model on meta -> cut into stages -> tensor table -> adapters -> recompute -> compile -> fully_shard -> memory
+-> initial weights
 """
 
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from dtgpt.parallel.exact import ExactBuckets
 from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import Buckets
 from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.lora import add_adapters
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import PipelineEngine
 from dtgpt.parallel.pushed_shards import push_shards
@@ -38,18 +40,22 @@ def build_stages(
     settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True, table: Table | None = None
 ) -> tuple[list[Decoder], Shards]:
     """Return the pipeline stages of this rank, one without a pipeline, and their shards. No rank holds more than its
-    shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference.
-    `table`: styles of tensor parallelism; None: those of the plan."""
+    shards at any time. Of a run with adapters the shards are theirs, and `frozen` those of the model.
+
+    No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference. `table`: styles of
+    tensor parallelism; None: those of the plan."""
     peers = make_peers(settings, mesh) if masters else None
     stages = [lay_out_stage(settings, mesh, stage, masters, table, peers) for stage in mesh.place.stages]
     gathered: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         stage.allocate(mesh.device)
-        if settings.plan.zero and masters:
+        if settings.plan.zero and masters and not settings.lora.rank:
             gathered |= push_shards(stage, mesh, settings.dtype, settings.scattered_dtype)
     shards = Shards(stages, mesh, masters, gathered, settings.reduce == "exact" and masters, settings.dtype)
+    if settings.lora.rank:
+        shards.frozen = Shards(stages, mesh, masters=False, trained=False)
     if key is not None:
-        shards.initialize(settings.model, key)
+        (shards.frozen or shards).initialize(settings.model, key)
     return stages, shards
 
 
@@ -59,12 +65,15 @@ def lay_out_stage(
 ) -> Decoder:  # fmt: skip
     """Return one stage on the meta device, cut as the plan says. `peers`: as of `make_table`."""
     plan, config = settings.plan, settings.model
-    dtype = settings.dtype if plan.narrows_weights or not masters else torch.float32
+    narrows = plan.narrows_weights or not masters or settings.lora.rank > 0
+    dtype = settings.dtype if narrows else torch.float32
     with torch.device("meta"):
         part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
     if plan.tp > 1:
         styles = make_table(config, plan, settings.local_length, peers) if table is None else table
         apply_table(part, mesh.devices["tp"], styles)
+    if settings.lora.rank:
+        add_adapters(part, settings, mesh.place, mesh.device)
     if plan.cp > 1:
         place_dropout(part, settings, mesh.place)
     set_execution(part, settings, mesh)

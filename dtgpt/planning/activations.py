@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.lora import LoraConfig
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
@@ -21,6 +22,7 @@ from dtgpt.ops.attention.flash_launch import mask_words
 from dtgpt.ops.fast import split_backward
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.lora import local_adapter
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ def block_sizes(settings: Settings, block: int) -> BlockSizes:
     plan, config = settings.plan, replace(settings.model, dropout=0.0)
     fp8 = Fp8(plan.splits_backward, not plan.zero) if settings.fp8 else None
     example, shape = inventory(config).examples[block], (settings.micro_batch_size, settings.local_length)
-    return _measure(config, example, shape, plan.tp, plan.sequence_parallel, plan.cp > 1, settings.dtype, fp8)
+    return _measure(
+        config, example, shape, plan.tp, plan.sequence_parallel, plan.cp > 1, settings.dtype, fp8, settings.lora
+    )
 
 
 def whole_bytes(settings: Settings) -> int:
@@ -98,17 +102,24 @@ def core_bytes(settings: Settings, block: int) -> float:
 @lru_cache(maxsize=32)
 def _measure(
     config: ModelConfig, index: int, shape: tuple[int, int], tp: int, sequence_parallel: bool, exchanged: bool,
-    dtype: torch.dtype, fp8: Fp8 | None,
+    dtype: torch.dtype, fp8: Fp8 | None, lora: LoraConfig,
 ) -> BlockSizes:  # fmt: skip
     (batch, length), saved, recorder = shape, {}, _Recorder(exchanged)
     apart = fp8 is not None and fp8.splits_backward
     with torch.device("meta"):
         block = config.make_block(index).to(dtype)
         x = torch.empty(batch, length // tp if sequence_parallel else length, config.hidden_size, dtype=dtype)
-    weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
     at = f"blocks.{index}"
     widest = max(_cut(config, f"{at}.{name}", module, tp, sequence_parallel) for name, module in block.named_modules())
 
+    if lora.rank:
+        block.requires_grad_(False)
+        for parameter in filter(lora.adapts, inventory(config).of_block(index)):
+            module = block.get_submodule(parameter.name.removeprefix(f"{at}.").removesuffix(".weight"))
+            assert isinstance(module, nn.Linear)
+            module.lora = local_adapter(module, parameter, config, lora)
+            bind(module, product=module.lora.product)
+    weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
     for module in block.modules():
         if isinstance(module, AttentionCore):
             bind(module, cache=recorder)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -12,6 +12,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
+from dtgpt.parallel.lora import names_of, shapes_of
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import Table, VocabularyShard, make_table, style_of
 
@@ -59,6 +60,28 @@ def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[Lo
                 )
             )
     return held
+
+
+def trained_on(settings: Settings, rank: int) -> list[LocalParameter]:
+    """Return what `rank` trains: its parameters, or in a run with adapters those of the adapters."""
+    lora, config, plan = settings.lora, settings.model, settings.plan
+    held = parameters_of(config, plan, rank)
+    if not lora.rank:
+        return held
+    place, made = RankCoordinates(plan, rank), []
+    for p in held:
+        weight = Parameter(p.name, p.shape, p.role, p.block)
+        if not lora.adapts(weight):
+            continue
+        cut = tp_dimension("weight", p.role, p.style)
+        for name, shape, dim in zip(names_of(p.name), shapes_of(weight, config, lora.rank), (1, 0), strict=True):
+            local = list(shape)
+            if cut == dim:
+                local[dim] = len(chunk(range(local[dim]), plan.tp, place.tp))
+            by_tp = math.prod(local)
+            local[0] = len(chunk(range(local[0]), plan.shard, place.shard))
+            made.append(replace(p, name=name, shape=shape, by_tp=by_tp, local=math.prod(local)))
+    return made
 
 
 def _parameters_of_stage(config: ModelConfig, ranges: list[range], stage: int) -> Iterator[Parameter]:
@@ -124,12 +147,19 @@ def _sum_bytes(p: LocalParameter, settings: Settings) -> int:
 def shards_are_pushed(settings: Settings) -> bool:
     """Return whether copy engines gather and scatter what ZeRO cuts: where the ranks that do so are of one host, as far
     as its usual number of GPUs tells."""
-    return settings.plan.shard > 1 and settings.plan.shard * settings.plan.tp <= GPUS_OF_HOST
+    return not settings.lora.rank and settings.plan.shard > 1 and settings.plan.shard * settings.plan.tp <= GPUS_OF_HOST
+
+
+def frozen_bytes(settings: Settings, rank: int) -> int:
+    """Return the bytes that `rank` keeps of weights which are not trained."""
+    if not settings.lora.rank:
+        return 0
+    return settings.dtype.itemsize * sum(p.local for p in parameters_of(settings.model, settings.plan, rank))
 
 
 def state_bytes(settings: Settings, rank: int) -> int:
     """Return the bytes of weights, gradients and the optimizer's state on `rank`."""
-    held = parameters_of(settings.model, settings.plan, rank)
+    held = trained_on(settings, rank)
     copies = settings.dtype.itemsize if settings.low_precision else 0
-    weights = sum(4 * p.local + copies * p.by_tp for p in held)
+    weights = frozen_bytes(settings, rank) + sum(4 * p.local + copies * p.by_tp for p in held)
     return weights + optimizer_bytes(held, settings) + gradient_bytes(held, settings)

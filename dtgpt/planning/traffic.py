@@ -19,6 +19,7 @@ from dtgpt.planning.parameters import (
     gradient_width,
     parameters_of,
     shards_are_pushed,
+    trained_on,
 )
 
 EXACT = "64-bit integers"
@@ -52,13 +53,14 @@ def collectives_of(settings: Settings, rank: int) -> list[Collective]:
     """Return the messages of `rank` in one step. Single numbers (the norm, a request to stop) stay out."""
     held = parameters_of(settings.model, settings.plan, rank)
     place, blocks = RankCoordinates(settings.plan, rank), len(blocks_of_rank(settings.model, settings.plan, rank))
+    trained = trained_on(settings, rank)
     found = (
         _over_cp(settings, rank)
-        + _over_tp(settings, place, held)
-        + _over_dp(settings, place, held, blocks)
-        + _over_pp(settings, place, held)
+        + _over_tp(settings, place, held, trained)
+        + _over_dp(settings, place, held, trained, blocks)
+        + _over_pp(settings, place, trained)
     )
-    found += _of_optimizer(settings, held)
+    found += _of_optimizer(settings, trained)
     return [c for c in found if c.count]
 
 
@@ -78,7 +80,9 @@ def _over_cp(settings: Settings, rank: int) -> list[Collective]:
     return [Collective("all-to-all", "cp", "queries, keys, values and outputs of attention", count, size)]
 
 
-def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParameter]) -> list[Collective]:
+def _over_tp(
+    settings: Settings, place: RankCoordinates, held: list[LocalParameter], trained: list[LocalParameter]
+) -> list[Collective]:
     plan, passes = settings.plan, settings.micro_batches
     if plan.tp == 1:
         return []
@@ -103,6 +107,10 @@ def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
         found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
+    if settings.lora.rank:  # the factors of adapters that are whole on every rank
+        partial = [p for p in trained if p.style is not None and p.by_tp == math.prod(p.shape)]
+        size = 4 * sum(p.local for p in partial)
+        return [*found, Collective("all-reduce", "tp", "gradients of adapters, fp32", bool(partial), size)]
     partial = [p for p in held if _sums_over_tp(p)]
     width, words = (WIDTH_OF_SUMS, EXACT) if settings.reduce == "exact" else (4, "fp32")
     size = width * sum(p.local for p in partial)
@@ -132,14 +140,18 @@ def _kinds(partial: list[LocalParameter]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParameter], blocks: int) -> list[Collective]:
+def _over_dp(
+    settings: Settings, place: RankCoordinates, held: list[LocalParameter], trained: list[LocalParameter], blocks: int
+) -> list[Collective]:
     plan, passes = settings.plan, settings.micro_batches
     if plan.data_ranks == 1:
         return []
     ends = sum(stage in (0, plan.num_stages - 1) for stage in place.stages)
+    ends = 0 if settings.lora.rank and plan.zero == 0 else ends  # where nothing is trained
     groups = blocks + ends  # each block, and the rest of a stage
-    whole, width = sum(p.by_tp for p in held), settings.dtype.itemsize
-    in_blocks = sum(p.by_tp for p in held if p.block is not None)
+    whole, width = sum(p.by_tp for p in trained), settings.dtype.itemsize
+    gathered = [*held, *trained] if settings.lora.rank else held
+    in_blocks = sum(p.by_tp for p in gathered if p.block is not None)
     exact = settings.reduce == "exact"
     if plan.zero == 0 and exact:
         return [Collective("all-reduce", "dp", f"gradients, {EXACT}", groups, WIDTH_OF_SUMS * whole)]
@@ -163,7 +175,11 @@ def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
         sums = Collective("reduce-scatter", "dp", f"gradients, {EXACT}", groups, WIDTH_OF_SUMS * whole)
     return [
         Collective(
-            "all-gather", "dp", "weights", groups * once + blocks * again, width * (whole * once + in_blocks * again)
+            "all-gather",
+            "dp",
+            "weights",
+            groups * once + blocks * again,
+            width * (sum(p.by_tp for p in gathered) * once + in_blocks * again),
         ),
         sums,
     ]

@@ -23,6 +23,7 @@ from dtgpt.optim.update import Update
 from dtgpt.parallel.build import build_stages, make_engine, micro_batch_weight, scale_gradients, smoke_test_table
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.lora import initialize_adapters
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.run.sinks import TIMED
@@ -60,6 +61,8 @@ class Trainer:
         self.num_sites = settings.model.num_sites if settings.model.dropout > 0 else 0  # of dropout, where any drops
 
         self.stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
+        if settings.lora.rank:
+            initialize_adapters(self.shards, settings.lora, weights_key)
         self.timers = Timers(recipe.log.timers, mesh.device)
         self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
         self.fp8 = Fp8Scales(settings.model, mesh) if settings.fp8 else None
@@ -67,6 +70,7 @@ class Trainer:
             self.fp8.attach(self.stages)
         if settings.plan.table:
             smoke_test_table(self.engine, settings)
+        self.adapter: dict[str, Any] | None = None  # what checkpoints say of it, where the run trains one
         self.step, self.sizes = 0, recipe.batch_sizes()
         self.micro_batches = settings.micro_batches
         self.optimizer = Update(
