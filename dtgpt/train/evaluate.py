@@ -16,7 +16,6 @@ from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
@@ -28,7 +27,7 @@ def held_out_loss(
     engine: TrainingEngine, mesh: Mesh, batches: list[Tensor], masks: DocumentMasks, token_bytes: Tensor,
     interrupted: Callable[[], bool],
 ) -> tuple[float, float | None] | None:  # fmt: skip
-    """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows `[B, T + 1]`,
+    """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows,
     the same on every rank; None where there are none, or when `interrupted` became true in between. `token_bytes [V]`:
     the bytes that each token spells."""
     dp = mesh.plan.dp
@@ -38,12 +37,11 @@ def held_out_loss(
             return None
         # Each replica takes a batch; one without a batch repeats another, uncounted, to keep in step.
         turn = first + mesh.place.dp
-        windows = batches[turn if turn < len(batches) else first]
-        on_device = to_device(windows, mesh.device)
-        batch = masks.apply(Batch(on_device[:, :-1].contiguous(), targets=on_device[:, 1:].contiguous()))
+        batch = masks.batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
         loss = engine.mean_loss(batch)
         if loss is not None and turn < len(batches):
-            targets = windows[:, 1:]
+            assert batch.targets is not None
+            targets = batch.targets.cpu()
             weights = torch.ones(targets.shape) if batch.loss_weights is None else batch.loss_weights.cpu()
             counts = [loss.item() * targets.numel(), weights.sum(), (token_bytes[targets] * weights).sum()]
             totals += torch.tensor(counts, dtype=torch.float64)
