@@ -135,6 +135,7 @@ def answer(line: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    make_environment().from_string("{{ 'a' | tojson }}").render()  # imports what Jinja imports when it is used
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))  # standard input, output and error: no other file opens
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
