@@ -1,6 +1,6 @@
 """Blocks of chats to tokens, and to weights of these: what a worker of `dtgpt prepare --chat` does."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -42,6 +42,8 @@ class ChatEncoder:
     def __call__(self, block: Lines | Parsed) -> Encoded:
         encoded = Encoded(position=block.position, keys={}, broken=[], documents=0)
         chats = []
+        if isinstance(block, Parsed):
+            raise TypeError("chats are lines of JSON, and not whole files")
         for found in block.parsed(self._read):
             if isinstance(found, Broken):
                 encoded.broken.append(found)
@@ -79,7 +81,7 @@ def encode_chat(messages: list[Message], renderer: Renderer, tokenizer: Tokenize
     skipped = {number for number, message in enumerate(messages) if message.get("weight") == 0}
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     if loss == "all":
-        text, spans = renderer.render(plain).text, []
+        text, spans = renderer.render(plain).text, list[Span]()
     else:
         text, spans = render_answers(plain, skipped, renderer, tokenizer.special_names)
     check_kept(plain, text)
@@ -103,7 +105,7 @@ def check_kept(messages: list[Message], text: str) -> None:
 
 
 def render_answers(
-    messages: list[Message], skipped: set[int], renderer: Renderer, special: Sequence[str] | object
+    messages: list[Message], skipped: set[int], renderer: Renderer, special: Collection[str]
 ) -> tuple[str, list[Span]]:
     """Return a chat as text, and where its answers are, with what ends them. `skipped`: numbers of messages that do not
     count. Raises ChatError."""
@@ -146,8 +148,7 @@ def _answer(text: str, before: str, answered: str, content: str, number: int) ->
     )
 
 
-def _without_blanks(text: str, begin: int, end: int, special: Sequence[str] | object) -> int:
+def _without_blanks(text: str, begin: int, end: int, special: Collection[str]) -> int:
     """Return the end of an answer without the blanks after the special token that ends it."""
     stripped = text[begin:end].rstrip()
-    names = special if isinstance(special, Sequence) else list(special)  # type: ignore[call-overload]
-    return begin + len(stripped) if stripped.endswith(tuple(names)) else end
+    return begin + len(stripped) if stripped.endswith(tuple(special)) else end

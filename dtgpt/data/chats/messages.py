@@ -45,7 +45,7 @@ def _messages_in(fields: dict[str, Any]) -> Any:
     if "conversations" in fields:
         return _from_sharegpt(fields["conversations"])
     if "prompt" in fields and "completion" in fields:
-        parts = []
+        parts: list[Any] = []
         for name, role in (("prompt", "user"), ("completion", "assistant")):
             value = fields[name]
             parts += value if isinstance(value, list) else [{"role": role, "content": value}]

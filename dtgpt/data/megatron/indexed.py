@@ -120,7 +120,7 @@ class IndexedDataset(TokenSequences):
                 f"{path} has {file.size} bytes for {self.num_tokens} tokens; one of them is truncated or of another "
                 "dataset: prepare the chats again"
             )
-        return FileArray(file, np.uint8, 0, file.size)
+        return FileArray(file, "u1", 0, file.size)
 
     def _header(self) -> tuple[np.dtype, int, int]:
         size = self._index.size
