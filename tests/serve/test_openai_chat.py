@@ -132,3 +132,19 @@ def test_answers_end_where_the_template_ends_them(tmp_path):
     )
     assert prompts.stops == ("<end_of_turn>",)
     prompts.close()
+
+
+@pytest.mark.parametrize("stop", [[], ["\n\n", "STOP"]])
+def test_what_lm_eval_sends_is_answered(client, stop):
+    """The body of its `local-chat-completions`."""
+    messages = [{"role": "user", "content": "Hello", "type": "text"}]
+    asked = {"messages": messages, "max_tokens": 8, "temperature": 0, "stop": stop, "seed": 1234}
+    answers = [client.chat.completions.create(model="tiny", **asked).choices for _ in range(2)]
+    assert answers[0] == answers[1] and answers[0][0].message.content is not None
+
+
+def test_an_export_has_the_template(tokenizer):
+    from dtgpt.data.tokenizers.export import transformers_files
+
+    settings = transformers_files(tokenizer, 64)["tokenizer_config.json"]
+    assert settings["chat_template"] == tokenizer.chat_template.source and settings["eos_token"] == "<|im_end|>"
