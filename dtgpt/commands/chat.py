@@ -20,6 +20,7 @@ from dtgpt.inference.session import PromptJob, Session
 from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
 
 RESET = "/reset"
@@ -36,6 +37,9 @@ class ChatOptions(Execution, SamplingWords):  # fields are listed from the last 
     }  # fmt: skip
 
     system: Annotated[str, "message of the system with which each chat begins; empty: none"] = ""
+    max_new_tokens: Annotated[
+        int | None, "largest number of tokens of an answer; none: what the positions leave", Bounds(1)
+    ] = None
 
 
 class Chat:
