@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
@@ -69,8 +68,6 @@ class HeadExchange:
 
 def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `[ranks, ...]`, part r from rank r, where each rank gives `parts [ranks, ...]`, part r for rank r."""
-    if torch.compiler.is_compiling():
-        return functional.all_to_all_single_autograd(parts, None, None, group)
     return _Exchange.apply(parts, group)
 
 
