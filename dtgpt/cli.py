@@ -19,7 +19,7 @@ from dtgpt.util.errors import UserError, remedy, shown
 interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
 COMMANDS = (
-    "prepare", "tokenizer", "train", "plan", "compare", "generate", "serve", "eval", "lm-eval", "convert",
+    "prepare", "tokenizer", "train", "plan", "compare", "generate", "chat", "serve", "eval", "lm-eval", "convert",
     "translate", "inspect", "plot", "recipe", "doctor",
 )  # fmt: skip
 RANK_0_FIRST = 5.0  # seconds for rank 0 to say first why the run ends
@@ -44,6 +44,8 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
       show where the curves of two runs part, and in what the runs differ
   dtgpt generate MODEL [--prompt TEXT | --prompts-file FILE | --interactive]
       continue texts with a run's newest checkpoint or another model
+  dtgpt chat MODEL [--system TEXT]
+      talk to a model whose tokenizer has a chat template
   dtgpt serve MODEL [--host ADDRESS] [--port N]
       answer Megatron-LM's and OpenAI's clients over HTTP, and a web page
   dtgpt eval MODEL --task lambada|wikitext103|hellaswag --data FILE

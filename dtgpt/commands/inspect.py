@@ -80,7 +80,7 @@ def _begins_as_model(path: Path) -> bool:
 def _inspect_data(options: InspectOptions, changed: set[str]) -> None:
     prefixes, weights = parse_data_path(options.input)
     if options.digest:
-        _refuse(changed & {"samples"}, "cannot be combined with --digest")
+        _refuse(changed & {"samples", "show"}, "cannot be combined with --digest")
     else:
         _refuse(changed & OF_DIGESTS, "needs --digest, which is not given")
     _refuse(changed & {"tensors"}, f"applies to models, and {prefixes[0]} is token files")

@@ -64,11 +64,11 @@ class Dataset(ABC):
     @abstractmethod
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         """Return training samples int64 `[B, seq_length + 1]` on the CPU: a function of `sample_ids [B]`, the data and
-        the `key [2]` of a run alone."""
+        the `key [2]` of a run alone. Those of chats are `[B, seq_length + 1, 2]`: `DocumentMasks.batch` takes both."""
 
     @abstractmethod
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
-        """Yield the fixed windows for validation or test, int64 `[B, seq_length + 1]`, at most `max_samples`."""
+        """Yield the fixed windows for validation or test, in the form of `windows`, at most `max_samples`."""
 
     @abstractmethod
     def bytes_per_token(self) -> float:
@@ -161,7 +161,7 @@ def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
         settings["files"] = [hashlib.sha256(read_content(Path(str(file)))).hexdigest() for file in files]
     if named:
         check_opening(named)
-        settings["tokenizer_file"] = hashlib.sha256(named.dumps().encode()).hexdigest()
+        settings["tokenizer_file"] = hashlib.sha256(named.dumps(with_template=False).encode()).hexdigest()
     content, former = _contents(settings, documents)
     folder = cache / f"text-{content[:16]}"
 

@@ -1,5 +1,6 @@
-"""OpenAI's completions and models."""
+"""OpenAI's completions, chat completions and models."""
 
+from functools import cache
 from typing import Any
 
 from starlette.requests import Request
@@ -7,8 +8,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from dtgpt.inference.chat import ChatPrompts
 from dtgpt.serve.body import read_json
 from dtgpt.serve.openai_answer import ENCODER, CompletionAnswer, CompletionStream
+from dtgpt.serve.openai_chat import ChatAnswer, read_chat_request
 from dtgpt.serve.openai_request import CompletionRequest, check_model, read_request
 from dtgpt.serve.problems import HttpProblem, error_object
 from dtgpt.serve.service import LONG, SEED, Service, in_thread, watched
@@ -18,11 +21,24 @@ from dtgpt.serve.token_names import TokenNames
 
 def routes(service: Service) -> list[Route]:
     """Return the routes of OpenAI's API."""
-    names = TokenNames(service.generator.known_tokenizer)
+    tokenizer = service.generator.known_tokenizer
+    names = TokenNames(tokenizer)
+
+    @cache
+    def prompts() -> ChatPrompts:
+        return ChatPrompts(service.tokenizer, service.config)
 
     async def create(request: Request) -> Response:
         asked = await _read(await read_json(request, service.limits), service)
-        answer = CompletionAnswer(asked, service.model_id, service.generator.known_tokenizer, names)
+        return await respond(request, CompletionAnswer(asked, service.model_id, tokenizer, names))
+
+    async def create_chat(request: Request) -> Response:
+        body = await read_json(request, service.limits)
+        asked = await in_thread(read_chat_request, body, service, prompts)  # which renders a template
+        return await respond(request, ChatAnswer(asked, service.model_id, tokenizer, names))
+
+    async def respond(request: Request, answer: CompletionAnswer) -> Response:
+        asked = answer.asked
         headers = {SEED: str(asked.seed), "X-Request-Id": answer.id, "Cache-Control": "no-store"}
         ticket = service.submit(request, asked.jobs, [prompt.text or prompt.ids for prompt in asked.prompts])
         if asked.stream:
@@ -43,6 +59,7 @@ def routes(service: Service) -> list[Route]:
     return [
         Route("/v1/completions", create, methods=["POST"]),
         Route("/completions", create, methods=["POST"]),
+        Route("/v1/chat/completions", create_chat, methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{model:path}", model),
     ]

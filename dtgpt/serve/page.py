@@ -36,7 +36,8 @@ def routes(service: Any = None) -> list[Route]:
     found = []
     for file in sorted(files(__package__).joinpath(FOLDER).iterdir(), key=lambda file: file.name):
         endpoint = _file(file.read_bytes(), TYPES[file.name[file.name.rindex(".") :]])
-        paths = ["/", "/index.html"] if file.name == "index.html" else [f"/{FOLDER}/{file.name}"]
+        paths = [f"/{file.name}" if file.name.endswith(".html") else f"/{FOLDER}/{file.name}"]
+        paths += ["/"] if file.name == "index.html" else []
         found += [Route(path, endpoint, methods=["GET"]) for path in paths]  # HEAD comes with GET
     made = f"export const OPTIONS = {json.dumps(fields(), indent=1)};\n".encode()
     return [*found, Route(FIELDS, _file(made, TYPES[".js"]), methods=["GET"])]

@@ -74,7 +74,8 @@ def describe(tokenizer: Tokenizer, positions: int) -> Object:
     return {
         "tokenizer_class": type(tokenizer).__name__, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size,
         "model_max_length": positions, "bos_token": _name(tokenizer, begin),
-        "eos_token": _name(tokenizer, tokenizer.end_of_text), "pad_token": None, "chat_template": None,
+        "eos_token": _name(tokenizer, tokenizer.end_of_text), "pad_token": None,
+        "chat_template": None if tokenizer.chat_template is None else tokenizer.chat_template.source,
     }  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.engine import TrainingEngine
@@ -29,7 +28,7 @@ def held_out_loss(
     engine: TrainingEngine, mesh: Mesh, batches: list[Tensor], masks: DocumentMasks, token_bytes: Tensor,
     interrupted: Callable[[], bool],
 ) -> tuple[float, float | None] | None:  # fmt: skip
-    """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows `[B, T + 1]`,
+    """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows,
     the same on every rank; None where there are none, or when `interrupted` became true in between. `token_bytes [V]`:
     the bytes that each token spells."""
     dp = mesh.plan.dp
@@ -39,9 +38,7 @@ def held_out_loss(
             return None
         # Each replica takes a batch; one without a batch repeats another, uncounted, to keep in step.
         turn = first + mesh.place.dp
-        windows = batches[turn if turn < len(batches) else first]
-        on_device = to_device(windows, mesh.device)
-        whole = masks.apply(Batch(on_device[:, :-1].contiguous(), targets=on_device[:, 1:].contiguous()))
+        whole = masks.batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
         batch = slice_of(whole, mesh.place)
         loss = engine.mean_loss(batch)
         if loss is not None and batch.targets is not None and turn < len(batches):

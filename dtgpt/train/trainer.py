@@ -175,10 +175,7 @@ class Trainer:
 
     def _make_batch(self, windows: Tensor, sample_ids: Tensor, step_key: Tensor) -> Batch:
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
-        # Contiguous, as copies of inputs in a graph are: another layout would be compiled again during capture.
-        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        whole = self.masks.apply(Batch(tokens, dropout_keys=keys, targets=targets))
-        return self._with_global_weights(slice_of(whole, self.mesh.place))
+        return self._with_global_weights(slice_of(self.masks.batch(windows, keys), self.mesh.place))
 
     def _with_global_weights(self, batch: Batch) -> Batch:
         """Scale the loss weights so that the mean loss is that over the weights of the whole global batch."""
@@ -198,7 +195,8 @@ class Trainer:
             self.optimizer.weigh_micro_batches(micro_batch_weight(micro_batches, self.settings.plan))
 
     def _read_batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's windows int64 `[B, T + 1]` and sample ids `[B]`, and the dropout key `[2]` of `step`."""
+        """Return this rank's windows, as `Dataset.windows` makes them, and sample ids `[B]`, and the dropout key `[2]`
+        of `step`."""
         samples = self.sizes.at(step) // self.settings.plan.dp
         first = (0 if self.overfits else self.samples_before(step)) + self.mesh.place.dp * samples
         sample_ids = first + torch.arange(samples)

@@ -7,6 +7,7 @@ Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py; the bytes are th
 """
 
 import hashlib
+import os
 import secrets
 import struct
 from array import array
@@ -50,6 +51,11 @@ def tokenizer_path(prefix: Path | str) -> Path:
     return Path(f"{prefix}.tokenizer.json")
 
 
+def weights_path(prefix: Path | str) -> Path:
+    """Return the path of the weights of tokens in the loss, which a dataset of chats has: a byte for each, 0 or 1."""
+    return Path(f"{prefix}.weights")
+
+
 class IndexedDataset(TokenSequences):
     """A .bin and its .idx: `lengths` int32 [S] in tokens, `offsets` int64 [S] in bytes, `documents` int64 [D]. Raises
     UserError, with the byte that disagrees, if the two files are not whole and of one piece."""
@@ -73,6 +79,7 @@ class IndexedDataset(TokenSequences):
             )
         self._tokens = FileArray(file, self.dtype, 0, num_bytes // self.dtype.itemsize)
         self.stored = [self._tokens]
+        self.weights = self._open_weights(prefix)
 
     @property
     def num_tokens(self) -> int:
@@ -88,6 +95,32 @@ class IndexedDataset(TokenSequences):
 
     def read(self, sequences: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
         return self._tokens.gather(self.offsets[sequences] // self.dtype.itemsize + begins, counts)
+
+    def read_weights(self, sequences: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Read the weights of the first `counts` tokens of sequences, both int64 [P], one after another."""
+        assert self.weights is not None
+        return self.weights.gather(self.offsets[sequences] // self.dtype.itemsize, counts)
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """Return the SHA-256 of the weights."""
+        assert self.weights is not None
+        digest = hashlib.sha256()
+        for chunk in self.weights.file.chunks():
+            digest.update(chunk)
+        return digest.hexdigest()
+
+    def _open_weights(self, prefix: Path | str) -> FileArray | None:
+        path = weights_path(prefix)
+        if not os.path.isfile(path):  # which, unlike Path.is_file, takes names too long for a file
+            return None
+        file = open_file(path)
+        if file.size != self.num_tokens:
+            raise UserError(
+                f"{path} has {file.size} bytes for {self.num_tokens} tokens; one of them is truncated or of another "
+                "dataset: prepare the chats again"
+            )
+        return FileArray(file, "u1", 0, file.size)
 
     def _header(self) -> tuple[np.dtype, int, int]:
         size = self._index.size
@@ -153,22 +186,26 @@ class IndexedWriter:
     Raises UserError if a token does not fit `dtype` or the files cannot be written.
     """
 
-    def __init__(self, prefix: Path | str, dtype: np.dtype | type, tokenizer: str | None = None):
-        """tokenizer: what `Tokenizer.dumps` returns, if the tokenizer is known."""
-        self._tokenizer = tokenizer
+    def __init__(
+        self, prefix: Path | str, dtype: np.dtype | type, tokenizer: str | None = None, weighted: bool = False
+    ):
+        """tokenizer: what `Tokenizer.dumps` returns, if the tokenizer is known. weighted: each token has a weight."""
+        self._tokenizer, self._weighted = tokenizer, weighted
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
         self._code = next((c for c, name in CODES.items() if np.dtype(name) == self.dtype), None)
         if self._code is None:
             raise UserError(f"tokens cannot be stored as {np.dtype(dtype)}; use one of {', '.join(CODES.values())}")
         self._lengths, self._documents = array("i"), array("q", [0])  # of 4 and 8 bytes
         mark = secrets.token_hex(4)
-        paths = bin_path(prefix), tokenizer_path(prefix), idx_path(prefix)
+        paths = bin_path(prefix), tokenizer_path(prefix), weights_path(prefix), idx_path(prefix)
         self._partial = {path: temporary_path(path, mark) for path in paths}
 
     def __enter__(self) -> Self:
         with self._user_errors():
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._file = create_file(self._partial[bin_path(self.prefix)], 1 << 20)
+            if self._weighted:
+                self._weights = create_file(self._partial[weights_path(self.prefix)], 1 << 20)
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
@@ -179,6 +216,8 @@ class IndexedWriter:
         finally:
             with suppress(OSError):  # of the flush, if the disk is full
                 self._file.close()
+                if self._weighted:
+                    self._weights.close()
             for path in self._partial.values():
                 path.unlink(missing_ok=True)
 
@@ -189,10 +228,13 @@ class IndexedWriter:
             return
         if self._documents[-1] != len(self._lengths):
             self.end_document()
-        data, tokenizer, index = self._partial.values()
+        data, tokenizer, weights, index = self._partial.values()
         with self._user_errors():
             self._file.close()
             sync_path(data)
+            if self._weighted:
+                self._weights.close()
+                sync_path(weights)
             if self._tokenizer is not None:
                 tokenizer.write_text(self._tokenizer)
                 sync_path(tokenizer)
@@ -205,14 +247,22 @@ class IndexedWriter:
         tokens = np.asarray(tokens)
         self.extend(tokens, [tokens.size])
 
-    def extend(self, tokens: ArrayLike, lengths: ArrayLike, counts: np.ndarray | None = None) -> None:
+    def extend(
+        self, tokens: ArrayLike, lengths: ArrayLike, counts: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         """Add several sequences, whose tokens lie one after another. counts: of the sequences in each document; None:
-        they belong to the current document."""
+        they belong to the current document. weights: uint8, of the tokens of a dataset that is `weighted`."""
         lengths = np.asarray(lengths)
         stored = self._stored(np.asarray(tokens))
         if (lengths.size and (lengths.min() < 0 or lengths.max() >= 2**31)) or lengths.sum() != stored.size:
             raise ValueError(f"{stored.size} tokens are not sequences of {lengths} tokens")
+        if (weights is not None) != self._weighted or (weights is not None and len(weights) != stored.size):
+            raise ValueError(f"{stored.size} tokens have other weights than the dataset")
         self._write(stored)
+        if weights is not None:
+            with self._user_errors():
+                self._weights.write(weights.astype(np.uint8).tobytes())
         if counts is not None:
             self._documents.frombytes((len(self._lengths) + np.cumsum(counts, dtype=np.int64)).tobytes())
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
@@ -251,11 +301,11 @@ class IndexedWriter:
 
     def _put_in_place(self) -> None:
         with self._user_errors():
-            for former in (tokenizer_path(self.prefix), idx_path(self.prefix)):  # which do not fit the new .bin
-                former.unlink(missing_ok=True)
-            for path, partial in self._partial.items():  # the index last
-                if path != tokenizer_path(self.prefix) or self._tokenizer is not None:
-                    partial.rename(path)
+            for former in (tokenizer_path, weights_path, idx_path):  # of files that do not fit the new .bin
+                former(self.prefix).unlink(missing_ok=True)
+            for target, partial in self._partial.items():  # the index last
+                if partial.exists():
+                    partial.rename(target)
             sync_path(self.prefix.parent)
 
     def _write_index(self, write: Callable) -> None:
@@ -281,6 +331,10 @@ def merge(prefixes: Iterable[Path | str], target: Path | str, tokenizer: str | N
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     if not datasets:
         raise UserError(f"no datasets are given of which {target} would consist; give the prefix of at least one")
+    if weighted := next((dataset for dataset in datasets if dataset.weights is not None), None):
+        raise UserError(
+            f"{weighted.name} holds chats, which are not joined; give all their files to one dtgpt prepare --chat"
+        )
     with IndexedWriter(target, datasets[0].dtype, tokenizer) as writer:
         for dataset in datasets:
             writer.extend_from(dataset)

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.data.chats.packed import load_chats
 from dtgpt.data.dataset import Dataset, Part, check_vocabulary, needs_shards, warn_of_unused_rows
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
-from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path
+from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path, weights_path
 from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_tokens, sequential_index, split_fractions
 from dtgpt.data.megatron.token_shards import TokenSequences, TokenShards
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
@@ -141,7 +142,7 @@ def no_dataset(path: str) -> UserError:
 def load_prepared(
     data: "DataConfig", seq_length: int, train_samples: int, held_out_samples: int, seed: int, cache: Path,
     vocab_size: int = 0, batch: int = 1,
-) -> PreparedDataset:  # fmt: skip
+) -> Dataset:  # fmt: skip
     """Open prepared data. train_samples: number of samples to build the shuffle index for, as Megatron-LM's
     --train-samples. held_out_samples: the most for validation, and for test. vocab_size: of the model. batch: samples
     of a step, after the last of which a file is cut where the order is sequential. Raises UserError if a file is
@@ -153,6 +154,14 @@ def load_prepared(
         raise no_dataset(text)
     tokenizer = tokenizer_of(data, prefixes, vocab_size)
     opened: dict[str, TokenSequences] = {}
+    if any(os.path.isfile(weights_path(prefix)) for prefix in prefixes):
+        if len(parsed) < len(prefixes) or not all(os.path.isfile(weights_path(prefix)) for prefix in prefixes):
+            raise UserError(
+                f"data.path={shown(data.path)} has chats, which are not blended with other data; give all their "
+                "files to one dtgpt prepare --chat"
+            )
+        by_path = {path: IndexedDataset(prefix_of(found[0])) for path, (found, _) in parsed.items()}
+        return load_chats(data, by_path, tokenizer, seq_length, seed)
 
     def samples(path: str | None, which: str, split: str | None, count: int) -> Samples | Blend | None:
         if path is None:

@@ -10,6 +10,8 @@ from dtgpt.util.field_types import Bounds, changed_fields, check_fields
 
 OF_MERGE = {"merge", "output_prefix", "overwrite"}  # the options for joining datasets
 
+NOT_FOR_CHATS = {"json_keys", "append_eod", "prepend_bos", "encode_special", "txt"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
@@ -37,8 +39,17 @@ class PrepareConfig:
     append_eod: Annotated[bool, "append the end-of-text token to each document"] = False
     prepend_bos: Annotated[bool, "prepend the begin-of-text token to each text"] = False
     encode_special: Annotated[bool, "encode <|endoftext|> and other special tokens' names as these tokens"] = False
+    chat: Annotated[
+        bool,
+        "inputs are chats: messages, ShareGPT's conversations, or prompt and completion; rendered by the tokenizer's "
+        "chat template into PREFIX_chat_document",
+    ] = False
+    chat_loss: Annotated[Literal["assistant", "all"], "with --chat: tokens whose loss counts"] = "assistant"
+    chat_template: Annotated[str | None, "with --chat: file of a template, instead of the tokenizer's own"] = None
     workers: Annotated[int, "number of encoding processes; 0: one for each core", Bounds(0, 1024)] = 0
-    input_format: Annotated[Literal["auto", "jsonl", "txt"], "auto: by suffix; jsonl on standard input"] = "auto"
+    input_format: Annotated[Literal["auto", "jsonl", "parquet", "txt"], "auto: by suffix; jsonl on standard input"] = (
+        "auto"
+    )
     txt: Annotated[Literal["file", "line"], "what a document of a .txt is; empty lines are skipped"] = "file"
     strict: Annotated[bool, "stop at the first broken line instead of skipping it"] = False
     broken: Annotated[str | None, "file to list all broken lines in, as JSON: source, line, reason"] = None
@@ -63,6 +74,14 @@ class PrepareConfig:
         if self.merge and (unused := changed_fields(self) - OF_MERGE):
             name = min(unused).replace("_", "-")
             raise UserError(f"--{name} has no effect with --merge, which joins datasets as they are; leave it out")
+        if self.chat:
+            wrong = changed_fields(self) & NOT_FOR_CHATS
+        else:
+            wrong = changed_fields(self) & {"chat_loss", "chat_template"}
+        if wrong:
+            name = min(wrong).replace("_", "-")
+            why = "cannot be combined with --chat, whose template says what is written" if self.chat else "needs --chat"
+            raise UserError(f"--{name} {why}; leave it out")
         if not self.json_keys or len(set(self.json_keys)) < len(self.json_keys):
             raise UserError(f"--json-keys {' '.join(self.json_keys)}: give each key once, such as --json-keys text")
         check_named_once(self.tokenizer, self.vocab_file, self.merge_file)

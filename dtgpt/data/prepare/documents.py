@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dtgpt.util.errors import UserError, shown
 
@@ -28,7 +28,7 @@ class Broken(NamedTuple):
 
 
 class InputFile(NamedTuple):
-    """An input: its path, and "jsonl", "txt" (one document) or "lines" (one a line)."""
+    """An input: its path, and "jsonl", "parquet", "txt" (one document) or "lines" (one a line)."""
 
     path: str
     kind: str
@@ -74,6 +74,15 @@ def count_lines(data: bytes) -> int:
 
 
 def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
+    fields = json_object(line)
+    document = {key: _texts(fields, key) for key in keys}
+    if b"\\u" in line:
+        return {key: [paired(text) for text in texts] for key, texts in document.items()}
+    return document
+
+
+def json_object(line: bytes) -> dict[str, Any]:
+    """Return the JSON object in a line. Raises Unreadable."""
     try:
         fields = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -87,10 +96,7 @@ def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
         raise Unreadable(f"a JSON array; {ONE_A_LINE}")
     if not isinstance(fields, dict):
         raise Unreadable('not a JSON object; each line must be one, such as {"text": ...}')
-    document = {key: _texts(fields, key) for key in keys}
-    if b"\\u" in line:
-        return {key: [paired(text) for text in texts] for key, texts in document.items()}
-    return document
+    return fields
 
 
 def _texts(fields: dict, key: str) -> list[str]:

@@ -15,11 +15,12 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 @dataclass
 class EncodedKey:
     """One field of a block's documents. `tokens` back to back; `lengths [S]` of its sequences in tokens, int32;
-    `counts [D]` of sequences in each document, int32."""
+    `counts [D]` of sequences in each document, int32; `weights` of the tokens, uint8, for chats."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     counts: np.ndarray
+    weights: np.ndarray | None = None
 
 
 @dataclass(kw_only=True)

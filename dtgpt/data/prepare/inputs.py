@@ -7,16 +7,17 @@ its documents in the worker that encodes them. A document is `{key: [pieces of t
 
 import glob
 import io
+import json
 import os
 import select
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from dtgpt.data.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
 from dtgpt.data.prepare.documents import (
@@ -31,13 +32,15 @@ from dtgpt.data.prepare.documents import (
     whole_lines,
     whole_text,
 )
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, optional_package
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
 
+T = TypeVar("T")
 POLL = 0.5  # seconds
-KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "txt"}
+KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "txt", ".parquet": "parquet"}
+ROWS = 1000  # of a Parquet file that are read together
 
 
 @dataclass
@@ -52,13 +55,17 @@ class Lines:
 
     def documents(self, keys: tuple[str, ...]) -> Iterator[Document | Broken]:
         """Yield a document per line that is not blank."""
+        read = text_line if self.source.kind == "lines" else json_document
+        return self.parsed(lambda line: read(line, keys))
+
+    def parsed(self, read: Callable[[bytes], T]) -> Iterator[T | Broken]:
+        """Yield what `read`, which may raise Unreadable, makes of each line that is not blank."""
         if self.data.isspace():
             return
-        read = json_document if self.source.kind == "jsonl" else text_line
         for number, line in enumerate(self.data.splitlines(), self.first):
             if line.strip():
                 try:
-                    yield read(line, keys)
+                    yield read(line)
                 except Unreadable as reason:
                     yield Broken(self.source.name, number, str(reason))
 
@@ -111,6 +118,11 @@ def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lin
     before, size = 0, 0
     items: list[Document | Broken] = []
     for source in sources:
+        if source.kind == "parquet":
+            for first, data in _parquet_lines(source):
+                yield Lines(before, source, first, data)
+            before += os.path.getsize(source.path)
+            continue
         with _opened(source) as raw:
             pieces = decompressed(raw, source.name)
             if source.kind == "txt":
@@ -130,6 +142,19 @@ def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lin
         yield Parsed(before, items)
 
 
+def _parquet_lines(source: InputFile) -> Iterator[tuple[int, bytes]]:
+    """Yield (number of the first row, from 1; rows as lines of JSON) of a Parquet file. Raises UserError."""
+    package = optional_package("pyarrow", f"{source.name}, a Parquet file,", "pyarrow.parquet", "parquet")
+    first = 1
+    try:
+        for batch in package.ParquetFile(source.path).iter_batches(ROWS):
+            rows = batch.to_pylist()
+            yield first, b"".join(json.dumps(row, default=str).encode() + b"\n" for row in rows)
+            first += len(rows)
+    except (OSError, ValueError) as error:  # pyarrow's errors are of these types
+        raise UserError(f"{source.name} is not a Parquet file that can be read ({error}); fetch it again") from None
+
+
 def _expand(pattern: str) -> list[str]:
     if pattern == STDIN or os.path.lexists(pattern) or not glob.has_magic(pattern):
         return [pattern]
@@ -145,6 +170,8 @@ def _check_readable(name: str) -> None:
     try:
         if stat.S_ISREG(os.stat(name).st_mode):  # opening a pipe would take its content away
             with open(name, "rb") as file:
+                if name.lower().endswith(".parquet"):
+                    return
                 check_format(file.read(HEAD), name)
     except OSError as error:
         raise UserError(f"the input {name} cannot be read: {error.strerror}; check its path and permissions") from None

@@ -3,6 +3,7 @@ their samples."""
 
 import hashlib
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from dtgpt.data.megatron.token_shards import PIECE, TokenSequences, TokenShards
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.console import counted
+from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
 HASHED = 200  # samples whose tokens go into a digest, at most
@@ -38,6 +40,7 @@ class InspectDataConfig:
         int | None, "id of the token between documents of shards; none: the tokenizer's", Bounds(0, 65535)
     ] = None
     samples: Annotated[int, "number of sequences to show", Bounds(0)] = 2
+    show: Annotated[bool, "of chats: show them whole, and in [brackets] what the loss does not count"] = False
     digest: Annotated[bool, "print digests of the samples, as JSON"] = False
     subset: Annotated[Literal["train", "valid", "test"], "with --digest: part of the split"] = "train"
     seq_length: Annotated[int, "with --digest: number of tokens in a sample"] = 1024
@@ -58,7 +61,15 @@ def describe(
     if tokenizer is None and (beside := tokenizer_beside([prefix_of(prefix)])):
         path, tokenizer = beside
         lines.append(f"  tokenizer {tokenizer.name}, {counted(tokenizer.num_tokens, 'token')}, of {path}")
-    return "\n".join([*lines, *_beginnings(sequences, config.samples, tokenizer)])
+    weights = sequences.weights if isinstance(sequences, IndexedDataset) else None
+    if weights is not None:
+        lines.append(f"  the loss counts {int(np.asarray(weights).sum(dtype=np.int64)):,} of the tokens")
+    if not config.show:
+        return "\n".join([*lines, *_beginnings(sequences, config.samples, tokenizer)])
+    if weights is None or tokenizer is None:
+        raise UserError(f"--show is for chats with their tokenizer, and {prefix} has none; leave it out")
+    assert isinstance(sequences, IndexedDataset)
+    return "\n".join([*lines, *_marked(sequences, config.samples, tokenizer)])
 
 
 def digests(
@@ -159,6 +170,23 @@ def _files(sequences: TokenSequences) -> str:
     size = sum(path.stat().st_size for path in sequences.paths)
     note = "" if sequences.eot is not None else "; documents not separated, which needs --tokenizer or --eot"
     return f"{counted(len(sequences.paths), 'shard')} of {size / 2**20:,.1f} MiB{note}"
+
+
+def _marked(sequences: IndexedDataset, count: int, vocabulary: Tokenizer) -> list[str]:
+    """Return the text of the first chats, with what the loss does not count in brackets."""
+    lines = []
+    for i in range(min(count, len(sequences))):
+        tokens, length = sequences.window(i), np.array([sequences.lengths[i]], np.int64)
+        check_ids(tokens, vocabulary, sequences.name)
+        weights = sequences.read_weights(np.array([i]), length)
+        cuts = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(tokens)]
+        pieces = [
+            text if weights[begin] else f"[{text}]"
+            for begin, end in pairwise(cuts)
+            if (text := vocabulary.decode(tokens[begin:end]))
+        ]
+        lines += [f"  chat {i}, {counted(int(weights.sum()), 'token')} of {len(tokens)}:", "".join(pieces)]
+    return lines
 
 
 def _beginnings(sequences: TokenSequences, count: int, vocabulary: Tokenizer | None) -> list[str]:

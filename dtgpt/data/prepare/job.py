@@ -14,6 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from dtgpt.data.chats.encode import KEY as CHAT
+from dtgpt.data.chats.encode import ChatEncoder, renderer_of
+from dtgpt.data.chats.template import PROBE, ChatError, ChatTemplate, read_template
 from dtgpt.data.megatron.indexed import IndexedWriter, idx_path, merge, token_dtype, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.config import PrepareConfig
@@ -53,6 +56,7 @@ class Summary:
     sequences: int = 0
     tokens: int = 0
     broken: int = 0
+    counted: int = 0  # tokens of chats whose loss counts
     seconds: float = 0.0
 
     def add(self, block: Encoded) -> None:
@@ -63,12 +67,15 @@ class Summary:
         self.sequences += sum(len(encoded.lengths) for encoded in block.keys.values())
         self.tokens += sum(len(encoded.tokens) for encoded in block.keys.values())
         self.broken += len(block.broken)
+        weights = (encoded.weights for encoded in block.keys.values())
+        self.counted += sum(int(each.sum()) for each in weights if each is not None)
 
     def __str__(self) -> str:
         rate = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
+        marked = f"the loss counts {self.counted:,} of them, " if self.counted else ""
         return (
             f"{', '.join(map(str, self.files))}: {counted(self.documents, 'document')} ({self.empty:,} empty, "
-            f"{counted(self.broken, 'broken line')} left out), {counted(self.tokens, 'token')}, "
+            f"{counted(self.broken, 'broken line')} left out), {counted(self.tokens, 'token')}, {marked}"
             f"{self.text_bytes / max(self.text_tokens, 1):.2f} bytes per token, longest document "
             f"{counted(self.longest, 'token')}; {self.seconds:.1f} s, {rate:.1f} MB/s"
         )
@@ -89,7 +96,10 @@ def prepare(config: PrepareConfig) -> Summary:
     sources = find_sources(list(config.input), config.input_format, config.txt)
     check_keys(sources, config.json_keys)
     listed = None if config.broken is None else Path(config.broken)
-    prefixes = {key: Path(f"{config.output_prefix}_{key}_document") for key in config.json_keys}
+    keys = (CHAT,) if config.chat else config.json_keys
+    if config.chat and (text := next((source for source in sources if source.kind in ("txt", "lines")), None)):
+        raise UserError(f"{text.name} is a text, and --chat takes JSON lines or Parquet; give these")
+    prefixes = {key: Path(f"{config.output_prefix}_{key}_document") for key in keys}
     summary = Summary(files=list(prefixes.values()))
     with ExitStack() as stack:
         for prefix in prefixes.values():
@@ -98,19 +108,20 @@ def prepare(config: PrepareConfig) -> Summary:
             check_target(prefix, overwrite)
         if listed is not None:
             check_list(listed, overwrite)
-        encoder = make_encoder(config, vocabulary_of(config))
+        vocabulary = vocabulary_of(config)
+        encoder = make_chat_encoder(config, vocabulary) if config.chat else make_encoder(config, vocabulary)
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
         progress = Progress(total_bytes(sources), config.log_interval)
         stack.callback(progress.clear)
-        stored = encoder.dtype, encoder.vocabulary.dumps()
+        stored = encoder.dtype, encoder.vocabulary.dumps(), config.chat
         writers = {key: stack.enter_context(IndexedWriter(prefix, *stored)) for key, prefix in prefixes.items()}
         file = None if listed is None else stack.enter_context(open_list(listed))
         broken = BrokenLines(file, config.strict, progress)
-        for block in encoded(read_blocks(sources, config.json_keys)):
+        for block in encoded(read_blocks(sources, keys)):
             broken.add(block.broken)
             for key, writer in writers.items():
                 encoded_key = block.keys[key]
-                writer.extend(encoded_key.tokens, encoded_key.lengths, encoded_key.counts)
+                writer.extend(encoded_key.tokens, encoded_key.lengths, encoded_key.counts, encoded_key.weights)
             summary.add(block)
             progress.update(summary.documents, summary.text_bytes, block.position)
         broken.summarise()
@@ -191,6 +202,28 @@ def vocabulary_of(config: PrepareConfig) -> Tokenizer:
     if kind == "Llama2Tokenizer" and vocabulary.begin_of_text is None:
         raise UserError(f"{given} has no begin of text; use --tokenizer-type SentencePieceTokenizer")
     return vocabulary
+
+
+def make_chat_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> ChatEncoder:
+    """Return the encoder of chats. Raises UserError where the tokenizer has no template, or the template is not right
+    for any chat."""
+    if config.chat_template is not None:
+        tokens = {} if vocabulary.chat_template is None else vocabulary.chat_template.tokens
+        vocabulary.chat_template = ChatTemplate(read_template(Path(config.chat_template)), tokens or named(vocabulary))
+    renderer = renderer_of(vocabulary)
+    try:
+        vocabulary.encode_chat(renderer.render(PROBE).text, [])
+    except ChatError:
+        pass  # other chats may go with the template
+    finally:
+        renderer.close()
+    return ChatEncoder(vocabulary, dtype_of(vocabulary), config.chat_loss)
+
+
+def named(vocabulary: Tokenizer) -> dict[str, str]:
+    """Return the names of a tokenizer's special tokens, as a template takes them."""
+    ids = {"bos_token": vocabulary.begin_of_text, "eos_token": vocabulary.end_of_text}
+    return {name: vocabulary.decode([i]) for name, i in ids.items() if i is not None}
 
 
 def make_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> Encoder:

@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path, tokenizer_path
+from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path, tokenizer_path, weights_path
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import FileLock, Held, atomic_file, leftovers_of, temporary_path, try_to_write
@@ -76,7 +76,7 @@ def _unwritable(path: Path, option: str, error: OSError) -> UserError:
 
 def check_target(prefix: Path, overwrite: bool) -> None:
     """Raise UserError if a dataset would be replaced by mistake, or a folder by a dataset."""
-    for path in (bin_path(prefix), idx_path(prefix), tokenizer_path(prefix)):
+    for path in (bin_path(prefix), idx_path(prefix), tokenizer_path(prefix), weights_path(prefix)):
         if path.is_dir():
             raise UserError(f"{path} is a folder; give another --output-prefix")
         if path.exists() and not overwrite:
@@ -86,12 +86,13 @@ def check_target(prefix: Path, overwrite: bool) -> None:
 def _finish_killed(prefix: Path) -> None:
     """Put in place or remove what killed processes left.
 
-    The writer renames the .bin, the tokenizer and then the .idx, when all are on the disk: a process that was killed in
-    between has left a whole dataset, of which the .idx and perhaps other files lack their names."""
+    The writer renames the .bin, the tokenizer, the weights and then the .idx, when all are on the disk: a process that
+    was killed in between has left a whole dataset, of which the .idx and perhaps other files lack their names."""
     data, tokenizer, index = bin_path(prefix), tokenizer_path(prefix), idx_path(prefix)
+    weights = weights_path(prefix)
     for left in leftovers_of(index):
         mark = left.name.split(".")[-2]
-        renamed = {path: temporary_path(path, mark) for path in (data, tokenizer, index)}
+        renamed = {path: temporary_path(path, mark) for path in (data, tokenizer, weights, index)}
         found = {path: p for path, p in renamed.items() if p.is_file() and not p.is_symlink()}
         source = found.get(data, data)
         if index.exists() or index not in found or source.is_symlink():  # which no preparation writes
@@ -101,6 +102,6 @@ def _finish_killed(prefix: Path) -> None:
             for path, partial in found.items():
                 partial.rename(path)
             say(f"{prefix}: a preparation that was killed had written all of it; it is in place now", warning=True)
-    for left in chain(*map(leftovers_of, (data, index, tokenizer))):
+    for left in chain(*map(leftovers_of, (data, index, tokenizer, weights))):
         left.unlink(missing_ok=True)
         say(f"{left}, left by a preparation that was killed, is removed", warning=True)

@@ -3,7 +3,7 @@
 import base64
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import tiktoken
 
+from dtgpt.data.chats.template import Span
 from dtgpt.data.tokenizers.bpe_files import letter_bytes
-from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, Tokenizer, panics_as_user_errors
+from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, Tokenizer, overlapping, panics_as_user_errors
 from dtgpt.util.errors import UserError, optional_package
 
 # GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.
@@ -78,6 +79,18 @@ class ByteLevel(Tokenizer):
             ids = [encode(text, allowed_special=allowed, disallowed_special=()) for text in given]
         first = np.array(self.first, np.uint32)
         return [np.concatenate([first, own]) for own in ids] if self.first else ids
+
+    def encode_chat(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
+        if self.composed:
+            spans = [(len(self._normalized(text[:begin])), len(self._normalized(text[:end]))) for begin, end in spans]
+            text = self._normalized(text)
+        with self._failures_as_user_errors():
+            ids = self._encoding.encode(text, allowed_special="all", disallowed_special=())
+        stops = np.cumsum([len(self.bytes_of(i)) for i in ids])
+        characters = np.cumsum((np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80)  # up to each byte
+        begins = np.concatenate([[0], stops[:-1]])[: len(ids)].astype(np.int64)
+        offsets = np.stack([characters[begins] - 1, characters[stops.astype(np.int64) - 1]], 1)
+        return ids, overlapping(offsets, spans)
 
     @property
     def special_names(self) -> Collection[str]:

@@ -38,6 +38,8 @@ def transformers_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, Any]:
         "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False, "model_max_length": seq_length,
         **{name: library.id_to_token(i) for name, i in names.items() if i is not None},
     }  # fmt: skip
+    if (template := tokenizer.chat_template) is not None:
+        config = {**template.tokens, **config, "chat_template": template.source}
     return {"tokenizer.json": parse_json(content), "tokenizer_config.json": config}
 
 

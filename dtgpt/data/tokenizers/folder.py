@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from dtgpt.data.chats.template import ChatTemplate, read_template
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_json
 
 NAMES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "qwen.tiktoken")  # the first one is taken
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 OPENING = ("llama", "mistral")  # kinds of models whose texts open with a begin of text
 
 
@@ -41,12 +43,39 @@ def check_pre_tokenization(folder: Path) -> None:
 
 def end_of_text_beside(path: Path) -> str | None:
     """Return the `eos_token` of tokenizer_config.json or special_tokens_map.json in the same folder, if it is there."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    for name in SETTINGS:
         token = read_settings(path.with_name(name)).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             return token
     return None
+
+
+def template_beside(file: Path) -> ChatTemplate | None:
+    """Return the template in the folder of a tokenizer's file, in any form of Hugging Face's; None where there is none.
+    Raises UserError where it cannot be read."""
+    settings: dict[str, Any] = {}
+    for name in reversed(SETTINGS):
+        settings |= read_settings(file.with_name(name))
+    source = settings.get("chat_template")
+    if (path := file.with_name("chat_template.jinja")).is_file():
+        source = read_template(path)
+    elif source is None:
+        source = read_settings(file.with_name("chat_template.json")).get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        source = named.get("default")
+    return ChatTemplate(source, special_tokens(settings)) if isinstance(source, str) else None
+
+
+def special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the names of special tokens in the settings of a tokenizer, as a template takes them."""
+    found = {}
+    for name, token in settings.items():
+        token = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(token, str):
+            found[name] = token
+    return found
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 import base64
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
+from dtgpt.data.chats.template import Span
 from dtgpt.data.tokenizers.bpe_files import letter_bytes
-from dtgpt.data.tokenizers.tokenizer import ENDS, MOST, Tokenizer, panics_as_user_errors
+from dtgpt.data.tokenizers.tokenizer import ENDS, MOST, Tokenizer, overlapping, panics_as_user_errors
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.storage import parse_json
 
@@ -62,6 +63,15 @@ class TokenizerJson(Tokenizer):
                     f"the tokenizer {self.name} cannot encode {shown(text)} ({error}); use other characters, or "
                     "another tokenizer"
                 ) from None
+
+    def encode_chat(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
+        with panics_as_user_errors(self.name), ENCODING:
+            try:
+                self._parsed.encode_special_tokens = False
+                found = self._parsed.encode(text, add_special_tokens=False)
+            except Exception as error:  # the package raises plain Exception
+                raise UserError(f"the tokenizer {self.name} cannot encode a chat ({error}); use another one") from None
+        return found.ids, overlapping(np.array(found.offsets, np.int64).reshape(-1, 2), spans)
 
     def _decode(self, ids: list[int]) -> str:
         return self._parsed.decode(ids, skip_special_tokens=False)

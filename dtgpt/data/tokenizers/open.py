@@ -12,6 +12,7 @@ from typing import Any
 
 import tiktoken
 
+from dtgpt.data.chats.template import ChatTemplate
 from dtgpt.data.tokenizers.bpe_files import (
     LARGEST,
     BytePairs,
@@ -23,10 +24,18 @@ from dtgpt.data.tokenizers.bpe_files import (
 )
 from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel, by_id, train_ranks
 from dtgpt.data.tokenizers.char import Char, Ids, read_meta
-from dtgpt.data.tokenizers.folder import NAMES, check_pre_tokenization, end_of_text_beside, opens_texts, tokenizer_file
+from dtgpt.data.tokenizers.folder import (
+    NAMES,
+    check_pre_tokenization,
+    end_of_text_beside,
+    opens_texts,
+    template_beside,
+    tokenizer_file,
+)
 from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.tokenizers.rank_files import from_ranks, is_rank_file
 from dtgpt.data.tokenizers.tokenizer import (
+    CHAT_TEMPLATE,
     CHECKSUM,
     END_OF_TEXT,
     ENDS,
@@ -62,9 +71,13 @@ def open_tokenizer(
         path = found
         if path.name == "vocab.json":
             check_pre_tokenization(path.parent)
-            return from_files(path, path.with_name("merges.txt"))
+            tokenizer = from_files(path, path.with_name("merges.txt"))
+            tokenizer.chat_template = template_beside(path)
+            return tokenizer
     if path.exists():
-        return _from_file(path, begin)
+        tokenizer = _from_file(path, begin)
+        tokenizer.chat_template = tokenizer.chat_template or template_beside(path)
+        return tokenizer
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         raise UserError(f"the tokenizer {name} is neither a file nor one of {known}; give {FILES}")
@@ -111,7 +124,10 @@ def read_saved(path: Path, remedy: str) -> Tokenizer:
         if CHECKSUM in saved and saved.pop(CHECKSUM) != checksum(saved):  # older runs have none
             raise ValueError("its content is not what was written")
         with panics_as_user_errors(str(path)):
+            template = saved.pop(CHAT_TEMPLATE, None)
             tokenizer = _from_json(saved)
+            if template is not None:
+                tokenizer.chat_template = ChatTemplate(template["source"], template["tokens"])
             tokenizer.encode("")  # a pattern that is none is found here and not in the middle of the work
         return tokenizer
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

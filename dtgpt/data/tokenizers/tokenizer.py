@@ -7,7 +7,7 @@ files that it once came from. A tokenizer can be pickled, so that workers need n
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dtgpt.data.chats.template import ChatTemplate, Span
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import write_text
 
@@ -22,6 +23,7 @@ END_OF_TEXT = "<|endoftext|>"
 # What ends a document, where nothing else says so.
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 MOST = 1 << 24  # ids
+CHAT_TEMPLATE = "chat_template"
 CHECKSUM = "sha256"  # of all else that `Tokenizer.save` writes
 
 
@@ -35,6 +37,7 @@ class Tokenizer(ABC):
     num_tokens: int
     end_of_text: int | None
     begin_of_text: int | None = None
+    chat_template: ChatTemplate | None = None
     ranks: list[bytes]
     spells = True  # whether text becomes tokens at all, and tokens text
     names_special = True  # whether `encode` may read the names of special tokens
@@ -66,6 +69,13 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         """Return the ids of each text, uint32 `[tokens]`."""
         return [np.array(self.encode(text, special), np.uint32) for text in texts]
+
+    def encode_chat(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
+        """Return the ids of a rendered chat, in which names of special tokens stand for these and nothing is added, and
+        which of them have characters of `spans`, bool `[tokens]`. Raises UserError."""
+        raise UserError(
+            f"the tokenizer {self.name} does not read the names of special tokens, as chats need; use a tokenizer.json"
+        )
 
     def encode_documents(self, documents: list[str]) -> np.ndarray:
         """Return all documents, the end of text after each where there is one, as one uint16 or int32 array."""
@@ -104,9 +114,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def to_json(self) -> dict[str, Any]: ...
 
-    def dumps(self) -> str:
+    def dumps(self, with_template: bool = True) -> str:
         """Return the text that `open.read_saved` reads, with a checksum: a bit that flips would give other ids."""
         saved = self.to_json()
+        if with_template and self.chat_template is not None:
+            saved[CHAT_TEMPLATE] = self.chat_template.to_json()
         return json.dumps({**saved, CHECKSUM: checksum(saved)})
 
     def save(self, path: Path) -> None:
@@ -127,6 +139,17 @@ def opening_template(name: str, id_: int) -> dict[str, Any]:
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {name: {"id": name, "ids": [id_], "tokens": [name]}},
     }
+
+
+def overlapping(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Return which tokens lie in spans, from the first to the last that has a character of it: bool `[tokens]`.
+    offsets: `[tokens, 2]`, where each token begins and ends."""
+    found = np.zeros(len(offsets), bool)
+    for begin, end in spans:
+        places = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > begin))
+        if len(places):
+            found[places[0] : places[-1] + 1] = True
+    return found
 
 
 def checksum(saved: dict[str, Any]) -> str:

@@ -63,9 +63,14 @@ export async function tokenize(text, key, signal) {
   return (await ask("tokenize", { body: { prompt: text }, key, signal })).json();
 }
 
-// Yield the events of a streamed completion.
-export async function* complete(body, key, signal) {
-  const response = await ask("v1/completions", { body: { ...body, stream: true }, key, signal });
+// Return whether the tokenizer has a chat template.
+export async function talks(key) {
+  return Boolean((await (await ask("tokenizer_info", { method: "GET", key })).json()).chat_template);
+}
+
+// Yield the events of a streamed completion, of a text or at the path of chats.
+export async function* complete(body, key, signal, path = "v1/completions") {
+  const response = await ask(path, { body: { ...body, stream: true }, key, signal });
   let done = false;
   for await (const data of serverSentEvents(response.body)) {
     done = data === "[DONE]";

@@ -1,6 +1,6 @@
 // The page: from buttons and keys to runs, and from runs to what is shown.
 
-import { models, tokenize } from "./api.js";
+import { models, talks, tokenize } from "./api.js";
 import { button, counted, find, scroller } from "./dom.js";
 import { Popover } from "./popover.js";
 import { Run } from "./run.js";
@@ -198,6 +198,7 @@ async function showModel() {
   document.title = `${id} – dtgpt`;
   if (positions) settings.limit(positions);
   countSoon();
+  find("#chat").hidden = !(await talks(settings.value("key")).catch(() => false));
 }
 
 function countSoon() {

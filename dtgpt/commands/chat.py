@@ -1,0 +1,126 @@
+"""`dtgpt chat`: talk to a model in the terminal."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from dtgpt.commands.command import Command
+from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
+from dtgpt.commands.generated import Keyboard
+from dtgpt.data.chats.template import Message
+from dtgpt.inference.chat import ChatPrompts
+from dtgpt.inference.finite import NotFinite
+from dtgpt.inference.generator import Need
+from dtgpt.inference.load import open_model
+from dtgpt.inference.model import Model
+from dtgpt.inference.options import read_options
+from dtgpt.inference.prompts import tokenizer_of
+from dtgpt.inference.session import PromptJob, Session
+from dtgpt.interop.tokenizer import named_tokenizer
+from dtgpt.util.console import say_error, write
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import memory_errors_as_user_errors
+
+RESET = "/reset"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(Execution, SamplingWords):  # fields are listed from the last base on
+    """Talk to a model whose tokenizer has a chat template. MODEL is a run folder or any model that `dtgpt convert`
+    reads. /reset begins a new chat, Ctrl-C ends an answer, Ctrl-D the program."""
+
+    headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
+        "max_new_tokens": "sampling", "stop_token_ids": "end of an answer", "stop_strings": "end of an answer",
+        "plan": "execution", "tokenizer": "tokenizer",
+    }  # fmt: skip
+
+    system: Annotated[str, "message of the system with which each chat begins; empty: none"] = ""
+
+
+class Chat:
+    """A chat that is going on. Its `messages` are those that were answered."""
+
+    def __init__(self, prompts: ChatPrompts, make: Callable[[list[int]], PromptJob], system: str):
+        self._prompts, self._make = prompts, make
+        self._first = [{"role": "system", "content": system}] if system else []
+        self.messages: list[Message] = list(self._first)
+
+    def reset(self) -> None:
+        """Begin a new chat."""
+        self.messages = list(self._first)
+
+    def ask(self, session: Session, text: str, stopped: Callable[[], bool]) -> None:
+        """Write the answer to a text as it is generated; an answer that `stopped` ends stays in the chat as it is.
+        Raises UserError where the chat cannot be answered."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        number = session.submit(self._make(self._prompts.encode(messages)))
+        pieces, asked = list[str](), False
+        try:
+            while session.busy:
+                for update in session.finite_step():
+                    pieces.append(update.text)
+                    write(update.text)
+                if stopped() and not asked:
+                    session.cancel(number)
+                    asked = True
+        finally:
+            write("\n")
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+
+@memory_errors_as_user_errors("use shorter chats (--max-length)")
+def chat(path: Path, options: ChatOptions) -> None:
+    if options.num_samples > 1 or options.num_beams > 1:
+        raise UserError("dtgpt chat gives one answer; leave --num-samples and --num-beams out")
+    base = sampling_of(options)
+    source, settings, mesh = open_model(
+        path, options.plan, options.device, options.precision, options.max_length, options.exact
+    )
+    named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
+    tokenizer = named or tokenizer_of(path, source.config)
+    model = Model(source, settings, mesh, path, options.slots, tokenizer, options.exact)
+    config = model.config
+
+    def make(ids: list[int]) -> PromptJob:
+        if len(ids) >= config.seq_length:
+            raise UserError(
+                f"the chat has {len(ids)} tokens, and the model has {config.seq_length} positions; begin a new one "
+                f"with {RESET}"
+            )
+        stops = [*base["stop_strings"], *prompts.stops]
+        asked = read_options(base | {"stop_strings": stops}, len(ids), config, config.seq_length)
+        room = config.seq_length - len(ids)
+        job = PromptJob(ids, replace(asked, max_new_tokens=min(asked.max_new_tokens, room)))
+        model.generator.check(job)
+        return job
+
+    def prepare() -> Need:
+        model.generator.check(PromptJob([0], read_options(base, 1, config)))  # options that are wrong for any chat
+        return Need(1, 1)
+
+    def work(session: Session) -> None:
+        model.generator.describe()
+        talk(session, Chat(prompts, make, options.system))
+
+    prompts = ChatPrompts(tokenizer, config)
+    try:
+        model.generator.run(prepare, work)
+    finally:
+        prompts.close()
+
+
+def talk(session: Session, going: Chat) -> None:
+    """Answer what is typed, until the end of the input."""
+    with Keyboard() as keyboard:
+        for text in keyboard.prompts():
+            if text.strip() == RESET:
+                going.reset()
+                continue
+            try:
+                going.ask(session, text, keyboard.stopped)
+            except (UserError, NotFinite) as error:
+                say_error(f"dtgpt: {error}")
+
+
+command = Command("chat MODEL", ChatOptions, chat, "runs/sft-001 --system 'Be brief.'")

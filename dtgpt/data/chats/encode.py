@@ -1,0 +1,154 @@
+"""Blocks of chats to tokens, and to weights of these: what a worker of `dtgpt prepare --chat` does."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from dtgpt.data.chats.messages import read_chat
+from dtgpt.data.chats.template import ChatError, Message, Renderer, Span
+from dtgpt.data.prepare.documents import Broken, Unreadable, json_object
+from dtgpt.data.prepare.encode import Encoded, EncodedKey
+from dtgpt.data.prepare.inputs import Lines, Parsed
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.util.errors import UserError, shown
+
+KEY = "chat"  # of the files that are written: PREFIX_chat_document.bin
+Loss = Literal["assistant", "all"]
+
+
+class EncodedChat(NamedTuple):
+    """A chat: `ids` and `counts`, whether the loss of each counts, bool `[tokens]`."""
+
+    ids: list[int]
+    counts: np.ndarray
+    text: str
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """`block -> Encoded`, to be pickled into workers. `loss`: of which tokens it counts."""
+
+    vocabulary: Tokenizer
+    dtype: np.dtype
+    loss: Loss = "assistant"
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        return renderer_of(self.vocabulary)
+
+    def __call__(self, block: Lines | Parsed) -> Encoded:
+        encoded = Encoded(position=block.position, keys={}, broken=[], documents=0)
+        chats = []
+        if isinstance(block, Parsed):
+            raise TypeError("chats are lines of JSON, and not whole files")
+        for found in block.parsed(self._read):
+            if isinstance(found, Broken):
+                encoded.broken.append(found)
+            else:
+                chats.append(found)
+                encoded.text_bytes += len(found.text.encode())
+        lengths = np.array([len(chat.ids) for chat in chats], np.int32)
+        tokens = np.concatenate([np.array(chat.ids) for chat in chats] or [np.empty(0)])
+        weights = np.concatenate([chat.counts for chat in chats] or [np.empty(0)]).astype(np.uint8)
+        encoded.keys[KEY] = EncodedKey(tokens.astype(self.dtype), lengths, np.ones_like(lengths), weights)
+        encoded.documents, encoded.text_tokens = len(chats), len(tokens)
+        encoded.longest = int(lengths.max(initial=0))
+        return encoded
+
+    def _read(self, line: bytes) -> EncodedChat:
+        try:
+            return encode_chat(read_chat(json_object(line)), self._renderer, self.vocabulary, self.loss)
+        except ChatError as error:
+            raise Unreadable(str(error)) from None
+
+
+def renderer_of(tokenizer: Tokenizer) -> Renderer:
+    """Return what renders chats by the tokenizer's template. Raises UserError where it has none, or a wrong one."""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has no chat template (of tokenizer_config.json or chat_template.jinja); "
+            "give the folder of a model that has one as --tokenizer, or a template's file as --chat-template"
+        )
+    return Renderer(tokenizer.chat_template)
+
+
+def encode_chat(messages: list[Message], renderer: Renderer, tokenizer: Tokenizer, loss: Loss) -> EncodedChat:
+    """Return the tokens of a chat, and of which of them the loss counts: those of the answers, or all but the first.
+    Raises ChatError for a chat that the template does not render as it is."""
+    skipped = {number for number, message in enumerate(messages) if message.get("weight") == 0}
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    if loss == "all":
+        text, spans = renderer.render(plain).text, list[Span]()
+    else:
+        text, spans = render_answers(plain, skipped, renderer, tokenizer.special_names)
+    check_kept(plain, text)
+    ids, counts = tokenizer.encode_chat(text, spans)
+    counts = np.ones(len(ids), bool) if loss == "all" else counts
+    counts[:1] = False  # which nothing predicts
+    if not counts.any() and len(skipped) < sum(message["role"] == "assistant" for message in messages):
+        raise ChatError("the chat template leaves out the answers; use another template")
+    return EncodedChat(ids, counts, text)
+
+
+def check_kept(messages: list[Message], text: str) -> None:
+    """Raise ChatError where a message is not in a rendered chat: many templates leave out roles that they do not know.
+    What an answer thinks may be left out."""
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" and message["content"].strip() not in text:
+            raise ChatError(
+                f"the chat template leaves out message {number}, with the role {shown(message['role'])}; use another "
+                "role, or a template that knows it"
+            )
+
+
+def render_answers(
+    messages: list[Message], skipped: set[int], renderer: Renderer, special: Collection[str]
+) -> tuple[str, list[Span]]:
+    """Return a chat as text, and where its answers are, with what ends them. `skipped`: numbers of messages that do not
+    count. Raises ChatError."""
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if renderer.marks_answers:
+        whole = renderer.render(messages)
+        if skipped and len(whole.answers) != len(answers):
+            raise ChatError("the chat template does not mark each answer, so none can have weight=0; leave it out")
+        return whole.text, [
+            span for place, span in enumerate(whole.answers) if not skipped or answers[place] not in skipped
+        ]
+    wanted: list[tuple[list[Message], bool]] = [(messages, False)]
+    for number in answers:
+        wanted += [(messages[:number], True), (messages[:number], False), (messages[: number + 1], False)]
+    whole, *parts = renderer.render_each(wanted)
+    spans = []
+    for place, number in enumerate(answers):
+        if number not in skipped:
+            prompted, bare, answered = (part.text for part in parts[3 * place : 3 * place + 3])
+            # The beginning of an answer that a template gives is left out only where it gives it to all answers.
+            before = prompted if whole.text.startswith(prompted) else bare
+            spans.append(_answer(whole.text, before, answered, messages[number]["content"].strip(), number))
+    return whole.text, [(begin, _without_blanks(whole.text, begin, end, special)) for begin, end in spans]
+
+
+def _answer(text: str, before: str, answered: str, content: str, number: int) -> Span:
+    """Return where an answer is in a chat, from what the template makes of the messages before it and up to it."""
+    begin = len(before)
+    if text.startswith(before):
+        if text.startswith(answered) and len(answered) > begin:
+            return begin, len(answered)
+        # The last answer of a chat may look otherwise, as with a thought before it: its end is that of its content.
+        closing = answered[answered.rfind(content) + len(content) :]
+        found = text.find(content, begin)
+        if found >= 0 and content in answered and text.startswith(closing, found + len(content)):
+            return begin, found + len(content) + len(closing)
+    raise ChatError(
+        f"the chat template changes message {number} when others follow, so that it is not known which tokens are the "
+        "answer's; use a template with generation blocks, or --chat-loss all"
+    )
+
+
+def _without_blanks(text: str, begin: int, end: int, special: Collection[str]) -> int:
+    """Return the end of an answer without the blanks after the special token that ends it."""
+    stripped = text[begin:end].rstrip()
+    return begin + len(stripped) if stripped.endswith(tuple(special)) else end

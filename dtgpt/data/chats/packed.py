@@ -1,0 +1,198 @@
+"""Chats packed into samples, each chat apart from the others.
+
+A sample has `seq_length` + 1 tokens. Chats are placed whole, the longest first, into the sample with the least room
+that suffices; which of equally long ones meet, and the order of the samples in each epoch, are functions of the seed. A
+chat that is longer than a sample is cut at its end. What is left of a sample is filled with tokens that do not count.
+"""
+
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtgpt.data.dataset import Dataset, Part, check_vocabulary, warn_of_unused_rows
+from dtgpt.data.megatron.indexed import IndexedDataset
+from dtgpt.data.megatron.samples import split_range
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.util.console import counted, say
+from dtgpt.util.errors import UserError
+
+if TYPE_CHECKING:
+    from dtgpt.config.sections import DataConfig
+
+COUNTS, BEGINS = 1, 2  # marks of a token: its loss counts; a chat begins with it
+PROBED = 256  # samples that are looked at before a run begins
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Samples of a part of the chats. `chats` int64 `[C]`: sequences of the dataset, sample by sample; `bounds` int64
+    `[N + 1]`: where the chats of each sample are among them."""
+
+    sequences: IndexedDataset
+    seq_length: int
+    chats: np.ndarray
+    bounds: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Return the tokens of all chats, as far as they are in samples."""
+        lengths = self.sequences.lengths[self.chats].astype(np.int64)
+        return int(np.minimum(lengths, self.seq_length + 1).sum())
+
+    def windows(self, samples: np.ndarray) -> Tensor:
+        """Return int64 `[B, T + 1, 2]`: tokens, and the marks COUNTS and BEGINS of each."""
+        width = self.seq_length + 1
+        found = np.zeros((len(samples), width, 2), np.int64)
+        for row, sample in zip(found, samples.tolist(), strict=True):
+            chats = self.chats[self.bounds[sample] : self.bounds[sample + 1]]
+            lengths = np.minimum(self.sequences.lengths[chats].astype(np.int64), width)
+            begins, used = np.cumsum(lengths) - lengths, int(lengths.sum())
+            zeros = np.zeros(len(chats), np.int64)
+            row[:used, 0] = self.sequences.read(chats, zeros, lengths)
+            row[:used, 1] = self.sequences.read_weights(chats, lengths) * COUNTS
+            row[begins, 1] = BEGINS
+            row[used : used + 1, 1] = BEGINS  # of the filling
+        return torch.from_numpy(found)
+
+
+def pack(lengths: np.ndarray, room: int, seed: int) -> list[list[int]]:
+    """Return the numbers of the chats in each sample of `room` tokens: best fit, the longest first. lengths `[C]`: at
+    most `room`. seed: of the order of equally long ones."""
+    order = np.random.RandomState(seed).permutation(len(lengths))
+    order = order[np.argsort(-lengths[order], kind="stable")]
+    samples: list[list[int]] = []
+    open_: dict[int, list[int]] = {}  # numbers of samples by the room that they have left
+    rooms: list[int] = []  # the keys of `open_`, sorted
+    for chat in order.tolist():
+        length = int(lengths[chat])
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            sample, left = len(samples), room
+            samples.append([])
+        else:
+            left = rooms[place]
+            sample = open_[left].pop()
+            if not open_[left]:
+                del open_[left], rooms[place]
+        samples[sample].append(chat)
+        left -= length
+        if left:
+            if left not in open_:
+                open_[left] = []
+                rooms.insert(bisect_left(rooms, left), left)
+            open_[left].append(sample)
+    return samples
+
+
+def pack_part(sequences: IndexedDataset, chats: range, seq_length: int, seed: int) -> PackedPart:
+    """Return the samples of the chats of these numbers; those without tokens are left out."""
+    lengths = sequences.lengths[chats.start : chats.stop].astype(np.int64)
+    used = np.flatnonzero(lengths)
+    samples = pack(np.minimum(lengths[used], seq_length + 1), seq_length + 1, seed)
+    places = np.array([chat for sample in samples for chat in sample], np.int64)
+    bounds = np.cumsum([0, *map(len, samples)])
+    return PackedPart(sequences, seq_length, used[places] + chats.start if len(places) else places, bounds)
+
+
+class ChatDataset(Dataset):
+    """Packed chats for training, validation and test; the last two may be empty."""
+
+    def __init__(self, tokenizer: Tokenizer, parts: dict[str, PackedPart], source: str, seed: int):
+        self.tokenizer, self.source = tokenizer, source
+        self.train, self.valid, self.test = parts["train"], parts["valid"], parts["test"]
+        self._seed = seed
+        self._order: tuple[int, np.ndarray] = -1, np.empty(0, np.int64)  # of an epoch
+        settings: list[object] = [hashlib.sha256(b"".join(tokenizer.ranks)).hexdigest(), seed]
+        for part in (self.train, self.valid):
+            sequences = part.sequences
+            packed = hashlib.sha256(part.chats.tobytes() + part.bounds.tobytes()).hexdigest()
+            contents = [sequences.digest, sequences.content_digest, sequences.weights_digest]
+            settings.append([*contents, part.seq_length, packed])
+        self.digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+
+    @property
+    def num_train_tokens(self) -> int:
+        return self.train.num_tokens
+
+    @property
+    def num_valid_tokens(self) -> int:
+        return self.valid.num_tokens
+
+    def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
+        """Return training samples int64 `[B, T + 1, 2]`: tokens and marks. Every epoch has each sample once."""
+        epochs, places = np.divmod(sample_ids.numpy(), len(self.train))
+        chosen = [int(self._epoch(int(epoch))[place]) for epoch, place in zip(epochs, places, strict=True)]
+        return self.train.windows(np.array(chosen, np.int64))
+
+    def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+        samples = self.valid if part == "valid" else self.test
+        count = min(len(samples), max_samples)
+        for first in range(0, count, batch_size):
+            yield samples.windows(np.arange(first, min(first + batch_size, count)))
+
+    def bytes_per_token(self) -> float:
+        windows = self.train.windows(np.arange(min(PROBED, len(self.train))))
+        counted_ids = windows[..., 0][(windows[..., 1] & COUNTS) > 0].numpy()
+        return float(self.tokenizer.token_bytes()[counted_ids].mean())
+
+    def check(self, seq_length: int, vocab_size: int) -> None:
+        check_vocabulary(self.tokenizer, vocab_size)
+        warn_of_unused_rows(self.tokenizer, vocab_size)
+        tokens = self.train.windows(np.arange(min(PROBED, len(self.train))))
+        if int(tokens[..., 0].max()) >= self.tokenizer.vocab_size:
+            raise UserError(f"{self.source} holds tokens that its tokenizer does not have; prepare the chats again")
+        if not (tokens[..., 1] & COUNTS).any():
+            raise UserError(
+                f"no token of {self.source} counts in samples of {seq_length} tokens, since the answers are cut off; "
+                "use a larger --seq_length"
+            )
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        """Return the order of samples in an epoch."""
+        if self._order[0] != epoch:
+            key = fold(fold(root_key(self._seed), "chats"), torch.tensor(epoch))
+            self._order = epoch, np.random.RandomState(key.numpy().astype(np.uint32)).permutation(len(self.train))
+        return self._order[1]
+
+
+def load_chats(
+    data: "DataConfig", opened: dict[str, IndexedDataset], tokenizer: Tokenizer, seq_length: int, seed: int
+) -> ChatDataset:
+    """Return the chats of `data`, packed into samples of `seq_length` tokens. opened: the datasets by their paths.
+    Raises UserError where an option does not go with chats, or where none is there to train on."""
+    masked = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    if asked := next((name for name in masked if getattr(data, name)), None):
+        raise UserError(f"data.{asked} is for texts, and chats are kept apart in any case; leave it out")
+    if data.order == "sequential":
+        raise UserError("data.order=sequential takes shards of texts, and chats are packed; leave it out")
+    own = data.valid_path is not None or data.test_path is not None
+    paths = {"train": data.path, "valid": data.valid_path, "test": data.test_path}
+    parts = {}
+    for which, path in paths.items():
+        sequences = opened[str(path if own and path is not None else data.path)]
+        absent = own and path is None
+        chats = range(0) if absent else split_range(None if own else data.split, which, len(sequences))
+        parts[which] = pack_part(sequences, chats, seq_length, seed)
+    train = parts["train"]
+    if not len(train):
+        raise UserError(f"{data.path} has no chat to train on; add chats, or change data.split={data.split}")
+    cut = int((train.sequences.lengths[train.chats] > seq_length + 1).sum())
+    filled = 1 - train.num_tokens / (len(train) * (seq_length + 1))
+    say(
+        f"{counted(len(train.chats), 'chat')} in {counted(len(train), 'sample')} (an epoch), of which {filled:.1%} "
+        f"is filling; {counted(cut, 'chat')} cut after {seq_length + 1} tokens",
+        warning=cut > 0,
+    )
+    return ChatDataset(tokenizer, parts, str(data.path), seed)

@@ -1,0 +1,114 @@
+"""OpenAI's chat completions: a request as one to completions, and its answer in the form of chats."""
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from dtgpt.data.chats.messages import read_messages
+from dtgpt.inference.chat import ChatPrompts
+from dtgpt.serve.openai_answer import CompletionAnswer
+from dtgpt.serve.openai_keys import read_switch
+from dtgpt.serve.openai_request import CompletionRequest, read_request
+from dtgpt.serve.problems import HttpProblem, bad_request
+from dtgpt.serve.service import Service
+from dtgpt.util.errors import UserError, shown
+
+NOT_OF_CHATS = ("prompt", "echo", "suffix", "best_of", "return_token_ids")
+UNSUPPORTED = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities")
+MOST_LIKELIEST = 5  # tokens with their log-probabilities, as for completions
+
+
+def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[[], ChatPrompts]) -> CompletionRequest:
+    """Return the request in a JSON object. Raise HttpProblem where it cannot be served."""
+    for name in (*NOT_OF_CHATS, *UNSUPPORTED):
+        if body.get(name):
+            why = "is not supported" if name in UNSUPPORTED else "is for completions, and not for chats"
+            raise HttpProblem(400, f"{name} {why}; leave it out", name)
+    kind = body.get("response_format") or {"type": "text"}
+    if kind != {"type": "text"}:
+        raise HttpProblem(400, f"response_format={shown(kind)} is not supported; leave it out", "response_format")
+    try:
+        rendered = prompts()
+        ids = rendered.encode(read_messages(body.get("messages")))
+    except UserError as error:
+        raise bad_request(error, "messages") from None
+    taken = {"messages", "response_format", "max_completion_tokens", "logprobs", "top_logprobs", *NOT_OF_CHATS}
+    asked = {name: value for name, value in body.items() if name not in {*taken, *UNSUPPORTED}}
+    asked |= {"prompt": ids, "logprobs": _logprobs(body), "stop": _stops(body.get("stop"), rendered.stops)}
+    if (tokens := body.get("max_completion_tokens")) is not None:
+        asked["max_tokens"] = tokens
+    elif asked.get("max_tokens") is None:
+        asked["max_tokens"] = max(1, service.config.seq_length - len(ids))
+    return read_request(asked, service.generator, service.model_id, service.limits)
+
+
+def _logprobs(body: dict[str, Any]) -> int | None:
+    """Return the number of likeliest tokens; None without log-probabilities."""
+    wanted, most = body.get("logprobs"), body.get("top_logprobs")
+    if not (wanted is not None and read_switch("logprobs", wanted)):
+        if most:
+            raise HttpProblem(400, "top_logprobs needs logprobs=true; add it, or leave it out", "top_logprobs")
+        return None
+    if most is not None and (type(most) is not int or not 0 <= most <= MOST_LIKELIEST):
+        raise HttpProblem(400, f"top_logprobs={shown(most)} is not 0 to {MOST_LIKELIEST}; use that", "top_logprobs")
+    return most or 0
+
+
+def _stops(given: Any, own: tuple[str, ...]) -> Any:
+    """Return where answers end: what a client asks for, and what the template ends them with."""
+    if given is None:
+        return list(own) or None
+    return [*(given if isinstance(given, list) else [given]), *own]
+
+
+class ChatAnswer(CompletionAnswer):
+    """The answer to a chat."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._head |= {"id": self.id, "object": "chat.completion.chunk" if self.asked.stream else "chat.completion"}
+        self._begun: set[int] = set()
+
+    def _choice(self, job: int, index: int, found: Any) -> dict[str, Any]:
+        choice = super()._choice(job, index, found)
+        message = {"role": "assistant", "content": choice.pop("text"), "refusal": None}
+        return choice | {"message": message, "logprobs": self._content(choice["logprobs"])}
+
+    def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+        """Return an event of a stream, of which the first one of each choice has the role."""
+        deltas = []
+        for choice in choices:
+            delta = {"content": choice["text"]}
+            if choice["index"] not in self._begun:
+                self._begun.add(choice["index"])
+                delta = {"role": "assistant", **delta}
+            rest = {name: value for name, value in choice.items() if name != "text"}
+            deltas.append(rest | {"delta": delta, "logprobs": self._content(choice["logprobs"])})
+        return super().event(deltas, usage)
+
+    def _content(self, lists: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return log-probabilities in the form of chats, from the lists of completions."""
+        if lists is None:
+            return None
+        content = []
+        for name, logprob, likeliest in zip(
+            lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True
+        ):
+            best = [_token(*pair) for pair in _best(likeliest, self.asked.logprobs)]
+            content.append(_token(name, logprob) | {"top_logprobs": best})
+        return {"content": content, "refusal": None}
+
+
+def _best(likeliest: dict[str, float], count: int | None) -> list[tuple[str, float]]:
+    return sorted(likeliest.items(), key=lambda pair: -pair[1])[: count or 0]
+
+
+def _token(name: str, logprob: float) -> dict[str, Any]:
+    """Return a token with the bytes that it spells, null where they are not known by its name."""
+    spelled: list[int] | None = list(name.encode())
+    if name.startswith("bytes:"):
+        spelled = list(bytes.fromhex(name.removeprefix("bytes:").replace("\\x", "")))
+    elif name.startswith("token_id:"):
+        spelled = None
+    return {"token": name, "logprob": logprob, "bytes": spelled}

@@ -1,0 +1,244 @@
+"""Chats as data: rendering equal to transformers', masks, packing, hostile templates, broken chats, a run."""
+
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from dtgpt.data.chats.encode import encode_chat, renderer_of
+from dtgpt.data.chats.packed import BEGINS, COUNTS, pack
+from dtgpt.data.chats.template import ChatTemplate, Renderer
+from dtgpt.data.megatron.indexed import IndexedDataset
+from dtgpt.data.prepare.config import PrepareConfig
+from dtgpt.data.prepare.job import prepare
+from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.train.loop import train
+from dtgpt.train.startup import read_dataset
+from dtgpt.util.errors import UserError
+from tests.support.chats import CHATML, FAMILIES, conversation, write_tokenizer
+from tests.support.ranks import pool
+from tests.support.runs import change, losses, newest_run, training
+
+pytest.importorskip("jinja2")
+pytestmark = pytest.mark.slow(12)
+
+QUESTION = {"role": "user", "content": "Hello"}
+ANSWER = {"role": "assistant", "content": " world"}
+
+
+def write_chats(path, chats):
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("chatml"))
+
+
+@pytest.fixture
+def prepared(folder, tmp_path):
+    draw = random.Random(3)
+    chats = write_chats(tmp_path / "chats.jsonl", [{"messages": conversation(draw)} for _ in range(120)])
+    prepare(PrepareConfig(input=chats, chat=True, output_prefix=tmp_path / "mine", tokenizer=str(folder), workers=1))
+    return str(tmp_path / "mine_chat_document")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chats_have_the_ids_and_masks_of_transformers(family, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path, family)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = open_tokenizer(str(tmp_path))
+    renderer, draw = renderer_of(ours), random.Random(family)
+    for _ in range(40):
+        messages = conversation(draw, system=family != "gemma")
+        for prompt in (False, True):
+            expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+            assert renderer.render(messages, prompt).text == expected
+        found = encode_chat(messages, renderer, ours, "assistant")
+        marked = family == "chatml"
+        expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=marked)
+        assert found.ids == expected["input_ids"]
+        answers = [m["content"].strip() for m in messages if m["role"] == "assistant"]
+        if marked:
+            assert found.counts.astype(int).tolist() == expected["assistant_masks"]
+        counted = theirs.decode([i for i, counts in zip(found.ids, found.counts, strict=True) if counts])
+        assert all(answer in counted for answer in answers)
+        questions = [m["content"].strip() for m in messages if m["role"] != "assistant" and len(m["content"]) > 8]
+        assert not any(question in counted for question in questions)
+    renderer.close()
+
+
+def test_rendered_prefixes_find_what_generation_blocks_mark(folder):
+    tokenizer, draw = open_tokenizer(str(folder)), random.Random(5)
+    plain = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    renderers = [Renderer(ChatTemplate(source, {})) for source in (CHATML, plain)]
+    for _ in range(30):
+        messages = conversation(draw)
+        messages[-1] |= {"weight": draw.choice([0, 1])}
+        marked, found = (encode_chat(messages, renderer, tokenizer, "assistant") for renderer in renderers)
+        assert found.counts.tolist() == marked.counts.tolist()
+        assert encode_chat(messages, renderers[0], tokenizer, "all").counts.sum() == len(found.ids) - 1
+    for renderer in renderers:
+        renderer.close()
+
+
+@pytest.mark.parametrize(("source", "wrong"), [
+    ("{% for i in range(10**9) %}x{% endfor %}", "a power"),
+    ("{% for i in range(1000000000) %}x{% endfor %}", "too far"),
+    ("{{ 'a' * 1000000000 }}", "too long"), ("{{ [0] * 1000000000 }}", "too long"), ("{{ '%999999999d' % 1 }}", "long"),
+    ("{{ 'a'.ljust(4000000000) }}", "memory"),
+    ("{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
+     "memory"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "may not"), ("{{ messages.append(1) }}", "may not"),
+    ("{{ cycler.__init__.__globals__.os.system('true') }}", "may not"), ("{% if %}", "not valid Jinja"),
+    ("{% include 'secret' %}", "fails for the chat"), ("{% for m in messages %}{{ m.content }}", "not valid Jinja"),
+])  # fmt: skip
+def test_hostile_templates_are_refused(source, wrong):
+    with pytest.raises(UserError, match=wrong):
+        Renderer(ChatTemplate(source, {})).render([QUESTION, ANSWER])
+
+
+def test_a_template_without_an_end_is_ended(monkeypatch, tmp_path):
+    """The process sets its own alarm, and nothing that it calls can put that off."""
+    from dtgpt.data.chats import template
+
+    quick = tmp_path / "sandbox.py"
+    quick.write_text(template.SANDBOX.read_text().replace("SECONDS = 10 ", "SECONDS = 1 "))
+    monkeypatch.setattr(template, "SANDBOX", quick)
+    loop = "{% for i in range(99999) %}" * 4 + "{% set x = 1 %}" + "{% endfor %}" * 4
+    renderer = Renderer(ChatTemplate("{% if messages | length > 1 %}" + loop + "{% endif %}fine", {}))
+    with pytest.raises(UserError, match="too much time or memory"):
+        renderer.render([QUESTION, ANSWER])
+    assert renderer.render([QUESTION]).text == "fine"  # by another process
+    renderer.close()
+
+
+@pytest.mark.parametrize(("chat", "wrong"), [
+    ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "message 1 is an empty answer"),
+    ({"messages": [QUESTION]}, "no answer of the assistant"), ({"messages": []}, "not a list of messages"),
+    ({"messages": [QUESTION, {"role": "tool", "content": "1"}]}, "uses tools"),
+    ({"messages": [QUESTION, ANSWER], "tools": [{}]}, "uses tools"),
+    ({"messages": [QUESTION, {"role": "boss", "content": "1"}, ANSWER]}, "message 1 has the role 'boss'"),
+    ({"messages": [{"role": "developer", "content": "left out"}, QUESTION, ANSWER]}, "leaves out message 0"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "parts that are not text"),
+    ({"messages": [QUESTION, ANSWER | {"weight": 2}]}, "weight=2"), ({"text": "Hello"}, "no chat under the keys"),
+    ({"conversations": [{"from": "alien", "value": "x"}]}, "from 'alien'"),
+    ({"messages": [QUESTION, QUESTION, ANSWER]}, "refuses the chat .*alternate"),
+])  # fmt: skip
+def test_broken_chats_are_a_sentence(chat, wrong, tmp_path):
+    template = (
+        "{% for m in messages %}{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}"
+        "{{ raise_exception('must alternate') }}{% endif %}"
+        "{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    folder = write_tokenizer(tmp_path / "model", template=template)
+    path = write_chats(tmp_path / "chats.jsonl", [chat])
+    with pytest.raises(UserError, match=wrong):
+        prepare(PrepareConfig(input=path, chat=True, output_prefix=tmp_path / "x", tokenizer=str(folder), workers=1))
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_options_that_do_not_go_with_chats_are_refused(folder, tmp_path):
+    path = write_chats(tmp_path / "chats.jsonl", [{"messages": [QUESTION, ANSWER]}])
+    given = {"input": path, "chat": True, "output_prefix": tmp_path / "x", "workers": 1}
+    with pytest.raises(UserError, match="bytes has no chat template"):
+        prepare(PrepareConfig(**given, tokenizer="bytes"))
+    with pytest.raises(UserError, match="--append-eod cannot be combined with --chat"):
+        prepare(PrepareConfig(**given, tokenizer=str(folder), append_eod=True))
+    with pytest.raises(UserError, match="--chat-loss needs --chat"):
+        prepare(PrepareConfig(**given | {"chat": False}, chat_loss="all"))
+
+
+def test_every_form_gives_the_same_chat(folder, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    messages = {"messages": [QUESTION, ANSWER]}
+    shares = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": " world"}]}
+    pair = {"prompt": "Hello", "completion": " world"}
+    parts = {"messages": [QUESTION | {"content": [{"type": "text", "text": "Hello"}]}, ANSWER]}
+    lines = write_chats(tmp_path / "chats.jsonl", [messages, shares, pair, parts])
+    parquet.write_table(pyarrow.Table.from_pylist([messages]), tmp_path / "more.parquet")
+    inputs = [lines, str(tmp_path / "more.parquet")]
+    summary = prepare(
+        PrepareConfig(input=inputs, chat=True, output_prefix=tmp_path / "x", tokenizer=str(folder), workers=2)
+    )
+    assert summary.documents == 5 and not summary.broken
+    dataset = IndexedDataset(tmp_path / "x_chat_document")
+    assert len({dataset.window(i).tobytes() for i in range(5)}) == 1
+    weights = np.asarray(dataset.weights).reshape(5, -1)
+    answer = open_tokenizer(str(folder)).decode(dataset.window(0)[weights[0] > 0])
+    assert (weights == weights[0]).all() and answer == " world<|im_end|>"
+
+
+def test_packing_leaves_little_room_and_puts_every_chat_somewhere():
+    lengths = np.random.RandomState(0).lognormal(5.5, 0.8, 3000).astype(np.int64).clip(8, 2049)
+    samples = pack(lengths, 2049, seed=1)
+    assert sorted(chat for sample in samples for chat in sample) == list(range(3000))
+    used = [int(lengths[sample].sum()) for sample in samples]
+    assert max(used) <= 2049 and sum(used) >= 0.98 * 2049 * len(samples)
+    assert samples == pack(lengths, 2049, seed=1) != pack(lengths, 2049, seed=2)
+
+
+@pytest.fixture
+def chat_recipe(recipe, prepared):
+    """A run of samples of 64 tokens, in which some chats are cut."""
+    return change(
+        recipe, model={"seq_length": 64, "vocab_size": 384},
+        data={"path": prepared, "split": "80,20,0", "tokenizer": "auto"},
+        log={"sample_tokens": 0},
+    )  # fmt: skip
+
+
+def test_samples_keep_chats_apart_and_count_answers(chat_recipe, prepared, capsys):
+    dataset, chats = read_dataset(chat_recipe), IndexedDataset(prepared)
+    assert "chats cut after 65 tokens" in capsys.readouterr().err
+    count = len(dataset.train)
+    ids, key = torch.arange(2 * count), torch.zeros(2)
+    windows = dataset.windows(ids, 64, key)
+    first, second = (sorted(map(str, part.tolist())) for part in (windows[:count], windows[count:]))
+    assert first == second and not torch.equal(windows[:count], windows[count:])  # each once an epoch, in another order
+    known = {tuple(chats.window(i)[:65].tolist()): i for i in range(96)}
+    masks, seen = training(chat_recipe).masks, 0
+    for window in windows[:count]:
+        begins = [*torch.nonzero(window[:, 1] & BEGINS)[:, 0].tolist(), 65]
+        batch = masks.batch(window[None])
+        assert torch.equal(batch.loss_weights[0] > 0, (window[1:, 1] & COUNTS) > 0)
+        for begin, end in pairwise(begins):
+            piece = window[begin:end, 0].tolist()
+            if begin == begins[-2] and tuple(piece) not in known:
+                assert not (window[begin:, 1] & COUNTS).any()  # filling
+                continue
+            seen += 1
+            i = known[tuple(piece)]
+            weights = chats.read_weights(np.array([i]), np.array([len(piece)]))
+            assert (window[begin:end, 1] & COUNTS).tolist() == weights.tolist()
+            last = min(end, 64)
+            assert batch.positions[0, begin:last].tolist() == list(range(last - begin))
+            assert batch.document_bounds[0, begin:last].tolist() == [[begin, last]] * (last - begin)
+    assert seen == 96
+
+
+def test_every_plan_and_micro_batch_size_has_the_losses_of_one_process(chat_recipe):
+    train(replace(chat_recipe, plan="single"))
+    whole = losses(newest_run(chat_recipe))
+    for plan, world, size in (("dp2", 2, 1), ("tp2", 2, 4)):
+        parted = replace(chat_recipe, plan=plan, micro_batch_size=size, runs=f"{chat_recipe.runs}-{plan}")
+        assert pool().run(world, train, parted) == [0] * world
+        assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-6)
+    saved = open_tokenizer(str(newest_run(chat_recipe) / "tokenizer.json"))
+    assert saved.chat_template is not None and saved.chat_template.source == CHATML
+
+
+def test_inspect_shows_what_is_masked(prepared, capsys):
+    from dtgpt.commands.inspect import InspectOptions, inspect
+
+    inspect(InspectOptions(input=(prepared,), show=True, samples=1))
+    shown = capsys.readouterr().out
+    assert "<|im_start|>assistant\n]a" in shown and "<|im_end|>" in shown.rpartition("]")[2]

@@ -1,0 +1,150 @@
+"""Chats with OpenAI's own client against a live server, and `dtgpt chat`."""
+
+import io
+
+import openai
+import pytest
+
+from dtgpt.commands.chat import RESET, Chat, talk
+from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.inference.chat import ChatPrompts
+from dtgpt.inference.generator import Need
+from dtgpt.inference.options import Options
+from dtgpt.inference.session import PromptJob
+from tests.support.chats import write_tokenizer
+from tests.support.server import generator_of, live_server, served, tiny_model
+
+pytest.importorskip("jinja2")
+pytestmark = pytest.mark.slow(6)
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return open_tokenizer(str(write_tokenizer(tmp_path_factory.mktemp("model"))))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(seq_length=256, vocab_size=320, init_std=0.3)
+
+
+@pytest.fixture(scope="module")
+def client(model, tokenizer):
+    with (
+        served(model, tokenizer, slots=4) as service,
+        live_server(service) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield client
+
+
+def create(client, messages=MESSAGES, **options):
+    asked = {"model": "tiny", "messages": messages, "max_completion_tokens": 12, "seed": 1, **options}
+    return client.chat.completions.create(**asked)
+
+
+def test_an_answer_has_the_form_of_openais_and_the_text_of_the_rendered_prompt(client, tokenizer, model):
+    answer = create(client, n=2)
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    assert [choice.message.role for choice in answer.choices] == ["assistant"] * 2
+    assert {choice.finish_reason for choice in answer.choices} <= {"stop", "length"}
+    ids = ChatPrompts(tokenizer, model.config).encode(MESSAGES)
+    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n") and answer.usage.prompt_tokens == len(ids)
+    same = client.completions.create(model="tiny", prompt=ids, max_tokens=12, seed=1, n=2)
+    assert [choice.text for choice in same.choices] == [choice.message.content for choice in answer.choices]
+    assert create(client, n=2, max_completion_tokens=None, max_tokens=12).choices == answer.choices
+    (stop,) = create(client, stop=same.choices[0].text[2:4]).choices
+    assert stop.message.content == same.choices[0].text[:2] and stop.finish_reason == "stop"
+
+
+def test_a_stream_has_the_text_of_the_answer(client):
+    whole = create(client, n=2)
+    chunks = list(create(client, n=2, stream=True, stream_options={"include_usage": True}))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"} and chunks[-1].usage == whole.usage
+    deltas = [choice for chunk in chunks for choice in chunk.choices]
+    for choice in whole.choices:
+        own = [delta for delta in deltas if delta.index == choice.index]
+        assert "".join(delta.delta.content for delta in own) == choice.message.content
+        assert [delta.delta.role for delta in own] == ["assistant", *[None] * (len(own) - 1)]
+        assert own[-1].finish_reason == choice.finish_reason
+
+
+def test_log_probabilities_are_those_of_completions(client, tokenizer, model):
+    content = create(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    ids = ChatPrompts(tokenizer, model.config).encode(MESSAGES)
+    lists = client.completions.create(model="tiny", prompt=ids, max_tokens=12, seed=1, logprobs=3).choices[0].logprobs
+    assert [token.logprob for token in content] == lists.token_logprobs
+    assert [token.token for token in content] == lists.tokens
+    for token in content:
+        assert len(token.top_logprobs) == 3 and token.top_logprobs[0].logprob >= token.top_logprobs[-1].logprob
+    text = create(client).choices[0].message.content
+    assert all(token.bytes is None or bytes(token.bytes).decode() in text for token in content)
+    assert create(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+
+
+@pytest.mark.parametrize(("options", "wrong"), [
+    ({"messages": []}, "not a list of messages"), ({"messages": [{"role": "boss", "content": "x"}]}, "role 'boss'"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supported"),
+    ({"top_logprobs": 2}, "needs logprobs=true"), ({"logprobs": True, "top_logprobs": 9}, "not 0 to 5"),
+    ({"extra_body": {"prompt": "x"}}, "for completions"),
+    ({"response_format": {"type": "json_object"}}, "not supported"),
+    ({"max_completion_tokens": 1000}, "maximum context length"), ({"temperature": -1}, "temperature"),
+])  # fmt: skip
+def test_wrong_requests_are_a_sentence(client, options, wrong):
+    with pytest.raises(openai.BadRequestError, match=wrong):
+        create(client, **options)
+
+
+def test_a_tokenizer_without_a_template_is_a_sentence(model):
+    from dtgpt.serve.app import make_app
+    from tests.support.server import client as local
+
+    with served(tiny_model()) as service:
+        answer = local(make_app(service)).post("/v1/chat/completions", json={"messages": MESSAGES})
+    assert answer.status_code == 400 and "has no chat template" in answer.json()["error"]["message"]
+
+
+def test_a_terminal_keeps_the_chat_until_it_is_reset(monkeypatch, capsys, model, tokenizer):
+    """The second question follows the first answer; after /reset only the message of the system is left."""
+    prompts, asked = ChatPrompts(tokenizer, model.config), []
+
+    def make(ids):
+        asked.append(tokenizer.decode(ids))
+        return PromptJob(ids, Options(max_new_tokens=4, temperature=0.0))
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"Hello\nHow?\n{RESET}\nAgain\n"))
+    generator = generator_of(model, tokenizer)
+    generator.run(lambda: Need(1, 1), lambda session: talk(session, Chat(prompts, make, "Be brief.")))
+    first, second, third = asked
+    start = "<|im_start|>system\nBe brief.<|im_end|><|im_start|>user\n"
+    assert first == f"{start}Hello<|im_end|><|im_start|>assistant\n"
+    assert second.startswith(first) and second.endswith("<|im_start|>user\nHow?<|im_end|><|im_start|>assistant\n")
+    assert third == first.replace("Hello", "Again")
+    assert capsys.readouterr().out.count("\n") >= 3
+    prompts.close()
+
+
+def test_answers_end_where_the_template_ends_them(tmp_path):
+    prompts = ChatPrompts(
+        open_tokenizer(str(write_tokenizer(tmp_path / "gemma", "gemma"))), tiny_model(vocab_size=320).config
+    )
+    assert prompts.stops == ("<end_of_turn>",)
+    prompts.close()
+
+
+@pytest.mark.parametrize("stop", [[], ["\n\n", "STOP"]])
+def test_what_lm_eval_sends_is_answered(client, stop):
+    """The body of its `local-chat-completions`."""
+    messages = [{"role": "user", "content": "Hello", "type": "text"}]
+    asked = {"messages": messages, "max_tokens": 8, "temperature": 0, "stop": stop, "seed": 1234}
+    answers = [client.chat.completions.create(model="tiny", **asked).choices for _ in range(2)]
+    assert answers[0] == answers[1] and answers[0][0].message.content is not None
+
+
+def test_an_export_has_the_template(tokenizer):
+    from dtgpt.data.tokenizers.export import transformers_files
+
+    settings = transformers_files(tokenizer, 64)["tokenizer_config.json"]
+    assert settings["chat_template"] == tokenizer.chat_template.source and settings["eos_token"] == "<|im_end|>"
