@@ -53,8 +53,8 @@ def check_lora(rank: int, hidden_size: int, optimizer: str, precision: str, redu
         return
     if optimizer != "adamw":
         raise UserError(
-            f"lora.rank={rank}, but optimizer.kind={optimizer} is for whole matrices, and adapters are trained by AdamW; "
-            "use --optimizer.kind adamw or --lora.rank 0"
+            f"lora.rank={rank}, but optimizer.kind={optimizer} is for whole matrices, and AdamW trains adapters; use "
+            "--optimizer.kind adamw or --lora.rank 0"
         )
     if precision == FP8:
         raise UserError(
