@@ -11,7 +11,6 @@ from dtgpt.util.field_types import Bounds, Pattern
 
 if TYPE_CHECKING:  # a recipe has this section
     from dtgpt.config.plan import ResolvedPlan
-    from dtgpt.config.recipe import Recipe
 
 TARGETS = {"qkv": Role.QKV, "column": Role.COLUMN, "row": Role.ROW}
 NAMES = "|".join(TARGETS)
@@ -44,27 +43,25 @@ class LoraConfig:
         return parameter.block is not None and len(parameter.shape) == 2 and parameter.role in self.roles
 
 
-def check_lora(recipe: "Recipe") -> None:
-    """Raise UserError where a run with adapters cannot have the recipe's other values."""
-    rank, others = recipe.lora.rank, recipe.optimizer.kind
-    if not 0 <= rank <= recipe.model.hidden_size:
+def check_lora(rank: int, hidden_size: int, optimizer: str, precision: str, reduce: str) -> None:
+    """Raise UserError where a run cannot have adapters of this rank beside a recipe's other values."""
+    if not 0 <= rank <= hidden_size:
         raise UserError(
-            f"lora.rank={rank} is not the rank of an adapter; use 1 to {recipe.model.hidden_size}, or 0 to train the "
-            "weights"
+            f"lora.rank={rank} is not the rank of an adapter; use 1 to {hidden_size}, or 0 to train the weights"
         )
     if rank == 0:
         return
-    if others != "adamw":
+    if optimizer != "adamw":
         raise UserError(
-            f"lora.rank={rank}, but optimizer.kind={others} is for whole matrices, and adapters are trained by AdamW; "
-            "use --optimizer.kind adamw or --lora.rank 0"
+            f"lora.rank={rank}, but optimizer.kind={optimizer} is for whole matrices, and AdamW trains adapters; use "
+            "--optimizer.kind adamw or --lora.rank 0"
         )
-    if recipe.precision == FP8:
+    if precision == FP8:
         raise UserError(
             f"lora.rank={rank}, but adapters are not computed with products in fp8; use --precision bf16 or "
             "--lora.rank 0"
         )
-    if recipe.reduce == "exact":
+    if reduce == "exact":
         raise UserError(
             f"lora.rank={rank}, but reduce=exact sums the gradients of whole weights alone; use --reduce fast or "
             "--lora.rank 0"

@@ -280,8 +280,8 @@ class Recipe:
                 "compile=on, but precision=fp8 has kernels of its own, which torch.compile cannot take; use --compile "
                 "off or --precision bf16"
             )
-        check_lora(self)
         scale, config = self.loss_scale, self.optimizer
+        check_lora(self.lora.rank, self.model.hidden_size, config.kind, self.precision, self.reduce)
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"

@@ -1,10 +1,9 @@
 """What the ranks of tests/parallel/test_context.py do."""
 
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor
 
+from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer
 from dtgpt.models.batch import Batch
@@ -45,13 +44,14 @@ def train_with_weights(recipe, masked: range) -> tuple[float, float, float]:
     """Return (loss, gradient norm, validation loss) of a step in which the tokens at the positions `masked` do not
     count."""
 
-    def apply(batch: Batch) -> Batch:
-        weights = torch.ones(batch.tokens.shape)
-        weights[:, masked.start : masked.stop] = 0
-        return batch._replace(loss_weights=weights)
+    class Masks(DocumentMasks):
+        def apply(self, batch: Batch) -> Batch:
+            weights = torch.ones(batch.tokens.shape)
+            weights[:, masked.start : masked.stop] = 0
+            return batch._replace(loss_weights=weights)
 
     with open_trainer(recipe) as trainer:
-        trainer.masks = SimpleNamespace(apply=apply)
+        trainer.masks = Masks(None, False, False, False)
         result = trainer.train_step()
         return trainer.mean_loss(result), float(result.norm), trainer.held_out_loss()[0]
 
