@@ -259,4 +259,16 @@ FAULTS = [
         "return ResumePoint(run=run, checkpoint=checkpoint)",
         "return ResumePoint()",
     ),
+    Fault(
+        "cp: the mean over the loss weights is that of a rank",
+        "dtgpt/train/trainer.py",
+        "self.mesh.sum(batch.loss_weights.sum())[0] / (plan.tp * plan.pp)",
+        "batch.loss_weights.sum() * plan.data_ranks",
+    ),
+    Fault(
+        "cp: documents are not kept apart",
+        "dtgpt/parallel/context.py",
+        "        loss_weights=own(batch.loss_weights),",
+        "        loss_weights=own(batch.loss_weights),\n        document_bounds=None,",
+    ),
 ]  # fmt: skip

@@ -251,4 +251,65 @@ LOCATED = [
         "--plans dp2 --precision bf16",
         "blocks.0.attn.proj",
     ),
+    LocatedFault(
+        Fault(
+            "cp: gradients of attention do not go back to their ranks",
+            "dtgpt/parallel/context.py",
+            "dist.all_to_all_single(received, grad.contiguous(), group=ctx.group)",
+            "received.copy_(grad)",
+        ),
+        "--plans cp2",
+        "blocks.1.attn.core",
+    ),
+    LocatedFault(
+        Fault(
+            "cp: the loss is scaled by cp",
+            "dtgpt/parallel/build.py",
+            "return 1 / (micro_batches * plan.data_ranks)",
+            "return 1 / (micro_batches * plan.dp)",
+        ),
+        "--plans cp2",
+        "head.lm_head",
+    ),
+    LocatedFault(
+        Fault(
+            "cp: positions begin at 0 in each slice",
+            "dtgpt/parallel/context.py",
+            "positions=own(positions),",
+            "positions=own(batch.positions),",
+        ),
+        "--plans cp2",
+        "embedding.wpe",
+    ),
+    LocatedFault(
+        Fault(
+            "cp: each slice draws the masks of the first tokens",
+            "dtgpt/parallel/context.py",
+            "start=(before[0] + place.cp * settings.local_length, 0)",
+            "start=(before[0], 0)",
+        ),
+        f"--plans cp2 {DROPOUT}",
+        "embedding.drop",
+    ),
+    LocatedFault(
+        Fault(
+            "cp: all ranks draw the masks of the first heads",
+            "dtgpt/parallel/context.py",
+            "start=(before[0] + place.cp * heads, 0, 0)",
+            "start=(before[0], 0, 0)",
+        ),
+        f"--plans cp2 {DROPOUT}",
+        "blocks.0.attn.core",
+    ),
+    LocatedFault(
+        Fault(
+            "cp: values of the first slice are used again",
+            "dtgpt/parallel/context.py",
+            "whole = exchange(sent.contiguous(), self.group).transpose(0, 1).flatten(1, 2)",
+            "got = exchange(sent.contiguous(), self.group).clone()\n        got[1:] = got[:1]\n"
+            "        whole = got.transpose(0, 1).flatten(1, 2)",
+        ),
+        "--plans cp2",
+        "blocks.0.attn.core",
+    ),
 ]

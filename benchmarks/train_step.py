@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from step_floor import floor, say_floor
+from step_floor import FORWARD, floor, say_floor
 
 from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.plan import ResolvedPlan
@@ -144,13 +144,14 @@ def result(name: str, recipe: Recipe, training: Trainer, measured: dict[str, flo
     config, plan, device = settings.model, settings.plan, settings.device
     samples, peak = settings.global_batch_size, peak_flops(device, torch.bfloat16)
     rate = samples * config.seq_length / measured["step"]
-    bound = sum(floor(config, samples // plan.dp).values()) / (plan.tp * plan.pp)
-    known = device.type == "cuda" and settings.dtype.itemsize == 2
+    known, bound = device.type == "cuda" and settings.dtype.itemsize == 2, None
+    if known and config.architecture in FORWARD:
+        bound = sum(floor(config, samples // plan.dp).values()) / (plan.tp * plan.pp)
     return measured | {
         "plan": name, "gpus": plan.world, "batch": [plan.dp, settings.micro_batches, settings.micro_batch_size],
         "tokens_per_second": rate, "per_gpu": rate / plan.world,
         "mfu": config.flops_per_token(config.seq_length) * rate / plan.world / peak if peak and known else None,
-        "over_floor": measured["step"] / bound if known else None,
+        "over_floor": measured["step"] / bound if bound else None,
         "rounds": [statistics.median(times) for times in rounds], "dtype": str(settings.dtype),
         "environment": environment(device), "recipe": asdict(recipe),
     }  # fmt: skip

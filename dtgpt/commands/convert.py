@@ -4,18 +4,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from dtgpt.checkpoint.adapter import SavedAdapter
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.commands.command import Command
-from dtgpt.commands.model_options import MergeFile, VocabFile
+from dtgpt.commands.model_options import Adapter, MergeFile, VocabFile
 from dtgpt.config.execution import DTYPES
 from dtgpt.data.tokenizers.export import export_note, transformers_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.hf.origin import Origin, origin_of
+from dtgpt.interop.hf.peft import save_peft
 from dtgpt.interop.megatron.export import export_notes, save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
-from dtgpt.interop.open import open_source
+from dtgpt.interop.open import open_adapter, open_source, with_adapter
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
 from dtgpt.models.source import Watched
 from dtgpt.translate.megatron_tools import explain_for_command
@@ -31,9 +33,11 @@ class ConvertOptions:
     does not apply or the source is damaged, nothing is written."""
 
     to: Annotated[
-        Literal["dtgpt", "hf", "megatron"], "a checkpoint of weights, a Hugging Face folder, or a Megatron-LM tree"
+        Literal["dtgpt", "hf", "megatron", "peft"],
+        "a checkpoint of weights, a Hugging Face folder, a Megatron-LM tree, or the adapters of a run alone, for peft",
     ] = "dtgpt"
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], "type of the written weights; fp32 for --to dtgpt"] = "fp32"
+    adapter: Adapter = None
     target_tensor_parallel_size: Annotated[int, "tensor parallel size of the Megatron-LM tree", Bounds(1)] = 1
     target_pipeline_parallel_size: Annotated[int, "pipeline parallel size of the Megatron-LM tree", Bounds(1)] = 1
     transformer_impl: Annotated[
@@ -58,7 +62,14 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     _check(options)
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already; give another path")
+    if options.to == "peft":
+        adapter = SavedAdapter(open_adapter(path))
+        save_peft(adapter, target)
+        say(f"{target}: adapters of rank {adapter.lora.rank} for {adapter.facts['base']}")
+        return
     source = open_source(path, true_vocab_size=options.true_vocab_size)
+    if options.adapter is not None:
+        source = with_adapter(source, path, Path(options.adapter))
     if options.true_vocab_size is not None and not isinstance(source, Megatron | TorchDist):
         raise UserError(
             f"true_vocab_size={options.true_vocab_size} applies to a Megatron-LM tree only, and {path} states its own; "
@@ -91,13 +102,18 @@ def _check(options: ConvertOptions) -> None:
     """Raise UserError for an option that would have no effect."""
     if options.to == "dtgpt" and options.dtype != "fp32":
         raise UserError(f"dtype={options.dtype}: a checkpoint of dtgpt holds fp32 weights; leave --dtype out")
+    if options.to == "peft" and (options.adapter is not None or options.dtype != "fp32"):
+        raise UserError(
+            "to=peft writes the adapters of MODEL, a run with --lora.rank, in fp32; leave --adapter and --dtype out"
+        )
     for name in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "transformer_impl"):
         value = getattr(options, name)
         if value not in (1, None) and options.to != "megatron":
             raise UserError(f"{name}={value} applies to --to megatron only; leave it out")
     given = options.tokenizer or options.vocab_file or options.merge_file
-    if given and options.to == "megatron":
-        raise UserError(f"a Megatron-LM tree cannot hold the tokenizer {given}; leave it out")
+    if given and options.to in ("megatron", "peft"):
+        kind = "a Megatron-LM tree" if options.to == "megatron" else "a folder of peft"
+        raise UserError(f"{kind} cannot hold the tokenizer {given}; leave it out")
 
 
 def _files_of(

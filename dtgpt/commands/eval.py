@@ -10,7 +10,16 @@ import dtgpt
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import ProgressLines
-from dtgpt.commands.model_options import Device, Exact, MaxLength, MergeFile, Precision, TokenizerName, VocabFile
+from dtgpt.commands.model_options import (
+    Adapter,
+    Device,
+    Exact,
+    MaxLength,
+    MergeFile,
+    Precision,
+    TokenizerName,
+    VocabFile,
+)
 from dtgpt.commands.results import check_output, write_results
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation.catalog import Asked, asked_for, prepare
@@ -67,6 +76,7 @@ class EvalOptions:
     device: Device = "auto"
     precision: Precision = "auto"
     exact: Exact = False
+    adapter: Adapter = None
     max_length: MaxLength = None
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None
@@ -80,7 +90,7 @@ def evaluate(path: Path, options: EvalOptions) -> None:
     check_output(output, "--output", "eval.json", [one.path for one in asked])
     plan = Plan() if options.plan is None else options.plan
     source, settings, mesh = open_model(
-        path, plan, options.device, options.precision, options.max_length, options.exact
+        path, plan, options.device, options.precision, options.max_length, options.exact, options.adapter
     )
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)

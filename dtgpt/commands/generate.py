@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
 from dtgpt.commands.model_options import (
+    Adapter,
     Device,
     Exact,
     MaxLength,
@@ -77,6 +78,7 @@ class Execution:
     device: Device = "auto"
     precision: Precision = "auto"
     exact: Exact = False
+    adapter: Adapter = None
     slots: Annotated[int | None, "texts at the same time; none: as many as needed, up to 256", Bounds(1, 256)] = None
     max_length: MaxLength = None
     tokenizer: TokenizerName = None
@@ -110,7 +112,7 @@ def generate(path: Path, options: GenerateOptions) -> None:
     if error := server_error(path, options):
         raise error
     source, settings, mesh = open_model(
-        path, options.plan, options.device, options.precision, options.max_length, options.exact
+        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter
     )
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from dtgpt.util.field_types import Bounds
+from dtgpt.util.field_types import PATH, Bounds
 
 PlanName = Annotated[
     str | None, "parallel plan, such as tp2_pp2; none: tensor parallel over all processes that torchrun started"
@@ -18,6 +18,9 @@ MaxLength = Annotated[
     int | None, "largest number of tokens of a sequence, with its prompt; less memory for each; none: the model's",
     Bounds(1),
 ]  # fmt: skip
+Adapter = Annotated[
+    str | None, "adapter (LoRA) to add to the weights: a run or checkpoint with adapters, or a folder of peft", PATH
+]
 TokenizerName = Annotated[
     str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
 ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import (
+    Adapter,
     Device,
     Exact,
     MaxLength,
@@ -77,6 +78,7 @@ class ServeOptions:
     device: Device = "auto"
     precision: Precision = "auto"
     exact: Exact = False
+    adapter: Adapter = None
     warm_up: Annotated[bool, "run steps of all shapes before the port opens"] = True
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None
@@ -95,7 +97,7 @@ def serve(path: Path, options: ServeOptions) -> None:
     if listener is not None:
         check_access(options, listener, key)
     source, settings, mesh = open_model(
-        path, options.plan, options.device, options.precision, options.max_length, options.exact
+        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter
     )
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)

@@ -8,7 +8,6 @@ from dtgpt.config.batch_size import parse_rampup
 from dtgpt.config.schedule import Schedule
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import inventory
 from dtgpt.util.console import duration, parameters
 from dtgpt.util.errors import UserError, shown
 
@@ -96,15 +95,6 @@ def check_schedule(schedule: Schedule, ends_with_run: bool) -> None:
 def one_replica(level: int) -> str:
     """Return the note on a plan whose ZeRO has nothing to shard over."""
     return f"ZeRO-{level} shards over replicas, and there is only one: the plan is the same as without it"
-
-
-def check_exact(config: OptimizerConfig, model: ModelConfig) -> None:
-    """Raise UserError where an optimizer has other bits under another plan, though its gradients are the same."""
-    if any(config.needs_whole(p.shape, p.role) for p in inventory(model).parameters()):
-        raise UserError(
-            f"reduce=exact, but optimizer.kind={config.kind} computes with whole matrices, in batches and in types "
-            "that follow from the plan; use --optimizer.kind adamw or --reduce fast"
-        )
 
 
 def check_sample_length(seq_length: int, model: ModelConfig) -> None:

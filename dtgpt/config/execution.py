@@ -1,11 +1,12 @@
 """What a model is built and run with: the choices of a recipe for this machine, resolved once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from dtgpt.config.fp8 import FP8
+from dtgpt.config.lora import LoraConfig
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
@@ -39,6 +40,12 @@ class Settings:
     fp8: bool = False  # matrix products of blocks are of 8 bits
     masks_documents: bool = False  # tokens attend to their own document only
     optimizer: OptimizerConfig | None = None  # None: nothing is trained
+    lora: LoraConfig = field(default_factory=LoraConfig)  # of rank 0: the weights are trained
+
+    @property
+    def local_length(self) -> int:
+        """Tokens of a sample on each context parallel rank."""
+        return self.seq_length // self.plan.cp
 
     @property
     def micro_batches(self) -> int:
@@ -64,7 +71,7 @@ class Settings:
     def sums_gradients(self) -> bool:
         """Whether gradients of all micro-batches and replicas are summed in buckets of their own, without ZeRO."""
         plan = self.plan
-        return plan.zero == 0 and (plan.dp > 1 or (self.micro_batches > 1 and self.low_precision))
+        return plan.zero == 0 and (plan.data_ranks > 1 or (self.micro_batches > 1 and self.low_precision))
 
     @property
     def cuts_each_gradient(self) -> bool:

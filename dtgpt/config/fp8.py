@@ -37,8 +37,8 @@ def fp8_notes(
         return [f"precision=fp8 has no CPU kernel: every product {slow}"]
     if plan.splits_backward:
         return [f"the schedule {plan.schedule} splits backward, for which every product of fp8 {slow}"]
-    if (micro_batch_size * seq_length) % STEP:
-        samples = f"micro_batch_size={micro_batch_size} x {seq_length}"
+    if (micro_batch_size * seq_length // plan.cp) % STEP:
+        samples = f"micro_batch_size={micro_batch_size} x {seq_length // plan.cp}"
         return [f"{samples} tokens are not a multiple of {STEP}: every product of fp8 {slow}"]
     found = []
     for name, rows, columns in _matrices(model, plan):

@@ -20,9 +20,10 @@ class Plan:
     """Degrees, a schedule, and what the recipe wants otherwise in the table of modules (`dtgpt.parallel.tensor`)."""
 
     dp: Annotated[int | None, DEGREE] = None  # data parallel: replicas of the model; None: as the processes make
+    cp: Annotated[int, DEGREE] = 1  # context parallel: ranks that each have a slice of the tokens of every sample
     tp: Annotated[int, DEGREE] = 1  # tensor parallel: ranks that share every layer
     pp: Annotated[int, DEGREE] = 1  # pipeline parallel: ranks that share the depth
-    zero: Annotated[int, Bounds(0, 3)] = 0  # cut over dp: 1 optimizer state, 2 and gradients, 3 and parameters
+    zero: Annotated[int, Bounds(0, 3)] = 0  # cut over dp x cp: 1 optimizer state, 2 and gradients, 3 and parameters
     sequence_parallel: bool = False  # between tensor parallel layers, cut activations along the sequence
     schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"] = "1F1B"
     stages_per_rank: Annotated[int | None, DEGREE] = None  # None: 2 for Interleaved1F1B and ZBVZeroBubble, else 1
@@ -48,7 +49,17 @@ class Plan:
     @property
     def world(self) -> int:
         """Processes that the plan needs, once dp is known."""
-        return (self.dp or 1) * self.tp * self.pp
+        return self.ranks_of_stage * self.pp
+
+    @property
+    def ranks_of_stage(self) -> int:
+        """Ranks that hold the same pipeline stages, or parts of them."""
+        return self.data_ranks * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that compute with the same weights on other tokens: over them gradients are summed, and ZeRO cuts."""
+        return (self.dp or 1) * self.cp
 
     @property
     def stages_of_rank(self) -> int:
@@ -78,17 +89,18 @@ class Plan:
     @property
     def replicate(self) -> int:
         """Ranks that hold the same optimizer state."""
-        return 1 if self.zero else self.dp or 1
+        return 1 if self.zero else self.data_ranks
 
     @property
     def shard(self) -> int:
         """Ranks over which ZeRO cuts."""
-        return (self.dp or 1) if self.zero else 1
+        return self.data_ranks if self.zero else 1
 
     @property
     def name(self) -> str:
         """The canonical name, `dp2_tp2_pp2`, without what the recipe defines by itself."""
-        parts = [f"{part}{n}" for part, n in (("dp", self.dp or 1), ("tp", self.tp), ("pp", self.pp)) if n > 1]
+        degrees = ("dp", self.dp or 1), ("cp", self.cp), ("tp", self.tp), ("pp", self.pp)
+        parts = [f"{part}{n}" for part, n in degrees if n > 1]
         parts += [f"zero{self.zero}"] * (self.zero > 0) + ["sp"] * self.sequence_parallel
         if self.pp > 1 and self.schedule != "1F1B":
             word = next(word for word, schedule in SCHEDULES.items() if schedule == self.schedule)
@@ -103,8 +115,9 @@ class Plan:
     def for_world(self, world: int, started: bool = True) -> "ResolvedPlan":
         """Return the plan with dp filled in for `world` processes; raises UserError where they do not make it. started:
         False where `dtgpt plan --world` asks about processes that do not exist."""
-        one = self.tp * self.pp
-        known = [f"{n}={value}" for n, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if value != 1]
+        one = self.cp * self.tp * self.pp
+        degrees = ("dp", self.dp), ("cp", self.cp), ("tp", self.tp), ("pp", self.pp)
+        known = [f"{n}={value}" for n, value in degrees if value != 1]
         factors = " x ".join(part for part in known if not part.endswith("None")) or "one"
         given, remedy = f"--world is {world}", "use --world {}"
         if started:
@@ -135,11 +148,15 @@ class ResolvedPlan(Plan):
     dp: Annotated[int, DEGREE] = 1
 
     def without_idle_zero(self) -> "ResolvedPlan":
-        """Return the plan without ZeRO where there is one replica, over which ZeRO cuts nothing."""
-        return replace(self, zero=0) if self.zero and self.dp == 1 else self
+        """Return the plan without ZeRO where there is one rank of data, over which ZeRO cuts nothing."""
+        return replace(self, zero=0) if self.zero and self.data_ranks == 1 else self
 
     def for_inference(self) -> "ResolvedPlan":
-        """Return the plan without what concerns training alone."""
+        """Return the plan without what concerns training alone. Raises UserError where it cuts samples."""
+        if self.cp > 1:
+            raise UserError(
+                f"the plan {self.name} cuts samples over cp={self.cp}, in training alone; use tp or dp here"
+            )
         return replace(self, zero=0, sequence_parallel=False)
 
     def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int, seq_length: int) -> None:
@@ -150,6 +167,7 @@ class ResolvedPlan(Plan):
                 "the plan's table says how tp ranks share modules, but tp=1; add tp2 or more, or leave it out"
             )
         self._validate_tensor(model, seq_length)
+        self._validate_context(model, seq_length)
         self._validate_batch(micro_batch_size, global_batch_size)
         if self.pp > 1:
             self._validate_pipeline(model, micro_batch_size, global_batch_size)
@@ -177,12 +195,31 @@ class ResolvedPlan(Plan):
         if self.tp == 1:
             raise UserError("sequence parallelism (sp) shares the tp ranks, but tp=1; add tp2 or more, or leave sp out")
         if seq_length % self.tp:
-            field = "model.seq_length" if seq_length == model.seq_length else "seq_length"
-            low = seq_length // self.tp * self.tp
-            near = f"{low} or {low + self.tp}" if low else f"{self.tp}"
+            field, near = _field_of_length(model, seq_length), _multiples(seq_length, self.tp)
             raise UserError(
                 f"{field}={seq_length} cannot be split over tp={self.tp} under sequence parallelism "
                 f"({seq_length % self.tp} left over); use --{field} {near}, or leave sp out"
+            )
+
+    def _validate_context(self, model: ModelConfig, seq_length: int) -> None:
+        if self.cp == 1:
+            return
+        ranks, words = self.cp, f"cp={self.cp}"
+        if self.sequence_parallel:
+            ranks, words = self.cp * self.tp, f"cp={self.cp} x tp={self.tp} under sequence parallelism"
+        if seq_length % ranks:
+            field, near = _field_of_length(model, seq_length), _multiples(seq_length, ranks)
+            raise UserError(
+                f"{field}={seq_length} cannot be split over {words} ({seq_length % ranks} left over); use --{field} "
+                f"{near}, or another cp"
+            )
+        name, heads = next((n, size) for n, size in model.cut_by_tp.items() if n in ("num_kv_heads", "num_heads"))
+        if heads % (self.cp * self.tp):
+            wanted = [n for n in divisors(heads // self.tp) if n > 1]
+            remedy = f"use cp={_listed(wanted)}, and zero3 or --recompute full for memory" if wanted else "leave cp out"
+            raise UserError(
+                f"model.{name}={heads} cannot be split over cp={self.cp} x tp={self.tp}, whose ranks exchange tokens "
+                f"for heads in attention; {remedy}"
             )
 
     def _validate_batch(self, micro: int, whole: int) -> None:
@@ -260,6 +297,17 @@ def divisors(number: int) -> list[int]:
     """Return the divisors of a positive number in ascending order, in time proportional to its square root."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return low + [number // n for n in reversed(low) if n * n != number]
+
+
+def _field_of_length(model: ModelConfig, seq_length: int) -> str:
+    """Return the option that sets the tokens of a sample."""
+    return "model.seq_length" if seq_length == model.seq_length else "seq_length"
+
+
+def _multiples(number: int, of: int) -> str:
+    """Return the multiples next to a number, in words."""
+    low = number // of * of
+    return f"{low} or {low + of}" if low else f"{of}"
 
 
 def _listed(numbers: list[int]) -> str:

@@ -132,14 +132,14 @@ def largest_fit(plan: Plan, world: int, micro_batches: int, check: Check) -> int
 
 def _counts(plan: Plan, world: int, micro_batches: int) -> Iterator[int]:
     """Yield the numbers of processes up to `world` that make whole replicas which divide the batch, largest first."""
-    one = plan.tp * plan.pp
+    one = plan.cp * plan.tp * plan.pp
     degrees = [plan.dp] if plan.dp is not None else reversed(divisors(micro_batches))
     yield from (dp * one for dp in degrees if dp * one <= world)
 
 
 def _refusal(plan: Plan, world: int, check: Check, started: bool) -> str:
     """Return why the plan does not fit as many of the processes as make whole replicas, or ""."""
-    one = plan.tp * plan.pp
+    one = plan.cp * plan.tp * plan.pp
     nearest = plan.world if plan.dp is not None else world // one * one
     try:
         resolve(plan, nearest if 0 < nearest <= world else world, check, started)

@@ -1,9 +1,10 @@
 """Names of plans.
 
 Each part says one thing, and "_" joins them: `dp4` (data parallel degree; left out, it fills the processes that were
-started), `tp2` (tensor parallel), `sp` (sequence parallel), `pp2` (pipeline parallel), `zero3` (ZeRO level), and the
-pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages per rank), `zbv`. `single` is one process.
-A recipe may define more plans under names of its own. `dtgpt.config.plan_choice` reads alternatives, `tp4 | tp2`.
+started), `cp2` (context parallel), `tp2` (tensor parallel), `sp` (sequence parallel), `pp2` (pipeline parallel),
+`zero3` (ZeRO level), and the pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages per rank),
+`zbv`. `single` is one process. A recipe may define more plans under names of its own. `dtgpt.config.plan_choice` reads
+alternatives, `tp4 | tp2`.
 """
 
 import difflib
@@ -16,8 +17,8 @@ from dtgpt.util.errors import UserError, shown
 
 SINGLE = "single"
 PARTS = {  # a part of a name -> the field that it sets
-    r"dp([0-9]*)": "dp", r"tp([0-9]+)": "tp", r"pp([0-9]+)": "pp", r"zero([0-3])": "zero", r"sp": "sequence_parallel",
-    r"gpipe|1f1b|zbv": "schedule", r"interleaved([0-9]*)": "stages_per_rank",
+    r"dp([0-9]*)": "dp", r"cp([0-9]+)": "cp", r"tp([0-9]+)": "tp", r"pp([0-9]+)": "pp", r"zero([0-3])": "zero",
+    r"sp": "sequence_parallel", r"gpipe|1f1b|zbv": "schedule", r"interleaved([0-9]*)": "stages_per_rank",
 }  # fmt: skip
 DIGITS = 9  # a number of more is cut, and refused as too large
 
@@ -69,7 +70,7 @@ def _what_is_wrong(part: str, own: Mapping[str, Plan]) -> str:
         return "there is an '_' too many; write parts such as tp2_pp2"
     if part == SINGLE or part in own:
         return f"{shown(part)} is a whole plan; use it alone"
-    known = ["dp2", "tp2", "pp2", "sp", "zero1", "zero2", "zero3", *SCHEDULES]
+    known = ["dp2", "cp2", "tp2", "pp2", "sp", "zero1", "zero2", "zero3", *SCHEDULES]
     if re.search(r"[^A-Za-z0-9]", part) and not own:
         return f"{shown(part)} is not part of a plan; join parts by '_', as in tp2_pp2"
     near = difflib.get_close_matches(part.lower(), [*known, SINGLE, *own], n=1, cutoff=0.6)

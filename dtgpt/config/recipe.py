@@ -14,6 +14,7 @@ from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
 from dtgpt.config.execution import Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
+from dtgpt.config.lora import LoraConfig, check_lora, check_lora_plan
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.schedule import Schedule
@@ -103,6 +104,7 @@ class Recipe:
     exit_interval: Annotated[
         int | None, "save and end after the next step that is a multiple of this; 0 or none: do not", Bounds(0)
     ] = None
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -184,12 +186,18 @@ class Recipe:
         """Raise UserError, one sentence, where this recipe cannot run the plan."""
         micro, whole, length = self.micro_batch_size, self.global_batch_size, self.sample_length
         plan.validate(self.model, micro, whole, length)
+        check_lora_plan(self.lora, plan)
         if self.rampup_batch_size is not None:
             check_rampup(self.rampup_batch_size, self.model, plan, micro, whole, length)
         if self.reduce == "exact" and plan.splits_backward:
             raise UserError(
                 f"reduce=exact, but the schedule {plan.schedule} computes gradients of weights by other operations "
                 "than other plans do, and sums them by itself; use another schedule or --reduce fast"
+            )
+        if self.reduce == "exact" and plan.cp > 1:
+            raise UserError(
+                f"reduce=exact, but the plan {plan.name} cuts samples over cp={plan.cp}, and the product that makes a "
+                "gradient sums over the tokens of a rank before it is exact; leave cp out, or use --reduce fast"
             )
         if self.compile == "on" and plan.splits_backward:
             raise UserError(
@@ -219,6 +227,7 @@ class Recipe:
             fp8=fp8,
             masks_documents=self.data.reset_attention_mask,
             optimizer=self.optimizer,
+            lora=self.lora,
         )
         if made.reduce == "exact" and device.type == "cuda" and made.attention_backend == "sdpa":
             raise UserError(
@@ -266,9 +275,8 @@ class Recipe:
                 "compile=on, but precision=fp8 has kernels of its own, which torch.compile cannot take; use --compile "
                 "off or --precision bf16"
             )
+        check_lora(self)
         scale, config = self.loss_scale, self.optimizer
-        if self.reduce == "exact":
-            checks.check_exact(config, self.model)
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
@@ -293,7 +301,7 @@ class Recipe:
                 f"the run ends within its warmup: {length} of {schedule.warmup} {schedule.unit}, so the learning rate "
                 f"never reaches optimizer.lr={schedule.lr:g}"
             )
-        if choice.named.zero and choice.plan.dp == 1:
+        if choice.named.zero and choice.plan.data_ranks == 1:
             found.append(checks.one_replica(choice.named.zero))
         if self.attention in ("flash", "fused_softmax") and device_type == "cpu":
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")

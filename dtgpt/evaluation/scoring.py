@@ -86,7 +86,7 @@ class Scorer:
         queue: deque[tuple[Rows, Pending[Scores] | None]] = deque()
 
         def finish(rows: Rows, pending: Pending[Scores] | None) -> None:
-            if pending is not None and place.tp == 0:
+            if pending is not None and place.tp == place.cp == 0:
                 scores = pending.wait()
                 results[:, rows.places] = torch.stack([scores.logprobs, scores.greedy.float()])
             progress(len(rows.tokens))

@@ -22,6 +22,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.roles import Role, patterns_of
+from dtgpt.optim.kinds import KINDS, of_kind
 from dtgpt.parallel.tensor import make_table
 from dtgpt.train.job import checked
 from dtgpt.util.console import counted
@@ -66,6 +67,7 @@ class Case:
     table: str | None = None  # one of TABLES: how tp ranks share a pair of matrices in every block
     first: First | None = None  # after which a checkpoint is written, from which `plan` goes on
     prepared: bool = False  # whether the text comes from token files
+    optimizer: str = OptimizerConfig.kind
 
     def __str__(self) -> str:
         """Return the case as `parse` reads it."""
@@ -78,6 +80,8 @@ class Case:
             words.append(f"table={self.table}")
         if self.prepared:
             words.append("data=prepared")
+        if self.optimizer != OptimizerConfig.kind:
+            words.append(f"optimizer={self.optimizer}")
         return shlex.join([*words, *(f"{name}={value_text(value)}" for name, value in self.values.items())])
 
     def parallel_plan(self) -> Plan:
@@ -134,7 +138,9 @@ def parse(text: str) -> Case:
         if not equals:
             raise UserError(f"--case has the word {shown(word)} without a value; write words such as model.num_heads=2")
         options[name] = value
-    cut, table, first, data = (options.pop(name, None) for name in ("blocks_per_stage", "table", "first", "data"))
+    cut, table, first, data, optimizer = (
+        options.pop(name, None) for name in ("blocks_per_stage", "table", "first", "data", "optimizer")
+    )
     if table is not None and table not in TABLES:
         raise UserError(f"--case has table={shown(table)}, which is not a choice; use one of {', '.join(TABLES)}")
     if cut is not None and not all(part.isdecimal() for part in cut.split(",")):
@@ -146,10 +152,14 @@ def parse(text: str) -> Case:
         )
     if data not in (None, "prepared"):
         raise UserError(f"--case has data={shown(data)}; use data=prepared, or leave it out for a text")
+    if optimizer is not None and optimizer not in KINDS:
+        raise UserError(f"--case has optimizer={shown(optimizer)}, which is not one; use {', '.join(KINDS)}")
     given = take(blank, read_words([f"--{name}={value}" for name, value in options.items()], blank)[1])
     values = {name: attrgetter(name)(given) for name in options}
     blocks = tuple(map(int, cut.split(","))) if cut else None
-    return Case(words[0], words[1], values, blocks, table, _first(first), data is not None)
+    return Case(
+        words[0], words[1], values, blocks, table, _first(first), data is not None, optimizer or OptimizerConfig.kind
+    )
 
 
 def _first(text: str | None) -> First | None:
@@ -226,7 +236,8 @@ class Setting:
         if case.prepared:
             data = DataConfig(path=str(_prefix(self.text)) + KEY, split="90,10,0")
         plan = plan or case.parallel_plan()
-        recipe = replace(self.base, model=MODELS[case.architecture], data=data)
+        base = self.base if "optimizer.kind" in self.given else of_kind(self.base, case.optimizer)
+        recipe = replace(base, model=MODELS[case.architecture], data=data)
         return replace(replace_values(recipe, case.values), plan=PLAN, plans={PLAN: plan})
 
     def reference_of(self, case: Case) -> Recipe:

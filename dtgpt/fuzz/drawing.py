@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from dtgpt.config.batch_size import BatchSizes
-from dtgpt.config.plan import SCHEDULES, Plan
+from dtgpt.config.plan import SCHEDULES, Plan, divisors
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.fuzz.case import MODELS, TABLES, Case, First
 from dtgpt.ops.random.philox import fold_words
+from dtgpt.optim.kinds import KINDS
 
 NARROWEST = 9  # a norm of fewer numbers multiplies rounding
 LONG = 130  # tokens
@@ -68,12 +70,13 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     table = None
     if plan.tp > 1 and (careless or not any(p.sequence_parallel for p in both)) and draws.chance("own table", 2):
         table = draws.pick("table", TABLES)
-    return Case(architecture, plan.name, values, cut, table, first, prepared)
+    optimizer = draws.pick("optimizer", [OptimizerConfig.kind] * 2 + list(KINDS))
+    return Case(architecture, plan.name, values, cut, table, first, prepared, optimizer)
 
 
 def _plan(draws: Draws, ranks: int, plans: Sequence[str]) -> Plan:
     plan = parse_plan(draws.pick("plan", plans)) if plans else draw_plan(draws, ranks)
-    if plan.dp is None and plan.tp * plan.pp == 1:  # `dp` or `zero3`: as many replicas as there are processes
+    if plan.dp is None and plan.cp * plan.tp * plan.pp == 1:  # `dp` or `zero3`: as many replicas as processes
         return replace(plan, dp=draws.between("replicas", 2, max(2, ranks)))
     return plan
 
@@ -98,6 +101,9 @@ def draw_plan(draws: Draws, ranks: int) -> Plan:
     if not degrees or draws.chance("one process", 25):
         return Plan(dp=1)
     dp, tp, pp = draws.pick("degrees", degrees)
+    cp = 1
+    if dp > 1 and draws.chance("context parallel", 2):  # these replicas share their samples, or some of them do
+        cp = draws.pick("slices", [n for n in divisors(dp) if n > 1])
     zero = draws.pick("zero", (0, 0, 1, 2, 3)) if dp > 1 else 0
     sequence = tp > 1 and draws.chance("sequence parallel", 2)
     options: dict[str, Any] = {}
@@ -105,12 +111,12 @@ def draw_plan(draws: Draws, ranks: int) -> Plan:
         word = draws.pick("schedule", list(SCHEDULES))
         stages = draws.pick("stages per rank", (2, 2, 3)) if word == "interleaved" else None
         options = {"schedule": SCHEDULES[word], "stages_per_rank": stages}
-    return Plan(dp=dp, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence, **options)
+    return Plan(dp=dp // cp, cp=cp, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence, **options)
 
 
 def _model(draws: Draws, architecture: str, plans: Sequence[Plan], careless: bool) -> dict[str, Any]:
-    tp = 1 if careless else math.lcm(*(plan.tp for plan in plans))
-    multiple = 1 if careless else math.lcm(*(p.tp for p in plans if p.sequence_parallel))
+    tp = 1 if careless else math.lcm(*(plan.tp * plan.cp for plan in plans))
+    multiple = 1 if careless else math.lcm(*(p.cp * (p.tp if p.sequence_parallel else 1) for p in plans))
     length = draws.between("length", 1, 27) if multiple == 1 else multiple * draws.between("length of a rank", 1, 8)
     if draws.chance("long", 10):  # more than one tile of a kernel
         length = multiple * (LONG // multiple + draws.below("more tokens", 90))

@@ -31,6 +31,8 @@ def kinds(case: Case) -> list[str]:
         found.append("one process")
     if (plan.dp or 1) > 1:
         found.append(f"dp zero{plan.zero}")
+    if plan.cp > 1:
+        found.append(f"cp zero{plan.zero}")
     if plan.tp > 1:
         found.append("tp sp" if plan.sequence_parallel else "tp")
     if plan.pp > 1:

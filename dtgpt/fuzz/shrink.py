@@ -6,6 +6,7 @@ from typing import Any
 
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.fuzz.case import Case, First
 
 PLAINEST: dict[str, Any] = {
@@ -58,6 +59,8 @@ def candidates(case: Case) -> Iterator[Case]:
     yield from _plans(case)
     if case.first:
         yield from _firsts(case, case.first)
+    if case.optimizer != OptimizerConfig.kind:
+        yield replace(case, optimizer=OptimizerConfig.kind)
     if case.table:
         yield replace(case, table=None)
     if case.blocks_per_stage:
@@ -85,7 +88,8 @@ def _smaller(plan: Plan) -> list[dict[str, Any]]:
     dp = plan.dp or 1
     smaller: list[dict[str, Any]] = [{"pp": n, "schedule": "1F1B", "stages_per_rank": None} for n in range(1, plan.pp)]
     smaller += [{"tp": n} if n > 1 else {"tp": 1, "sequence_parallel": False} for n in range(1, plan.tp)]
-    smaller += [{"dp": n} if n > 1 else {"dp": 1, "zero": 0} for n in range(1, dp)]
+    smaller += [{"cp": n} for n in range(1, plan.cp)]
+    smaller += [{"dp": n} if n > 1 or plan.cp > 1 else {"dp": 1, "zero": 0} for n in range(1, dp)]
     smaller += [{"zero": n} for n in range(plan.zero)]
     smaller += [{"sequence_parallel": False}] * plan.sequence_parallel
     if plan.pp > 1:

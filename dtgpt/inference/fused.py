@@ -10,6 +10,7 @@ from torch import Tensor
 from dtgpt.comm.arena import may_share
 from dtgpt.comm.exchange import MOST_RANKS, Exchange, make_exchange
 from dtgpt.inference.cache import Cache, DecodeRows, LayerCache
+from dtgpt.models.binding import bound_of
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Context
 from dtgpt.ops.attention.cached import HEAD_SIZES
@@ -103,11 +104,13 @@ def parts_of(stage: Decoder) -> list[Any]:
 
 def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -> list[FusedStage] | None:
     """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32 unless
-    `exact`, with parameters that are cut for training, or with blocks or an activation that they do not know. All ranks
-    of the mesh take part. exact: as `ExactStage`s."""
+    `exact`, with parameters that are cut for training, with adapters, or with blocks or an activation that they do not
+    know. All ranks of the mesh take part. exact: as `ExactStage`s."""
     modules = [module for stage in stages for module in parts_of(stage)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     sizes_known = (2, 4) if exact else (2,)  # bytes of an element
+    if any(bound_of(module).product is not None for stage in stages for module in stage.modules()):
+        return None  # of a run that trains adapters
     usable = all(type(p.data) is Tensor and p.dtype.itemsize in sizes_known and has_triton(p) for p in parameters)
     sizes = {layer.keys.shape[-1] for layer in cache.layers}
     if not usable or not all(hasattr(m, "decode_weights") for m in modules) or not sizes <= set(HEAD_SIZES):

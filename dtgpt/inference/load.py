@@ -19,7 +19,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.inference.step import NO_KERNELS
-from dtgpt.interop.open import open_source
+from dtgpt.interop.open import open_source, with_adapter
 from dtgpt.interop.tokenizer import check_size, named_tokenizer
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
@@ -42,7 +42,7 @@ _meshes: WeakSet[Mesh] = WeakSet()  # of the models that are in use
 def load(
     path: str | PathLike, plan: Plan | str | None = None, device: str = "auto", precision: str = "auto",
     slots: int | Literal["auto"] = "auto", tokenizer: Tokenizer | str | None = None, max_length: int | None = None,
-    exact: bool = False,
+    exact: bool = False, adapter: str | PathLike | None = None,
 ) -> Model:  # fmt: skip
     """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
     tensor parallel over all of them. ZeRO and sequence parallelism mean nothing for inference: a plan that has them is
@@ -54,17 +54,19 @@ def load(
     the one that is saved with the model. max_length: largest number of tokens of a sequence, prompt included; None: all
     positions of the model. A smaller one takes less memory, and changes no number. exact: give each token the
     log-probability that a forward pass in training computes for it, to the bit (docs/bits.md); slower.
+    adapter: a run or a checkpoint with adapters (LoRA), or a folder of peft, which is added to the weights.
     Raise UserError where an argument is wrong.
     """
     for name, value, kinds, advice in (
         ("path", path, (str, PathLike), "a run folder or another model"), ("plan", plan, (str, Plan, NoneType), "tp2"),
         ("tokenizer", tokenizer, (str, Tokenizer, NoneType), "the path or name of one"),
+        ("adapter", adapter, (str, PathLike, NoneType), "a run folder"),
     ):  # fmt: skip
         if not isinstance(value, kinds):
             raise UserError(f"{name}={shown(value)} is not a {name}; give one, such as {advice}")
     if not (isinstance(slots, str) and slots == "auto") and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
         raise UserError(f"slots={shown(slots)} is not a number of sequences; use 1 to {MOST_SLOTS}, or auto")
-    source, settings, mesh = open_model(Path(path), plan, device, precision, max_length, exact)
+    source, settings, mesh = open_model(Path(path), plan, device, precision, max_length, exact, adapter)
     if isinstance(tokenizer, str):
         tokenizer = named_tokenizer(source.config, tokenizer, None, None)
     elif tokenizer is not None:
@@ -74,7 +76,7 @@ def load(
 
 def open_model(
     path: Path, plan: Plan | str | None, device: str, precision: str, max_length: int | None = None,
-    exact: bool = False,
+    exact: bool = False, adapter: str | PathLike | None = None,
 ) -> tuple[Source, Settings, Mesh]:  # fmt: skip
     """Return what a `Model` is made of, with the processes together, before weights are read. Arguments and errors are
     those of `load`. The settings' model has `max_length` positions, the source's its own."""
@@ -96,6 +98,8 @@ def open_model(
     for note in notes_on(resolved):
         say(note, warning=True)
     source = open_source(path, mesh)
+    if adapter is not None:
+        source = with_adapter(source, path, Path(adapter), mesh)
     for note in source.notes:
         say(note, warning=True)
     source.config.validate()

@@ -21,7 +21,7 @@ SHARE = 0.9  # of free memory: the rest is for activations and for the allocator
 
 def bytes_per_slot(config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype) -> int:
     """Return the bytes of one sequence on the rank that holds most of it."""
-    return max(slot_bytes(config, plan, dtype, rank) for rank in range(0, plan.world, plan.dp * plan.tp))
+    return max(slot_bytes(config, plan, dtype, rank) for rank in range(0, plan.world, plan.ranks_of_stage))
 
 
 def slot_bytes(config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype, rank: int) -> int:

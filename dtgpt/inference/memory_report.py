@@ -16,7 +16,7 @@ def weight_bytes(settings: Settings, rank: int) -> int:
 def describe_generation(settings: Settings, slots: int, gpu: str | None) -> str:
     """Return a report on `slots` sequences that are generated at the same time. `gpu`: as in `describe_plan`."""
     plan, config = settings.plan.for_inference(), settings.model
-    lines, most, group = [], 0, plan.dp * plan.tp
+    lines, most, group = [], 0, plan.ranks_of_stage
     for rank in range(0, plan.world, group):
         weights, slot = weight_bytes(settings, rank), slot_bytes(config, plan, settings.dtype, rank)
         whole = weights + (slots + 1) * slot

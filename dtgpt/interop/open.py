@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from dtgpt.checkpoint.adapter import Merged, base_of, merged
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
@@ -15,6 +16,7 @@ from dtgpt.models.source import Source, TrainingSource
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError, did_you_mean
 
+ADAPTER_CONFIG = "adapter_config.json"  # of Hugging Face's peft
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM
 KNOWN = (
     "a run folder of dtgpt, one of its checkpoints/step_..., a Hugging Face folder (config.json), a Megatron-LM folder "
@@ -33,7 +35,9 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
     own = (path / STATE).is_file()
     if own or (path / "recipe.json").is_file():
         mesh = mesh or Mesh(ResolvedPlan(), torch.device("cpu"))
-        return Saved(find_checkpoint(mesh, path, path if own else None, weights_alone=True))
+        checkpoint = find_checkpoint(mesh, path, path if own else None, weights_alone=True)
+        base = base_of(checkpoint)
+        return Saved(checkpoint) if base is None else merged(open_source(base, mesh), base, checkpoint)
     # A run that goes on with its own checkpoint needs none of these modules.
     if (path / "config.json").is_file():
         from dtgpt.interop.hf.model import HuggingFace
@@ -55,6 +59,31 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
 
         return LLMC(path)
     raise UserError(f"{path} holds no model that dtgpt knows; give {KNOWN}")
+
+
+def with_adapter(source: Source, path: Path, adapter: Path, mesh: Mesh | None = None) -> Source:
+    """Return `source`, the model at `path`, with an adapter merged into its weights: that of a run or a checkpoint of
+    dtgpt, or a folder of Hugging Face's peft. Raise UserError where it is none, or one for another model."""
+    if (adapter / ADAPTER_CONFIG).is_file():
+        from dtgpt.interop.hf.peft import Peft
+
+        return Merged(source, Peft(adapter, source.config))
+    return merged(source, path, open_adapter(adapter, mesh))
+
+
+def open_adapter(path: Path, mesh: Mesh | None = None) -> Checkpoint:
+    """Return the checkpoint with the adapters of a run, or that itself. Raise UserError where `path` holds none."""
+    own = (path / STATE).is_file()
+    if not own and not (path / "recipe.json").is_file():
+        raise UserError(
+            f"{path} holds no adapter; give a run of dtgpt with --lora.rank, one of its checkpoints, or a folder with "
+            f"{ADAPTER_CONFIG}"
+        )
+    mesh = mesh or Mesh(ResolvedPlan(), torch.device("cpu"))
+    checkpoint = find_checkpoint(mesh, path, path if own else None, weights_alone=True)
+    if base_of(checkpoint) is None:
+        raise UserError(f"{path} holds the weights of a model and no adapter; give it as the model")
+    return checkpoint
 
 
 def is_megatron(path: Path) -> bool:

@@ -27,6 +27,7 @@ class Binding(NamedTuple):
     backend: Backend = "auto"  # of an attention core
     cache: AttentionCache | None = None  # of an attention core; None: the tokens of the batch attend to each other
     sites: Sites | None = None  # of a matrix that computes in fp8
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # of a matrix: x, weight, bias -> output
     start: tuple[int, ...] | None = None  # of a dropout site that gets a shard: global index of its first element
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss
     diverted: Callable[[Tensor], None] | None = None  # of the output layer: takes the gradient of a tied table

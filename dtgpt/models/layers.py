@@ -49,6 +49,8 @@ class Linear(nn.Linear):
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
         if self.bound.sites is not None:
             return on_local_tensors(partial(fp8_linear, sites=self.bound.sites), x, weight, bias)
+        if self.bound.product is not None:
+            return on_local_tensors(self.bound.product, x, weight, bias)
         return linear(x, weight, bias)
 
 
@@ -61,6 +63,8 @@ class DeferredBiasLinear(nn.Linear):
         weight = self.weight.to(x.dtype)
         if self.bound.sites is not None:
             return on_local_tensors(partial(fp8_linear, sites=self.bound.sites), x, weight, None)
+        if self.bound.product is not None:
+            return on_local_tensors(self.bound.product, x, weight, None)
         return linear(x, weight, None)
 
 

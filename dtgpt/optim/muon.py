@@ -6,7 +6,7 @@ Embeddings, the head, norms and biases are AdamW's.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -109,8 +109,8 @@ class Muon:
             self.pieces[shard.index] = [_indices(rows, self.device) for rows in pieces]
             self.factors[shard.index] = self._factors(shard, pieces, shape)
             costs.append(sum(flops(sum(map(len, rows)), shape[1], config.newton_schulz_steps) for rows in pieces))
-        narrow = any(s.low_precision is not None for s in shards)
-        self.dtype = torch.bfloat16 if narrow else torch.float32
+        self.dtype = torch.bfloat16 if shards.dtype.itemsize < 4 else torch.float32
+        self.exact = shards.exact
         self.matrices = Matrices(shards, chosen, costs, self.dtype)
         self.others = self._make_others(
             {
@@ -180,7 +180,7 @@ class Muon:
         return self.matrices.gather(directions)
 
     def _orthogonalize(self, wholes: Mapping[int, Tensor], skip: Tensor | None) -> dict[int, Tensor]:
-        """Return the weights with each matrix in them orthogonalised; matrices of one shape together. skip: as in
+        """Return the weights with each matrix in them orthogonalised. skip: as in
         `step`, for a rule that keeps a state of whole matrices."""
         by_shape: dict[Shape, list[tuple[int, Tensor]]] = {}
         for index, whole in wholes.items():
@@ -188,13 +188,20 @@ class Muon:
                 by_shape.setdefault((len(rows), whole.shape[1]), []).append((index, rows))
         own = self.config
         made = {index: torch.empty_like(whole) for index, whole in wholes.items()}
-        for packed in by_shape.values():
+        for packed in self._batches(by_shape.values()):
             stacked = torch.stack([wholes[index].index_select(0, rows) for index, rows in packed])
             for (index, rows), result in zip(
                 packed, orthogonalize(stacked, own.newton_schulz_steps, COEFFICIENTS[own.newton_schulz]), strict=True
             ):
                 made[index].index_copy_(0, rows, result)
         return made
+
+    def _batches(self, groups: Iterable[list[tuple[int, Tensor]]]) -> Iterator[list[tuple[int, Tensor]]]:
+        """Yield what is orthogonalised in one batch. How many matrices a rank owns follows from the plan, and the bits
+        of a product from the size of its batch: one matrix at a time where plans have the same bits."""
+        for group in groups:
+            size = 1 if self.exact else len(group)
+            yield from (group[first : first + size] for first in range(0, len(group), size))
 
     def _apply(self, parts: Mapping[int, Tensor], lr: Tensor, skip: Tensor | None) -> None:
         for index, part in parts.items():

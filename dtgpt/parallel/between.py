@@ -20,7 +20,7 @@ def make_peers(settings: Settings, mesh: Mesh) -> KernelCollectives | None:
     """Return the collectives of kernels for the activations of a micro-batch; None where NCCL or gloo runs them. All
     ranks take part."""
     config = settings.model
-    whole = settings.micro_batch_size * settings.seq_length * config.hidden_size * settings.dtype.itemsize
+    whole = settings.micro_batch_size * settings.local_length * config.hidden_size * settings.dtype.itemsize
     return open_collectives(mesh, mesh.tp_group, whole, PROGRAMS)
 
 

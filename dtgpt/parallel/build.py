@@ -1,6 +1,7 @@
 """From the plain model to what this rank holds of it. The order is always the same:
 
-model on meta -> cut into stages -> tensor table -> recompute -> compile -> fully_shard -> memory -> initial weights
+model on meta -> cut into stages -> tensor table -> adapters -> recompute -> compile -> fully_shard -> memory
+-> initial weights
 """
 
 from collections.abc import Callable, Iterable
@@ -18,11 +19,13 @@ from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.parallel.between import make_peers
+from dtgpt.parallel.context import exchange_heads, place_dropout
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
 from dtgpt.parallel.exact import ExactBuckets
 from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import Buckets
 from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.lora import add_adapters
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import PipelineEngine
 from dtgpt.parallel.pushed_shards import push_shards
@@ -37,18 +40,22 @@ def build_stages(
     settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True, table: Table | None = None
 ) -> tuple[list[Decoder], Shards]:
     """Return the pipeline stages of this rank, one without a pipeline, and their shards. No rank holds more than its
-    shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference.
-    `table`: styles of tensor parallelism; None: those of the plan."""
+    shards at any time. Of a run with adapters the shards are theirs, and `frozen` those of the model.
+
+    No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference. `table`: styles of
+    tensor parallelism; None: those of the plan."""
     peers = make_peers(settings, mesh) if masters else None
     stages = [lay_out_stage(settings, mesh, stage, masters, table, peers) for stage in mesh.place.stages]
     gathered: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         stage.allocate(mesh.device)
-        if settings.plan.zero and masters:
+        if settings.plan.zero and masters and not settings.lora.rank:
             gathered |= push_shards(stage, mesh, settings.dtype, settings.scattered_dtype)
-    shards = Shards(stages, mesh, masters, gathered, settings.reduce == "exact" and masters)
+    shards = Shards(stages, mesh, masters, gathered, settings.reduce == "exact" and masters, settings.dtype)
+    if settings.lora.rank:
+        shards.frozen = Shards(stages, mesh, masters=False, trained=False)
     if key is not None:
-        shards.initialize(settings.model, key)
+        (shards.frozen or shards).initialize(settings.model, key)
     return stages, shards
 
 
@@ -58,13 +65,18 @@ def lay_out_stage(
 ) -> Decoder:  # fmt: skip
     """Return one stage on the meta device, cut as the plan says. `peers`: as of `make_table`."""
     plan, config = settings.plan, settings.model
-    dtype = settings.dtype if plan.narrows_weights or not masters else torch.float32
+    narrows = plan.narrows_weights or not masters or settings.lora.rank > 0
+    dtype = settings.dtype if narrows else torch.float32
     with torch.device("meta"):
         part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
     if plan.tp > 1:
-        styles = make_table(config, plan, settings.seq_length, peers) if table is None else table
+        styles = make_table(config, plan, settings.local_length, peers) if table is None else table
         apply_table(part, mesh.devices["tp"], styles)
-    set_execution(part, settings)
+    if settings.lora.rank:
+        add_adapters(part, settings, mesh.place, mesh.device)
+    if plan.cp > 1:
+        place_dropout(part, settings, mesh.place)
+    set_execution(part, settings, mesh)
     if settings.compile:
         compile_forward(part, whole=plan.tp == 1)
     if plan.zero:
@@ -72,7 +84,7 @@ def lay_out_stage(
     return part
 
 
-def set_execution(part: Decoder, settings: Settings) -> None:
+def set_execution(part: Decoder, settings: Settings, mesh: Mesh) -> None:
     """Give the attention cores their back end, and let what `recompute` names run again in backward. Steps in fp8 that
     observe compute all blocks again: their 16-bit activations would take more memory than any other step."""
     for module in part.modules():
@@ -80,6 +92,8 @@ def set_execution(part: Decoder, settings: Settings) -> None:
             bind(module, backend=settings.attention)
             if settings.recompute == "selective":
                 bind(module, run=recomputed(module.compute))
+    if mesh.cp_group is not None:  # around what selective recomputation repeats, so that no message is sent again
+        exchange_heads(part, mesh.cp_group)
     for block in cast(Iterable[BoundModule], part.blocks.values()):
         if settings.recompute == "full":
             bind(block, run=recomputed(block.compute))
@@ -117,7 +131,7 @@ def make_engine(
         hooks = not settings.plan.splits_backward
         mesh = shards.mesh
         narrow = settings.plan.narrows_weights and settings.dtype.itemsize == 2
-        shards.buckets = Buckets(stages, mesh.dp_group, settings.micro_batches, hooks, mesh if narrow else None)
+        shards.buckets = Buckets(stages, mesh.data_group, settings.micro_batches, hooks, mesh if narrow else None)
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
     return PipelineEngine(stages, shards, graphs, settings, timers)
@@ -133,13 +147,13 @@ def scale_gradients(stages: list[Decoder], scale: Tensor | None) -> None:
 def micro_batch_weight(micro_batches: int, plan: ResolvedPlan) -> float:
     """Return what the gradient of one micro-batch's mean loss counts in the sum over all: the same under every plan, so
     that 16-bit gradients are of the same size, too."""
-    return 1 / (micro_batches * plan.dp)
+    return 1 / (micro_batches * plan.data_ranks)
 
 
 @torch.no_grad()
 def smoke_test_table(engine: TrainingEngine, settings: Settings) -> None:
     """Run the model once where a recipe changed the plan's table; raises UserError where its styles do not fit."""
-    tokens = torch.zeros(1, settings.seq_length, dtype=torch.int64, device=settings.device)
+    tokens = torch.zeros(1, settings.local_length, dtype=torch.int64, device=settings.device)
     try:
         engine.logits(tokens)
     except torch.OutOfMemoryError:

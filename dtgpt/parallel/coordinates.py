@@ -1,4 +1,4 @@
-"""Where a rank stands in a plan. Ranks are ordered (pp, dp, tp) with tp fastest: the ranks that exchange most are
+"""Where a rank stands in a plan. Ranks are ordered (pp, dp, cp, tp) with tp fastest: the ranks that exchange most are
 neighbours on one node."""
 
 import math
@@ -19,16 +19,25 @@ class RankCoordinates:
         return self.rank % self.plan.tp
 
     @property
+    def cp(self) -> int:
+        return self.rank // self.plan.tp % self.plan.cp
+
+    @property
     def dp(self) -> int:
-        return self.rank // self.plan.tp % self.plan.dp
+        return self.data // self.plan.cp
+
+    @property
+    def data(self) -> int:
+        """The place among the ranks over which gradients are summed and ZeRO cuts."""
+        return self.rank // self.plan.tp % self.plan.data_ranks
 
     @property
     def pp(self) -> int:
-        return self.rank // (self.plan.tp * self.plan.dp)
+        return self.rank // self.plan.ranks_of_stage
 
     @property
     def shard(self) -> int:
-        return self.dp % self.plan.shard
+        return self.data % self.plan.shard
 
     @property
     def stages(self) -> list[int]:
@@ -57,8 +66,8 @@ class RankCoordinates:
         return [(beside, stage) for beside, stage in pairs if self.rank_of(beside) is not None]
 
     def neighbour(self, pp: int) -> int:
-        """Return the rank with the same dp and tp coordinates on pipeline rank `pp`."""
-        return self.rank + (pp - self.pp) * self.plan.dp * self.plan.tp
+        """Return the rank with the same dp, cp and tp coordinates on pipeline rank `pp`."""
+        return self.rank + (pp - self.pp) * self.plan.ranks_of_stage
 
 
 def chunk(whole: range, pieces: int, index: int) -> range:

@@ -41,7 +41,7 @@ class ExactBucket(ABC):
         self.sums = [piece[: math.prod(shape)].view(shape) for piece, shape in zip(self.own, kept, strict=True)]
         self.done = 0
         self._fraction = fraction_bits(settings.dtype)
-        self._addends = settings.micro_batches * mesh.plan.dp * mesh.plan.tp
+        self._addends = settings.micro_batches * mesh.plan.ranks_of_stage
         self._computing: list[nn.Parameter] = []  # what the modules compute with
         self._arrived = 0
         self._table = 0  # the index of a tied table
@@ -107,7 +107,7 @@ class SummedBucket(ExactBucket):
 
     def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings):
         super().__init__(parameters, mesh, settings)
-        self._group = mesh.devices.get_group("shard") if self.ranks > 1 else mesh.dp_group
+        self._group = mesh.devices.get_group("shard") if self.ranks > 1 else mesh.data_group
         self._local = self.flat
         if self.ranks > 1:
             self._local = self.flat.new_zeros(self.ranks * sum(self.parts) + 1)

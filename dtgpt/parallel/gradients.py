@@ -152,8 +152,8 @@ class Buckets:
 
 
 def parameter_groups(stage: Decoder) -> list[list[nn.Parameter]]:
-    """Return the parameters of each block, and those around the blocks, each tensor once."""
-    blocks = [list(block.parameters()) for block in stage.blocks.values()]
+    """Return the trained parameters of each block, and those around the blocks, each tensor once."""
+    blocks = [[p for p in block.parameters() if p.requires_grad] for block in stage.blocks.values()]
     inside = {id(p) for block in blocks for p in block}
-    ends = [p for p in stage.parameters() if id(p) not in inside]
+    ends = [p for p in stage.parameters() if p.requires_grad and id(p) not in inside]
     return [part for part in [*blocks, ends] if part]

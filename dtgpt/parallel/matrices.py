@@ -39,8 +39,8 @@ class Matrices:
     def __init__(self, shards: Shards, chosen: Sequence[Shard], costs: Sequence[int], dtype: torch.dtype):
         """costs: of each matrix, in any unit, the same on all ranks. dtype: in which matrices travel."""
         mesh, plan = shards.mesh, shards.mesh.plan
-        first = mesh.place.pp * plan.dp * plan.tp
-        self._places = [RankCoordinates(plan, first + i) for i in range(plan.dp * plan.tp)]
+        first = mesh.place.pp * plan.ranks_of_stage
+        self._places = [RankCoordinates(plan, first + i) for i in range(plan.ranks_of_stage)]
         self._here = mesh.rank - first
         self._group = mesh.stage_group
         self._dtype, self._device = dtype, mesh.device
@@ -139,7 +139,7 @@ class Matrices:
     def _sends(self, index: int, rank: int) -> bool:
         """Return whether a rank sends its part to the owner: one rank of all that hold the part, near the owner."""
         owner, place, plan = self._places[self._owner[index]], self._places[rank], self._places[rank].plan
-        same_replica = place.dp // plan.shard == owner.dp // plan.shard
+        same_replica = place.data // plan.shard == owner.data // plan.shard
         return same_replica and (is_cut_over_tp(self._shards[index].parameter) or place.tp == owner.tp)
 
     def _region(self, index: int, rank: int) -> Part:

@@ -18,7 +18,7 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.torch_private import default_store, set_group_timeout
 
 Result = TypeVar("Result")
-DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp is replicate x shard
+DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp x cp is replicate x shard
 
 messages: dist.ProcessGroup | None = None  # of all ranks, for what is on CPUs; None: the default group, which is gloo
 
@@ -32,7 +32,7 @@ class Mesh:
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.place = RankCoordinates(plan, self.rank)
         self.devices: DeviceMesh  # of several processes
-        self.tp_group = self.pp_group = self.dp_group = self.tied_group = None
+        self.tp_group = self.pp_group = self.data_group = self.cp_group = self.tied_group = None
         self._groups: list[dist.ProcessGroup] = []
         self._timeout: timedelta | None = None
         self._ballot: tuple[Tensor, torch.cuda.Event] | None = None
@@ -43,10 +43,20 @@ class Mesh:
             self.devices = init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS)
             self.pp_group = self.devices.get_group("pp")
             self.tp_group = self.devices.get_group("tp") if plan.tp > 1 else None
-            self.dp_group = self.devices.get_group("replicate") if plan.replicate > 1 else None
+            self.data_group = self.devices.get_group("replicate") if plan.replicate > 1 else None
+            self.cp_group = self._make_cp_group()
             self.tied_group = self._make_tied_group()
             self._groups = [self.devices.get_group(name) for name in DIMENSIONS]
-            self._groups += [self.tied_group] if self.tied_group else []
+            self._groups += [group for group in (self.cp_group, self.tied_group) if group]
+
+    def _make_cp_group(self) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that have the other slices of this rank's samples; None without any."""
+        plan = self.plan
+        if plan.cp == 1:
+            return None
+        firsts = [rank for rank in range(self.world) if RankCoordinates(plan, rank).cp == 0]
+        slices = [[first + index * plan.tp for index in range(plan.cp)] for first in firsts]
+        return dist.new_subgroups_by_enumeration(slices)[0]
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """Return this rank's group of the two ranks that hold the tied embedding, where the first and the last stage
@@ -54,15 +64,15 @@ class Mesh:
         first, last = 0, self.plan.stage_rank(self.plan.num_stages - 1)
         if first == last:
             return None
-        firsts = range(self.plan.dp * self.plan.tp)
+        firsts = range(self.plan.ranks_of_stage)
         pairs = [[rank, RankCoordinates(self.plan, rank).neighbour(last)] for rank in firsts]
         return dist.new_subgroups_by_enumeration(pairs)[0]
 
     @cached_property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same pipeline stages, ordered by dp, then tp; None where that is this rank alone. All
+        """The ranks that hold the same pipeline stages, ordered by dp, cp, tp; None where that is this rank alone. All
         ranks ask for it first at the same point."""
-        size = self.plan.dp * self.plan.tp
+        size = self.plan.ranks_of_stage
         if size == 1:
             return None
         if self.plan.pp == 1:
@@ -108,7 +118,7 @@ class Mesh:
     @property
     def copies_of_loss(self) -> int:
         """The number of ranks that share, or repeat, the loss of a step: by it the sum over all ranks is divided."""
-        return self.plan.dp * self.plan.tp
+        return self.plan.ranks_of_stage
 
     def sum(self, *values: float | Tensor) -> Tensor:
         """Return the sums over all ranks, one for each value, in float64 on the device."""

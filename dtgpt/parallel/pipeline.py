@@ -108,13 +108,13 @@ class PipelineEngine(TrainingEngine):
         self.modules, self.shards, self.graphs, self.settings = stages, shards, graphs, settings
         self.timers = NO_TIMERS if graphs.enabled else timers  # a replay is not divided
         self.mesh, plan, config = shards.mesh, settings.plan, settings.model
-        self.edge = settings.seq_length // (plan.tp if plan.sequence_parallel else 1), config.hidden_size
+        self.edge = settings.local_length // (plan.tp if plan.sequence_parallel else 1), config.hidden_size
         self.edges = share_edges(settings, shards.mesh, (settings.micro_batch_size, *self.edge))
         self.schedule = self._make_schedule(settings.micro_batches)
 
     def _make_schedule(self, micro_batches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         mesh, plan, size = self.mesh, self.settings.plan, self.settings.micro_batch_size
-        tokens = torch.empty(size, self.settings.seq_length, dtype=torch.int64, device="meta")
+        tokens = torch.empty(size, self.settings.local_length, dtype=torch.int64, device="meta")
         edge = torch.empty(size, *self.edge, dtype=self.settings.dtype, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
         stages: list[Any] = [

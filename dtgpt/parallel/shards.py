@@ -77,15 +77,20 @@ class Shards:
     def __init__(
         self, stages: list[Decoder], mesh: Mesh, masters: bool = True,
         gathered: Mapping[nn.Parameter, Tensor] = MappingProxyType({}), exact: bool = False,
+        dtype: torch.dtype = torch.float32, trained: bool = True,
     ):  # fmt: skip
         """masters: False leaves fp32 masters out, where nothing is trained: `local` is then what the module holds.
         gathered: what ZeRO gathers of parameters instead of `local`. exact: whether gradients and their norm are summed
-        in fixed point, so that their bits do not depend on the plan."""
-        self.mesh, self.exact = mesh, exact
+        in fixed point, so that their bits do not depend on the plan. dtype: the type of the activations. trained: False
+        for the parameters that are frozen, in place of the others."""
+        self.mesh, self.exact, self.dtype = mesh, exact, dtype
+        self.frozen: Shards | None = None  # of a run with adapters: the weights of the model
         self.all: list[Shard] = []
         for stage in stages:
             partial = _sums_over_tp(stage)
             for name, parameter in unique_parameters(stage).items():
+                if parameter.requires_grad != trained:
+                    continue
                 is_tied_copy = stage.embedding is None and stage.config.tied and name == stage.config.table_name
                 index, sums = len(self.all), name in partial
                 self.all.append(
@@ -232,7 +237,7 @@ def _shard(
         replicas=place.plan.replicate * over_tp,
         partial=partial,
         is_tied_copy=is_tied_copy,
-        replica=place.dp // place.plan.shard * over_tp + place.tp % over_tp,
+        replica=place.data // place.plan.shard * over_tp + place.tp % over_tp,
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.lora import LoraConfig
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
@@ -21,6 +22,7 @@ from dtgpt.ops.attention.flash_launch import mask_words
 from dtgpt.ops.fast import split_backward
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.lora import local_adapter
 
 
 @dataclass(frozen=True)
@@ -53,25 +55,28 @@ def block_sizes(settings: Settings, block: int) -> BlockSizes:
     scales."""
     plan, config = settings.plan, replace(settings.model, dropout=0.0)
     fp8 = Fp8(plan.splits_backward, not plan.zero) if settings.fp8 else None
-    example, shape = inventory(config).examples[block], (settings.micro_batch_size, settings.seq_length)
-    return _measure(config, example, shape, plan.tp, plan.sequence_parallel, settings.dtype, fp8)
+    example, shape = inventory(config).examples[block], (settings.micro_batch_size, settings.local_length)
+    return _measure(
+        config, example, shape, plan.tp, plan.sequence_parallel, plan.cp > 1, settings.dtype, fp8, settings.lora
+    )
 
 
 def whole_bytes(settings: Settings) -> int:
-    """Return the bytes of `[B, T, H]`, the input of a matrix."""
-    tokens = settings.micro_batch_size * settings.seq_length
+    """Return the bytes of `[B, T / cp, H]`, the input of a matrix."""
+    tokens = settings.micro_batch_size * settings.local_length
     return settings.dtype.itemsize * tokens * settings.model.hidden_size
 
 
 def residual_bytes(settings: Settings) -> float:
-    """Return the bytes of the residual stream between matrices, `[B, T, H]`, or `[B, T / tp, H]` by sequence."""
+    """Return the bytes of the residual stream between matrices, that of `whole_bytes`, or 1 / tp of it by sequence."""
     return whole_bytes(settings) / (settings.plan.tp if settings.plan.sequence_parallel else 1)
 
 
 def score_elements(settings: Settings, block: int) -> float:
-    """Return the elements of a block's attention scores, `[B, N / tp, T, T]` for each of its cores."""
+    """Return the elements of a block's attention scores, `[B, N / (tp x cp), T, T]` for each of its cores."""
     length, cores = settings.seq_length, len(inventory(settings.model).cores(block))
-    return cores * settings.micro_batch_size * length * length * settings.model.num_heads / settings.plan.tp
+    heads = settings.model.num_heads / (settings.plan.tp * settings.plan.cp)
+    return cores * settings.micro_batch_size * length * length * heads
 
 
 def core_bytes(settings: Settings, block: int) -> float:
@@ -96,18 +101,25 @@ def core_bytes(settings: Settings, block: int) -> float:
 
 @lru_cache(maxsize=32)
 def _measure(
-    config: ModelConfig, index: int, shape: tuple[int, int], tp: int, sequence_parallel: bool, dtype: torch.dtype,
-    fp8: Fp8 | None,
+    config: ModelConfig, index: int, shape: tuple[int, int], tp: int, sequence_parallel: bool, exchanged: bool,
+    dtype: torch.dtype, fp8: Fp8 | None, lora: LoraConfig,
 ) -> BlockSizes:  # fmt: skip
-    (batch, length), saved, recorder = shape, {}, _Recorder()
+    (batch, length), saved, recorder = shape, {}, _Recorder(exchanged)
     apart = fp8 is not None and fp8.splits_backward
     with torch.device("meta"):
         block = config.make_block(index).to(dtype)
         x = torch.empty(batch, length // tp if sequence_parallel else length, config.hidden_size, dtype=dtype)
-    weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
     at = f"blocks.{index}"
     widest = max(_cut(config, f"{at}.{name}", module, tp, sequence_parallel) for name, module in block.named_modules())
 
+    if lora.rank:
+        block.requires_grad_(False)
+        for parameter in filter(lora.adapts, inventory(config).of_block(index)):
+            module = block.get_submodule(parameter.name.removeprefix(f"{at}.").removesuffix(".weight"))
+            assert isinstance(module, nn.Linear)
+            module.lora = local_adapter(module, parameter, config, lora)
+            bind(module, product=module.lora.product)
+    weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
     for module in block.modules():
         if isinstance(module, AttentionCore):
             bind(module, cache=recorder)
@@ -156,11 +168,13 @@ def _known_sites(keeps_weights: bool) -> Sites:
 class _Recorder:
     """A cache that keeps nothing, and counts the bytes that keys and values would take more with heads of their own."""
 
-    repeated = 0
+    def __init__(self, exchanged: bool):
+        """exchanged: whether the core takes and returns copies, made by context parallel ranks."""
+        self.exchanged, self.repeated = exchanged, 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.repeated += 2 * (q.nbytes - k.nbytes)
-        return _Core.apply(q, k, v)
+        return _Core.apply(q.clone(), k.clone(), v.clone()).clone() if self.exchanged else _Core.apply(q, k, v)
 
 
 class _Core(torch.autograd.Function):

@@ -21,10 +21,12 @@ from dtgpt.planning.parameters import (
     WIDTH_OF_SUMS,
     LocalParameter,
     blocks_of_rank,
+    frozen_bytes,
     gradient_bytes,
     optimizer_bytes,
     parameters_of,
     shards_are_pushed,
+    trained_on,
 )
 
 
@@ -60,27 +62,32 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
     are small."""
     plan, config, micro_batches = settings.plan, settings.model, settings.micro_batches
     place, held = RankCoordinates(plan, rank), parameters_of(config, plan, rank)
-    blocks = blocks_of_rank(config, plan, rank)
-    local = sum(p.local for p in held)
+    blocks, trained = blocks_of_rank(config, plan, rank), trained_on(settings, rank)
+    local = sum(p.local for p in trained)
 
     in_flight = stages_in_flight(plan, micro_batches, place.pp)
     activations = sum(block_activations(settings, block) for block in blocks)
     kept = in_flight / len(place.stages) * activations
     head = 2 * residual_bytes(settings) + 2 * whole_bytes(settings)  # the norm, and the gradient of its output
-    gathered = _gathered(held, settings)
+    computed = [*held, *trained] if settings.lora.rank and plan.zero else trained
+    gathered = _gathered(computed, settings)
     if plan.splits_backward:  # logits whole, with their gradient, and casts of weights for each pass in flight
         head += 2 * _logits(settings)
         gathered = round(gathered * in_flight / len(place.stages))
-    common = {"weights": 4 * local, "optimizer": optimizer_bytes(held, settings), "gathered": gathered}
+    common = {
+        "weights": 4 * local + frozen_bytes(settings, rank),
+        "optimizer": optimizer_bytes(trained, settings),
+        "gathered": gathered,
+    }
     # torch.distributed.pipelining keeps a buffer for every micro-batch on each edge where a rank receives; what a rank
     # sent is kept until its backward pass.
     buffers = len(place.edges) * micro_batches + in_flight if plan.pp > 1 else 0
     common["edges"] = round(buffers * residual_bytes(settings))
 
-    full = gradient_bytes(held, settings)
+    full = gradient_bytes(trained, settings)
     start = full if settings.sums_gradients or settings.reduce == "exact" else 0
     start = start if micro_batches == 1 or plan.zero == 0 else full  # the first micro-batch finds no gradient yet
-    sent = _sent_at_once(held, settings)
+    sent = _sent_at_once(trained, settings)
     working = max((_block_work(settings, block) for block in blocks), default=0.0)
     if place.holds_last:
         working = max(working, _head_work(held, settings))
@@ -90,7 +97,7 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
         activations=round(kept + (head if place.holds_last else 0)),
         working=round(working) + sent,
     )
-    end = _end_of_step(held, settings, gathered)
+    end = _end_of_step(trained, settings, gathered)
     late = Memory(**(common | end | {"working": end["working"] + sent}), gradients=full, activations=0)
     return max(early, late, key=lambda memory: memory.total)
 
@@ -100,6 +107,8 @@ def _end_of_step(held: list[LocalParameter], settings: Settings, gathered: int) 
     replicas, in fp32. `fully_shard` has freed the weights that it gathered into memory of its own by then, and still
     holds the last gradient as backward made it."""
     around = [p.by_tp for p in held if p.block is None]
+    if not around:  # adapters
+        return {"gathered": gathered, "working": 0}
     if settings.plan.zero and settings.plan.pp == 1:
         gathered = gathered if shards_are_pushed(settings) else 0  # memory that ranks share is kept
         return {"gathered": gathered, "working": 4 * sum(around) + settings.dtype.itemsize * around[-1]}
@@ -117,7 +126,7 @@ def _sent_at_once(held: list[LocalParameter], settings: Settings) -> int:
 def memory_by_rank(settings: Settings) -> dict[int, Memory]:
     """Return the memory of the first rank of each pipeline rank, which holds as much as any that shares its stages."""
     plan = settings.plan
-    return {rank: memory_of(settings, rank) for rank in range(0, plan.world, plan.dp * plan.tp)}
+    return {rank: memory_of(settings, rank) for rank in range(0, plan.world, plan.ranks_of_stage)}
 
 
 def fullest(memories: dict[int, Memory]) -> Memory:
@@ -141,9 +150,9 @@ def stages_in_flight(plan: Plan, micro_batches: int, pp: int) -> int:
 
 
 def _logits(settings: Settings) -> float:
-    """Return the bytes of this rank's logits `[B, T, V / tp]`."""
+    """Return the bytes of this rank's logits `[B, T / cp, V / tp]`."""
     columns = len(chunk(range(settings.model.padded_vocab_size), settings.plan.tp, 0))
-    return settings.dtype.itemsize * settings.micro_batch_size * settings.seq_length * columns
+    return settings.dtype.itemsize * settings.micro_batch_size * settings.local_length * columns
 
 
 def _gathered(held: list[LocalParameter], settings: Settings) -> int:
@@ -185,9 +194,11 @@ def _head_work(held: list[LocalParameter], settings: Settings) -> float:
     """Return the bytes of the head's forward pass: a chunk of logits, the gradient of its weight, in fp32 too where
     there are several chunks, and in backward a copy of it."""
     weight = next(p.by_tp for p in reversed(held) if p.role in (Role.OUTPUT, Role.VOCABULARY))
-    width, rows = settings.dtype.itemsize, settings.micro_batch_size * settings.seq_length
+    width, rows = settings.dtype.itemsize, settings.micro_batch_size * settings.local_length
     columns = len(chunk(range(settings.model.padded_vocab_size), settings.plan.tp, 0))
     at_once = chunk_rows(rows, columns, width)
+    if settings.lora.rank:  # logits alone
+        return width * at_once * columns
     sums = 4 * weight if at_once < rows and width < 4 else 0
     return max(width * at_once * columns + width * weight + sums, 2 * width * weight)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -12,6 +12,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
+from dtgpt.parallel.lora import names_of, shapes_of
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import Table, VocabularyShard, make_table, style_of
 
@@ -61,6 +62,28 @@ def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[Lo
     return held
 
 
+def trained_on(settings: Settings, rank: int) -> list[LocalParameter]:
+    """Return what `rank` trains: its parameters, or in a run with adapters those of the adapters."""
+    lora, config, plan = settings.lora, settings.model, settings.plan
+    held = parameters_of(config, plan, rank)
+    if not lora.rank:
+        return held
+    place, made = RankCoordinates(plan, rank), []
+    for p in held:
+        weight = Parameter(p.name, p.shape, p.role, p.block)
+        if not lora.adapts(weight):
+            continue
+        cut = tp_dimension("weight", p.role, p.style)
+        for name, shape, dim in zip(names_of(p.name), shapes_of(weight, config, lora.rank), (1, 0), strict=True):
+            local = list(shape)
+            if cut == dim:
+                local[dim] = len(chunk(range(local[dim]), plan.tp, place.tp))
+            by_tp = math.prod(local)
+            local[0] = len(chunk(range(local[0]), plan.shard, place.shard))
+            made.append(replace(p, name=name, shape=shape, by_tp=by_tp, local=math.prod(local)))
+    return made
+
+
 def _parameters_of_stage(config: ModelConfig, ranges: list[range], stage: int) -> Iterator[Parameter]:
     """Yield each parameter that the stage holds."""
     parts, first, last = inventory(config), stage == 0, stage == len(ranges) - 1
@@ -91,7 +114,7 @@ def tp_dimension(kind: str, role: Role | None, style: ParallelStyle | None) -> i
 def gradient_width(settings: Settings) -> int:
     """Return the bytes of an element of the gradient that the optimizer gets: as narrow as the weights where replicas
     sent it so, and where a single micro-batch made it."""
-    narrow = settings.low_precision and (settings.plan.dp > 1 or settings.micro_batches == 1)
+    narrow = settings.low_precision and (settings.plan.data_ranks > 1 or settings.micro_batches == 1)
     return settings.dtype.itemsize if narrow else 4
 
 
@@ -106,7 +129,7 @@ def gradient_bytes(held: list[LocalParameter], settings: Settings) -> int:
     if settings.reduce == "exact":
         return sum(4 * p.local + _sum_bytes(p, settings) for p in held)
     plan, several = settings.plan, settings.micro_batches > 1
-    if plan.dp > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
+    if plan.data_ranks > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
         return sum((2 * settings.dtype.itemsize + (4 if several else 0)) * p.by_tp for p in held)
     if plan.splits_backward and settings.sums_gradients:  # those of all passes on the parameters, and the buckets
         return sum(2 * gradient_width(settings) * p.by_tp for p in held)
@@ -124,12 +147,19 @@ def _sum_bytes(p: LocalParameter, settings: Settings) -> int:
 def shards_are_pushed(settings: Settings) -> bool:
     """Return whether copy engines gather and scatter what ZeRO cuts: where the ranks that do so are of one host, as far
     as its usual number of GPUs tells."""
-    return settings.plan.shard > 1 and settings.plan.shard * settings.plan.tp <= GPUS_OF_HOST
+    return not settings.lora.rank and settings.plan.shard > 1 and settings.plan.shard * settings.plan.tp <= GPUS_OF_HOST
+
+
+def frozen_bytes(settings: Settings, rank: int) -> int:
+    """Return the bytes that `rank` keeps of weights which are not trained."""
+    if not settings.lora.rank:
+        return 0
+    return settings.dtype.itemsize * sum(p.local for p in parameters_of(settings.model, settings.plan, rank))
 
 
 def state_bytes(settings: Settings, rank: int) -> int:
     """Return the bytes of weights, gradients and the optimizer's state on `rank`."""
-    held = parameters_of(settings.model, settings.plan, rank)
+    held = trained_on(settings, rank)
     copies = settings.dtype.itemsize if settings.low_precision else 0
-    weights = sum(4 * p.local + copies * p.by_tp for p in held)
+    weights = frozen_bytes(settings, rank) + sum(4 * p.local + copies * p.by_tp for p in held)
     return weights + optimizer_bytes(held, settings) + gradient_bytes(held, settings)

@@ -8,6 +8,7 @@ import torch
 from dtgpt.config.execution import Settings
 from dtgpt.config.fp8 import check_fp8, no_float8
 from dtgpt.parallel.stages import block_ranges
+from dtgpt.planning.fit import fits_into, what_fits
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.traffic import bubble, collectives_of
@@ -18,7 +19,6 @@ from dtgpt.util.hardware import DEVICE_MEMORY, NO_FLOAT8, total_memory
 GIB = 2**30
 LARGEST = 1024  # GiB; larger numbers are those of products
 SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 columns
-HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps between allocations take the rest
 
 
 def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | None) -> str:
@@ -31,6 +31,8 @@ def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | No
     lines += [*_traffic(settings, list(memories)), ""]
     lines += [hanging(f"note: {note}", 6) for note in notes]
     lines.append(verdict(most.total, device, size, "the fullest rank"))
+    if not fits_into(most.total, size):
+        lines.append(hanging(f"what would fit: {'; '.join(what_fits(settings, size))}", 2))
     return "\n".join(lines)
 
 
@@ -38,10 +40,6 @@ def verdict(needed: float, device: str, size: float, rank: str) -> str:
     """Return whether `needed` bytes on `rank` fit into the `size` bytes of `device`, both as `find_device` returns."""
     fits = "fits" if fits_into(needed, size) else "DOES NOT FIT"
     return f"{fits}: {byte_size(needed)} on {rank}, {device} has {byte_size(size)}"
-
-
-def fits_into(needed: float, size: float) -> bool:
-    return needed <= HEADROOM * size
 
 
 def find_device(gpu: str | None, fp8: bool = False) -> tuple[str, float]:
@@ -84,7 +82,9 @@ def describe_mesh(name: str, settings: Settings) -> list[str]:
         f"recipe  {name}: {parameters(config.num_parameters)}, {counted(config.num_layers, 'block')} of "
         f"{config.hidden_size}, T={settings.seq_length}, {settings.number_types}"
         f"{', compiled' if settings.compile else ''}",
-        f"plan    {plan.name}: {counted(plan.world, 'rank')} = pp {plan.pp} x dp {plan.dp} x tp {plan.tp}, tp fastest"
+        f"plan    {plan.name}: {counted(plan.world, 'rank')} = pp {plan.pp} x dp {plan.dp} x "
+        + (f"cp {plan.cp} x " if plan.cp > 1 else "")
+        + f"tp {plan.tp}, tp fastest"
         + (f"; ZeRO-{plan.zero}" if plan.zero else "")
         + ("; sequence parallel" if plan.sequence_parallel else ""),
         f"batch   {counted(settings.global_batch_size, 'sample')} = {counted(plan.dp, 'replica')} x "
@@ -109,7 +109,7 @@ def _memory(settings: Settings, memories: dict[int, Memory]) -> list[str]:
     lines = [f"{name} by pipeline rank" if plan.pp > 1 else f"{name} on each rank"]
     rows = [["ranks", "params", *columns, "total"]]
     for rank, memory in memories.items():
-        group = plan.dp * plan.tp
+        group = plan.ranks_of_stage
         label = f"{rank}" if group == 1 else f"{rank}-{rank + group - 1}"
         count = parameters(sum(p.local for p in parameters_of(settings.model, plan, rank))).split(" param")[0]
         rows.append([label, count, *(_figure(n / unit) for n in (*vars(memory).values(), memory.total))])

@@ -1,18 +1,14 @@
 """The table of `dtgpt plan`: several plans on several numbers of processes, a line each."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
-from dtgpt.models.config import LARGEST_SIZE
-from dtgpt.parallel.stages import block_ranges
+from dtgpt.planning.fit import fits_into, longest_sequence
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
-from dtgpt.planning.report import GIB, find_device, fits_into
+from dtgpt.planning.report import GIB, find_device
 from dtgpt.planning.traffic import bubble, sent_bytes
 from dtgpt.util.console import byte_size, hanging, parameters
-
-GRAIN = 1024  # tokens, of the longest sequence
 
 
 @dataclass(frozen=True)
@@ -31,12 +27,13 @@ def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str]
     largest = max(memory.total for memory in memories)
     unit, unit_name = (GIB, "GiB") if largest >= GIB else (GIB / 1024, "MiB")
     memory = [["plan", "GPUs", "weights", "moments", "grads", "activations", "other", "total", "fits"]]
-    step = [["plan", "GPUs", "micro-batches", "bubble", "tp", "dp", "pp", "longest"]]
+    axes = ["cp"] * any(case.settings.plan.cp > 1 for case in cases) + ["tp", "dp", "pp"]
+    step = [["plan", "GPUs", "micro-batches", "bubble", *axes, "longest"]]
     for case, most in zip(cases, memories, strict=True):
         settings, start = case.settings, [case.plan, f"{case.settings.plan.world:,}"]
         fits = "yes" if fits_into(most.total, size) else "NO"
         memory.append([*start, *(_figure(n / unit) for n in (*_parts(most), most.total)), fits])
-        step.append([*start, *_step(settings, unit), f"{longest_sequence(settings, size):,}"])
+        step.append([*start, *_step(settings, unit, axes), f"{longest_sequence(settings, size):,}"])
     lines = [
         *_heading(name, cases[0].settings),
         "",
@@ -47,30 +44,6 @@ def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str]
         *_aligned(step),
     ]
     return "\n".join([*lines, *[""] * bool(notes), *(hanging(note, 2) for note in notes)])
-
-
-def longest_sequence(settings: Settings, size: float) -> int:
-    """Return the tokens of the longest sample, a multiple of GRAIN and of tp, with which the plan fits into `size`
-    bytes, with the same stages and as many samples in a micro-batch; 0 where none fits."""
-    grain = math.lcm(GRAIN, settings.plan.tp)
-    sizes = tuple(len(blocks) for blocks in block_ranges(settings.model, settings.plan))
-    plan = replace(settings.plan, blocks_per_stage=sizes) if settings.plan.pp > 1 else settings.plan
-
-    def fits(grains: int) -> bool:
-        length = grains * grain
-        model = replace(settings.model, seq_length=max(length, settings.model.seq_length))
-        longer = replace(settings, plan=plan, model=model, seq_length=length)
-        return fits_into(fullest(memory_by_rank(longer)).total, size)
-
-    low, high = 0, LARGEST_SIZE // grain + 1  # `low` grains fit, `high` do not, or are not allowed
-    guess = max(1, settings.seq_length // grain)
-    while high - low > 1:
-        guess = min(max(guess, low + 1), high - 1)
-        if fits(guess):
-            low, guess = guess, 2 * guess if high > LARGEST_SIZE // grain else (guess + high) // 2
-        else:
-            high, guess = guess, (low + guess) // 2
-    return low * grain
 
 
 def _heading(name: str, settings: Settings) -> list[str]:
@@ -90,11 +63,11 @@ def _parts(memory: Memory) -> list[int]:
     return [weights, memory.optimizer, memory.gradients, memory.activations, rest]
 
 
-def _step(settings: Settings, unit: float) -> list[str]:
+def _step(settings: Settings, unit: float, axes: list[str]) -> list[str]:
     plan, passes = settings.plan, settings.micro_batches
     idle = bubble(plan, passes) if plan.pp > 1 else 0.0
     sent = [sent_bytes(settings, rank) for rank in memory_by_rank(settings)]
-    most = [max(each[over] for each in sent) / unit for over in ("tp", "dp", "pp")]
+    most = [max(each[over] for each in sent) / unit for over in axes]
     return [f"{passes:,}", "unknown" if idle is None else f"{idle:.1%}", *map(_figure, most)]
 
 

@@ -7,9 +7,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
+from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.tensor import SequencePart, SequenceRowwise
+from dtgpt.parallel.tensor import SequencePart, SequenceRowwise, degrees_of_heads
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import (
     WIDTH_OF_SUMS,
@@ -18,6 +19,7 @@ from dtgpt.planning.parameters import (
     gradient_width,
     parameters_of,
     shards_are_pushed,
+    trained_on,
 )
 
 EXACT = "64-bit integers"
@@ -29,19 +31,19 @@ class Collective:
     """One kind of message of one rank in a step."""
 
     kind: str  # all-gather, reduce-scatter, all-reduce, send
-    over: str  # the ranks that take part: dp, tp, pp
+    over: str  # the ranks that take part: dp (with cp where both hold the same weights), cp, tp, pp
     what: str
     count: int
     bytes: int  # of all `count` together: of the whole tensor that is gathered, reduced or sent
 
 
 def sent_bytes(settings: Settings, rank: int) -> dict[str, float]:
-    """Return the bytes that `rank` sends in one step over tp, dp and pp, by ring algorithms (Patarasuk and Yuan 2009):
-    of k ranks, each sends (k - 1) / k of a tensor to gather, scatter or exchange it, and twice that to all-reduce
-    it."""
-    plan, total = settings.plan, {"tp": 0.0, "dp": 0.0, "pp": 0.0}
+    """Return the bytes that `rank` sends in one step over cp, tp, dp and pp, by ring algorithms (Patarasuk and Yuan
+    2009): of k ranks, each sends (k - 1) / k of a tensor to gather, scatter or exchange it, and twice that to
+    all-reduce it."""
+    plan, total = settings.plan, {"cp": 0.0, "tp": 0.0, "dp": 0.0, "pp": 0.0}
     for c in collectives_of(settings, rank):
-        ranks = {"tp": plan.tp, "dp": plan.dp, "pp": 2}[c.over]
+        ranks = {"cp": plan.cp, "tp": plan.tp, "dp": plan.data_ranks, "pp": 2}[c.over]
         fraction = 1.0 if c.kind == "send" else (ranks - 1) / ranks * (2 if c.kind == "all-reduce" else 1)
         total[c.over] += fraction * c.bytes
     return total
@@ -51,16 +53,40 @@ def collectives_of(settings: Settings, rank: int) -> list[Collective]:
     """Return the messages of `rank` in one step. Single numbers (the norm, a request to stop) stay out."""
     held = parameters_of(settings.model, settings.plan, rank)
     place, blocks = RankCoordinates(settings.plan, rank), len(blocks_of_rank(settings.model, settings.plan, rank))
-    found = _over_tp(settings, place, held) + _over_dp(settings, place, held, blocks) + _over_pp(settings, place, held)
-    found += _of_optimizer(settings, held)
+    trained = trained_on(settings, rank)
+    found = (
+        _over_cp(settings, rank)
+        + _over_tp(settings, place, held, trained)
+        + _over_dp(settings, place, held, trained, blocks)
+        + _over_pp(settings, place, trained)
+    )
+    found += _of_optimizer(settings, trained)
     return [c for c in found if c.count]
 
 
-def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParameter]) -> list[Collective]:
+def _over_cp(settings: Settings, rank: int) -> list[Collective]:
+    """Return the exchange of tokens for heads before each attention core, of q, k and v, and back after it."""
+    plan, config = settings.plan, settings.model
+    if plan.cp == 1:
+        return []
+    passes = settings.micro_batches * (3 if settings.recompute == "full" else 2)  # forward, again, backward
+    degrees = degrees_of_heads(config, plan)
+    tokens = settings.micro_batch_size * settings.local_length
+    count, size = 0, 0
+    for block in blocks_of_rank(config, plan, rank):
+        for core in inventory(config).cores(block):
+            columns = 2 * (config.num_heads + core.kv_heads) * core.head_dim // degrees[block]
+            count, size = count + 2 * passes, size + passes * settings.dtype.itemsize * tokens * columns
+    return [Collective("all-to-all", "cp", "queries, keys, values and outputs of attention", count, size)]
+
+
+def _over_tp(
+    settings: Settings, place: RankCoordinates, held: list[LocalParameter], trained: list[LocalParameter]
+) -> list[Collective]:
     plan, passes = settings.plan, settings.micro_batches
     if plan.tp == 1:
         return []
-    tokens = settings.micro_batch_size * settings.seq_length
+    tokens = settings.micro_batch_size * settings.local_length
     unit = whole_bytes(settings)
     first, last = place.holds_first, place.holds_last
     loss = "loss: maximum, sum and target of each row"
@@ -81,6 +107,10 @@ def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
         found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
+    if settings.lora.rank:  # the factors of adapters that are whole on every rank
+        partial = [p for p in trained if p.style is not None and p.by_tp == math.prod(p.shape)]
+        size = 4 * sum(p.local for p in partial)
+        return [*found, Collective("all-reduce", "tp", "gradients of adapters, fp32", bool(partial), size)]
     partial = [p for p in held if _sums_over_tp(p)]
     width, words = (WIDTH_OF_SUMS, EXACT) if settings.reduce == "exact" else (4, "fp32")
     size = width * sum(p.local for p in partial)
@@ -110,14 +140,18 @@ def _kinds(partial: list[LocalParameter]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParameter], blocks: int) -> list[Collective]:
+def _over_dp(
+    settings: Settings, place: RankCoordinates, held: list[LocalParameter], trained: list[LocalParameter], blocks: int
+) -> list[Collective]:
     plan, passes = settings.plan, settings.micro_batches
-    if plan.dp == 1:
+    if plan.data_ranks == 1:
         return []
     ends = sum(stage in (0, plan.num_stages - 1) for stage in place.stages)
+    ends = 0 if settings.lora.rank and plan.zero == 0 else ends  # where nothing is trained
     groups = blocks + ends  # each block, and the rest of a stage
-    whole, width = sum(p.by_tp for p in held), settings.dtype.itemsize
-    in_blocks = sum(p.by_tp for p in held if p.block is not None)
+    whole, width = sum(p.by_tp for p in trained), settings.dtype.itemsize
+    gathered = [*held, *trained] if settings.lora.rank else held
+    in_blocks = sum(p.by_tp for p in gathered if p.block is not None)
     exact = settings.reduce == "exact"
     if plan.zero == 0 and exact:
         return [Collective("all-reduce", "dp", f"gradients, {EXACT}", groups, WIDTH_OF_SUMS * whole)]
@@ -141,7 +175,11 @@ def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
         sums = Collective("reduce-scatter", "dp", f"gradients, {EXACT}", groups, WIDTH_OF_SUMS * whole)
     return [
         Collective(
-            "all-gather", "dp", "weights", groups * once + blocks * again, width * (whole * once + in_blocks * again)
+            "all-gather",
+            "dp",
+            "weights",
+            groups * once + blocks * again,
+            width * (sum(p.by_tp for p in gathered) * once + in_blocks * again),
         ),
         sums,
     ]
@@ -151,13 +189,13 @@ def _of_optimizer(settings: Settings, held: list[LocalParameter]) -> list[Collec
     """Return what the ranks of a stage send on average where the optimizer needs whole matrices: each matrix to its
     owner, from one rank for each part, and back to all that hold it. See `dtgpt.parallel.matrices`."""
     plan, optimizer = settings.plan, settings.optimizer
-    ranks, parts = plan.dp * plan.tp, plan.shard * plan.tp
+    ranks, parts = plan.ranks_of_stage, plan.shard * plan.tp
     if optimizer is None or ranks == 1:
         return []
     matrices = [p for p in held if optimizer.needs_whole(p.shape, p.role)]
     copies = (1 - 1 / parts) + (plan.replicate - 1 / parts)
     size = settings.dtype.itemsize * sum(math.prod(p.shape) for p in matrices) * copies / ranks
-    return [Collective("send", "dp" if plan.dp > 1 else "tp", MATRICES_TRAVEL, len(matrices), round(size))]
+    return [Collective("send", "dp" if plan.data_ranks > 1 else "tp", MATRICES_TRAVEL, len(matrices), round(size))]
 
 
 def _over_pp(settings: Settings, place: RankCoordinates, held: list[LocalParameter]) -> list[Collective]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from dtgpt.checkpoint.adapter import ADAPTER, check_same_adapter
 from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.state import describe
@@ -14,6 +15,8 @@ def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
     """Return what `state.json` says of the steps that are done. `recipe`: its fields."""
     samples = trainer.samples_before(trainer.step)
     state = describe(recipe, trainer.settings, trainer.schedule, trainer.step, samples)
+    if trainer.adapter is not None:
+        state[ADAPTER] = trainer.adapter
     return state | {"data_digest": trainer.dataset.digest, **trainer.optimizer.state()}
 
 
@@ -21,5 +24,6 @@ def restore(checkpoint: Checkpoint, trainer: Trainer, sizes: Callable[[int, int]
     """Load the weights, the moments and the step of a checkpoint of any plan. `sizes` returns those of the batches of a
     run that goes on at a step, after a number of samples."""
     state = checkpoint.state
+    check_same_adapter(checkpoint, trainer.adapter)
     load_training(checkpoint, trainer.shards, trainer.optimizer.rule)
     trainer.restore(state, sizes(state["step"], state["consumed_samples"]))

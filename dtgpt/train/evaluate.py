@@ -17,6 +17,7 @@ from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
@@ -37,7 +38,8 @@ def held_out_loss(
             return None
         # Each replica takes a batch; one without a batch repeats another, uncounted, to keep in step.
         turn = first + mesh.place.dp
-        batch = masks.batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
+        whole = masks.batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
+        batch = slice_of(whole, mesh.place)
         loss = engine.mean_loss(batch)
         if loss is not None and turn < len(batches):
             assert batch.targets is not None

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.train.record import Record
-from dtgpt.train.trace import Key, Trace, file_of
+from dtgpt.train.trace import Cut, Key, Trace, file_of
 
 RATIO = 8.0
 FEW = 64  # elements below which the reference may be near float64 by chance
@@ -153,9 +153,11 @@ class Judge:
         reference, own = self.reference, Key(key.micro_batch, key.kind, name)
         backward = key.kind == "gradient"
         exact = reference.exact[own] if own in reference.exact.keys else None
-        whole = reference.trace[own]
+        whole, piece = reference.trace[own], trace[key]
+        if backward and piece.dim() > 1 and len(whole) == 1 < len(piece):
+            return None  # one process looks positions up once for all samples; the parameter's gradient is their sum
         return self._finding(
-            trace[key], whole, exact, trace.tp,
+            piece, whole, exact, trace.cut,
             kind="gradient of activation" if backward else "activation",
             module=reference.reader(name) if backward else reference.writer(name, whole),
             tensor=name, rank=trace.rank, micro_batch=key.micro_batch,
@@ -166,7 +168,7 @@ class Judge:
         own, key = f"first gradient/{name}", Key(0, "parameter", name)
         exact = self.reference.exact[key] if key in self.reference.exact.keys else None
         return self._finding(
-            record.tensors[own], self.reference.record.tensors[own], exact, 0,
+            record.tensors[own], self.reference.record.tensors[own], exact, Cut(),
             kind="gradient", module=name.rpartition(".")[0], tensor=name,
         )  # fmt: skip
 
@@ -218,8 +220,8 @@ class Judge:
         verdict: Verdict = "bits" if apart <= self.eps else "rounding" if apart <= allowed else "fault"
         return finding_of(apart, verdict, **facts)
 
-    def _finding(self, piece: Tensor, whole: Tensor, exact: Tensor | None, tp: int, **facts: Any) -> Finding | None:
-        cut = part_of(whole, piece.shape, tp)
+    def _finding(self, piece: Tensor, whole: Tensor, exact: Tensor | None, place: Cut, **facts: Any) -> Finding | None:
+        cut = part_of(whole, piece.shape, place)
         if cut is None:
             return finding_of(math.inf, "fault", **facts)
         rows = min(len(piece), len(whole[cut])) if piece.dim() > 1 else None
@@ -255,19 +257,24 @@ def finding_of(difference: float, verdict: Verdict, **facts: Any) -> Finding:
     return Finding(step=1, difference=difference, verdict=verdict, **values)
 
 
-def part_of(whole: Tensor, shape: torch.Size, tp: int) -> tuple[slice, ...] | None:
-    """Return which part of a tensor a tensor-parallel rank has, by what its piece lacks; None where the shapes do not
-    fit. The first dimension of several is that of samples, of which either may have fewer."""
+def part_of(whole: Tensor, shape: torch.Size, place: Cut) -> tuple[slice, ...] | None:
+    """Return which part of a tensor the rank at `place` has, by what its piece lacks; None where the shapes do not fit.
+    The first dimension of several is that of samples, of which either may have fewer, and the second that of tokens.
+    """
     if whole.dim() != len(shape):
         return None
     cut = []
     for dim, (size, length) in enumerate(zip(whole.shape, shape, strict=True)):
         if size == length or (dim == 0 and len(shape) > 1):
             cut.append(slice(None))
-        elif length and size % length == 0 and (tp + 1) * length <= size:
-            cut.append(slice(tp * length, (tp + 1) * length))
-        else:
+            continue
+        parts, rest = divmod(size, length) if length else (0, 1)
+        index = place.tp
+        if dim == 1 and place.slices > 1 and parts % place.slices == 0:
+            index = place.cp * (parts // place.slices) + (place.tp if parts > place.slices else 0)
+        if rest or index >= parts:
             return None
+        cut.append(slice(index * length, (index + 1) * length))
     return tuple(cut)
 
 

@@ -57,6 +57,11 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
     run that goes on or the number of processes.
     """
     recipe = checked(recipe)
+    if recipe.lora.rank and resume.run is None and (resume.foreign is not None or recipe.init_from is None):
+        raise UserError(
+            f"lora.rank={recipe.lora.rank} adapts a model that is trained already; name it with --init_from MODEL, or "
+            "use --lora.rank 0 to train all weights"
+        )
     if resume.foreign is not None:
         check_foreign(resume.foreign, recipe.model, recipe.num_steps)
     needed = 0

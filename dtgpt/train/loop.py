@@ -77,7 +77,7 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
                 return 0
 
         stack.enter_context(stop)
-        trainer = startup.make_trainer(job, group, dataset)
+        trainer = startup.make_trainer(job, group, dataset, checkpoint)
         loop = Loop(recipe, trainer, lock, stop, group.watch)
         if checkpoint:
             loop.resume(checkpoint)

@@ -187,7 +187,7 @@ def share_state(trainer: Trainer, tracing: Tracing) -> None:
 def rounding_of(settings: Settings) -> Rounding:
     """Return how a step rounds otherwise than one process does."""
     plan = settings.plan
-    if plan.tp > 1 or plan.splits_backward:
+    if plan.tp > 1 or plan.cp > 1 or plan.splits_backward:
         return "products"
     if settings.reduce == "exact":
         return "none"

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dtgpt.checkpoint.adapter import base_of, check_same_adapter, describe_adapter
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreign_training, load_weights
-from dtgpt.checkpoint.manifest import quarantine_newer
+from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
@@ -39,20 +40,26 @@ def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
         group = join(job, stack)
         checkpoint = None if run is None else find_checkpoint(group.mesh, run)
         dataset = read_on_every_node(lambda: read_dataset(job.recipe), group.mesh, group.process)
-        trainer = make_trainer(job, group, dataset)
+        trainer = make_trainer(job, group, dataset, checkpoint)
         if checkpoint is not None:
             restore(checkpoint, trainer, job.recipe.batch_sizes)
         yield trainer
 
 
-def make_trainer(job: Job, group: Group, dataset: Dataset) -> Trainer:
+def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Trainer:
     """Return a trainer at its first step. Its weights are random ones, or those that the recipe's `init_from` names; a
-    run that goes on leaves them to the checkpoint that is loaded next."""
+    run that goes on leaves them to the `checkpoint` that is loaded next, or where that holds adapters alone has the
+    weights of their base."""
     recipe = job.recipe
-    begin = model_to_begin_with(recipe.init_from, recipe.resume) if job.resume.run is None else None
+    if checkpoint is not None:
+        begin = base_of(checkpoint) if recipe.lora.rank else None
+    else:
+        begin = model_to_begin_with(recipe.init_from, recipe.resume)
     if begin is not None:
         check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
     draw_weights = begin is None and job.resume.run is None
+    if checkpoint is not None and begin is None and recipe.lora.rank:
+        check_same_adapter(checkpoint, {})  # which it has not
     trainer = Trainer(recipe, group.settings, group.mesh, dataset, draw_weights)
     if begin is not None and job.resume.foreign is None:
         load_initial_weights(begin, trainer)
@@ -62,7 +69,7 @@ def make_trainer(job: Job, group: Group, dataset: Dataset) -> Trainer:
 def load_initial_weights(path: Path, trainer: Trainer) -> None:
     """Fill the shards of a new run with the weights at `path`, of another run or of another library. Raises UserError
     where it holds another model."""
-    source, config = open_source(path, trainer.mesh), trainer.settings.model
+    source, config, lora = open_source(path, trainer.mesh), trainer.settings.model, trainer.settings.lora
     held = source.config
     if config.seq_length < held.seq_length and held.learns_positions:
         say(f"{path} has {held.seq_length} positions, of which this run takes the first {config.seq_length}")
@@ -74,7 +81,9 @@ def load_initial_weights(path: Path, trainer: Trainer) -> None:
     check_same_model(path, held, config)
     for note in source.notes:
         say(note, warning=True)
-    load_weights(source, trainer.shards)
+    load_weights(source, trainer.shards.frozen or trainer.shards)
+    if lora.rank:
+        trainer.adapter = trainer.mesh.on_rank_0(lambda: describe_adapter(lora, path, source))
 
 
 def take_over(run: TrainingSource, trainer: Trainer, sizes: Callable[[int, int], BatchSizes]) -> None:

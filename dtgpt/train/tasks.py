@@ -9,6 +9,7 @@ from dtgpt.evaluation.catalog import Asked, prepare, tasks_and_files
 from dtgpt.evaluation.scoring import Scorer
 from dtgpt.evaluation.tasks import Prepared, Result, TaskOptions
 from dtgpt.inference.finite import NotFinite
+from dtgpt.parallel.context import whole_samples
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
@@ -53,7 +54,7 @@ class TaskEvaluation:
             prepared = self._prepared[number] if self._prepared else None
             # Batches of other shapes would be compiled anew.
             try:
-                with torch.compiler.set_stance("force_eager"), trainer.as_loaded():
+                with torch.compiler.set_stance("force_eager"), trainer.as_loaded(), whole_samples(trainer.stages):
                     scores = scorer.score(prepared and prepared.samples, interrupted=interrupted)
             except NotFinite as error:  # the loss decides whether the run goes on
                 say(f"{self.names[number]} at step {trainer.step} has no result: {error}", warning=True)

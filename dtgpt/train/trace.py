@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.parallel.build import set_execution
+from dtgpt.parallel.context import mean_over_slices
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.torch_private import is_in_backward
 
@@ -39,6 +39,14 @@ class Key(NamedTuple):
     micro_batch: int  # in the global batch
     kind: str  # "activation" or "gradient"
     name: str
+
+
+class Cut(NamedTuple):
+    """Which part of activations a rank has."""
+
+    tp: int = 0  # its tensor parallel coordinate
+    cp: int = 0  # which slice of the tokens
+    slices: int = 1  # of a sample
 
 
 class Recorder:
@@ -126,14 +134,15 @@ def leaves(values: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def uncompiled(stages: list[Decoder], settings: Settings) -> Iterator[None]:
+def uncompiled(trainer: Trainer) -> Iterator[None]:
     """Run parts of the model without `torch.compile` while the context lasts, so that a recorder sees their modules."""
-    parts = [m for stage in stages for m in stage.modules() if isinstance(m, BoundModule)] if settings.compile else []
+    stages, compiled = trainer.stages, trainer.settings.compile
+    parts = [m for stage in stages for m in stage.modules() if isinstance(m, BoundModule)] if compiled else []
     bound = [(part, part.bound.run) for part in parts]
     for part in parts:
         bind(part, run=None)
     for stage in stages if parts else ():
-        set_execution(stage, settings)
+        set_execution(stage, trainer.settings, trainer.mesh)
     try:
         yield
     finally:
@@ -146,10 +155,21 @@ def traced(trainer: Trainer, file: Path) -> Iterator[None]:
     """Write what this rank's modules compute while the context lasts, one step, to `file` and the rank's number."""
     mesh, settings = trainer.mesh, trainer.settings
     recorder = Recorder(mesh.place.dp * trainer.micro_batches)
-    with uncompiled(trainer.stages, settings), recorder.attached(trainer.stages):
+    with uncompiled(trainer), recorder.attached(trainer.stages):
         yield
+    for key in [key for key, value in recorder.tensors.items() if value.dim() == 0]:  # losses
+        value = recorder.tensors[key].to(mesh.device, copy=True)
+        recorder.tensors[key] = mean_over_slices(mesh, value).cpu()
     eps = FP8_EPS if settings.fp8 else torch.finfo(settings.dtype).eps
-    save(recorder, file_of(file, str(mesh.rank)), rank=mesh.rank, tp=mesh.place.tp, eps=eps)
+    save(
+        recorder,
+        file_of(file, str(mesh.rank)),
+        rank=mesh.rank,
+        tp=mesh.place.tp,
+        cp=mesh.place.cp,
+        slices=mesh.plan.cp,
+        eps=eps,
+    )
 
 
 def file_of(file: Path, part: str) -> Path:
@@ -171,7 +191,8 @@ class Trace:
         self._file = safe_open(file, "pt")
         values = json.loads(self._file.metadata()["trace"])
         self.names: dict[str, list[str]] = values["names"]
-        self.rank, self.tp, self.eps = values["rank"], values["tp"], values["eps"]
+        self.rank, self.eps = values["rank"], values["eps"]
+        self.cut = Cut(values["tp"], values.get("cp", 0), values.get("slices", 1))  # older code has no slices
         self.keys = {Key(*key): str(index) for index, key in enumerate(values["keys"])}
 
     def __getitem__(self, key: Key) -> Tensor:

@@ -21,7 +21,9 @@ from dtgpt.optim.fp8_scales import Fp8Scales
 from dtgpt.optim.outliers import OutlierDetector
 from dtgpt.optim.update import Update
 from dtgpt.parallel.build import build_stages, make_engine, micro_batch_weight, scale_gradients, smoke_test_table
+from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.lora import initialize_adapters
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.run.sinks import TIMED
@@ -59,6 +61,8 @@ class Trainer:
         self.num_sites = settings.model.num_sites if settings.model.dropout > 0 else 0  # of dropout, where any drops
 
         self.stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
+        if settings.lora.rank:
+            initialize_adapters(self.shards, settings.lora, weights_key)
         self.timers = Timers(recipe.log.timers, mesh.device)
         self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
         self.fp8 = Fp8Scales(settings.model, mesh) if settings.fp8 else None
@@ -66,6 +70,7 @@ class Trainer:
             self.fp8.attach(self.stages)
         if settings.plan.table:
             smoke_test_table(self.engine, settings)
+        self.adapter: dict[str, Any] | None = None  # what checkpoints say of it, where the run trains one
         self.step, self.sizes = 0, recipe.batch_sizes()
         self.micro_batches = settings.micro_batches
         self.optimizer = Update(
@@ -170,7 +175,7 @@ class Trainer:
 
     def _make_batch(self, windows: Tensor, sample_ids: Tensor, step_key: Tensor) -> Batch:
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
-        return self._with_global_weights(self.masks.batch(windows, keys))
+        return self._with_global_weights(slice_of(self.masks.batch(windows, keys), self.mesh.place))
 
     def _with_global_weights(self, batch: Batch) -> Batch:
         """Scale the loss weights so that the mean loss is that over the weights of the whole global batch."""
@@ -178,7 +183,7 @@ class Trainer:
             return batch
         plan = self.settings.plan
         counted = self.mesh.sum(batch.loss_weights.sum())[0] / (plan.tp * plan.pp)
-        scale = batch.tokens.numel() * plan.dp / counted.clamp(min=1)
+        scale = batch.tokens.numel() * plan.data_ranks / counted.clamp(min=1)
         return batch._replace(loss_weights=batch.loss_weights * scale.float())
 
     def _expect(self, micro_batches: int) -> None:

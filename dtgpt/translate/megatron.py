@@ -1,5 +1,6 @@
 """Commands of Megatron-LM's pretrain_gpt.py as recipes."""
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -185,9 +186,10 @@ class Training:
         result = self.result
         tp = "tensor-model-parallel-size" if not self._has("model-parallel-size") else "model-parallel-size"
         pp = "pipeline-model-parallel-size"
-        degrees = {"tp": self._count(tp, 1), "pp": self._count(pp, 1)}
+        cp = "context-parallel-size"
+        degrees = {"cp": self._count(cp, 1), "tp": self._count(tp, 1), "pp": self._count(pp, 1)}
         parts = [f"{part}{degree}" for part, degree in degrees.items() if degree > 1]
-        sources = [tp, pp]
+        sources = [cp, tp, pp]
         if self._has("sequence-parallel") and degrees["tp"] > 1:
             parts.append("sp")
             sources.append("sequence-parallel")
@@ -208,7 +210,7 @@ class Training:
         elif self._has(strategy):
             result.skip(self._words(strategy), "it has no effect without --use-megatron-fsdp")
         result.set(self._words(*sources) or "no option of parallelism", plan="_".join(parts) or "dp")
-        world, needed = result.launch.world, degrees["tp"] * degrees["pp"]
+        world, needed = result.launch.world, math.prod(degrees.values())
         if world is not None and world % needed:
             result.refuse(counted(world, "process", "processes"), f"the plan needs {needed}, or a multiple")
         return degrees
@@ -217,7 +219,7 @@ class Training:
         result = self.result
         micro = self._count("micro-batch-size") or self._count("batch-size")
         if not self._has("global-batch-size") and not self._has("step-batch-size-schedule"):
-            replicas = max(1, (result.launch.world or 1) // (degrees["tp"] * degrees["pp"]))
+            replicas = max(1, (result.launch.world or 1) // math.prod(degrees.values()))
             result.set("default --global-batch-size", global_batch_size=micro * replicas)
         ramp = "rampup-batch-size"
         if self._has(ramp):

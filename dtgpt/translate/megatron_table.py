@@ -199,11 +199,10 @@ OPTIONS = {
         "microbatch-group-size-per-virtual-pipeline-stage N, overlap-p2p-communication-warmup-flush, "
         "pipeline-model-parallel-comm-backend NAME, delay-wgrad-compute, defer-embedding-wgrad-compute, "
         "wgrad-deferral-limit N": skip("the schedule of a pipeline follows from the plan"),
-        "context-parallel-size 1": skip("sequences are never split over ranks of their own"),
-        "context-parallel-size N, hierarchical-context-parallel-sizes N, hybrid-context-parallel, cp-comm-type NAME, "
-        "max-seqlen-per-dp-cp-rank N": no(
-            "context parallelism is not available; --plan tp{N}_sp splits activations along the sequence"
-        ),
+        "context-parallel-size N": together("add cp{N} to the plan, as in --plan cp2_tp2"),
+        "cp-comm-type a2a": skip("ranks of a plan with cp exchange tokens for heads"),
+        "hierarchical-context-parallel-sizes N, hybrid-context-parallel, cp-comm-type NAME, "
+        "max-seqlen-per-dp-cp-rank N": no("ranks of a plan with cp always exchange tokens for heads, by all-to-all"),
         "use-distributed-optimizer": together("add zero1 to the plan, as in --plan zero1"),
         "use-torch-fsdp2, use-megatron-fsdp, data-parallel-sharding-strategy NAME": together(
             "add zero1, zero2 or zero3 to the plan, as in --plan zero3"

@@ -56,7 +56,7 @@ def test_torchrun_trains_on_the_embedded_text_and_prints_a_sample(tmp_path):
 def test_a_recipe_file_runs_as_a_plain_script_and_explains_itself(tmp_path):
     done = run_program([TINY, "--help"], tmp_path)
     assert done.returncode == 0
-    assert "--optimizer.lr FLOAT" in done.stdout and "peak learning rate [0.003]" in done.stdout
+    assert "--optimizer.lr FLOAT" in done.stdout and "peak learning rate [0.006]" in done.stdout
     assert "2 CPU cores" in done.stdout
 
 
@@ -194,7 +194,7 @@ def test_help_of_a_command_is_its_own_and_fits_80_columns(capsys, monkeypatch, c
 @pytest.mark.parametrize("command", ["train", "plan", "compare"])
 def test_help_with_a_recipe_shows_its_values(capsys, command):
     code, out, _ = in_process([command, TINY, "--help"], capsys)
-    assert code == 0 and "peak learning rate [0.003]" in out and "\nmodel:\n" in out
+    assert code == 0 and "peak learning rate [0.006]" in out and "\nmodel:\n" in out
 
 
 @pytest.mark.parametrize(

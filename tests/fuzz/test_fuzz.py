@@ -20,6 +20,7 @@ from dtgpt.fuzz.pool import Pool, PoolJob
 from dtgpt.fuzz.report import kinds, table
 from dtgpt.fuzz.run import Runner, run_random
 from dtgpt.fuzz.shrink import candidates, shrink
+from dtgpt.optim.kinds import KINDS
 from dtgpt.train.record import Record
 from dtgpt.util.errors import UserError
 from tests.support.bodies_fuzz import hang, with_mask_offset
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow(3)
 
 TINY = Path("recipes/gpt2_tiny.py")
 PINNED = (
-    "llama tp4 model.num_layers=2 model.num_kv_heads=4 model.num_heads=4 model.head_dim=16 "
+    "llama tp4 optimizer=normuon model.num_layers=2 model.num_kv_heads=4 model.num_heads=4 model.head_dim=16 "
     "model.hidden_size=129 model.ffn_hidden_size=76 model.tied=off model.qk_norm=off model.norm_eps=1e-05 "
     "model.rope_theta=100.0 model.rope_factor=8.0 model.rope_original_length=64 model.seq_length=16 "
     "model.vocab_size=615 model.dropout=0.1 model.init_std=0.05 micro_batch_size=2 global_batch_size=6 "
@@ -63,10 +64,11 @@ def test_200_cases_have_every_kind_of_plan_and_option(setting):
     cases = [draw_case(1, index, 4) for index in range(200)]
     found = Counter(kind for case in cases for kind in kinds(case))
     expected = {"gpt2", "llama", "fp32", "bf16", "one process", "tp", "tp sp", "own cut", "own table"}
-    expected |= {f"dp zero{level}" for level in range(4)} | {"fp16", "fp8", "two plans", "token files"}
+    expected |= {f"{axis} zero{level}" for axis in ("dp", "cp") for level in range(4)}
+    expected |= {"fp16", "fp8", "two plans", "token files"}
     expected |= {f"pp {schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zbv")}
     assert found.keys() == expected and min(found.values()) >= 3, found
-    assert {case.table for case in cases} == {None, *TABLES}
+    assert {case.table for case in cases} == {None, *TABLES} and {case.optimizer for case in cases} == KINDS.keys()
     several = {
         name: {case.values[name] for case in cases if name in case.values} for case in cases for name in case.values
     }

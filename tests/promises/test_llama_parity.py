@@ -26,11 +26,12 @@ pytestmark = pytest.mark.slow(16)
 TOLERANCE = 1e-5  # as for GPT-2
 STEPS = 3
 CASES = [  # plan, tied; the random cases of each week (tests/fuzz) draw from all plans
-    ("tp2", False), ("pp2_1f1b", False), ("dp2_pp2_zbv_zero3", False),
+    ("tp2", False), ("pp2_1f1b", False), ("dp2_pp2_zbv_zero3", False), ("cp2_zero2", False),
     ("tp2_sp", True), ("pp2_gpipe", True), ("dp2_tp2_sp_zero3", True),
 ]  # fmt: skip
 RARE = [
     ("tp4_sp", False), ("dp2_zero2", False), ("dp2_tp2_sp_pp2_zero3_interleaved", False),
+    ("cp2_tp2_sp", False), ("cp4_zero3", True), ("dp2_cp2_pp2_zbv", True),
     ("tp4", True), ("pp4_zbv", True), ("dp2_zero1", True), ("tp2_sp_pp2_zbv", True),
 ]  # fmt: skip
 NARROW = ["dp2", "tp2_sp", "pp2_zbv"]

@@ -41,7 +41,10 @@ PRODUCTS = [
     "dp2_pp2_interleaved",
     "dp2_pp2_zbv",
 ]
-RARE = {"dp4_zero0", "dp4_zero1", "dp4_zero2", "tp4", "pp4_gpipe"}  # as with two ranks, or as the others with four
+CONTEXT = ["cp2_zero3", "cp2_tp2", "cp2_pp2_zbv", "cp4", "cp2_tp2_sp", "dp2_cp2_zero1", "cp2_tp2_sp_pp2_zero2"]
+CONTEXT += [f"cp2_pp2_{schedule}" for schedule in ("gpipe", "1f1b", "interleaved")]
+# as with two ranks, or as the others with four
+RARE = {*CONTEXT[3:], "dp4_zero0", "dp4_zero1", "dp4_zero2", "tp4", "pp4_gpipe"}
 # AdamW makes whole steps of gradients that are hardly more than rounding. With some seeds, a weight meets such a
 # gradient in the first steps, and a plan then differs by up to 8e-5; with this seed, none of the plans does.
 SEED = 5
@@ -78,7 +81,10 @@ def run(recipe: Recipe, plan: Plan) -> Record:
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(plan, marks=[pytest.mark.long] * (plan in RARE)) for plan in (*DATA, *TENSOR, *PIPELINE, *PRODUCTS)],
+    [
+        pytest.param(plan, marks=[pytest.mark.long] * (plan in RARE))
+        for plan in (*DATA, *TENSOR, *PIPELINE, *PRODUCTS, *CONTEXT)
+    ],
 )
 def test_the_plan_follows_one_process(recipe, plan):
     plan = parse_plan(plan)

@@ -31,8 +31,8 @@ def bits_of_steps(recipe: Recipe) -> dict[str, str]:
             found[f"norm {step}"] = result.norm.item().hex()
             found[f"scale {step}"] = str(trainer.optimizer.metrics())
         keep("weight", attrgetter("local"))
-        keep("exp_avg", lambda shard: rule.state(shard.index)["exp_avg"])
-        keep("exp_avg_sq", lambda shard: rule.state(shard.index)["exp_avg_sq"])
+        for kind in ("exp_avg", "exp_avg_sq", "momentum"):
+            keep(kind, lambda shard, kind=kind: rule.state(shard.index).get(kind, shard.local))
         found["held out"] = str(trainer.held_out_loss())
     return found
 

@@ -5,13 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.train.evaluate import held_out_loss
 
 
 def loss_of_replica(replica: int, replicas: int, batches: list[torch.Tensor]) -> float:
     """Over what one replica counts. The loss of a batch is its first token."""
+    plan = ResolvedPlan(dp=replicas)
     mesh = SimpleNamespace(
-        plan=SimpleNamespace(dp=replicas, tp=1), place=SimpleNamespace(dp=replica), device=torch.device("cpu"),
+        plan=plan, place=RankCoordinates(plan, replica), device=torch.device("cpu"),
         sum=lambda *totals: torch.stack(totals),
     )  # fmt: skip
     engine = SimpleNamespace(mean_loss=lambda batch: batch.tokens[0, 0].double())

@@ -74,7 +74,7 @@ class HuggingFace(Source):
 
     def __init__(self, folder: Path):
         self.folder, path = folder, folder / "config.json"
-        settings = _read_object(path)
+        settings = read_object(path)
         kind = settings.get("model_type")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise UserError(
@@ -105,11 +105,11 @@ class HuggingFace(Source):
 
     def _open(self, plain: str, action: Callable[[Any, str], Any]) -> Any:
         """Return `action(file, name in it)` for the file that holds a tensor."""
-        return _with_file(self._files[plain], lambda file: action(file, self._names[plain]))
+        return with_file(self._files[plain], lambda file: action(file, self._names[plain]))
 
     def _shapes(self) -> dict[str, Shape]:
         """Return the shapes by plain names, from the headers. Raise UserError for a dtype that dtgpt does not read."""
-        there = {path: _with_file(path, _header) for path in set(self._files.values())}
+        there = {path: with_file(path, _header) for path in set(self._files.values())}
         shapes = {}
         for plain, path in self._files.items():
             if self._names[plain] not in there[path]:
@@ -156,7 +156,7 @@ def _header(file: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (s.get_dtype(), tuple(s.get_shape())) for name in file.keys() for s in [file.get_slice(name)]}  # noqa: SIM118
 
 
-def _with_file(path: Path, action: Callable[[Any], Any]) -> Any:
+def with_file(path: Path, action: Callable[[Any], Any]) -> Any:
     """Return `action(open file)`. The file is opened for each use, so that a source keeps none and can go to another
     process."""
     try:
@@ -167,7 +167,7 @@ def _with_file(path: Path, action: Callable[[Any], Any]) -> Any:
         raise UserError(f"{path} cannot be read ({str(error)[:200]}); copy it again, whole") from None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     value = read_json(path, REMEDY)
     if not isinstance(value, dict):
         raise UserError(f"{path} cannot be read (it holds no object); {REMEDY}")
@@ -179,13 +179,13 @@ def _files(folder: Path) -> dict[str, Path]:
     the same folder."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
-        return dict.fromkeys(_with_file(single, lambda file: list(file.keys())), single)
+        return dict.fromkeys(with_file(single, lambda file: list(file.keys())), single)
     if not index.exists():
         raise UserError(
             f"{folder} has neither {single.name} nor {index.name}; save the model with transformers' save_pretrained "
             "and safe_serialization=True"
         )
-    named = _read_object(index).get("weight_map")
+    named = read_object(index).get("weight_map")
     if not isinstance(named, dict):
         raise UserError(f"{index} has no weight_map that says where each tensor is; copy it again")
     for file in named.values():

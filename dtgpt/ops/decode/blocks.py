@@ -35,8 +35,9 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def choose_tile(rows: int, columns: int, groups: int, size: int, head_dim: int) -> Tile:
-    """Return the tile of a product, as measured by `benchmarks/op_decode.py` on an H200. BN divides `head_dim`."""
+def choose_tile(rows: int, columns: int, groups: int, size: int, head_dim: int, chain: bool = False) -> Tile:
+    """Return the tile of a product, as measured by `benchmarks/op_decode.py` on an H200. BN divides `head_dim`. chain:
+    whether K is one chain; otherwise the kernel holds three sums, for which a large tile needs eight warps."""
     large = size >= 2048 and columns > (8192 if groups == 1 else 2047)  # as in models of a billion parameters
     if large and rows <= 16:
         tile = Tile(16, 32, 128, 4, 4) if 1 < groups <= 4 else Tile(16, 64, 128, 4, 3)
@@ -48,11 +49,13 @@ def choose_tile(rows: int, columns: int, groups: int, size: int, head_dim: int) 
         wide = columns > 8192 or groups > 4
         tile = Tile(64, 64, 64, 4, 6) if wide and rows > 32 else Tile(32 if rows <= 32 else 64, 32, 128, 4, 5)
     elif columns > 8192:
-        tile = Tile(128, 128, 64, 4, 3)
-    elif groups > 4:
+        tile = Tile(128, 128, 64, 4 if chain else 8, 3)
+    elif groups > 1 and (columns > 1024) + (groups > 4) + (rows > 128) > 1:
         tile = Tile(128, 128, 64, 8, 3)
+    elif groups == 1 and columns > 3072:
+        tile = Tile(64, 64, 128, 8, 3)
     else:
-        tile = Tile(64, 64, 64, 4, 4) if groups > 1 else Tile(128, 64, 64, 8, 4)
+        tile = Tile(64, 64, 64, 4, 3)
     return tile._replace(BN=min(tile.BN, head_dim))
 
 
@@ -62,7 +65,7 @@ def choose_chain(rows: int, columns: int, size: int, itemsize: int) -> Tile:
         return Tile(16 if rows <= 16 else 64, 32, 32, 4, 3)
     if rows > 16 and columns <= 2048:
         return Tile(32 if rows <= 32 else 64, 16 if rows <= 64 else 32, 128, 4, 5)
-    return choose_tile(rows, columns, 1, size, 128)
+    return choose_tile(rows, columns, 1, size, 128, chain=True)
 
 
 @functools.cache
@@ -144,7 +147,8 @@ def product(
     out = torch.empty(shape, dtype=dtype, device=x.device)
     keys, values, slots, positions = write or (None, None, None, None)
     kv_heads, length, head_dim = (1, 1, 128) if keys is None else keys.shape[1:]
-    tile, pdl = choose_tile(rows, columns, groups, size, head_dim), has_hopper(x.device)
+    pdl = has_hopper(x.device)
+    tile = choose_tile(rows, columns, groups, size, head_dim, chain=epilogue == "logits")
     if exact:
         tile = choose_chain(rows, columns, size, x.itemsize)
     stage = (tile.BM + tile.BN) * tile.BK * x.itemsize  # bytes; smaller GPUs have room for fewer stages

@@ -155,11 +155,12 @@ class _HeadLoss(torch.autograd.Function):
             losses[rows] = _losses_and_gradient_(logits, targets[rows], start, real, group, scale, cap)
             passes.weigh_(logits, None if weights is None else weights[rows])
             torch.mm(logits, weight, out=dx[rows])
-            dweight = _add_product(dweight, logits.t(), x[rows], alone=len(logits) == count)
+            if ctx.needs_input_grad[1]:
+                dweight = _add_product(dweight, logits.t(), x[rows], alone=len(logits) == count)
             if dbias is not None:
                 dbias += logits.sum(0, dtype=torch.float32)
-        assert dweight is not None  # there is at least one chunk
-        ctx.save_for_backward(dx, dweight.to(weight.dtype), None if dbias is None else dbias.to(x.dtype))
+        dweight = None if dweight is None else dweight.to(weight.dtype)
+        ctx.save_for_backward(dx, dweight, None if dbias is None else dbias.to(x.dtype))
         return passes.weighted(losses, weights).mean()
 
     @staticmethod

@@ -1,0 +1,74 @@
+"""Context parallelism on GPUs: first `dtgpt compare` of plans with cp, then steps of long samples on one GPU and two.
+
+    python benchmarks/context.py                                       # two GPUs: checks, then the 1B and the 8B
+    python benchmarks/context.py --checks                              # checks alone
+    python benchmarks/context.py --device cpu --checks --plans cp2     # a try of this file, over gloo
+
+A step has one sample on one GPU and on two, so that twice the tokens/s is linear. benchmarks/train_step.py measures and
+says which plans do not fit.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = "--model.num_layers 4 --model.dropout 0.1 --micro_batch_size 2 --global_batch_size 8 --steps 2"
+DOCUMENTS = "--data.reset_attention_mask true --data.reset_position_ids true --data.eod_mask_loss true"
+CHECKS = [  # recipe, options; on a GPU in the precision of training, and captured
+    ("gpt2_tiny", f"{SMALL} --precision fp32"),
+    ("gpt2_tiny", f"{SMALL} {DOCUMENTS}"),
+    ("llama_tiny", f"{SMALL} --recompute selective"),
+]
+PLANS = ["cp2", "cp2_zero1", "cp2_zero3"]
+MEASURES = [  # model, tokens of a sample, plans, options
+    ("llama32_1b", 32_768, ["single", "cp2"], ""),
+    ("llama32_1b", 131_072, ["single", "cp2_zero3"], "--recompute full"),
+    ("llama32_1b", 1_000_000, ["cp2_zero3"], "--recompute full"),
+    ("llama3_8b", 32_768, ["cp2_zero3"], "--recompute full"),
+    ("llama3_8b", 65_536, ["cp2_zero3"], "--recompute full"),
+    ("llama3_8b", 131_072, ["cp2_zero3"], "--recompute full"),
+]
+
+
+def run(words: list[str]) -> bool:
+    """Run a command, which prints by itself, and return whether it succeeded."""
+    print(f"\n$ {shlex.join(words)}", flush=True)
+    return subprocess.run([sys.executable, *words], cwd=ROOT).returncode == 0
+
+
+def check(plans: list[str], device: str) -> bool:
+    """Return whether all plans follow one process."""
+    done = []
+    for recipe, options in CHECKS:
+        words = [f"recipes/{recipe}.py", "--plans", *plans, "--device", device, *options.split()]
+        done.append(run(["-m", "dtgpt", "compare", *words]))
+    return all(done)
+
+
+def measure() -> bool:
+    """Return whether all steps could be measured."""
+    common = ["benchmarks/train_step.py", "--micro_batch_size", "1", "--steps", "4", "--warmup", "3", "--dropout", "0"]
+    done = []
+    for model, length, plans, options in MEASURES:
+        words = ["--model", model, "--plans", *plans, "--model.seq_length", str(length), *options.split()]
+        done.append(run([*common, *words]))
+    return all(done)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checks", action="store_true", help="measure nothing")
+    parser.add_argument("--plans", nargs="+", default=PLANS, help="plans to check")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    args = parser.parse_args()
+    if not check(args.plans, args.device):
+        print("a plan is wrong: nothing is measured", file=sys.stderr)
+        return 1
+    return 0 if args.checks or measure() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The recipe's section of low-rank adapters (LoRA; Hu et al. 2021), and what a run with them cannot have."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from dtgpt.config.fp8 import FP8
+from dtgpt.models.inventory import Parameter
+from dtgpt.models.roles import Role
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds, Pattern
+
+if TYPE_CHECKING:  # a recipe has this section
+    from dtgpt.config.plan import ResolvedPlan
+    from dtgpt.config.recipe import Recipe
+
+TARGETS = {"qkv": Role.QKV, "column": Role.COLUMN, "row": Role.ROW}
+NAMES = "|".join(TARGETS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters of rank `rank` for the matrices of blocks: y = x W^T + (alpha / rank) (x A^T) B^T. W stays as it is, in
+    the type that the run computes in; A and B are trained."""
+
+    rank: Annotated[int, "rank of adapters, which are trained in place of the weights; 0: train the weights"] = 0
+    alpha: Annotated[float, "adapters are scaled by alpha / rank", Bounds(above=0)] = 32.0
+    targets: Annotated[
+        str,
+        "matrices with an adapter, by role: qkv (queries, keys and values), column (the first matrices of the MLP), "
+        "row (outputs of attention and MLP)",
+        Pattern(f"({NAMES})(,({NAMES}))*", f"is not known; use some of {','.join(TARGETS)}"),
+    ] = ",".join(TARGETS)
+
+    @property
+    def roles(self) -> set[Role]:
+        return {TARGETS[name] for name in self.targets.split(",")}
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def adapts(self, parameter: Parameter) -> bool:
+        """Return whether a parameter of the model has an adapter."""
+        return parameter.block is not None and len(parameter.shape) == 2 and parameter.role in self.roles
+
+
+def check_lora(recipe: "Recipe") -> None:
+    """Raise UserError where a run with adapters cannot have the recipe's other values."""
+    rank, others = recipe.lora.rank, recipe.optimizer.kind
+    if not 0 <= rank <= recipe.model.hidden_size:
+        raise UserError(
+            f"lora.rank={rank} is not the rank of an adapter; use 1 to {recipe.model.hidden_size}, or 0 to train the "
+            "weights"
+        )
+    if rank == 0:
+        return
+    if others != "adamw":
+        raise UserError(
+            f"lora.rank={rank}, but optimizer.kind={others} is for whole matrices, and adapters are trained by AdamW; "
+            "use --optimizer.kind adamw or --lora.rank 0"
+        )
+    if recipe.precision == FP8:
+        raise UserError(
+            f"lora.rank={rank}, but adapters are not computed with products in fp8; use --precision bf16 or "
+            "--lora.rank 0"
+        )
+    if recipe.reduce == "exact":
+        raise UserError(
+            f"lora.rank={rank}, but reduce=exact sums the gradients of whole weights alone; use --reduce fast or "
+            "--lora.rank 0"
+        )
+
+
+def check_lora_plan(lora: LoraConfig, plan: "ResolvedPlan") -> None:
+    """Raise UserError where a run with adapters cannot have this plan."""
+    if lora.rank and plan.splits_backward:
+        raise UserError(
+            f"lora.rank={lora.rank}, but the schedule {plan.schedule} makes gradients of weights apart from those of "
+            "activations, which frozen weights do not have; use another schedule or --lora.rank 0"
+        )

@@ -1,0 +1,154 @@
+"""Adapters in the folders of Hugging Face's peft: `adapter_config.json` and `adapter_model.safetensors`.
+
+A fused weight of dtgpt that transformers has as several matrices is an adapter for each of these there. One that
+transformers has fused, too (GPT-2's c_attn), is there one adapter whose rank is the sum.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dtgpt.checkpoint.adapter import SavedAdapter
+from dtgpt.interop.foreign import check_architecture
+from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, read_object, with_file
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.inventory import inventory
+from dtgpt.models.source import Part
+from dtgpt.parallel.lora import matrix_of_rows, spread
+from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.storage import new_folder, write_json
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+OUTER = "base_model.model."  # of all names in the file
+ABSENT: tuple[Any, ...] = (None, False, [], {}, "none")
+REFUSED = ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "alora_invocation_tokens")
+
+
+class Peft:
+    """A folder of peft: an `Addend` of a model of this shape. Raises UserError where it is none, is for another model,
+    or has more than plain LoRA."""
+
+    def __init__(self, folder: Path, config: ModelConfig):
+        check_architecture(config, ARCHITECTURES, "adapter of peft")
+        self.config, self.folder, self.path = config, folder, folder / WEIGHTS
+        self.settings = read_object(folder / CONFIG)
+        self._check_settings()
+        self._tensors: dict[str, Tensor] = with_file(
+            self.path,
+            lambda file: {name: file.get_tensor(name) for name in file.keys()},  # noqa: SIM118
+        )
+        self._used: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        architecture, unknown = ARCHITECTURES[config.architecture], set(self._tensors)
+        for parameter in inventory(config).parameters():
+            if parameter.block is None or len(parameter.shape) != 2:
+                continue
+            stored = architecture.to_stored(torch.empty(parameter.shape, device="meta"), parameter.name, config)
+            plain = architecture.stored_names(parameter.name)
+            found = [(f"{OUTER}{architecture.PREFIX}{name}".removesuffix(".weight"), tuple(t.shape))
+                     for name, t in zip(plain, stored, strict=True)]  # fmt: skip
+            pairs = {name for module, _ in found for name in _pair(module)} & unknown
+            if pairs:
+                self._used[parameter.name] = found
+                unknown -= pairs
+                for module, shape in found:
+                    self._check_shapes(module, shape)
+        if unknown or not self._used:
+            named = shown_name(min(unknown)) if unknown else "no adapter"
+            raise self._for_another(f"it has {named}, which the model has not")
+
+    def read(self, name: str, part: Part | None = None) -> Tensor | None:
+        if name not in self._used:
+            return None
+        addends = []
+        for module, shape in self._used[name]:
+            a, b = (self._tensors.get(each) for each in _pair(module))
+            if a is None or b is None:
+                addends.append(torch.zeros(shape))
+                continue
+            addend = self._scale(module, len(a)) * b.float() @ a.float()
+            addends.append(addend.T if isinstance(self.config, GPT2Config) else addend)  # whose matrices are [in, out]
+        return ARCHITECTURES[self.config.architecture].from_stored(addends, name, self.config, part)
+
+    def _check_settings(self) -> None:
+        path, settings = self.folder / CONFIG, self.settings
+        if settings.get("peft_type") != "LORA":
+            raise UserError(f"{path} has peft_type={shown(settings.get('peft_type'))}; dtgpt reads adapters of LORA")
+        for name in REFUSED:
+            if settings.get(name) not in ABSENT:
+                raise UserError(f"{path} has {name}={shown(settings[name])}; dtgpt reads adapters of LORA without it")
+        if settings.get("bias", "none") != "none":
+            raise UserError(f"{path} has bias={shown(settings['bias'])}; dtgpt reads adapters of LORA without biases")
+        alphas = settings.get("alpha_pattern") or {}
+        if not isinstance(alphas, dict) or not all(
+            type(value) in (int, float) and math.isfinite(value)
+            for value in (settings.get("lora_alpha"), *alphas.values())
+        ):
+            raise UserError(f"{path} has lora_alpha={shown(settings.get('lora_alpha'))}, which is no number; {REMEDY}")
+
+    def _check_shapes(self, module: str, shape: tuple[int, ...]) -> None:
+        a, b = (self._tensors.get(name) for name in _pair(module))
+        if a is None and b is None:
+            return
+        rows, columns = shape[::-1] if isinstance(self.config, GPT2Config) else shape
+        if a is None or b is None or a.dim() != 2 or (len(b), a.shape[1], b.shape[1:]) != (rows, columns, a.shape[:1]):
+            raise self._for_another(f"the adapter of {shown_name(module)} is not for a matrix {shown((rows, columns))}")
+
+    def _for_another(self, reason: str) -> UserError:
+        return UserError(
+            f"{self.path} is an adapter for another model ({reason}); give the model for which it was trained"
+        )
+
+    def _scale(self, module: str, rank: int) -> float:
+        """Return the factor of a module's adapter, by the first pattern that is its name, or its end, as in peft."""
+        alpha = float(self.settings["lora_alpha"])
+        for pattern, value in (self.settings.get("alpha_pattern") or {}).items():
+            if re.fullmatch(rf"(.*\.)?({re.escape(pattern)})", module):
+                alpha = float(value)
+                break
+        return alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+
+
+def _pair(module: str) -> tuple[str, str]:
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def save_peft(adapter: SavedAdapter, folder: Path) -> None:
+    """Write adapters as a new folder that peft's `PeftModel.from_pretrained` takes. Raise UserError where the folder
+    exists, or transformers does not have the architecture."""
+    config, rank = adapter.config, adapter.lora.rank
+    check_architecture(config, ARCHITECTURES, "adapter of peft")
+    architecture, is_gpt2 = ARCHITECTURES[config.architecture], isinstance(config, GPT2Config)
+    tensors: dict[str, Tensor] = {}
+    targets: set[str] = set()
+    patterns: dict[str, int] = {}  # rank by the last part of a module's name
+    for name, parameter in adapter.weights.items():
+        a, b = adapter.factors(name)
+        count, plain = len(a) // rank, architecture.stored_names(name)
+        if len(plain) == 1:  # one matrix there, whose rank is the sum
+            b = spread(b, matrix_of_rows(parameter, config), count)
+        stored = architecture.to_stored(b, name, config)
+        for index, (module, part) in enumerate(zip(plain, stored, strict=True)):
+            module = module.removesuffix(".weight")
+            own = a if len(plain) == 1 else a[index * rank : (index + 1) * rank]
+            last = ".".join(module.split(".")[-2:])
+            targets.add(last)
+            if len(own) != rank:
+                patterns[last] = len(own)
+            pair = own, part.T if is_gpt2 else part
+            for key, tensor in zip(_pair(f"{OUTER}{architecture.PREFIX}{module}"), pair, strict=True):
+                tensors[key] = tensor.contiguous().clone()
+    settings: dict[str, Any] = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": adapter.facts["base"],
+        "inference_mode": True, "r": rank, "lora_alpha": adapter.lora.alpha, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": sorted(targets), "fan_in_fan_out": is_gpt2, "rank_pattern": patterns,
+        "alpha_pattern": {last: adapter.lora.scale * own for last, own in patterns.items()},
+    }  # fmt: skip
+    with new_folder(folder) as partial:
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        write_json(partial / CONFIG, settings)

@@ -1,0 +1,103 @@
+"""Context parallelism: ranks that have slices of the tokens. tests/promises/test_parity.py holds its plans to one
+process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dtgpt.config.plan import Plan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.models.batch import Batch
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.parallel.context import slice_of
+from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.planning.activations import block_activations
+from dtgpt.planning.traffic import collectives_of
+from dtgpt.util.errors import UserError
+from tests.support.bodies_checkpoint import load_each, train_and_save
+from tests.support.bodies_context import BATCH, LENGTH, attend, score_and_sample, train_with_weights
+from tests.support.ranks import pool
+from tests.support.runs import change
+
+LLAMA = LlamaConfig(
+    num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=8, ffn_hidden_size=48, seq_length=16,
+    vocab_size=257,
+)  # fmt: skip
+GPT2 = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
+
+
+@pytest.fixture
+def recipe(recipe):
+    return change(recipe, model={"num_heads": 4}, micro_batch_size=2, global_batch_size=4, steps=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_and_its_gradients_have_the_bits_of_one_process(ranks):
+    pieces = pool().run(ranks, attend, f"cp{ranks}")
+    for expected, *found in zip(attend("single"), *pieces, strict=True):
+        assert torch.equal(torch.cat(found, dim=1), expected)
+
+
+@pytest.mark.parametrize("masked", [range(0), range(3, 16), range(8)])
+def test_the_loss_is_the_mean_over_the_weights_of_the_global_batch(recipe, masked):
+    """Also where all tokens of a rank are masked."""
+    expected = train_with_weights(replace(recipe, plan="single"), masked)
+    for found in pool().run(2, train_with_weights, replace(recipe, plan="cp2"), masked):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_run_scores_and_writes_texts_as_one_process(recipe):
+    recipe = change(recipe, log={"sample_tokens": 5})
+    expected, text = score_and_sample(replace(recipe, plan="single"))
+    for scores, written in pool().run(2, score_and_sample, replace(recipe, plan="cp2")):
+        assert scores == pytest.approx(expected, rel=1e-5) and written == text
+
+
+@pytest.mark.parametrize("writer, reader", [("cp2_zero1", "dp2_tp2_zero3"), ("tp2", "cp4_zero3")])
+def test_another_plan_reads_the_checkpoint(recipe, tmp_path, writer, reader):
+    worlds = [parse_plan(plan).world for plan in (writer, reader)]
+    pool().run(worlds[0], train_and_save, replace(recipe, plan=writer), tmp_path, 2, 100)
+    assert pool().run(worlds[1], load_each, replace(recipe, plan=reader), [tmp_path]) == [{}] * worlds[1]
+
+
+def test_each_token_is_on_one_rank_with_its_position():
+    plan = Plan(cp=4, tp=2).for_world(8)
+    whole = Batch(torch.arange(BATCH * LENGTH).view(BATCH, LENGTH))
+    slices = [slice_of(whole, RankCoordinates(plan, rank)) for rank in range(8)]
+    assert all(torch.equal(a, b) for one, two in zip(slices[::2], slices[1::2], strict=True) for a, b in zip(
+        (one.tokens, one.positions), (two.tokens, two.positions), strict=True
+    ))  # fmt: skip
+    assert torch.equal(torch.cat([each.tokens for each in slices[::2]], 1), whole.tokens)
+    assert torch.cat([each.positions for each in slices[::2]], 1).tolist() == [list(range(LENGTH))] * BATCH
+
+
+@pytest.mark.parametrize("plan, model, length, told", [
+    ("cp2", GPT2, 15, r"seq_length=15 cannot be split over cp=2 \(1 left over\); use --seq_length 14 or 16"),
+    ("cp2_tp2_sp", GPT2, 14, r"cannot be split over cp=2 x tp=2 under sequence parallelism \(2 left over\); use"),
+    ("cp8", LLAMA, 16, r"model.num_kv_heads=4 cannot be split over cp=8 x tp=1, .*; use cp=2 or 4, and zero3 or"),
+    ("cp2_tp4", LLAMA, 16, r"model.num_kv_heads=4 cannot be split over cp=2 x tp=4, .*; leave cp out"),
+])  # fmt: skip
+def test_what_cannot_be_cut_is_refused_with_the_remedy(plan, model, length, told):
+    made = parse_plan(plan)
+    with pytest.raises(UserError, match=told):
+        made.for_world(made.world).validate(model, 1, 1, length)
+
+
+def test_what_it_does_not_go_with_is_refused(recipe):
+    with pytest.raises(UserError, match="reduce=exact, but the plan cp2 cuts samples over cp=2"):
+        replace(recipe, plan="cp2", reduce="exact").planned(None)
+    with pytest.raises(UserError, match="the plan cp2 cuts samples over cp=2, in training alone; use tp or dp"):
+        parse_plan("cp2").for_world(2).for_inference()
+
+
+def test_a_plan_counts_half_of_the_activations_and_the_messages_of_heads(recipe):
+    recipe = replace(recipe, model=LLAMA, device="cpu")
+    one, two = (replace(recipe, plan=plan).planned(None) for plan in ("single", "cp2"))
+    copies = two.micro_batch_size * 8 * 4 * (8 + 2 * 4 + 2 * 8) * 8  # q, k, v and the output, exchanged
+    assert block_activations(two, 0) <= block_activations(one, 0) / 2 + copies
+    (heads,) = [c for c in collectives_of(two, 0) if c.over == "cp"]
+    tokens = two.micro_batch_size * 8
+    assert heads.count == 2 * 2 * 2 * two.micro_batches
+    assert heads.bytes == two.micro_batches * 2 * 2 * 4 * tokens * (2 * 8 + 2 * 4) * 8

@@ -1,0 +1,179 @@
+"""Low-rank adapters: training under every plan, checkpoints, merged models and peft's form."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import dtgpt
+from dtgpt.commands.convert import ConvertOptions, convert
+from dtgpt.config.fp8 import FP8
+from dtgpt.config.lora import LoraConfig
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.sections import OptimizerConfig
+from dtgpt.interop.open import open_config
+from dtgpt.planning.memory import memory_of
+from dtgpt.train.startup import open_trainer
+from dtgpt.util.errors import UserError
+from tests.support.bodies_lora import train_adapters
+from tests.support.ranks import pool
+
+pytestmark = pytest.mark.slow(20)
+
+STEPS, RANK = 4, 4
+LORA = LoraConfig(rank=RANK, alpha=16.0)
+SIZES = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": None}
+LLAMA = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 16, "tie_word_embeddings": True,
+}  # fmt: skip
+TOKENS = (torch.arange(24) * 10).view(2, 12)
+
+
+def save_base(kind: str, folder: Path, seed: int = 0) -> Path:
+    """A model as transformers saves it, with weights that matter."""
+    torch.manual_seed(seed)
+    if kind == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **LLAMA))
+    else:
+        config = transformers.GPT2Config(**SIZES, n_embd=32, n_layer=2, n_head=2, n_positions=16)
+        model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def logits_of(folder: Path) -> Tensor:
+    with torch.no_grad():
+        return transformers.AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def lora(recipe, kind, tmp_path):
+    """A run that trains adapters on a base, for GPT-2 with dropout."""
+    base = save_base(kind, tmp_path / "base")
+    config = replace(open_config(base), dropout=0.0 if kind == "llama" else 0.1)
+    optimizer = OptimizerConfig(lr=1e-2, warmup=0, schedule="constant", weight_decay=0.1)
+    return replace(recipe, model=config, init_from=str(base), lora=LORA, optimizer=optimizer, steps=STEPS)
+
+
+PLANS = {"llama": ["tp2_sp", "pp2", "cp2"], "gpt2": ["tp2", "dp2_zero3"]}
+
+
+def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(lora, kind, tmp_path):
+    losses, weights = train_adapters(lora, tmp_path / "one", STEPS)
+    assert losses[-1] < losses[0] - 0.05
+    assert len(weights) == 2 * 4 * 2  # A and B of four matrices in two blocks
+    assert all(name.endswith((".lora.a", ".lora.b")) for name in weights)
+    for plan in PLANS[kind]:
+        run = tmp_path / plan
+        found = pool().run(parse_plan(plan).world, train_adapters, replace(lora, plan=plan), run, 2)[0][0]
+        found += train_adapters(replace(lora, micro_batch_size=2, init_from=None), run, STEPS)[0]  # as one process
+        assert found == pytest.approx(losses, abs=1e-6), plan
+
+
+class Adapted(nn.Module):
+    """A linear map of transformers with an adapter, by the formula."""
+
+    def __init__(self, base: nn.Linear, a: Tensor, b: Tensor):
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Parameter(a.clone()), nn.Parameter(b.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 4.0 * (x @ self.a.T) @ self.b.T
+
+
+@pytest.mark.parametrize("kind", ["llama"], indirect=True)
+def test_training_follows_the_formula_in_plain_torch(lora, tmp_path):
+    """Of separate adapters for queries, keys, values, gate and up, in transformers' model, by torch's AdamW."""
+    # The first gradients are tiny: without an epsilon of their size, Adam makes rounding a step of full size.
+    lora = replace(lora, steps=50, optimizer=replace(lora.optimizer, lr=2e-3, eps=1e-5))
+    run = tmp_path / "run"
+    train_adapters(lora, run, 0)  # the adapters of the first step, in peft's form
+    (run / "recipe.json").write_text("{}")
+    convert(run, tmp_path / "peft", ConvertOptions(to="peft"))
+    adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(lora.init_from).requires_grad_(False)
+    for name in {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in adapters}:
+        parent, _, last = name.rpartition(".")
+        a, b = (adapters[f"base_model.model.{name}.lora_{one}.weight"] for one in "AB")
+        setattr(model.get_submodule(parent), last, Adapted(model.get_submodule(name), a, b))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 2 * 7 * 2
+    rule = torch.optim.AdamW(trained, lr=2e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
+    with open_trainer(lora) as trainer:
+        for _ in range(50):
+            batch = trainer.batch(trainer.step)
+            loss = trainer.mean_loss(trainer.train_step())
+            logits = model(batch.tokens).logits
+            theirs = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+            rule.zero_grad()
+            theirs.backward()
+            nn.utils.clip_grad_norm_(trained, 1.0)
+            rule.step()
+            assert loss == pytest.approx(theirs.item(), rel=1e-5), trainer.step
+        held = sum(t.nbytes for s in trainer.shards for t in (s.local, *trainer.optimizer.rule.state(s.index).values()))
+        frozen = sum(s.local.nbytes for s in trainer.shards.frozen)
+        planned = memory_of(trainer.settings, 0)
+        assert planned.weights + planned.optimizer == held + frozen
+
+
+def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path):
+    run = tmp_path / "run"
+    train_adapters(lora, run, STEPS)
+    checkpoint = run / "checkpoints" / f"step_{STEPS:08d}"
+    assert sum(file.stat().st_size for file in checkpoint.glob("weights*")) < 60_000  # of adapters alone
+    ours = dtgpt.load(lora.init_from, adapter=checkpoint, device="cpu")(TOKENS)
+    assert (ours - logits_of(lora.init_from)).abs().max() > 0.05
+    torch.testing.assert_close(dtgpt.load(checkpoint, device="cpu")(TOKENS), ours, rtol=0, atol=0)
+    convert(checkpoint, tmp_path / "merged", ConvertOptions(to="hf"))
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), ours, rtol=0, atol=1e-6 * ours.abs().max().item())
+    convert(checkpoint, tmp_path / "peft", ConvertOptions(to="peft"))
+    again = dtgpt.load(lora.init_from, adapter=tmp_path / "peft", device="cpu")(TOKENS)
+    torch.testing.assert_close(again, ours, rtol=0, atol=1e-6 * ours.abs().max().item())
+    other = save_base(kind, tmp_path / "other", seed=1)
+    with pytest.raises(UserError, match=r"is an adapter for another model than .*other: its base was .*base, with"):
+        dtgpt.load(other, adapter=checkpoint)
+    with pytest.raises(UserError, match="was trained on adapters, and the recipe trains the weights"):
+        train_adapters(replace(lora, lora=LoraConfig()), run, STEPS)
+    with pytest.raises(UserError, match=r"has other adapters: alpha 16.0 there, 8.0 here"):
+        train_adapters(replace(lora, lora=replace(LORA, alpha=8.0)), run, STEPS)
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(UserError, match="has use_dora=True; dtgpt reads adapters of LORA without it"):
+        dtgpt.load(lora.init_from, adapter=tmp_path / "peft")
+
+
+@pytest.mark.parametrize("kind", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"init_from": None}, "adapts a model that is trained already; name it with --init_from"),
+        ({"lora": replace(LORA, rank=-1)}, "lora.rank=-1 is not the rank of an adapter; use 1 to 32"),
+        (
+            {"lora": replace(LORA, targets="qkv,head")},
+            "lora.targets='qkv,head' is not known; use some of qkv,column,row",
+        ),
+        ({"precision": FP8}, "adapters are not computed with products in fp8"),
+        ({"reduce": "exact"}, "reduce=exact sums the gradients of whole weights alone"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_adapters_cannot_be_trained_with_is_refused(lora, changes, words):
+    with pytest.raises(UserError, match=words), open_trainer(replace(lora, **changes)):
+        pass
+    with pytest.raises(UserError, match="the schedule ZBVZeroBubble makes gradients of weights apart"):
+        replace(lora, plan="pp2_zbv", model=replace(lora.model, num_layers=4)).plan_for(2)
