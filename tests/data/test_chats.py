@@ -24,7 +24,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, training
 
 pytest.importorskip("jinja2")
-pytestmark = pytest.mark.slow(12)
+pytestmark = pytest.mark.slow(16)
 
 QUESTION = {"role": "user", "content": "Hello"}
 ANSWER = {"role": "assistant", "content": " world"}
