@@ -85,7 +85,7 @@ def chat(path: Path, options: ChatOptions) -> None:
     tokenizer = named or tokenizer_of(path, source.config)
     if tokenizer.chat_template is None and options.adapter is not None:
         trained = tokenizer_beside(Path(options.adapter))
-        tokenizer.chat_template = trained and trained.chat_template
+        tokenizer.chat_template = None if trained is None else trained.chat_template
     model = Model(source, settings, mesh, path, options.slots, tokenizer, options.exact)
     config = model.config
 
