@@ -17,7 +17,7 @@ from dtgpt.inference.model import Model
 from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.interop.tokenizer import named_tokenizer
+from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
 from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -79,10 +79,13 @@ def chat(path: Path, options: ChatOptions) -> None:
         raise UserError("dtgpt chat gives one answer; leave --num-samples and --num-beams out")
     base = sampling_of(options)
     source, settings, mesh = open_model(
-        path, options.plan, options.device, options.precision, options.max_length, options.exact
+        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter
     )
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
+    if tokenizer.chat_template is None and options.adapter is not None:
+        trained = tokenizer_beside(Path(options.adapter))
+        tokenizer.chat_template = None if trained is None else trained.chat_template
     model = Model(source, settings, mesh, path, options.slots, tokenizer, options.exact)
     config = model.config
 

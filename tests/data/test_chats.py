@@ -24,7 +24,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, training
 
 pytest.importorskip("jinja2")
-pytestmark = pytest.mark.slow(12)
+pytestmark = pytest.mark.slow(16)
 
 QUESTION = {"role": "user", "content": "Hello"}
 ANSWER = {"role": "assistant", "content": " world"}
@@ -228,7 +228,7 @@ def test_samples_keep_chats_apart_and_count_answers(chat_recipe, prepared, capsy
 def test_every_plan_and_micro_batch_size_has_the_losses_of_one_process(chat_recipe):
     train(replace(chat_recipe, plan="single"))
     whole = losses(newest_run(chat_recipe))
-    for plan, world, size in (("dp2", 2, 1), ("tp2", 2, 4)):
+    for plan, world, size in (("dp2", 2, 1), ("tp2", 2, 4), ("cp2", 2, 2)):
         parted = replace(chat_recipe, plan=plan, micro_batch_size=size, runs=f"{chat_recipe.runs}-{plan}")
         assert pool().run(world, train, parted) == [0] * world
         assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-6)
