@@ -25,6 +25,7 @@ from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.parallel.build import set_execution
 from dtgpt.parallel.context import mean_over_slices
+from dtgpt.parallel.lora import add_adapters
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.torch_private import is_in_backward
 
@@ -204,9 +205,11 @@ def trace_in_float64(trainer: Trainer, file: Path) -> None:
     modules compute, and the gradients of parameters where the whole batch is computed."""
     settings, device = trainer.settings, torch.device("cpu")
     with torch.device("meta"):
-        model = Decoder(settings.model, torch.float64).to(torch.float64)
-    model.allocate(device)
-    values = {shard.name: shard.local for shard in trainer.shards}
+        model = Decoder(settings.model, torch.float64)
+    if settings.lora.rank:
+        add_adapters(model, settings, trainer.mesh.place, device)
+    model.to(torch.float64).allocate(device)
+    values = {shard.name: shard.local for shard in (*trainer.shards, *(trainer.shards.frozen or ()))}
     parameters = unique_parameters(model)
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -241,6 +244,8 @@ def trace_in_float64(trainer: Trainer, file: Path) -> None:
     if whole:
         unscale = float(trainer.optimizer.inverse_scale())
         for name, parameter in parameters.items():
+            if not parameter.requires_grad:
+                continue
             assert parameter.grad is not None
             recorder.tensors[Key(0, "parameter", name)] = settings.model.comparable(name, parameter.grad * unscale)
     save(recorder, file_of(file, "float64"), rank=0, tp=0, eps=torch.finfo(torch.float64).eps)
