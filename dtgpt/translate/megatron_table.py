@@ -107,8 +107,10 @@ OPTIONS = {
         "exit-signal-handler*, exit-signal NAME": skip("SIGTERM always ends a run with a checkpoint"),
         "skip-train": no("a run of evaluation only is not available"),
         "iterations-to-skip N, phase-transition-iterations N": no("a run takes all steps, with the data in one order"),
-        "sft, sft-*, perform-rl-step, rl-*, no-rl-*, grpo-*, langrl-*, refit-method NAME, logits-*, "
-        "freeze-all-layers": no("fine-tuning on chats, reinforcement learning and distillation are not available"),
+        "sft, sft-*": no("chats are data of their own; see docs/finetuning.md"),
+        "perform-rl-step, rl-*, no-rl-*, grpo-*, langrl-*, refit-method NAME, logits-*, freeze-all-layers": no(
+            "reinforcement learning and distillation are not available"
+        ),
     },
     "Optimizer": {
         "lr X": to("--optimizer.lr {X}"),

@@ -18,10 +18,14 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.interop.open import open_config
 from dtgpt.planning.memory import memory_of
+from dtgpt.train.gate import Reference
+from dtgpt.train.record import Tracing
 from dtgpt.train.startup import open_trainer
+from dtgpt.train.trace import Key
 from dtgpt.util.errors import UserError
 from tests.support.bodies_lora import train_adapters
 from tests.support.ranks import pool
+from tests.support.runs import traced_record
 
 pytestmark = pytest.mark.slow(20)
 
@@ -155,6 +159,18 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(UserError, match="has use_dora=True; dtgpt reads adapters of LORA without it"):
         dtgpt.load(lora.init_from, adapter=tmp_path / "peft")
+
+
+@pytest.mark.parametrize("kind", ["llama"], indirect=True)
+def test_the_gate_holds_adapters_to_float64(lora, tmp_path):
+    file = tmp_path / "one"
+    record = traced_record(lora, Tracing(file, tmp_path / "shared", is_reference=True))
+    exact = Reference(file, record).exact
+    names = {key.name for key in exact.keys if key.kind == "parameter"}
+    assert names == {name.removeprefix("first gradient/") for name in record.tensors if name.startswith("first grad")}
+    for name in names:
+        found, expected = record.tensors[f"first gradient/{name}"], exact[Key(0, "parameter", name)]
+        assert (found - expected).norm() <= 1e-5 * expected.norm(), name
 
 
 @pytest.mark.parametrize("kind", ["llama"], indirect=True)
