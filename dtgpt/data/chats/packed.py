@@ -67,10 +67,15 @@ class PackedPart:
         return torch.from_numpy(found)
 
 
+def permutation(key: Tensor, count: int) -> np.ndarray:
+    """Return the numbers below `count` in an order that is a function of the key."""
+    return np.random.RandomState(key.numpy().astype(np.uint32)).permutation(count)
+
+
 def pack(lengths: np.ndarray, room: int, seed: int) -> list[list[int]]:
     """Return the numbers of the chats in each sample of `room` tokens: best fit, the longest first. lengths `[C]`: at
     most `room`. seed: of the order of equally long ones."""
-    order = np.random.RandomState(seed).permutation(len(lengths))
+    order = permutation(fold(root_key(seed), "packing"), len(lengths))
     order = order[np.argsort(-lengths[order], kind="stable")]
     samples: list[list[int]] = []
     open_: dict[int, list[int]] = {}  # numbers of samples by the room that they have left
@@ -163,7 +168,7 @@ class ChatDataset(Dataset):
         """Return the order of samples in an epoch."""
         if self._order[0] != epoch:
             key = fold(fold(root_key(self._seed), "chats"), torch.tensor(epoch))
-            self._order = epoch, np.random.RandomState(key.numpy().astype(np.uint32)).permutation(len(self.train))
+            self._order = epoch, permutation(key, len(self.train))
         return self._order[1]
 
 
