@@ -185,7 +185,7 @@ def test_the_kernels_in_the_interpreter():
     cases += ", ((1, 100, 4, 16), f, 0.3, 0, 'cpu', 0.05, 2), ((1, 70, 2, 16), f, 0.0, 0, 'cpu', 0.0, 2)"
     # Documents of the last queries, of which some columns belong to none
     cases += ", ((1, 40, 2, 16), f, 0.3, 0, 'cpu', 0.05, 1, 150), ((2, 70, 2, 16), f, 0.0, 0, 'cpu', 0.02, 0, 200)"
-    cases += ", ((1, 64, 2, 64), h, 0.3, 1, 'cpu', 0.03, 1, 128), ((1, 64, 2, 64), h, 0.0, 1, 'cpu', 0.03, 1, 256)"
+    cases += ", ((1, 64, 2, 16), f, 0.3, 1, 'cpu', 0.03, 0, 128), ((1, 64, 2, 64), h, 0.0, 1, 'cpu', 0.03, 1, 192)"
     # Read by descriptors: 16 bits, no dropout, whole tiles; then not, for lack of whole tiles
     cases += ", ((1, 128, 2, 64), h, 0.0, 0, 'cpu', 0.0, 1), ((1, 256, 2, 64), h, 0.0, 0, 'cpu', 0.03, 1)"
     cases += ", ((1, 128, 2, 128), h, 0.0, 0, 'cpu', 0.03, 2), ((1, 70, 4, 64), h, 0.0, 0, 'cpu', 0.02, 2)"
