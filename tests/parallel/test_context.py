@@ -34,10 +34,19 @@ def recipe(recipe):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_and_its_gradients_have_the_bits_of_one_process(ranks):
-    pieces = pool().run(ranks, attend, f"cp{ranks}")
-    for expected, *found in zip(attend("single"), *pieces, strict=True):
+def test_ranks_of_other_heads_compute_attention_and_its_gradients_to_the_bits_of_one_process(ranks):
+    pieces = pool().run(ranks, attend, f"cp{ranks}", 4)
+    for expected, *found in zip(attend("single", 4), *pieces, strict=True):
         assert torch.equal(torch.cat(found, dim=1), expected)
+
+
+@pytest.mark.parametrize("backend, plain", [("auto", False), ("flash", False), ("fused_softmax", True), ("sdpa", True)])
+@pytest.mark.parametrize("ranks, groups", [(2, 1), (4, 1), (3, 1), (4, 2), (6, 3)])
+def test_ranks_of_other_queries_compute_attention_and_its_gradients_as_one_process(ranks, groups, backend, plain):
+    given = groups, torch.float64, backend, plain
+    pieces = pool().run(ranks, attend, f"cp{ranks}", *given)
+    for expected, *found in zip(attend("single", *given), *pieces, strict=True):
+        torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("masked", [range(0), range(3, 16), range(8)])
@@ -76,8 +85,9 @@ def test_each_token_is_on_one_rank_with_its_position():
 @pytest.mark.parametrize("plan, model, length, told", [
     ("cp2", GPT2, 15, r"seq_length=15 cannot be split over cp=2 \(1 left over\); use --seq_length 14 or 16"),
     ("cp2_tp2_sp", GPT2, 14, r"cannot be split over cp=2 x tp=2 under sequence parallelism \(2 left over\); use"),
-    ("cp8", LLAMA, 16, r"model.num_kv_heads=4 cannot be split over cp=8 x tp=1, .*; use cp=2 or 4, and zero3 or"),
-    ("cp2_tp4", LLAMA, 16, r"model.num_kv_heads=4 cannot be split over cp=2 x tp=4, .*; leave cp out"),
+    ("cp8", LLAMA, 24, r"seq_length=24 cannot be split over cp=8, in two halves each, since tp=1 leaves 4 heads of keys "
+     r"and values \(8 left over\); use --seq_length 16 or 32, or another cp"),
+    ("cp2_tp4_sp", LLAMA, 20, "cp=2 x tp=4 under sequence parallelism, in two halves each, since tp=4 leaves 1 head of"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_refused_with_the_remedy(plan, model, length, told):
     made = parse_plan(plan)
