@@ -103,8 +103,8 @@ def chunks_of(part: int, parts: int) -> tuple[int, int]:
 
 
 def part_of_half(half: int, heads: int, parts: int) -> int:
-    """Return which part of the queries the half of a slice belongs to; the halves of all slices are counted by position.
-    A chunk has `heads` of them."""
+    """Return which part of the queries the half of a slice belongs to. half: its number among those of all slices, by
+    position, of which a chunk has `heads`."""
     chunk = half // heads
     return min(chunk, 2 * parts - 1 - chunk)
 

@@ -35,8 +35,13 @@ RARE = [
     ("tp4", True), ("pp4_zbv", True), ("dp2_zero1", True), ("tp2_sp_pp2_zbv", True),
 ]  # fmt: skip
 GATHERED = [("cp2_zero3", 1), ("cp4", 2), ("cp2_tp2_sp", 2), ("cp2_pp2_zbv", 1)]  # plan, heads of keys and values
-MORE = [("cp4_zero2", 1), ("dp2_cp2", 1), ("cp2_tp2", 2)]
-MORE += [(f"cp2_pp2_{schedule}", 1) for schedule in ("gpipe", "1f1b", "interleaved")]
+GATHERED += [
+    pytest.param(plan, groups, marks=pytest.mark.long)
+    for plan, groups in (
+        ("cp4_zero2", 1), ("dp2_cp2", 1), ("cp2_tp2", 2), ("cp2_pp2_gpipe", 1), ("cp2_pp2_1f1b", 1),
+        ("cp2_pp2_interleaved", 1),
+    )
+]  # fmt: skip
 NARROW = ["dp2", "tp2_sp", "pp2_zbv"]
 
 
@@ -89,9 +94,7 @@ def test_the_plan_follows_one_process(recipe, plan, tied):
         assert rank.sample == expected.sample and rank.held == rank.planned
 
 
-@pytest.mark.parametrize(
-    ("plan", "groups"), [*GATHERED, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
-)
+@pytest.mark.parametrize(("plan", "groups"), GATHERED)
 def test_more_context_ranks_than_heads_of_keys_follow_one_process(recipe, plan, groups):
     plan = parse_plan(plan)
     recipe = sized_for(recipe, plan, tied=False)

@@ -76,10 +76,10 @@ def flash_attention(
     heads of q (grouped-query attention, Ainslie et al. 2023), and query i has the position i + S - T. Views of one
     packed tensor are read in place. key: int64 `[B, 2]`, a key for each sample, or None (no dropout). p: the
     probability of dropout. The mask's index within a sample is (head, position of the query, column); head_start:
-    global index of the shard's first head. spans: int32 `[B, S, 2]`, bounds [first, end) of the document of each column,
-    at most S, to which attention is restricted; None: one document. Saves q, k, v, the output, 4 bytes per head and query
-    and, with dropout, bits per head, query and column: about one in the kernels, where S = T. Raises ValueError where
-    shapes do not fit.
+    global index of the shard's first head. spans: int32 `[B, S, 2]`, bounds [first, end) of the document of each
+    column, at most S, to which attention is restricted; None: one document. Saves q, k, v, the output, 4 bytes per head
+    and query and, with dropout, bits per head, query and column: about one in the kernels, where S = T. Raises
+    ValueError where shapes do not fit.
     """
     check_inputs(q, k, v, key, spans)
     if threshold(p) == 0:
