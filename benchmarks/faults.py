@@ -271,4 +271,22 @@ FAULTS = [
         "        loss_weights=own(batch.loss_weights),",
         "        loss_weights=own(batch.loss_weights),\n        document_bounds=None,",
     ),
+    Fault(
+        "cp: a rank whose tokens are all masked divides by its own weights",
+        "dtgpt/train/trainer.py",
+        "plan.data_ranks / counted.clamp(min=1)",
+        "plan.data_ranks / (batch.loss_weights.sum() * plan.data_ranks)",
+    ),
+    Fault(
+        "cp: bounds of documents are divided by cp",
+        "dtgpt/parallel/exchange.py",
+        "bounds[:, :end].clamp(max=end)",
+        "bounds[:, :end] // self.ranks",
+    ),
+    Fault(
+        "cp: what is remembered of a block does not depend on cp",
+        "dtgpt/planning/activations.py",
+        "config, example, shape, plan.tp, plan.sequence_parallel, _copies(settings), settings",
+        "config, example, shape, plan.tp, plan.sequence_parallel, 0, settings",
+    ),
 ]  # fmt: skip

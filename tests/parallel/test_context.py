@@ -20,7 +20,7 @@ from dtgpt.planning.traffic import collectives_of
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import load_each, train_and_save
 from tests.support.bodies_context import BATCH, LENGTH, attend, score_and_sample, train_with_weights
-from tests.support.bodies_dryrun import exchanged
+from tests.support.bodies_dryrun import exchanged, kept_by_block
 from tests.support.ranks import pool
 from tests.support.runs import change
 
@@ -56,7 +56,9 @@ def test_ranks_of_other_queries_compute_attention_and_its_gradients_as_one_proce
 def test_compilers_leave_the_exchange_as_it_is():
     """Traced whole, forward and backward; Inductor, which compiles such graphs, would take minutes."""
     given = "cp2", 1, torch.float64, "auto", False
-    for found, expected in zip(*(pool().run(2, attend, *given, compiler) for compiler in ("aot_eager", "")), strict=True):
+    for found, expected in zip(
+        *(pool().run(2, attend, *given, compiler) for compiler in ("aot_eager", "")), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -118,6 +120,16 @@ def test_a_plan_counts_half_of_the_activations(recipe):
     one, two = (replace(recipe, plan=plan).planned(None) for plan in ("single", "cp2"))
     copies = two.micro_batch_size * 8 * 4 * (8 + 2 * 4 + 2 * 8) * 8  # q, k, v and the output, exchanged
     assert block_activations(two, 0) <= block_activations(one, 0) / 2 + copies
+
+
+@pytest.mark.parametrize("groups", [4, 1])
+@pytest.mark.parametrize("backend", ["explicit", "flash"])
+def test_the_account_of_a_block_is_what_autograd_keeps(recipe, backend, groups):
+    """Ranks that have the same heads keep all their keys and values, and scores of the keys that each query sees."""
+    model = replace(LLAMA, num_kv_heads=groups, num_heads=4, seq_length=128)
+    recipe = replace(recipe, model=model, plan="cp2", attention=backend)
+    for seen, planned in pool().run(2, kept_by_block, recipe):
+        assert seen == pytest.approx(planned, rel=0.06)
 
 
 @pytest.mark.parametrize("plan, groups, recompute", [

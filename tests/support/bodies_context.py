@@ -75,4 +75,3 @@ def score_and_sample(recipe) -> tuple[list[float], str]:
         with whole_samples(trainer.stages):
             scores = scorer.score([Sample((1, 2, 3, 4, 5, 6, 7), 3)] if trainer.mesh.rank == 0 else None)
         return scores[0].logprobs.tolist(), trainer.sample()
-
