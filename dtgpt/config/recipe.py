@@ -199,6 +199,11 @@ class Recipe:
                 f"reduce=exact, but the plan {plan.name} cuts samples over cp={plan.cp}, and the product that makes a "
                 "gradient sums over the tokens of a rank before it is exact; leave cp out, or use --reduce fast"
             )
+        if self.compile == "on" and plan.cp > 1:
+            raise UserError(
+                f"compile=on, but the plan {plan.name} exchanges tokens for heads within each block, which is not "
+                "tested under torch.compile; use --compile off or leave cp out"
+            )
         if self.compile == "on" and plan.splits_backward:
             raise UserError(
                 f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "

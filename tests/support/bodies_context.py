@@ -21,11 +21,10 @@ BATCH, LENGTH, HEADS, SIZE = 2, 24, 12, 6
 
 
 def attend(
-    plan: str, groups: int, dtype: torch.dtype = torch.float32, backend: str = "auto", plain: bool = False,
-    compiler: str = "",
-) -> list[Tensor]:  # fmt: skip
+    plan: str, groups: int, dtype: torch.dtype = torch.float32, backend: str = "auto", plain: bool = False
+) -> list[Tensor]:
     """Return this rank's tokens of an attention's output, and of the gradients of q, k and v, under dropout and
-    document bounds. plain: without them. groups: heads of keys and values. compiler: of torch.compile."""
+    document bounds. plain: without them. groups: heads of keys and values."""
     resolved = resolve(plan, int(plan.removeprefix("cp") if plan != "single" else 1))
     mesh = Mesh(resolved, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
@@ -46,8 +45,7 @@ def attend(
     bounds = torch.stack([torch.where(torch.arange(LENGTH) < 7, 0, 7), ends], -1).int().expand(BATCH, LENGTH, 2)
     ranks = resolved.ranks_of_heads(part.config)
     first_head = mesh.place.cp % ranks * (HEADS // ranks)
-    run = torch.compile(part.core.forward, backend=compiler, fullgraph=True) if compiler else part.core
-    out = run(q, k, v, (key, 0.0 if plain else 0.3, (first_head, 0, 0)), None if plain else bounds)
+    out = part.core(q, k, v, (key, 0.0 if plain else 0.3, (first_head, 0, 0)), None if plain else bounds)
     out.backward(gradient)
     return [out.detach(), q.grad, k.grad, v.grad]
 
