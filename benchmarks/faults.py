@@ -283,10 +283,4 @@ FAULTS = [
         "bounds[:, :end].clamp(max=end)",
         "bounds[:, :end] // self.ranks",
     ),
-    Fault(
-        "cp: what is remembered of a block does not depend on cp",
-        "dtgpt/planning/activations.py",
-        "config, example, shape, plan.tp, plan.sequence_parallel, _copies(settings), settings",
-        "config, example, shape, plan.tp, plan.sequence_parallel, 0, settings",
-    ),
 ]  # fmt: skip

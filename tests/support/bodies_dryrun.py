@@ -3,8 +3,6 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtgpt.models.layers import Context
-from dtgpt.planning.activations import block_activations
 from dtgpt.train.startup import open_trainer
 from tests.support.one_rank import BuiltRank, describe_built
 
@@ -46,24 +44,6 @@ def exchanged(recipe) -> tuple[int, int]:
     with open_trainer(recipe) as training, Messages() as seen:
         training.gradients()
         return seen.counts["all_to_all"], seen.exchanged
-
-
-def kept_by_block(recipe) -> tuple[int, float]:
-    """The bytes that autograd keeps for a block on this rank, but for weights, and those that the plan counts."""
-    with open_trainer(recipe) as training:
-        settings, block = training.settings, training.stages[0].blocks["0"]
-        weights, kept = {p.untyped_storage().data_ptr() for p in block.parameters()}, {}
-
-        def keep(tensor):
-            if tensor.untyped_storage().data_ptr() not in weights:
-                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            return tensor
-
-        shape = settings.micro_batch_size, settings.local_length, settings.model.hidden_size
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = block(torch.randn(shape, requires_grad=True), Context())
-        assert out.requires_grad
-        return sum(storage.nbytes() for storage in kept.values()), block_activations(settings, 0)
 
 
 def memory_of_weights(recipe) -> int:
