@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from dtgpt.config.execution import Settings
 from dtgpt.planning.fit import fits_into, longest_sequence
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
-from dtgpt.planning.report import GIB, find_device
+from dtgpt.planning.gpus import GIB, Gpu
+from dtgpt.planning.report import duration
+from dtgpt.planning.step_time import step_time
 from dtgpt.planning.traffic import bubble, sent_bytes
 from dtgpt.util.console import byte_size, hanging, parameters
 
@@ -19,28 +21,30 @@ class PlannedCase:
     settings: Settings
 
 
-def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str], gpu: str | None) -> str:
-    """Return the tables of memory and of a step for the cases of the recipe `name`, one at least, with `notes` below.
-    gpu: as in `describe_plan`."""
-    device, size = find_device(gpu, cases[0].settings.fp8)
+def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str], gpu: Gpu) -> str:
+    """Return the tables of memory and of a step for the cases of the recipe `name`, one at least, with `notes`
+    below."""
+    size = gpu.size
     memories = [fullest(memory_by_rank(case.settings)) for case in cases]
     largest = max(memory.total for memory in memories)
     unit, unit_name = (GIB, "GiB") if largest >= GIB else (GIB / 1024, "MiB")
     memory = [["plan", "GPUs", "weights", "moments", "grads", "activations", "other", "total", "fits"]]
     axes = ["cp"] * any(case.settings.plan.cp > 1 for case in cases) + ["tp", "dp", "pp"]
-    step = [["plan", "GPUs", "micro-batches", "bubble", *axes, "longest"]]
+    step = [["plan", "GPUs", "micro-batches", "bubble", *axes, "longest", *["time"] * (gpu.rates is not None)]]
     for case, most in zip(cases, memories, strict=True):
         settings, start = case.settings, [case.plan, f"{case.settings.plan.world:,}"]
         fits = "yes" if fits_into(most.total, size) else "NO"
         memory.append([*start, *(_figure(n / unit) for n in (*_parts(most), most.total)), fits])
-        step.append([*start, *_step(settings, unit, axes), f"{longest_sequence(settings, size):,}"])
+        time = [duration(step_time(settings, gpu.rates).total)] if gpu.rates is not None else []
+        step.append([*start, *_step(settings, unit, axes), f"{longest_sequence(settings, size):,}", *time])
     lines = [
         *_heading(name, cases[0].settings),
         "",
-        f"{unit_name} on the fullest rank; {device} has {byte_size(size)}",
+        f"{unit_name} on the fullest rank; {gpu.name} has {byte_size(size)}",
         *_aligned(memory),
         "",
-        f"a step: {unit_name} that a rank sends; tokens of the longest sample that fits",
+        f"a step: {unit_name} that a rank sends; tokens of the longest sample that fits"
+        + (f"; time: {gpu.measured}" if gpu.rates is not None else ""),
         *_aligned(step),
     ]
     return "\n".join([*lines, *[""] * bool(notes), *(hanging(note, 2) for note in notes)])

@@ -25,15 +25,6 @@ PEAK_FLOPS = {
     "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
-# GiB that CUDA reports, by the vendors' sizes; H200 as seen.
-DEVICE_MEMORY = {
-    "B200": 178.4, "H200": 139.8, "H100": 79.1, "A100": 79.2, "A100-40GB": 39.4, "L40S": 44.4, "A40": 44.4, "L4": 22.0,
-    "A10": 22.0, "RTX4090": 23.5, "RTX3090": 23.6,
-}  # fmt: skip
-
-NO_FLOAT8 = ("A100", "A100-40GB", "A40", "A10", "RTX3090")  # those of DEVICE_MEMORY of compute capability below 8.9
-
-
 SIXTEEN_BITS, FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)  # least compute capabilities: of bf16, of fp8, of TMA
 
 

@@ -1,0 +1,90 @@
+"""`plan=auto`: the plan, micro-batch size and recomputation of a recipe, by the time and the memory of a step.
+
+The choice is a function of the recipe, the number of processes, and the kind and memory of a GPU, so that every rank
+finds the same. It becomes the plan `CHOICE | auto` of the run's recipe: a resume keeps it as long as it fits all
+processes, and chooses again where it does not.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from dtgpt.config.execution import Recompute, Settings
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan_choice import AUTO, OR, resolve
+from dtgpt.config.recipe import Recipe
+from dtgpt.planning.gpus import CPU, GIB, Gpu, known_gpu, this_gpu
+from dtgpt.planning.search import Candidate, Ranking, rank_plans
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import total_memory
+
+
+def is_auto(plan: str) -> bool:
+    """Return whether a recipe's plan is `auto`, or has it as its last alternative."""
+    return plan.rpartition(OR)[2].strip() == AUTO
+
+
+def with_plan(recipe: Recipe, world: int, gpu: Gpu | None = None) -> Recipe:
+    """Return the recipe with a plan that is not to be chosen any more, for `world` processes of `gpu`, by default those
+    of this machine. A recipe without `auto`, and one whose first alternatives fit all of the processes, stays as it is.
+    Raises UserError where no plan fits."""
+    if not is_auto(recipe.plan) or _settled(recipe, world):
+        return recipe
+    return _with(recipe, ranking(recipe, world, gpu, most=1).best)
+
+
+def ranking(recipe: Recipe, world: int, gpu: Gpu | None = None, most: int = 8) -> Ranking:
+    """Return the plans for `world` processes, or for the largest number below that any fits."""
+    gpu = gpu or machine(recipe.device, world)
+    if gpu.rates is None:
+        gpu = replace(gpu, rates=known_gpu("H100").rates)  # to rank by
+    device = torch.device("cpu" if gpu.rates is CPU else "cuda")
+
+    def make(plan: ResolvedPlan, micro: int, recompute: Recompute) -> Settings:
+        changed = replace(recipe, micro_batch_size=micro, recompute=recompute)
+        changed.check_plan(plan)
+        return changed.settings(plan, device, here=False)
+
+    own, last = recipe, None
+    some = recipe.settings(ResolvedPlan(dp=1), device, here=False)
+    selective = some.attention_backend in ("explicit", "fused_softmax")
+    for count in range(world, 0, -1):
+        try:
+            return rank_plans(own.model, count, own.global_batch_size, own.sample_length, selective, make, gpu, most)
+        except UserError as error:
+            last = last or error
+    assert last is not None
+    raise last
+
+
+def machine(device: str, world: int) -> Gpu:
+    """Return what a process of this machine computes with, the same on each of `world` processes."""
+    if device == "cpu" or not torch.cuda.is_available():
+        size = total_memory(torch.device("cpu")) // max(1, world) // GIB * GIB
+        return Gpu("this machine", max(size, GIB), rates=CPU)
+    gpu = this_gpu(torch.device("cuda", 0))
+    return replace(gpu, size=gpu.size // GIB * GIB)
+
+
+def _settled(recipe: Recipe, world: int) -> bool:
+    """Return whether an alternative before `auto` fits all processes."""
+    if OR not in recipe.plan:
+        return False
+    for plan in recipe.alternatives().values():
+        try:
+            resolve(plan, world, recipe.check_plan)
+            return True
+        except UserError:
+            continue
+    return False
+
+
+def _with(recipe: Recipe, chosen: Candidate) -> Recipe:
+    """Return the recipe with the plan, micro-batch size and recomputation of a candidate."""
+    own = chosen.settings
+    return replace(
+        recipe,
+        plan=f"{own.plan.name} {OR} {AUTO}",
+        micro_batch_size=own.micro_batch_size,
+        recompute=own.recompute,
+    )
