@@ -1,6 +1,6 @@
 """Recompute the table of docs/planning.md: measured steps of measured_steps.json beside those that dtgpt plan predicts.
 
-    python benchmarks/predicted_steps.py            # no GPU; --markdown: the table of the page
+python benchmarks/predicted_steps.py            # no GPU; --markdown: the table of the page
 """
 
 import argparse
@@ -43,9 +43,7 @@ predicted_pair = predicted
 def summary(errors: list[float]) -> str:
     sizes = sorted(map(abs, errors))
     within = sum(size <= 0.12 for size in sizes)
-    return (
-        f"{len(sizes)} cases: median {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}, within 12 %: {within}"
-    )
+    return f"{len(sizes)} cases: median {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}, within 12 %: {within}"
 
 
 def main() -> None:

@@ -63,7 +63,9 @@ def parse_alternatives(text: str, own: Mapping[str, Plan] | None = None) -> dict
     """Return the plans that `text` names, in its order, by their names: one, or several joined by "|". `own`: the
     recipe's plans. An `auto` at the end stays out. Raises UserError for a name that is missing, means nothing, or is given twice."""
     if text == AUTO:
-        raise UserError("plan=auto is chosen for a number of processes, by dtgpt train and dtgpt plan; give a plan here")
+        raise UserError(
+            "plan=auto is chosen for a number of processes, by dtgpt train and dtgpt plan; give a plan here"
+        )
     if not isinstance(text, str) or OR not in text:
         return {text: parse_plan(text, own)}
     names = [name.strip() for name in text.split(OR)]
@@ -74,7 +76,9 @@ def parse_alternatives(text: str, own: Mapping[str, Plan] | None = None) -> dict
     found: dict[str, Plan] = {}
     for name in names:
         if name == AUTO:
-            raise UserError(f"plan={shown(text)} has an alternative after auto, which always finds one; write auto last")
+            raise UserError(
+                f"plan={shown(text)} has an alternative after auto, which always finds one; write auto last"
+            )
         if not name:
             raise UserError(f"plan={shown(text)} has no plan on one side of a '|'; write it as in 'tp4 | tp2'")
         plan = parse_plan(name, own)

@@ -2,8 +2,8 @@
 
 from dtgpt.config.execution import Settings
 from dtgpt.inference.memory import SHARE, slot_bytes
-from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.gpus import Gpu
+from dtgpt.planning.parameters import parameters_of
 from dtgpt.util.console import byte_size, counted
 
 

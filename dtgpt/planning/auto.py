@@ -14,7 +14,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import AUTO, OR, resolve
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.gpus import CPU, GIB, Gpu, known_gpu, this_gpu
-from dtgpt.planning.search import Candidate, Ranking, rank_plans
+from dtgpt.planning.search import Candidate, Ranking, Search, rank_plans
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import total_memory
 
@@ -30,7 +30,7 @@ def with_plan(recipe: Recipe, world: int, gpu: Gpu | None = None) -> Recipe:
     Raises UserError where no plan fits."""
     if not is_auto(recipe.plan) or _settled(recipe, world):
         return recipe
-    return _with(recipe, ranking(recipe, world, gpu, most=1).best)
+    return with_choice(recipe, ranking(recipe, world, gpu, most=1).best)
 
 
 def ranking(recipe: Recipe, world: int, gpu: Gpu | None = None, most: int = 8) -> Ranking:
@@ -45,12 +45,20 @@ def ranking(recipe: Recipe, world: int, gpu: Gpu | None = None, most: int = 8) -
         changed.check_plan(plan)
         return changed.settings(plan, device, here=False)
 
-    own, last = recipe, None
+    last = None
     some = recipe.settings(ResolvedPlan(dp=1), device, here=False)
     selective = some.attention_backend in ("explicit", "fused_softmax")
+    search = Search(
+        model=recipe.model,
+        world=world,
+        samples=recipe.global_batch_size,
+        seq_length=recipe.sample_length,
+        selective=selective,
+        make=make,
+    )
     for count in range(world, 0, -1):
         try:
-            return rank_plans(own.model, count, own.global_batch_size, own.sample_length, selective, make, gpu, most)
+            return rank_plans(replace(search, world=count), gpu, most)
         except UserError as error:
             last = last or error
     assert last is not None
@@ -79,7 +87,7 @@ def _settled(recipe: Recipe, world: int) -> bool:
     return False
 
 
-def _with(recipe: Recipe, chosen: Candidate) -> Recipe:
+def with_choice(recipe: Recipe, chosen: Candidate) -> Recipe:
     """Return the recipe with the plan, micro-batch size and recomputation of a candidate."""
     own = chosen.settings
     return replace(

@@ -76,7 +76,10 @@ def what_fits(settings: Settings, gpu: Gpu) -> list[str]:
     lines = [text for _, text, _ in found[:MOST_CHANGES]]
     if gpu.rates and len(found) > 1:
         least = found[0][0]
-        lines = [f"{text}, {seconds / least - 1:+.0%} time" if seconds > least else text for seconds, text, _ in found[:MOST_CHANGES]]
+        lines = [
+            f"{text}, {seconds / least - 1:+.0%} time" if seconds > least else text
+            for seconds, text, _ in found[:MOST_CHANGES]
+        ]
     if not found:
         lines += _on_more_gpus(settings, gpu.size)
     longest = longest_sequence(settings, gpu.size)

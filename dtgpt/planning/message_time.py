@@ -9,7 +9,7 @@ from dtgpt.planning.traffic import MATRICES_TRAVEL, Collective
 from dtgpt.planning.work import START
 
 LATENCY = 10e-6  # seconds of a message by copy engines within a host, with its flag; not measured apart
-NETWORK_LATENCY = 20e-6  # of one between hosts, for each doubling of the ranks; not measured
+NETWORK_LATENCY, HOP = 20e-6, 5e-6  # seconds of one between hosts, and of each further host of a ring; not measured
 # What messages that are hidden cost all the same, as a part of their time. Within a host links take power: plans.md,
 # dp2 of the 345M costs 2.5 to 3.6 ms for 1.9 ms of copies. Between hosts, NCCL takes 16 of 132 multiprocessors.
 BESIDE, BESIDE_NETWORK = 1.2, 0.15
@@ -28,7 +28,8 @@ def message_seconds(c: Collective, settings: Settings, rates: Rates) -> float:
             return c.count * START + share * c.bytes / rates.link_kernels
         return c.count * LATENCY + share * c.bytes / rates.link
     beside = max(1, GPUS_OF_HOST // stride) if c.over != "pp" else 1  # ranks of the group in one host
-    latency = NETWORK_LATENCY * max(1.0, math.log2(ranks / beside))
+    hosts = math.ceil(ranks / beside)
+    latency = NETWORK_LATENCY + HOP * (math.log2(hosts) if c.kind in ("all-reduce", "send") else hosts - 1)
     return c.count * latency + share * c.bytes / min(rates.link_kernels, beside * rates.network)
 
 

@@ -8,7 +8,7 @@ from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.step_time import StepTime, step_time
 from dtgpt.planning.traffic import bubble, collectives_of
-from dtgpt.util.console import byte_size, counted, hanging, parameters
+from dtgpt.util.console import byte_size, counted, hanging, parameters, short_duration
 
 SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 columns
 
@@ -19,7 +19,7 @@ def describe_plan(settings: Settings, name: str, notes: list[str], gpu: Gpu, ste
     most = fullest(memories)
     lines = [*describe_mesh(name, settings), "", *_memory(settings, memories), ""]
     lines += [*_traffic(settings, list(memories)), ""]
-    if gpu.rates is not None:
+    if gpu.rates is not None and settings.device.type == "cuda":
         lines += [*_time(settings, step_time(settings, gpu.rates), gpu, steps), ""]
     lines += [hanging(f"note: {note}", 6) for note in notes]
     lines.append(verdict(most.total, gpu, "the fullest rank"))
@@ -41,12 +41,14 @@ def _time(settings: Settings, time: StepTime, gpu: Gpu, steps: int) -> list[str]
     """Return the lines on the time of a step and of the run."""
     world, tokens = settings.plan.world, settings.global_batch_size * settings.seq_length
     rate = tokens / time.total
-    mfu = f", MFU {model_flops(settings, time.total) / gpu.peak:.1%}" if gpu.peak and settings.dtype.itemsize == 2 else ""
+    mfu = (
+        f", MFU {model_flops(settings, time.total) / gpu.peak:.1%}" if gpu.peak and settings.dtype.itemsize == 2 else ""
+    )
     hours = steps * time.total / 3600
     parts = {name: part for name, part in parts_of(time).items() if part >= 0.001 * time.total}
-    spent = ", ".join(f"{name} {duration(part)}" for name, part in parts.items())
+    spent = ", ".join(f"{name} {short_duration(part)}" for name, part in parts.items())
     lines = [
-        f"step    {duration(time.total)} on {gpu.name}: {rate:,.0f} tokens/s, {rate / world:,.0f} a GPU{mfu}",
+        f"step    {short_duration(time.total)} on {gpu.name}: {rate:,.0f} tokens/s, {rate / world:,.0f} a GPU{mfu}",
         f"        {spent}",
         f"        expected error: {gpu.measured}",
         f"run     {counted(steps, 'step')}: {hours:,.1f} hours, {hours * world:,.0f} GPU hours",
@@ -67,10 +69,6 @@ def parts_of(time: StepTime) -> dict[str, float]:
         **vars(time.work), "recomputation": time.again, "optimizer": time.optimizer, **over, "bubble": time.bubble,
         "waiting for the host": time.host,
     }  # fmt: skip
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
 
 
 def describe_mesh(name: str, settings: Settings) -> list[str]:

@@ -8,19 +8,32 @@ from dtgpt.config.execution import Recompute, Settings
 from dtgpt.config.plan import ResolvedPlan, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
+from dtgpt.planning.activations import residual_bytes
 from dtgpt.planning.fit import fits_into
 from dtgpt.planning.gpus import Gpu, Rates
-from dtgpt.planning.memory import Memory, fullest, memory_by_rank, memory_of
+from dtgpt.planning.memory import Memory, fullest, memory_of
 from dtgpt.planning.parameters import GPUS_OF_HOST
 from dtgpt.planning.step_time import StepTime, compute_time, step_time
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
 MOST_MICRO = 64  # samples of a micro-batch
 MOST_STAGES = 8  # of a rank
-LONG = 8192  # tokens of a sample from which on it may be cut
 LISTED = 8  # plans
 EVALUATED = 4000  # candidates whose messages and memory are counted, the fastest by their operations
 Make = Callable[[ResolvedPlan, int, Recompute], Settings]  # of a plan, a micro-batch size and what is computed again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What plans are looked for."""
+
+    model: ModelConfig
+    world: int
+    samples: int  # of a step
+    seq_length: int
+    selective: bool  # whether to recompute attention alone saves memory
+    make: Make  # returns the settings of a candidate, or raises UserError where it cannot run
 
 
 @dataclass(frozen=True)
@@ -52,20 +65,34 @@ class Ranking:
         return self.fitting[0]
 
 
-def rank_plans(
-    model: ModelConfig, world: int, samples: int, seq_length: int, selective: bool, make: Make, gpu: Gpu, most: int = LISTED
-) -> Ranking:
-    """Return the plans of `world` ranks by the time of a step, the `most` fastest that fit into the GPU.
+def rank_plans(search: Search, gpu: Gpu, most: int = LISTED) -> Ranking:
+    """Return the plans by the time of a step, the `most` fastest that fit into the GPU.
 
-    samples: of a step. selective: whether recomputation of attention alone saves memory. make: returns the settings of
-    a candidate, or raises UserError where it cannot run. The time of the operations alone is a lower bound of a step's,
-    so that the search ends where no candidate that is left can be among the first. Raises UserError where nothing fits.
+    The time of the operations alone is a lower bound of a step's, so that the search ends where no candidate that is
+    left can be among the first. Plans that cut samples (cp) are looked at only where no other fits. Raises UserError
+    where nothing fits.
     """
     assert gpu.rates is not None
-    queue, reason = _candidates(model, world, samples, seq_length, selective, make, gpu.rates, gpu.size)
+    smallest, reason = float("inf"), ""
+    for cuts_samples in (False, True):
+        queue, refused = _candidates(search, gpu.rates, gpu.size, cuts_samples)
+        ranking, least = _first_of(queue, gpu, most)
+        smallest, reason = min(smallest, least), reason or refused
+        if ranking.fitting:
+            return ranking
+    words = f"the smallest needs {smallest / 2**30:.1f} GiB" if smallest < float("inf") else reason
+    raise UserError(
+        f"plan=auto finds no plan of {counted(search.world, 'process', 'processes')} for {gpu.name}"
+        f"{f' ({words})' if words else ''}; use more processes, shorter samples or a smaller model"
+    )
+
+
+def _first_of(queue: list[tuple[float, int, Settings]], gpu: Gpu, most: int) -> tuple[Ranking, float]:
+    """Return the first of a heap of candidates, and the bytes of the smallest that was looked at."""
     best: dict[tuple, Candidate] = {}
     large: dict[tuple, Candidate] = {}
     tried, smallest = 0, float("inf")
+    assert gpu.rates is not None
     while queue and tried < EVALUATED:
         bound, _, settings = heapq.heappop(queue)
         ranked = sorted(candidate.seconds for candidate in best.values())
@@ -78,21 +105,17 @@ def rank_plans(
         memory = _fullest_of_some(settings)
         smallest = min(smallest, memory.total)
         if not fits_into(memory.total, gpu.size):
-            large.setdefault(division, Candidate(settings, memory, bound))
+            known = large.get(division[:-1])
+            if known is None or memory.total < known.memory.total:
+                large[division[:-1]] = Candidate(settings, memory, bound)
             continue
         time = step_time(settings, gpu.rates)
         found = Candidate(settings, memory, time.total, time)
         if division not in best or found.order < best[division].order:
             best[division] = found
     fitting = sorted(best.values(), key=lambda candidate: candidate.order)[:most]
-    if not fitting:
-        need = f"; the smallest needs {smallest / 2**30:.1f} GiB" if smallest < float("inf") else ""
-        raise UserError(
-            f"plan=auto: no plan of {world:,} processes fits {gpu.name}{need}" + (f" ({reason})" if reason and not need else "")
-            + "; use more processes, shorter samples or a smaller model"
-        )
-    faster = [each for each in large.values() if each.seconds < fitting[0].seconds]
-    return Ranking(fitting, sorted(faster, key=lambda each: each.order)[:3], tried)
+    faster = [each for each in large.values() if not fitting or each.seconds < fitting[0].seconds]
+    return Ranking(fitting, sorted(faster, key=lambda each: each.order)[:3], tried), smallest
 
 
 def why_slower(other: Candidate, best: Candidate) -> str:
@@ -123,28 +146,30 @@ def _fullest_of_some(settings: Settings) -> Memory:
 
 
 def _candidates(
-    model: ModelConfig, world: int, samples: int, seq_length: int, selective: bool, make: Make, rates: Rates, size: float
+    search: Search, rates: Rates, size: float, cuts_samples: bool
 ) -> tuple[list[tuple[float, int, Settings]], str]:
     """Return a heap of all candidates by the time of their operations, and the reason of the first that was refused."""
+    model, samples = search.model, search.samples
     queue: list[tuple[float, int, Settings]] = []
     reason = ""
-    recomputes: list[Recompute] = ["none", *(["selective"] if selective else []), "full"]
-    for plan, schedules, zeros in _divisions(model, world, seq_length):
+    recomputes: list[Recompute] = ["none", *(["selective"] if search.selective else []), "full"]
+    for plan, schedules, zeros in _divisions(model, search.world, search.seq_length, cuts_samples):
         if samples % plan.dp:
             reason = reason or f"{samples} samples cannot be shared by {plan.dp} replicas"
             continue
-        zeros = [zero for zero in zeros if _may_fit(model, replace(plan, zero=zero), size)]
         for micro in (n for n in divisors(samples // plan.dp) if n <= MOST_MICRO):
-            for schedule, stages in schedules if zeros else []:
+            for schedule, stages in schedules:
                 timed: dict[Recompute, float] = {}
                 for zero in zeros:
                     cut = replace(plan, zero=zero, schedule=schedule, stages_per_rank=stages)
                     for recompute in recomputes:
                         try:
-                            settings = make(cut, micro, recompute)
+                            settings = search.make(cut, micro, recompute)
                         except UserError as error:
                             reason = reason or str(error)
                             break
+                        if not _may_fit(settings, size):
+                            continue
                         if recompute not in timed:
                             timed[recompute] = compute_time(settings, rates)
                         queue.append((timed[recompute], len(queue), settings))
@@ -153,13 +178,14 @@ def _candidates(
 
 
 def _divisions(
-    model: ModelConfig, world: int, seq_length: int
+    model: ModelConfig, world: int, seq_length: int, cuts_samples: bool
 ) -> Iterator[tuple[ResolvedPlan, list[tuple[str, int | None]], list[int]]]:
     """Yield plans with their degrees, the schedules and stages of a rank that each can have, and its ZeRO levels."""
-    for tp in (n for n in divisors(world) if n <= GPUS_OF_HOST and all(size % n == 0 for size in model.cut_by_tp.values())):
-        for cp in (n for n in divisors(world // tp) if n & (n - 1) == 0 and (n == 1 or seq_length >= LONG)):
-            if cp > 1 and min(model.cut_by_tp.values()) % (cp * tp):
-                continue
+    fitting = [
+        n for n in divisors(world) if n <= GPUS_OF_HOST and all(size % n == 0 for size in model.cut_by_tp.values())
+    ]
+    for tp in fitting:
+        for cp in (n for n in divisors(world // tp) if (n == 1) == (not cuts_samples) and n & (n - 1) == 0):
             for pp in (n for n in divisors(world // tp // cp) if n <= model.num_layers):
                 sp = tp > 1 and seq_length % (tp * cp) == 0
                 plan = ResolvedPlan(dp=world // (tp * cp * pp), cp=cp, tp=tp, pp=pp, sequence_parallel=sp)
@@ -172,7 +198,10 @@ def _divisions(
                 yield plan, [("1F1B", None), *interleaved, ("GPipe", None)], [0, 1] if several else [0]
 
 
-def _may_fit(model: ModelConfig, plan: ResolvedPlan, size: float) -> bool:
-    """Return whether fp32 weights and 16-bit copies alone leave a rank of average size any room: a quick lower bound."""
-    each = inventory(model).num_parameters / (plan.tp * plan.pp)
-    return fits_into(4 * each / plan.shard, size)
+def _may_fit(settings: Settings, size: float) -> bool:
+    """Return whether a rank of average size may fit: fp32 weights, and what the blocks of a stage keep at the least."""
+    plan, model = settings.plan, settings.model
+    weights = 0.0 if settings.lora.rank else 4 * inventory(model).num_parameters / (plan.tp * plan.pp * plan.shard)
+    in_flight = min(plan.pp, settings.micro_batches)
+    kept = 1.0 if settings.recompute == "full" else 6 / (1 if plan.sequence_parallel else plan.tp)
+    return fits_into(weights + in_flight * model.num_layers / plan.pp * kept * residual_bytes(settings), size)

@@ -80,10 +80,7 @@ def update_time(settings: Settings, rates: Rates, trained: list[LocalParameter])
         return 0.0
     copies = settings.dtype.itemsize if settings.low_precision else 0
     width = gradient_width(settings)
-    moved = sum(
-        p.local * (2 * optimizer.state_bytes(p.shape, p.role) + 8 + copies + 2 * width)
-        for p in trained
-    )
+    moved = sum(p.local * (2 * optimizer.state_bytes(p.shape, p.role) + 8 + copies + 2 * width) for p in trained)
     whole = [sorted(p.shape) for p in trained if optimizer.needs_whole(p.shape, p.role)]
     flops = sum(NEWTON_SCHULZ * (4 * m * m * n + 2 * m**3) for m, n in whole) / settings.plan.ranks_of_stage
     return 4 * START + moved / rates.memory + flops / (MUON_REACHES * rates.products)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
 from dtgpt.planning.fit import fits_into, longest_sequence
-from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.gpus import GIB, Gpu
-from dtgpt.planning.report import duration
+from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.step_time import step_time
 from dtgpt.planning.traffic import bubble, sent_bytes
-from dtgpt.util.console import byte_size, hanging, parameters
+from dtgpt.util.console import aligned, byte_size, hanging, parameters, short_duration
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,17 @@ def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str]
         settings, start = case.settings, [case.plan, f"{case.settings.plan.world:,}"]
         fits = "yes" if fits_into(most.total, size) else "NO"
         memory.append([*start, *(_figure(n / unit) for n in (*_parts(most), most.total)), fits])
-        time = [duration(step_time(settings, gpu.rates).total)] if gpu.rates is not None else []
+        time = [short_duration(step_time(settings, gpu.rates).total)] if gpu.rates is not None else []
         step.append([*start, *_step(settings, unit, axes), f"{longest_sequence(settings, size):,}", *time])
     lines = [
         *_heading(name, cases[0].settings),
         "",
         f"{unit_name} on the fullest rank; {gpu.name} has {byte_size(size)}",
-        *_aligned(memory),
+        *aligned(memory),
         "",
         f"a step: {unit_name} that a rank sends; tokens of the longest sample that fits"
         + (f"; time: {gpu.measured}" if gpu.rates is not None else ""),
-        *_aligned(step),
+        *aligned(step),
     ]
     return "\n".join([*lines, *[""] * bool(notes), *(hanging(note, 2) for note in notes)])
 
@@ -77,12 +76,3 @@ def _step(settings: Settings, unit: float, axes: list[str]) -> list[str]:
 
 def _figure(size: float) -> str:
     return f"{size:.2f}" if size < 100 else f"{size:,.1f}"
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *cells in rows:
-        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append(" ".join([first.ljust(widths[0]), *right]))
-    return lines

@@ -72,7 +72,9 @@ class Operations:
     def product(self, rows: int, inner: int, columns: int, fp8: bool = False) -> float:
         """Return the seconds of a product of matrices `[rows, inner]` and `[inner, columns]`."""
         whole = math.ceil(rows / TILE) * math.ceil(columns / TILE) * TILE**2
-        return PRODUCT_START + 2 * whole * inner / (self.rates.products_fp8 if fp8 and self.rates.products_fp8 else self.rate)
+        return PRODUCT_START + 2 * whole * inner / (
+            self.rates.products_fp8 if fp8 and self.rates.products_fp8 else self.rate
+        )
 
     def moved(self, elements: float, kernels: int = 1, width: float | None = None) -> float:
         """Return the seconds in which `elements` of each token are read or written."""
