@@ -45,7 +45,7 @@ class PlanOptions:
     rates: Annotated[str | None, "file of a calibration of that GPU, for the time of a step; none: a table"] = None
     calibrate: Annotated[
         str | None,
-        "measure the rates of this machine's GPU, in about a minute, and write them into this file, to plan with",
+        "measure the rates of this machine's GPU and write them into this file, to plan with",
     ] = None
     network: Annotated[
         float | None, "GB/s that a GPU sends to another host; none: those of hosts sold with it", Bounds(above=0)

@@ -61,11 +61,10 @@ class PlanChoice:
 
 def parse_alternatives(text: str, own: Mapping[str, Plan] | None = None) -> dict[str, Plan]:
     """Return the plans that `text` names, in its order, by their names: one, or several joined by "|". `own`: the
-    recipe's plans. An `auto` at the end stays out. Raises UserError for a name that is missing, means nothing, or is given twice."""
+    recipe's plans. An `auto` at the end stays out. Raises UserError for a name that is missing, means nothing, or is
+    given twice."""
     if text == AUTO:
-        raise UserError(
-            "plan=auto is chosen for a number of processes, by dtgpt train and dtgpt plan; give a plan here"
-        )
+        raise UserError("plan=auto is chosen by dtgpt train and dtgpt plan, for a number of processes; give a plan")
     if not isinstance(text, str) or OR not in text:
         return {text: parse_plan(text, own)}
     names = [name.strip() for name in text.split(OR)]
@@ -77,7 +76,7 @@ def parse_alternatives(text: str, own: Mapping[str, Plan] | None = None) -> dict
     for name in names:
         if name == AUTO:
             raise UserError(
-                f"plan={shown(text)} has an alternative after auto, which always finds one; write auto last"
+                f"plan={shown(text)} has an alternative after auto, which never comes to it; write auto last"
             )
         if not name:
             raise UserError(f"plan={shown(text)} has no plan on one side of a '|'; write it as in 'tp4 | tp2'")
@@ -100,8 +99,8 @@ def choose_plan(
     started: bool = True,
     all_of_them: bool = False,
 ) -> PlanChoice:
-    """Return the choice for `world` processes: of the alternatives that fit the largest number of them, the first. Where
-    it must fit `all_of_them`, there is one.
+    """Return the choice for `world` processes: of the alternatives that fit the largest number of them, the first.
+    There is one where it must fit `all_of_them`.
 
     micro_batches: the global batch size / the micro-batch size, which dp divides. started: as in `Plan.for_world`.
     Raises UserError, one sentence, where nothing fits.

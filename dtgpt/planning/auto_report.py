@@ -11,6 +11,7 @@ def describe_ranking(ranking: Ranking, gpu: Gpu, number: int) -> list[str]:
     are there."""
     best = ranking.best
     used = best.settings.plan.world
+    ranks = counted(used, "process", "processes")
     rows = [["plan", "micro", "recompute", "step", "GiB", "slower", "most of it"]]
     for each in ranking.fitting:
         slower = each.seconds / best.seconds - 1
@@ -20,7 +21,7 @@ def describe_ranking(ranking: Ranking, gpu: Gpu, number: int) -> list[str]:
     for each in ranking.too_large:
         rows.append([*_choice(each.settings), "-", _gib(each), "-", f"does not fit {gpu.size / GIB:.1f} GiB"])
     lines = [
-        f"plans of {counted(used, 'process', 'processes')} by the time of a step on {gpu.name}",
+        f"plans of {ranks} by the time of a step on {gpu.name}",
         *aligned(rows, (0, 2, 6)),
     ]
     if used < number:

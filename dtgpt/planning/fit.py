@@ -54,9 +54,10 @@ def largest_micro_batch(settings: Settings, size: float) -> int:
     """Return the largest micro-batch size with which the plan fits into `size` bytes and runs; 0 where none does."""
     for micro in reversed(divisors(settings.global_batch_size // settings.plan.dp)):
         changed = replace(settings, micro_batch_size=micro)
-        if micro <= settings.micro_batch_size * MOST_TIMES and _runs(changed):
-            if fits_into(fullest(memory_by_rank(changed)).total, size):
-                return micro
+        if micro > settings.micro_batch_size * MOST_TIMES or not _runs(changed):
+            continue
+        if fits_into(fullest(memory_by_rank(changed)).total, size):
+            return micro
     return 0
 
 
@@ -73,13 +74,10 @@ def what_fits(settings: Settings, gpu: Gpu) -> list[str]:
             seconds = step_time(changed, gpu.rates).total if gpu.rates else 0.0
             found.append((seconds, f"{' '.join(sorted(words))} ({byte_size(memory)})", words))
     found.sort()
-    lines = [text for _, text, _ in found[:MOST_CHANGES]]
-    if gpu.rates and len(found) > 1:
-        least = found[0][0]
-        lines = [
-            f"{text}, {seconds / least - 1:+.0%} time" if seconds > least else text
-            for seconds, text, _ in found[:MOST_CHANGES]
-        ]
+    lines = []
+    for seconds, text, _ in found[:MOST_CHANGES]:
+        slower = seconds / found[0][0] - 1 if gpu.rates else 0.0
+        lines.append(f"{text}, {slower:+.0%} time" if slower >= 0.005 else text)
     if not found:
         lines += _on_more_gpus(settings, gpu.size)
     longest = longest_sequence(settings, gpu.size)

@@ -161,9 +161,9 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Z0-9]|NVIDIA|GEFORCE", "", name.upper())
 
 
-HOW_WELL = {
-    "H200": "within 13 % of 33 of 35 measured steps, half of them within 4 %",
-    "H100": "4 measured steps: see docs/planning.md",
+HOW_WELL = {  # docs/planning.md has the table
+    "H200": "3 % in the median of 42 measured steps, 17 % at most",
+    "H100": "3 to 7 % in 3 measured steps of one GPU; plans of several were not measured",
 }
 BY_SHEET = "by the data sheet, never measured: expect 30 % either way"
 
@@ -195,10 +195,9 @@ def read_rates(path: Path, gpu: Gpu) -> Gpu:
 
 def check_rates(rates: Rates, name: str | None, path: str) -> None:
     """Raise UserError where rates contradict each other, or the data sheet of `name`."""
-    for field in fields(Rates):
-        value = getattr(rates, field.name)
-        if value < 0 or (value == 0 and field.name != "products_fp8"):
-            raise UserError(f"--rates {path}: {field.name}={value:g} is not positive; calibrate again")
+    for name_of_rate, value in vars(rates).items():
+        if value < 0 or (value == 0 and name_of_rate != "products_fp8"):
+            raise UserError(f"--rates {path}: {name_of_rate}={value:g} is not positive; calibrate again")
     if 0 < rates.products_fp8 < rates.products:
         raise UserError(
             f"--rates {path}: products_fp8={rates.products_fp8:g} is below products={rates.products:g}, but 8 bits are "
@@ -206,14 +205,14 @@ def check_rates(rates: Rates, name: str | None, path: str) -> None:
         )
     if rates.attention > rates.products:
         raise UserError(
-            f"--rates {path}: attention={rates.attention:g} is above products={rates.products:g}, of which it consists; "
+            f"--rates {path}: attention={rates.attention:g} is above products={rates.products:g}, its parts; "
             "calibrate again, with nothing else on the GPU"
         )
     if name is None:
         return
     sheet = SHEETS[name]
-    for field, most in (("products", sheet.bits_16), ("products_fp8", sheet.fp8), ("memory", sheet.bandwidth)):
-        if (value := getattr(rates, field)) > 1.02 * most * 1e12:
+    for rate, most in (("products", sheet.bits_16), ("products_fp8", sheet.fp8), ("memory", sheet.bandwidth)):
+        if (value := getattr(rates, rate)) > 1.02 * most * 1e12:
             raise UserError(
-                f"--rates {path}: {field}={value:g} is above the {most * 1e12:g} of {name}'s data sheet; calibrate again"
+                f"--rates {path}: {rate}={value:g} is above the {most * 1e12:g} of {name}'s data sheet; measure again"
             )

@@ -41,8 +41,8 @@ def seconds_over(axes: tuple[str, ...], sent: list[Collective], settings: Settin
 def over_replicas(
     sent: list[Collective], settings: Settings, rates: Rates, micro: tuple[float, float], trained: list[LocalParameter]
 ) -> float:
-    """Return the seconds that weights and gradients between replicas cost: what is not hidden, what hidden messages take
-    from the operations beside them, and copies. micro: seconds of the forward and backward pass of a micro-batch."""
+    """Return the seconds that weights and gradients between replicas cost: what is not hidden, what hidden messages
+    take from the operations beside them, and copies. micro: seconds of a micro-batch's forward and backward pass."""
     plan, passes = settings.plan, settings.micro_batches
     over = [c for c in sent if c.over == "dp" and c.what != MATRICES_TRAVEL]
     travels = sum(message_seconds(c, settings, rates) for c in sent if c.what == MATRICES_TRAVEL)

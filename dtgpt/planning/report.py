@@ -24,8 +24,8 @@ def describe_plan(settings: Settings, name: str, notes: list[str], gpu: Gpu, ste
     lines += [hanging(f"note: {note}", 6) for note in notes]
     lines.append(verdict(most.total, gpu, "the fullest rank"))
     if fits_into(most.total, gpu.size):
-        sizes = largest_micro_batch(settings, gpu.size), longest_sequence(settings, gpu.size)
-        lines.insert(-1, hanging("largest that fit: --micro_batch_size {:,}, or --seq_length {:,}".format(*sizes), 2))
+        micro, length = largest_micro_batch(settings, gpu.size), longest_sequence(settings, gpu.size)
+        lines.insert(-1, hanging(f"largest that fit: micro-batches of {micro:,}, or samples of {length:,} tokens", 2))
     else:
         lines.append(hanging(f"what would fit: {'; '.join(what_fits(settings, gpu))}", 2))
     return "\n".join(lines)
@@ -41,9 +41,8 @@ def _time(settings: Settings, time: StepTime, gpu: Gpu, steps: int) -> list[str]
     """Return the lines on the time of a step and of the run."""
     world, tokens = settings.plan.world, settings.global_batch_size * settings.seq_length
     rate = tokens / time.total
-    mfu = (
-        f", MFU {model_flops(settings, time.total) / gpu.peak:.1%}" if gpu.peak and settings.dtype.itemsize == 2 else ""
-    )
+    flops = settings.model.flops_per_token(settings.seq_length) * rate / world
+    mfu = f", MFU {flops / gpu.peak:.1%}" if gpu.peak and settings.dtype.itemsize == 2 else ""
     hours = steps * time.total / 3600
     parts = {name: part for name, part in parts_of(time).items() if part >= 0.001 * time.total}
     spent = ", ".join(f"{name} {short_duration(part)}" for name, part in parts.items())
@@ -54,12 +53,6 @@ def _time(settings: Settings, time: StepTime, gpu: Gpu, steps: int) -> list[str]
         f"run     {counted(steps, 'step')}: {hours:,.1f} hours, {hours * world:,.0f} GPU hours",
     ]
     return [hanging(line, 8) for line in lines]
-
-
-def model_flops(settings: Settings, seconds: float) -> float:
-    """Return the FLOP/s of a GPU that the model needs, without what is computed again."""
-    tokens = settings.global_batch_size * settings.seq_length
-    return settings.model.flops_per_token(settings.seq_length) * tokens / seconds / settings.plan.world
 
 
 def parts_of(time: StepTime) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """The search for the fastest plan that fits: degrees, ZeRO, schedule, micro-batch size and recomputation."""
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from dtgpt.config.execution import Recompute, Settings
-from dtgpt.config.plan import ResolvedPlan, divisors
+from dtgpt.config.plan import ResolvedPlan, Schedule, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.planning.activations import residual_bytes
@@ -152,7 +153,7 @@ def _candidates(
     model, samples = search.model, search.samples
     queue: list[tuple[float, int, Settings]] = []
     reason = ""
-    recomputes: list[Recompute] = ["none", *(["selective"] if search.selective else []), "full"]
+    recomputes: list[Recompute] = ["none", "selective", "full"] if search.selective else ["none", "full"]
     for plan, schedules, zeros in _divisions(model, search.world, search.seq_length, cuts_samples):
         if samples % plan.dp:
             reason = reason or f"{samples} samples cannot be shared by {plan.dp} replicas"
@@ -179,12 +180,10 @@ def _candidates(
 
 def _divisions(
     model: ModelConfig, world: int, seq_length: int, cuts_samples: bool
-) -> Iterator[tuple[ResolvedPlan, list[tuple[str, int | None]], list[int]]]:
+) -> Iterator[tuple[ResolvedPlan, list[tuple[Schedule, int | None]], list[int]]]:
     """Yield plans with their degrees, the schedules and stages of a rank that each can have, and its ZeRO levels."""
-    fitting = [
-        n for n in divisors(world) if n <= GPUS_OF_HOST and all(size % n == 0 for size in model.cut_by_tp.values())
-    ]
-    for tp in fitting:
+    common = math.gcd(world, *model.cut_by_tp.values())
+    for tp in (n for n in divisors(common) if n <= GPUS_OF_HOST):
         for cp in (n for n in divisors(world // tp) if (n == 1) == (not cuts_samples) and n & (n - 1) == 0):
             for pp in (n for n in divisors(world // tp // cp) if n <= model.num_layers):
                 sp = tp > 1 and seq_length % (tp * cp) == 0
@@ -194,7 +193,7 @@ def _divisions(
                     yield plan, [("1F1B", None)], [0, 1, 2, 3] if several else [0]
                     continue
                 most = min(MOST_STAGES, model.num_layers // pp)
-                interleaved = [("Interleaved1F1B", n) for n in range(2, most + 1)]
+                interleaved: list[tuple[Schedule, int | None]] = [("Interleaved1F1B", n) for n in range(2, most + 1)]
                 yield plan, [("1F1B", None), *interleaved, ("GPipe", None)], [0, 1] if several else [0]
 
 

@@ -105,10 +105,9 @@ def with_plan(recipe: Recipe, world: int) -> Recipe:
 
     chosen = auto.with_plan(recipe, world)
     if chosen.plan != recipe.plan:
-        say(
-            f"plan auto: {chosen.plan.partition(OR)[0].strip()} on {counted(world, 'process', 'processes')}, micro-batches of "
-            f"{chosen.micro_batch_size}, recompute {chosen.recompute}"
-        )
+        name, ranks = chosen.plan.partition(OR)[0].strip(), counted(world, "process", "processes")
+        micro, recompute = chosen.micro_batch_size, chosen.recompute
+        say(f"plan auto: {name} on {ranks}, micro-batches of {micro}, recompute {recompute}")
     return chosen
 
 
