@@ -153,6 +153,8 @@ def name_of(words: str) -> str | None:
     if OTHER_CHIPS.search(words):
         return None
     whole = _plain(words)
+    if "A100" in whole and "40GB" in whole:
+        return "A100-40GB"
     return next((name for name in SHEETS if re.search(rf"(^|\D){_plain(name)}(?!\d)", whole)), None)
 
 

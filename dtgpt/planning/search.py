@@ -21,6 +21,7 @@ from dtgpt.util.errors import UserError
 MOST_MICRO = 64  # samples of a micro-batch
 MOST_STAGES = 8  # of a rank
 LISTED = 8  # plans
+RECOMPUTES: list[Recompute] = ["none", "selective", "full"]
 EVALUATED = 4000  # candidates whose messages and memory are counted, the fastest by their operations
 Make = Callable[[ResolvedPlan, int, Recompute], Settings]  # of a plan, a micro-batch size and what is computed again
 
@@ -47,10 +48,10 @@ class Candidate:
     time: StepTime | None = None  # None: it does not fit
 
     @property
-    def order(self) -> tuple[float, str, int, str]:
+    def order(self) -> tuple[float, int, str, int]:
         """What candidates are sorted by, on every rank the same."""
         own = self.settings
-        return self.seconds, own.plan.name, own.micro_batch_size, own.recompute
+        return self.seconds, RECOMPUTES.index(own.recompute), own.plan.name, own.micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def _candidates(
     model, samples = search.model, search.samples
     queue: list[tuple[float, int, Settings]] = []
     reason = ""
-    recomputes: list[Recompute] = ["none", "selective", "full"] if search.selective else ["none", "full"]
+    recomputes = [each for each in RECOMPUTES if search.selective or each != "selective"]
     for plan, schedules, zeros in _divisions(model, search.world, search.seq_length, cuts_samples):
         if samples % plan.dp:
             reason = reason or f"{samples} samples cannot be shared by {plan.dp} replicas"

@@ -53,7 +53,9 @@ def step_time(settings: Settings, rates: Rates) -> StepTime:
     bubble, update = idle_time(settings, micro), update_time(settings, rates, trained)
     busy = work.total + again * passes + sum(messages.values()) + bubble + update
     blocks = stages.blocks(slowest) * passes
-    host = max(0.0, blocks * host_time(settings) - busy) if not settings.graphs else 0.0
+    host = (
+        max(0.0, blocks * host_time(settings) - busy) if settings.device.type == "cuda" and not settings.graphs else 0.0
+    )
     return StepTime(
         work=work,
         again=again * passes,
