@@ -152,10 +152,9 @@ def name_of(words: str) -> str | None:
     """Return the name in SHEETS of the GPU that CUDA calls `words`; None where its rates are not known."""
     if OTHER_CHIPS.search(words):
         return None
-    whole = _plain(words)
-    if "A100" in whole and "40GB" in whole:
+    if re.search(r"\bA100\b.*\b40GB\b", words):
         return "A100-40GB"
-    return next((name for name in SHEETS if re.search(rf"(^|\D){_plain(name)}(?!\d)", whole)), None)
+    return next((name for name in SHEETS if re.search(rf"\b{name.replace('RTX', 'RTX ?')}\b", words)), None)
 
 
 def _plain(name: str) -> str:

@@ -10,9 +10,10 @@ from dtgpt.planning.work import START
 
 LATENCY = 10e-6  # seconds of a message by copy engines within a host, with its flag; not measured apart
 NETWORK_LATENCY, HOP = 20e-6, 5e-6  # seconds of one between hosts, and of each further host of a ring; not measured
-# What messages that are hidden cost all the same, as a part of their time. Within a host links take power: plans.md,
-# dp2 of the 345M costs 2.5 to 3.6 ms for 1.9 ms of copies. Between hosts, NCCL takes 16 of 132 multiprocessors.
-BESIDE, BESIDE_NETWORK = 1.2, 0.15
+# What messages that are hidden cost all the same, as a part of their time; plans.md. Copy engines within a host take
+# power: dp2 of the 345M costs 2.5 to 3.6 ms for 1.9 ms of copies. NCCL's kernels take multiprocessors: 7.0 ms more of
+# other kernels beside 14.7 ms of NCCL's within a host, which is taken for those between hosts, too.
+BESIDE, BESIDE_NETWORK = 1.2, 0.45
 COPIED = {"zero": 20, "replicas": 7}  # bytes moved for each gradient beside its messages: plans.md, 2.7 and 0.58 ms
 
 

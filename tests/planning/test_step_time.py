@@ -151,7 +151,7 @@ def test_a_calibration_is_read_back(tmp_path):
         ({"gpu": "NVIDIA A100-SXM4-80GB"}, ["is a calibration of NVIDIA A100", "not of H200"]),
         ({"products_fp8": 1e14}, ["products_fp8=1e+14 is below products="]),
         ({"attention": 8e14}, ["attention=8e+14 is above products="]),
-        ({"products": 1e15, "products_fp8": 1.5e15}, ["products=1e+15 is above the 9.89e+14 of H200"]),
+        ({"products": 1.2e15, "products_fp8": 1.5e15}, ["products=1.2e+15 is above the 9.89e+14 of H200"]),
         ({"memory": 0.0}, ["memory=0 is not positive"]),
         ({"memory": "fast"}, ["is no calibration"]),
         ({"colour": 1}, ["is no calibration (colour)"]),
