@@ -40,9 +40,27 @@ def row(case: dict, measured: float, expected: float) -> str:
     return f"| {name_of(case)} | {measured * 1e3:,.1f} | {expected * 1e3:,.1f} | {error} | {case['source']} |"
 
 
+def published(cases: list[dict]) -> None:
+    """Print what others published beside what is predicted, in tokens/s per GPU."""
+    for case in cases:
+        recipe = load_recipe(
+            HERE.parent / "recipes" / case["recipe"], ["--plan", case["plan"], *case["options"].split()]
+        )
+        settings, rates = recipe.planned(case["world"]), known_gpu(case["gpu"]).rates
+        assert rates is not None
+        tokens = settings.global_batch_size * settings.seq_length / case["world"]
+        expected, seen = tokens / step_time(settings, rates).total, case["tokens_per_gpu"]
+        named = f"{case['source']}: {case['world']} {case['gpu']}, {name_of(case)}"
+        print(f"| {named} | {seen:,.0f} | {expected:,.0f} | {expected / seen:.2f} |")
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
-    cases = json.loads((HERE / "measured_steps.json").read_text())["cases"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--published", action="store_true", help="steps of other libraries alone")
+    recorded = json.loads((HERE / "measured_steps.json").read_text())
+    if parser.parse_args().published:
+        return published(recorded["published"])
+    cases = recorded["cases"]
     for gpu, fit in (("H200", True), ("H200", False), ("H100", False)):
         print(f"\n{gpu}, {'constants come from these' if fit else 'held out'}\n\n{HEADS}")
         sizes = []
