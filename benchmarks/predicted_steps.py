@@ -8,6 +8,7 @@ import json
 import statistics
 from pathlib import Path
 
+from dtgpt.config.recipe import Recipe
 from dtgpt.planning.gpus import known_gpu
 from dtgpt.planning.step_time import step_time
 from dtgpt.train.settle import load_recipe
@@ -16,10 +17,13 @@ HERE = Path(__file__).parent
 HEADS = "| case | measured, ms | predicted, ms | error | source |\n|---|---:|---:|---:|---|"
 
 
+def recipe_of(case: dict) -> Recipe:
+    return load_recipe(HERE.parent / "recipes" / case["recipe"], ["--plan", case["plan"], *case["options"].split()])
+
+
 def predicted(case: dict) -> tuple[float, float]:
     """Return the measured and the predicted seconds of a step of a case."""
-    recipe = load_recipe(HERE.parent / "recipes" / case["recipe"], ["--plan", case["plan"], *case["options"].split()])
-    settings, rates = recipe.planned(None), known_gpu(case["gpu"]).rates
+    settings, rates = recipe_of(case).planned(None), known_gpu(case["gpu"]).rates
     assert rates is not None
     tokens = settings.global_batch_size * settings.seq_length
     measured = case["milliseconds"] / 1e3 if "milliseconds" in case else tokens / case["tokens_per_second"]
