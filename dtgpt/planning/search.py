@@ -10,7 +10,7 @@ from dtgpt.config.plan import ResolvedPlan, Schedule, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.planning.activations import residual_bytes
-from dtgpt.planning.fit import fits_into
+from dtgpt.planning.fit import MOST_CP, fits_into
 from dtgpt.planning.gpus import Gpu, Rates
 from dtgpt.planning.memory import Memory, fullest, memory_of
 from dtgpt.planning.parameters import GPUS_OF_HOST
@@ -185,7 +185,8 @@ def _divisions(
     """Yield plans with their degrees, the schedules and stages of a rank that each can have, and its ZeRO levels."""
     common = math.gcd(world, *model.cut_by_tp.values())
     for tp in (n for n in divisors(common) if n <= GPUS_OF_HOST):
-        for cp in (n for n in divisors(world // tp) if (n == 1) == (not cuts_samples) and n & (n - 1) == 0):
+        degrees = [n for n in divisors(world // tp) if n & (n - 1) == 0 and n <= MOST_CP]
+        for cp in (n for n in degrees if (n > 1) == cuts_samples):
             for pp in (n for n in divisors(world // tp // cp) if n <= model.num_layers):
                 sp = tp > 1 and seq_length % (tp * cp) == 0
                 plan = ResolvedPlan(dp=world // (tp * cp * pp), cp=cp, tp=tp, pp=pp, sequence_parallel=sp)

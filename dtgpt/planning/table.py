@@ -23,18 +23,18 @@ class PlannedCase:
 def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str], gpu: Gpu) -> str:
     """Return the tables of memory and of a step for the cases of the recipe `name`, one at least, with `notes`
     below."""
-    size = gpu.size
+    size, timed = gpu.size, gpu.rates is not None and cases[0].settings.device.type == "cuda"
     memories = [fullest(memory_by_rank(case.settings)) for case in cases]
     largest = max(memory.total for memory in memories)
     unit, unit_name = (GIB, "GiB") if largest >= GIB else (GIB / 1024, "MiB")
     memory = [["plan", "GPUs", "weights", "moments", "grads", "activations", "other", "total", "fits"]]
     axes = ["cp"] * any(case.settings.plan.cp > 1 for case in cases) + ["tp", "dp", "pp"]
-    step = [["plan", "GPUs", "micro-batches", "bubble", *axes, "longest", *["time"] * (gpu.rates is not None)]]
+    step = [["plan", "GPUs", "micro-batches", "bubble", *axes, "longest", *["time"] * timed]]
     for case, most in zip(cases, memories, strict=True):
         settings, start = case.settings, [case.plan, f"{case.settings.plan.world:,}"]
         fits = "yes" if fits_into(most.total, size) else "NO"
         memory.append([*start, *(_figure(n / unit) for n in (*_parts(most), most.total)), fits])
-        time = [short_duration(step_time(settings, gpu.rates).total)] if gpu.rates is not None else []
+        time = [short_duration(step_time(settings, gpu.rates).total)] if gpu.rates and timed else []
         step.append([*start, *_step(settings, unit, axes), f"{longest_sequence(settings, size):,}", *time])
     lines = [
         *_heading(name, cases[0].settings),
@@ -42,9 +42,9 @@ def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str]
         f"{unit_name} on the fullest rank; {gpu.name} has {byte_size(size)}",
         *aligned(memory),
         "",
-        f"a step: {unit_name} that a rank sends; tokens of the longest sample that fits"
-        + (f"; time: {gpu.measured}" if gpu.rates is not None else ""),
+        f"a step: {unit_name} that a rank sends; tokens of the longest sample that fits" + "; time of a step" * timed,
         *aligned(step),
+        *([hanging(f"expected error of a time: {gpu.measured}", 2)] if timed else []),
     ]
     return "\n".join([*lines, *[""] * bool(notes), *(hanging(note, 2) for note in notes)])
 
