@@ -13,7 +13,7 @@ from dtgpt.config.overrides import Options
 from dtgpt.config.plan_choice import parse_alternatives
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.memory import MOST_SLOTS
-from dtgpt.planning.auto import is_auto, ranking, with_choice
+from dtgpt.planning.auto import AutoPlan, is_auto, with_choice
 from dtgpt.planning.gpus import Gpu, find_gpu, read_rates
 from dtgpt.train.job import checked, with_steps
 from dtgpt.train.settle import settle
@@ -118,7 +118,7 @@ def _ranked(recipe: Recipe, world: int, gpu: Gpu) -> Recipe:
     """Print the plans of `world` processes by the time of a step, and return the recipe with the first."""
     from dtgpt.planning.auto_report import describe_ranking
 
-    found = ranking(recipe, world, gpu)
+    found = AutoPlan(recipe=recipe, world=world, gpu=gpu).ranking()
     say("\n".join(describe_ranking(found, gpu, world)))
     return with_choice(recipe, found.best)
 

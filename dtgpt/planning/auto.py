@@ -5,7 +5,8 @@ finds the same. It becomes the plan `CHOICE | auto` of the run's recipe: a resum
 processes, and chooses again where it does not.
 """
 
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +15,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import AUTO, OR, resolve
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.gpus import CPU, GIB, Gpu, known_gpu, this_gpu
-from dtgpt.planning.search import Candidate, Ranking, Search, rank_plans
+from dtgpt.planning.search import LISTED, Candidate, Ranking, Search, rank_plans
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import total_memory
 
@@ -24,45 +25,60 @@ def is_auto(plan: str) -> bool:
     return plan.rpartition(OR)[2].strip() == AUTO
 
 
-def with_plan(recipe: Recipe, world: int, gpu: Gpu | None = None) -> Recipe:
-    """Return the recipe with a plan that is not to be chosen any more, for `world` processes of `gpu`, by default those
-    of this machine. A recipe without `auto`, and one whose first alternatives fit all of the processes, stays as it is.
-    Raises UserError where no plan fits."""
-    if not is_auto(recipe.plan) or _settled(recipe, world):
-        return recipe
-    return with_choice(recipe, ranking(recipe, world, gpu, most=1).best)
+@dataclass(frozen=True, kw_only=True)
+class AutoPlan:
+    """The choice of a plan for a recipe, for `world` processes of `gpu`, by default those of this machine."""
 
+    recipe: Recipe
+    world: int
+    gpu: Gpu | None = None
 
-def ranking(recipe: Recipe, world: int, gpu: Gpu | None = None, most: int = 8) -> Ranking:
-    """Return the plans for `world` processes, or for the largest number below that any fits."""
-    gpu = gpu or machine(recipe.device, world)
-    if gpu.rates is None:
-        gpu = replace(gpu, rates=known_gpu("H100").rates)  # to rank by
-    device = torch.device("cpu" if gpu.rates is CPU else "cuda")
+    def settled(self) -> Recipe:
+        """Return the recipe with a plan that is not to be chosen any more. A recipe without `auto`, and one of which an
+        alternative fits all of the processes, stays as it is. Raises UserError where no plan fits."""
+        if not is_auto(self.recipe.plan) or self.is_settled():
+            return self.recipe
+        return with_choice(self.recipe, self.ranking(most=1).best)
 
-    def make(plan: ResolvedPlan, micro: int, recompute: Recompute) -> Settings:
-        changed = replace(recipe, micro_batch_size=micro, recompute=recompute)
-        changed.check_plan(plan)
-        return changed.settings(plan, device, here=False)
+    def is_settled(self) -> bool:
+        """Return whether an alternative before `auto` fits all processes."""
+        if OR not in self.recipe.plan:
+            return False
+        for plan in self.recipe.alternatives().values():
+            with suppress(UserError):
+                resolve(plan, self.world, self.recipe.check_plan)
+                return True
+        return False
 
-    last = None
-    some = recipe.settings(ResolvedPlan(dp=1), device, here=False)
-    selective = some.attention_backend in ("explicit", "fused_softmax")
-    search = Search(
-        model=recipe.model,
-        world=world,
-        samples=recipe.global_batch_size,
-        seq_length=recipe.sample_length,
-        selective=selective,
-        make=make,
-    )
-    for count in range(world, 0, -1):
-        try:
-            return rank_plans(replace(search, world=count), gpu, most)
-        except UserError as error:
-            last = last or error
-    assert last is not None
-    raise last
+    def ranking(self, most: int = LISTED) -> Ranking:
+        """Return the plans for all processes, or for the largest number below that any fits."""
+        recipe, gpu = self.recipe, self.gpu or machine(self.recipe.device, self.world)
+        if gpu.rates is None:
+            gpu = replace(gpu, rates=known_gpu("H100").rates)  # to rank by
+        device = torch.device("cpu" if gpu.rates is CPU else "cuda")
+
+        def make(plan: ResolvedPlan, micro: int, recompute: Recompute) -> Settings:
+            changed = replace(recipe, micro_batch_size=micro, recompute=recompute)
+            changed.check_plan(plan)
+            return changed.settings(plan, device, here=False)
+
+        backend = recipe.settings(ResolvedPlan(dp=1), device, here=False).attention_backend
+        search = Search(
+            model=recipe.model,
+            world=self.world,
+            samples=recipe.global_batch_size,
+            seq_length=recipe.sample_length,
+            selective=backend in ("explicit", "fused_softmax"),
+            make=make,
+        )
+        refused = None
+        for count in range(self.world, 0, -1):
+            try:
+                return rank_plans(replace(search, world=count), gpu, most)
+            except UserError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
 
 
 def machine(device: str, world: int) -> Gpu:
@@ -72,19 +88,6 @@ def machine(device: str, world: int) -> Gpu:
         return Gpu("this machine", max(size, GIB), rates=CPU)
     gpu = this_gpu(torch.device("cuda", 0))
     return replace(gpu, size=gpu.size // GIB * GIB)
-
-
-def _settled(recipe: Recipe, world: int) -> bool:
-    """Return whether an alternative before `auto` fits all processes."""
-    if OR not in recipe.plan:
-        return False
-    for plan in recipe.alternatives().values():
-        try:
-            resolve(plan, world, recipe.check_plan)
-            return True
-        except UserError:
-            continue
-    return False
 
 
 def with_choice(recipe: Recipe, chosen: Candidate) -> Recipe:

@@ -101,9 +101,9 @@ def with_plan(recipe: Recipe, world: int) -> Recipe:
     """Return the recipe with the plan that `auto` means for `world` processes of this machine's GPUs, and say which."""
     if OR not in recipe.plan and recipe.plan != AUTO:
         return recipe
-    from dtgpt.planning import auto
+    from dtgpt.planning.auto import AutoPlan
 
-    chosen = auto.with_plan(recipe, world)
+    chosen = AutoPlan(recipe=recipe, world=world).settled()
     if chosen.plan != recipe.plan:
         name, ranks = chosen.plan.partition(OR)[0].strip(), counted(world, "process", "processes")
         micro, recompute = chosen.micro_batch_size, chosen.recompute

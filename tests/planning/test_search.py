@@ -9,7 +9,7 @@ import pytest
 from dtgpt.cli import main
 from dtgpt.config.plan_choice import parse_alternatives
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.planning.auto import is_auto, ranking, with_plan
+from dtgpt.planning.auto import AutoPlan, is_auto
 from dtgpt.planning.fit import fits_into, largest_micro_batch, what_fits
 from dtgpt.planning.gpus import GIB, find_gpu, known_gpu
 from dtgpt.planning.memory import fullest, memory_by_rank
@@ -36,6 +36,10 @@ def small(recipe):
     return replace(recipe, model=model, plan="auto", micro_batch_size=1, global_batch_size=16, device="auto")
 
 
+def with_plan(recipe, world, gpu):
+    return AutoPlan(recipe=recipe, world=world, gpu=gpu).settled()
+
+
 def tried(recipe, gpu):
     """Return the seconds of every candidate that fits, by its choice."""
     found = {}
@@ -54,7 +58,7 @@ def tried(recipe, gpu):
 def test_the_choice_is_the_fastest_of_all_that_fit(small, size):
     gpu = replace(GPU, size=size * GIB)
     every = tried(small, gpu)
-    found = ranking(small, 4, gpu)
+    found = AutoPlan(recipe=small, world=4, gpu=gpu).ranking()
     for each in found.fitting:
         own = each.settings
         assert fits_into(fullest(memory_by_rank(own)).total, gpu.size)
