@@ -26,6 +26,10 @@ EVALUATED = 4000  # candidates whose messages and memory are counted, the fastes
 Make = Callable[[ResolvedPlan, int, Recompute], Settings]  # of a plan, a micro-batch size and what is computed again
 
 
+class TooLarge(UserError):
+    """Plans run, but none fits into the memory of a GPU."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """What plans are looked for."""
@@ -71,19 +75,20 @@ def rank_plans(search: Search, gpu: Gpu, most: int = LISTED) -> Ranking:
     """Return the plans by the time of a step, the `most` fastest that fit into the GPU.
 
     The time of the operations alone is a lower bound of a step's, so that the search ends where no candidate that is
-    left can be among the first. Plans that cut samples (cp) are looked at only where no other fits. Raises UserError
-    where nothing fits.
+    left can be among the first. Plans that cut samples (cp) are looked at only where no other fits. Raises TooLarge
+    where nothing fits, and UserError where nothing can run.
     """
     assert gpu.rates is not None
-    smallest, reason = float("inf"), ""
+    smallest, reason, large = float("inf"), "", False
     for cuts_samples in (False, True):
-        queue, refused = _candidates(search, gpu.rates, gpu.size, cuts_samples)
+        queue, refused, dropped = _candidates(search, gpu.rates, gpu.size, cuts_samples)
+        large = large or dropped or bool(queue)
         ranking, least = _first_of(queue, gpu, most)
         smallest, reason = min(smallest, least), reason or refused
         if ranking.fitting:
             return ranking
-    words = f"the smallest needs {smallest / 2**30:.1f} GiB" if smallest < float("inf") else reason
-    raise UserError(
+    words = f"the smallest needs {smallest / 2**30:.1f} GiB" if smallest < float("inf") else "" if large else reason
+    raise (TooLarge if large else UserError)(
         f"plan=auto finds no plan of {counted(search.world, 'process', 'processes')} for {gpu.name}"
         f"{f' ({words})' if words else ''}; use more processes, shorter samples or a smaller model"
     )
@@ -149,11 +154,12 @@ def _fullest_of_some(settings: Settings) -> Memory:
 
 def _candidates(
     search: Search, rates: Rates, size: float, cuts_samples: bool
-) -> tuple[list[tuple[float, int, Settings]], str]:
-    """Return a heap of all candidates by the time of their operations, and the reason of the first that was refused."""
+) -> tuple[list[tuple[float, int, Settings]], str, bool]:
+    """Return a heap of all candidates by the time of their operations, the reason of the first that was refused, and
+    whether others were left out, whose weights and activations alone are too large."""
     model, samples = search.model, search.samples
     queue: list[tuple[float, int, Settings]] = []
-    reason = ""
+    reason, dropped = "", False
     recomputes = [each for each in RECOMPUTES if search.selective or each != "selective"]
     for plan, schedules, zeros in _divisions(model, search.world, search.seq_length, cuts_samples):
         if samples % plan.dp:
@@ -171,12 +177,13 @@ def _candidates(
                             reason = reason or str(error)
                             break
                         if not _may_fit(settings, size):
+                            dropped = True
                             continue
                         if recompute not in timed:
                             timed[recompute] = compute_time(settings, rates)
                         queue.append((timed[recompute], len(queue), settings))
     heapq.heapify(queue)
-    return queue, reason
+    return queue, reason, dropped
 
 
 def _divisions(
