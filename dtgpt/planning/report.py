@@ -5,7 +5,7 @@ from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.fit import fits_into, largest_micro_batch, longest_sequence, what_fits
 from dtgpt.planning.gpus import GIB, Gpu
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
-from dtgpt.planning.parameters import parameters_of
+from dtgpt.planning.parameters import GPUS_OF_HOST, parameters_of
 from dtgpt.planning.step_time import StepTime, step_time
 from dtgpt.planning.traffic import bubble, collectives_of
 from dtgpt.util.console import byte_size, counted, hanging, parameters, short_duration
@@ -49,7 +49,7 @@ def _time(settings: Settings, time: StepTime, gpu: Gpu, steps: int) -> list[str]
     lines = [
         f"step    {short_duration(time.total)} on {gpu.name}: {rate:,.0f} tokens/s, {rate / world:,.0f} a GPU{mfu}",
         f"        {spent}",
-        f"        expected error: {gpu.measured}",
+        f"        expected error: {gpu.measured}{'; of several hosts none was measured' * (world > GPUS_OF_HOST)}",
         f"run     {counted(steps, 'step')}: {hours:,.1f} hours, {hours * world:,.0f} GPU hours",
     ]
     return [hanging(line, 8) for line in lines]

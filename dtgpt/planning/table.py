@@ -44,7 +44,11 @@ def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str]
         "",
         f"a step: {unit_name} that a rank sends; tokens of the longest sample that fits" + "; time of a step" * timed,
         *aligned(step),
-        *([hanging(f"expected error of a time: {gpu.measured}", 2)] if timed else []),
+        *(
+            [hanging(f"expected error of a time: {gpu.measured}; of several hosts none was measured", 2)]
+            if timed
+            else []
+        ),
     ]
     return "\n".join([*lines, *[""] * bool(notes), *(hanging(note, 2) for note in notes)])
 
