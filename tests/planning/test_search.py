@@ -90,7 +90,7 @@ def test_processes_that_no_plan_can_use_wait(small):
 
 
 def test_a_model_that_no_plan_holds_is_one_sentence(small):
-    with pytest.raises(UserError, match=r"plan=auto finds no plan of 4 processes for H100 .*use more processes"):
+    with pytest.raises(UserError, match=r"plan=auto finds no plan of 4 processes for H100.*; use more processes"):
         with_plan(small, 4, replace(GPU, size=0.001 * GIB))
 
 
