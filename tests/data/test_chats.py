@@ -17,7 +17,7 @@ from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.train.loop import train
-from dtgpt.train.startup import read_dataset
+from dtgpt.train.startup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError
 from tests.support.chats import CHATML, FAMILIES, conversation, write_tokenizer
 from tests.support.ranks import pool
@@ -242,3 +242,29 @@ def test_inspect_shows_what_is_masked(prepared, capsys):
     inspect(InspectOptions(input=(prepared,), show=True, samples=1))
     shown = capsys.readouterr().out
     assert "<|im_start|>assistant\n]a" in shown and "<|im_end|>" in shown.rpartition("]")[2]
+
+
+def test_samples_of_a_run_are_held_out_chats_with_the_models_answers(chat_recipe, prepared):
+    log = {"sample_tokens": 6, "sample_interval": 2, "temperature": 0}
+    wanted = change(chat_recipe, log=log, steps=4, plan="single")
+    train(wanted)
+    samples = newest_run(wanted) / "samples"
+    assert len(list(samples.iterdir())) == 2
+    written = (samples / "step_00000004.txt").read_text()
+    chats, tokenizer = IndexedDataset(prepared), open_tokenizer(str(newest_run(wanted) / "tokenizer.json"))
+    with open_trainer(wanted, newest_run(wanted)) as trainer:
+        beginnings = trainer.dataset.chats(3, 64)
+        held_out = {tuple(chats.window(i)[: len(b.ids)].tolist()) for b in beginnings for i in range(96, 120)}
+        assert len(beginnings) == 3 and all(tuple(b.ids) in held_out for b in beginnings)
+        model, texts = trainer.stages[0], []
+        for ids, ends in beginnings:
+            ids, end = list(ids), len(ids) + 6
+            assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n") and tokenizer.decode(ends) == "<|im_end|>"
+            while len(ids) < min(64, end) and (len(ids) == end - 6 or ids[-1] not in ends):
+                ids.append(int(model(torch.tensor([ids]))[0, -1, : tokenizer.vocab_size].argmax()))
+            texts.append(tokenizer.decode(ids))
+    assert written.rstrip("\n") == "\n\n".join(texts).rstrip("\n")
+    parted = change(wanted, plan="tp2", runs=f"{wanted.runs}-tp2")
+    assert pool().run(2, train, parted) == [0, 0]
+    assert (newest_run(parted) / "samples" / "step_00000004.txt").read_text() == written
+    assert "7 and" in training(change(wanted, log={"prompt": "7 and"})).sample()

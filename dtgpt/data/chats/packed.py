@@ -11,7 +11,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 
 COUNTS, BEGINS = 1, 2  # marks of a token: its loss counts; a chat begins with it
 PROBED = 256  # samples that are looked at before a run begins
+
+
+class ChatBeginning(NamedTuple):
+    """A chat up to its last answer. `ends`: the token with which that one ends."""
+
+    ids: list[int]
+    ends: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,20 @@ class PackedPart:
             row[begins, 1] = BEGINS
             row[used : used + 1, 1] = BEGINS  # of the filling
         return torch.from_numpy(found)
+
+
+def chat_beginning(sequences: IndexedDataset, chat: int) -> ChatBeginning | None:
+    """Return a chat without its last answer, which is the last run of tokens that count; None where none counts. Where
+    all of them count, it is the first token alone, and nothing says what ends an answer."""
+    lengths = sequences.lengths[chat : chat + 1].astype(np.int64)
+    ids, weights = sequences.window(chat), sequences.read_weights(np.array([chat]), lengths)
+    weights[:1] = 0  # nothing predicts the first token
+    counted = np.flatnonzero(weights)
+    if not len(counted):
+        return None
+    last = int(counted[-1])
+    begin = int(np.flatnonzero(weights[:last] == 0)[-1]) + 1
+    return ChatBeginning(ids[:begin].tolist(), (int(ids[last]),) if begin > 1 else ())
 
 
 def permutation(key: Tensor, count: int) -> np.ndarray:
@@ -146,6 +168,11 @@ class ChatDataset(Dataset):
         count = min(len(samples), max_samples)
         for first in range(0, count, batch_size):
             yield samples.windows(np.arange(first, min(first + batch_size, count)))
+
+    def chats(self, count: int, positions: int) -> list[ChatBeginning]:
+        part = self.valid if len(self.valid) else self.train
+        found = (chat_beginning(part.sequences, chat) for chat in np.sort(part.chats)[:PROBED])
+        return list(islice((chat for chat in found if chat is not None and len(chat.ids) < positions), count))
 
     def bytes_per_token(self) -> float:
         windows = self.train.windows(np.arange(min(PROBED, len(self.train))))
