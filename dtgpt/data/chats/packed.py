@@ -69,7 +69,7 @@ class PackedPart:
             begins, used = np.cumsum(lengths) - lengths, int(lengths.sum())
             zeros = np.zeros(len(chats), np.int64)
             row[:used, 0] = self.sequences.read(chats, zeros, lengths)
-            row[:used, 1] = self.sequences.read_weights(chats, lengths) * COUNTS
+            row[:used, 1] = (self.sequences.read_weights(chats, lengths) > 0) * COUNTS
             row[begins, 1] = BEGINS
             row[used : used + 1, 1] = BEGINS  # of the filling
         return torch.from_numpy(found)
@@ -165,9 +165,11 @@ class ChatDataset(Dataset):
 
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         samples = self.valid if part == "valid" else self.test
-        count = min(len(samples), max_samples)
-        for first in range(0, count, batch_size):
-            yield samples.windows(np.arange(first, min(first + batch_size, count)))
+        chosen = np.arange(len(samples))
+        if max_samples < len(samples):  # the first ones have the longest chats
+            chosen = permutation(fold(root_key(self._seed), part), len(samples))[:max_samples]
+        for first in range(0, len(chosen), batch_size):
+            yield samples.windows(chosen[first : first + batch_size])
 
     def chats(self, count: int, positions: int) -> list[ChatBeginning]:
         part = self.valid if len(self.valid) else self.train
@@ -175,21 +177,25 @@ class ChatDataset(Dataset):
         return list(islice((chat for chat in found if chat is not None and len(chat.ids) < positions), count))
 
     def bytes_per_token(self) -> float:
-        windows = self.train.windows(np.arange(min(PROBED, len(self.train))))
+        spread = np.linspace(0, len(self.train) - 1, min(PROBED, len(self.train))).astype(np.int64)
+        windows = self.train.windows(spread)
         counted_ids = windows[..., 0][(windows[..., 1] & COUNTS) > 0].numpy()
-        return float(self.tokenizer.token_bytes()[counted_ids].mean())
+        return float(self.tokenizer.token_bytes()[counted_ids].mean()) if len(counted_ids) else 0.0
 
     def check(self, seq_length: int, vocab_size: int) -> None:
         check_vocabulary(self.tokenizer, vocab_size)
         warn_of_unused_rows(self.tokenizer, vocab_size)
-        tokens = self.train.windows(np.arange(min(PROBED, len(self.train))))
-        if int(tokens[..., 0].max()) >= self.tokenizer.vocab_size:
-            raise UserError(f"{self.source} holds tokens that its tokenizer does not have; prepare the chats again")
-        if not (tokens[..., 1] & COUNTS).any():
-            raise UserError(
-                f"no token of {self.source} counts in samples of {seq_length} tokens, since the answers are cut off; "
-                "use a larger --seq_length"
-            )
+        samples = np.arange(len(self.train))
+        for first in range(0, len(samples), PROBED):  # the first of which have the longest chats
+            tokens = self.train.windows(samples[first : first + PROBED])
+            if int(tokens[..., 0].max()) >= self.tokenizer.vocab_size:
+                raise UserError(f"{self.source} holds tokens that its tokenizer does not have; prepare the chats again")
+            if (tokens[..., 1] & COUNTS).any():
+                return
+        raise UserError(
+            f"no token of {self.source} counts in samples of {seq_length} tokens, since the answers are cut off; "
+            "use a larger --seq_length"
+        )
 
     def _epoch(self, epoch: int) -> np.ndarray:
         """Return the order of samples in an epoch."""
