@@ -193,8 +193,8 @@ class ChatDataset(Dataset):
             if (tokens[..., 1] & COUNTS).any():
                 return
         raise UserError(
-            f"no token of {self.source} counts in samples of {seq_length} tokens, since the answers are cut off; "
-            "use a larger --seq_length"
+            f"no token of {self.source} counts in samples of {seq_length} tokens: the answers are cut off, or have "
+            "weight=0; use a larger --seq_length, or chats with other answers"
         )
 
     def _epoch(self, epoch: int) -> np.ndarray:
