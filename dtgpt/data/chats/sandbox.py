@@ -27,7 +27,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 SECONDS = 10  # for an answer
 MEMORY = 1 << 30  # bytes of addresses
 MOST_CHARACTERS = 1 << 24  # of a rendered chat
-WIDEST = 10_000  # characters of a padded field
 BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WIDTH = re.compile(r"\d{5,}|\*")
 

@@ -26,6 +26,7 @@ from dtgpt.util.storage import new_folder, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."  # of all names in the file
+NAME = re.compile(r"[\w.]+")
 ABSENT: tuple[Any, ...] = (None, False, [], {}, "none")
 REFUSED = ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "alora_invocation_tokens")
 
@@ -90,6 +91,10 @@ class Peft:
             for value in (settings.get("lora_alpha"), *alphas.values())
         ):
             raise UserError(f"{path} has lora_alpha={shown(settings.get('lora_alpha'))}, which is no number; {REMEDY}")
+        if rule := next((name for name in alphas if not NAME.fullmatch(name)), None):
+            raise UserError(
+                f"{path} has alpha_pattern for {shown(rule)}; dtgpt reads names of modules there, and no expressions"
+            )
 
     def _check_shapes(self, module: str, shape: tuple[int, ...]) -> None:
         a, b = (self._tensors.get(name) for name in _pair(module))
