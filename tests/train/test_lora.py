@@ -150,10 +150,13 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(UserError, match="has use_dora=True; dtgpt reads adapters of LORA without it"):
         dtgpt.load(lora.init_from, adapter=tmp_path / "peft")
-    rules = {"alpha_pattern": {r".*\.[01]\.mlp": 3}}
-    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | rules))
-    with pytest.raises(UserError, match="dtgpt reads names of modules there, and no expressions"):
-        dtgpt.load(lora.init_from, adapter=tmp_path / "peft")
+    for given, wrong in (
+        ({"alpha_pattern": {r".*\.[01]\.mlp": 3}}, "dtgpt reads names of modules there, and no expressions"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', by which peft changes the base"),
+    ):
+        (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | given))
+        with pytest.raises(UserError, match=wrong):
+            dtgpt.load(lora.init_from, adapter=tmp_path / "peft")
 
 
 VARIANTS = {

@@ -61,10 +61,9 @@ def test_fifty_steps_are_those_of_transformers_on_each_chat_alone(recipe, tmp_pa
     chats.write_text("".join(json.dumps({"messages": conversation(draw)}) + "\n" for _ in range(80)))
     prepare(PrepareConfig(input=str(chats), chat=True, output_prefix=tmp_path / "x", tokenizer=str(base), workers=1))
     rates = OptimizerConfig(lr=1e-3, warmup=0, schedule="constant", eps=1e-5, weight_decay=0.0)
-    recipe = change(
-        replace(recipe, model=replace(open_config(base), seq_length=64)), steps=50, optimizer=rates, init_from=str(base),
-        micro_batch_size=2, global_batch_size=4, data={"path": str(tmp_path / "x_chat_document"), "tokenizer": "auto"},
-    )  # fmt: skip
+    data = {"path": str(tmp_path / "x_chat_document"), "tokenizer": "auto"}
+    recipe = replace(recipe, model=replace(open_config(base), seq_length=64), init_from=str(base), optimizer=rates)
+    recipe = change(recipe, steps=50, micro_batch_size=2, global_batch_size=4, data=data)
     rule = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     with open_trainer(recipe) as trainer:
         for step in range(50):

@@ -28,6 +28,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."  # of all names in the file
 NAME = re.compile(r"[\w.]+")
 ABSENT: tuple[Any, ...] = (None, False, [], {}, "none")
+KEEPS_BASE: tuple[Any, ...] = (None, True, False, "gaussian", "eva", "orthogonal")  # ways to begin an adapter
 REFUSED = ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "alora_invocation_tokens")
 
 
@@ -85,6 +86,11 @@ class Peft:
                 raise UserError(f"{path} has {name}={shown(settings[name])}; dtgpt reads adapters of LORA without it")
         if settings.get("bias", "none") != "none":
             raise UserError(f"{path} has bias={shown(settings['bias'])}; dtgpt reads adapters of LORA without biases")
+        if (begun := settings.get("init_lora_weights")) not in KEEPS_BASE:
+            raise UserError(
+                f"{path} has init_lora_weights={shown(begun)}, by which peft changes the base; convert the adapter to "
+                "plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            )
         alphas = settings.get("alpha_pattern") or {}
         if not isinstance(alphas, dict) or not all(
             type(value) in (int, float) and math.isfinite(value)
