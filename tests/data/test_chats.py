@@ -218,7 +218,7 @@ def test_chats_are_used_although_the_longest_lose_their_answers(folder, tmp_path
     prepare(PrepareConfig(**given, chat=True, tokenizer=str(folder)))
     recipe = change(chat_recipe, data={"path": str(tmp_path / "x_chat_document"), "split": "1,0,0"})
     dataset = read_dataset(recipe)
-    assert len(dataset.train) > 300 and dataset.bytes_per_token() == 0
+    assert len(dataset.train) > 300 and dataset.bytes_per_token() > 0
     assert [b.ids for b in dataset.chats(3, 64)] == []  # the first chats do not fit
     with pytest.raises(
         UserError, match=r"no token of .* counts in samples of 64 tokens: the answers are cut off, or have"
