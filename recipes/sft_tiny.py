@@ -2,8 +2,9 @@
 
 hardware   2 CPU cores; the extras chat and data
 command    python recipes/sft_tiny.py
-expect     a minute: it trains a base on text included in Python, and makes chats about days, sums and capitals. Then
-           the loss on answers falls 5.0 -> 0.1, and samples/ has held-out questions with the model's answers.
+expect     half as many steps as gpt2_tiny.py, of its size: about a minute. A base is trained on text included in Python,
+           and chats about days, sums and capitals are made. Then the loss on answers falls from 5.3 to below 0.1, and
+           samples/ has held-out questions with the model's answers.
 talk       dtgpt chat runs/sft_tiny-001 --temperature 0
            > What is the capital of Japan?
 """
