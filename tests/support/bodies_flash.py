@@ -53,9 +53,11 @@ def truth(
             scores = q[sample, :, head].double() @ keys.T * (width**-0.5 if rule.scale is None else rule.scale)
             if rule.softcap is not None:
                 scores = rule.softcap * torch.tanh(scores / rule.softcap)
-            weights = torch.exp(scores).masked_fill(causal[first:] == 0, 0)
+            scores = scores.masked_fill(causal[first:] == 0, float("-inf"))
+            top = scores.amax(1, keepdim=True)
+            weights = torch.exp(scores - top)
             total = weights.sum(1, keepdim=True)
-            weights = weights / (total if rule.sinks is None else total + torch.exp(rule.sinks[head].double()))
+            weights = weights / (total if rule.sinks is None else total + torch.exp(rule.sinks[head].double() - top))
             if key is not None:
                 ranges = [range(head_start + head, head_start + head + 1), range(first, columns), range(columns)]
                 kept = attention_mask(key[sample], ranges, p)[0]
@@ -125,4 +127,5 @@ def interpret(*cases: tuple) -> None:
     for op in (flash._forward, flash._backward):
         op._backend_fns["cpu"] = op._backend_fns["cuda"]
     for case in cases:
-        check(*(each for each in case if not isinstance(each, dict)), **(case[-1] if isinstance(case[-1], dict) else {}))
+        named = case[-1] if isinstance(case[-1], dict) else {}
+        check(*case[: len(case) - bool(named)], **named)

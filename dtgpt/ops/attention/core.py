@@ -92,16 +92,16 @@ def causal_attention(
         return sdpa(q, k, v, hidden, rule.scale)
     q, k, v = by_heads(q, k, v)
     if chosen == "fused_softmax":
-        scale, mask = rule.factor(q.shape[-1]), "causal" if hidden is None else _of_samples(hidden)
+        scale, mask = rule.factor(q.shape[-1]), "causal" if hidden is None else _of_samples(hidden, len(q))
         out = scaled_masked_softmax(q @ k.transpose(-2, -1), scale, mask, key=kept, p=p, start=start) @ v
     else:
         out = explicit(q, k, v, kept, p, start, hidden, rule)
     return out.transpose(1, 2)
 
 
-def _of_samples(hidden: Tensor) -> Tensor:
-    """Return a mask with a dimension for samples."""
-    return hidden if hidden.dim() == 4 else hidden[None, None]
+def _of_samples(hidden: Tensor, batch: int) -> Tensor:
+    """Return a mask as one `[B, 1, T, S]` for samples."""
+    return hidden if hidden.dim() == 4 else hidden.expand(batch, 1, -1, -1).contiguous()
 
 
 def choose(dropping: bool, kernels: bool, head_dim: int, softcap: bool = False, sinks: bool = False) -> Backend:
