@@ -162,7 +162,8 @@ def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how
 def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training, kind):
     config = kind(**SHAPE | {"num_layers": 5, "vocab_size": 61}, init_std=0.3)
     model, prompts = build_model(config, CPU, torch.float32, bodies_engine.KEY), [[5], [3, 4, 5, 6, 7, 8], [9, 2]]
-    asked = [Request(ids=ids, sampling=Sampling(max_new_tokens=6, temperature=0, ends=False)) for ids in prompts]
+    sampling = Sampling(max_new_tokens=6, temperature=0, ends=False)
+    asked = [Request(ids=ids, sampling=sampling, choices=1 + (len(ids) > 2)) for ids in prompts]
     world = parse_plan(plan).world
     events = pool().run(world, bodies_engine.generate, config, plan, asked, 2, training)[0]
     for (request, _), text in bodies_engine.texts(events).items():
