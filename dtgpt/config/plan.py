@@ -13,6 +13,7 @@ from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds, check_fields
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 DEGREE = Bounds(1, 1_000_000)
 
 
@@ -26,7 +27,7 @@ class Plan:
     pp: Annotated[int, DEGREE] = 1  # pipeline parallel: ranks that share the depth
     zero: Annotated[int, Bounds(0, 3)] = 0  # cut over dp x cp: 1 optimizer state, 2 and gradients, 3 and parameters
     sequence_parallel: bool = False  # between tensor parallel layers, cut activations along the sequence
-    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"] = "1F1B"
+    schedule: Schedule = "1F1B"
     stages_per_rank: Annotated[int | None, DEGREE] = None  # None: 2 for Interleaved1F1B and ZBVZeroBubble, else 1
     blocks_per_stage: tuple[int, ...] | None = None  # None: balanced by cost
     table: Mapping[str, Any] = field(default_factory=dict)  # module pattern -> ParallelStyle, or None: replicated

@@ -7,6 +7,7 @@ messages and FLOPs follow from roles and shapes; no other room names a module.
 from collections.abc import Mapping
 from enum import Enum
 from fnmatch import fnmatch
+from functools import lru_cache
 
 
 class Role(Enum):
@@ -30,6 +31,7 @@ COLUMNS = (Role.QKV, Role.COLUMN)
 MATRICES = (*COLUMNS, Role.ROW)  # of a block
 
 
+@lru_cache(maxsize=1 << 16)
 def matches(name: str, pattern: str) -> bool:
     """Return whether a dotted module name matches a pattern, part by part: `blocks.3.attn` and `blocks.*.attn`."""
     parts, wanted = name.split("."), pattern.split(".")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -34,7 +35,34 @@ class LocalParameter:
 
 
 def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[LocalParameter]:
-    """Return what `rank` holds, by the same rules as `dtgpt.parallel.shards` finds in the finished model."""
+    """Return what `rank` holds, by the same rules as `dtgpt.parallel.shards` finds in the finished model. The list is
+    shared by all callers."""
+    if plan.table:  # whose styles cannot be compared
+        return _parameters_of(config, plan, rank)
+    return _known(config, _Key(**{name: value for name, value in vars(plan).items() if name != "table"}), rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Key:
+    """A plan without a table of its own, which can be looked up."""
+
+    dp: int
+    cp: int
+    tp: int
+    pp: int
+    zero: int
+    sequence_parallel: bool
+    schedule: str
+    stages_per_rank: int | None
+    blocks_per_stage: tuple[int, ...] | None
+
+
+@lru_cache(maxsize=64)
+def _known(config: ModelConfig, key: _Key, rank: int) -> list[LocalParameter]:
+    return _parameters_of(config, ResolvedPlan(**vars(key)), rank)
+
+
+def _parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[LocalParameter]:
     place = RankCoordinates(plan, rank)
     table: Table = make_table(config, plan) if plan.tp > 1 else {}
     ranges, held = block_ranges(config, plan), []

@@ -23,6 +23,7 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.activations import block_activations
+from dtgpt.planning.gpus import known_gpu
 from dtgpt.planning.report import describe_plan
 from tests.support import bodies_architecture, bodies_engine
 from tests.support.mixed_blocks import MixedConfig
@@ -87,7 +88,7 @@ def test_counts_follow_from_the_modules(other):
     multiplied = sum(sizes.values()) - sizes["embedding.tokens.weight"]
     assert config.flops_per_token(16) == 6 * multiplied + 12 * 4 * 32 * 16
     settings = replace(other, plan="tp2_pp2").planned(None)
-    assert "4 blocks of 32" in describe_plan(settings, "other", [], "H100")
+    assert "4 blocks of 32" in describe_plan(settings, "other", [], known_gpu("H100"))
 
 
 def test_counts_of_blocks_that_differ_follow_from_the_modules():
