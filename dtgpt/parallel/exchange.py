@@ -24,7 +24,7 @@ class HeadExchange:
     """The attention of a core over whole samples, for ranks that each have a slice of the tokens."""
 
     def __init__(self, core: AttentionCore, group: dist.ProcessGroup):
-        self.core, self.group, self.ranks = core, group.group_name, group.size()
+        self.core, self.group, self.ranks, self.place = core, group.group_name, group.size(), group.rank()
         self.once = [1] * self.ranks
         self.attend: Callable[..., Tensor] = core.runner
 
@@ -39,7 +39,7 @@ class HeadExchange:
         heads = [x.shape[3] for x in by_rank]
         sent = torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4)  # [cp, B, T / cp, heads, D], one message for all three
         whole = exchange(sent, self.once, self.once, self.group).transpose(0, 1).flatten(1, 2)
-        out = self.attend(*whole.split(heads, dim=2), *more)
+        out = self.attend(*whole.split(heads, dim=2), *more, first_head=self.place * heads[0])
         parts = out.unflatten(1, (self.ranks, -1)).transpose(0, 1)
         back = exchange(parts, self.once, self.once, self.group)
         return back.permute(1, 2, 0, 3, 4).flatten(2, 3)
@@ -53,7 +53,7 @@ class QueryExchange(HeadExchange):
         """heads: ranks that have different heads."""
         super().__init__(core, group)
         self.heads, self.parts = heads, self.ranks // heads
-        place, ranks = group.rank(), range(self.ranks)
+        place, ranks = self.place, range(self.ranks)
         halves = [[part_of_half(2 * rank + half, heads, self.parts) for half in (0, 1)] for rank in ranks]
         # The pieces of this rank's queries, (half, heads) counted as one number, in the order of who gets them.
         self.order = [
@@ -66,11 +66,12 @@ class QueryExchange(HeadExchange):
     def exchanged(self, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
         keys, values = self._whole(k, v)
         site, bounds, *rest = more
-        found = []
+        found, own = [], self.place % self.heads
         for index, queries in zip(self.chunks, self._queries(q).chunk(2, dim=1), strict=True):
             end = (index + 1) * queries.shape[1]  # a query attends to columns up to its own
             seen = None if bounds is None else bounds[:, :end].clamp(max=end)
-            found.append(self.attend(queries, keys[:, :end], values[:, :end], site, seen, *rest))
+            whole = keys[:, :end], values[:, :end]
+            found.append(self.attend(queries, *whole, site, seen, *rest, first_head=own * queries.shape[2]))
         return self._back(torch.cat(found, dim=1))
 
     def _whole(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

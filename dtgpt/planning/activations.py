@@ -14,10 +14,10 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.lora import LoraConfig
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import inventory
+from dtgpt.models.inventory import Core, inventory
 from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
-from dtgpt.ops.attention.core import reads_groups
+from dtgpt.ops.attention.core import AttentionRule, reads_groups
 from dtgpt.ops.attention.flash_launch import mask_words
 from dtgpt.ops.fast import split_backward
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
@@ -87,28 +87,41 @@ def attended(settings: Settings) -> list[tuple[int, int]]:
     return [(size, (index + 1) * size) for index in chunks_of(parts - 1, parts)] if parts > 1 else [(length, length)]
 
 
-def _heads(settings: Settings, block: int) -> float:
-    """Return for how many heads of samples the attention cores of a block compute."""
-    plan, cores = settings.plan, len(inventory(settings.model).cores(block))
-    heads = settings.model.num_heads / (plan.tp * plan.ranks_of_heads(settings.model))
-    return cores * settings.micro_batch_size * heads
+def _heads(settings: Settings) -> float:
+    """Return for how many heads of samples an attention core computes."""
+    plan = settings.plan
+    return settings.micro_batch_size * settings.model.num_heads / (plan.tp * plan.ranks_of_heads(settings.model))
 
 
-def score_elements(settings: Settings, block: int) -> float:
-    """Return the elements of a block's attention scores."""
-    return _heads(settings, block) * sum(queries * columns for queries, columns in attended(settings))
+def score_elements(settings: Settings) -> float:
+    """Return the elements of the scores of an attention core."""
+    return _heads(settings) * sum(queries * columns for queries, columns in attended(settings))
+
+
+def explicit_scores(settings: Settings, block: int) -> float:
+    """Return the elements of the scores that the attention cores of a block compute as tensors."""
+    backends = [settings.backend_of(core) for core in inventory(settings.model).cores(block)]
+    return score_elements(settings) * sum(backend in ("explicit", "fused_softmax") for backend in backends)
 
 
 def core_bytes(settings: Settings, block: int) -> float:
     """Return the bytes that the attention cores of a block keep beside their inputs and their outputs."""
-    scores, width, backend = score_elements(settings, block), settings.dtype.itemsize, settings.attention_backend
-    heads, pieces, repeated = _heads(settings, block), attended(settings), block_sizes(settings, block).repeated
-    if backend == "explicit":
-        return (4 + width) * scores + repeated  # probabilities in fp32, and after dropout
+    cores = inventory(settings.model).cores(block)
+    repeated = block_sizes(settings, block).repeated / max(1, len(cores))
+    return sum(_bytes_of_core(settings, core, repeated) for core in cores)
+
+
+def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
+    """Return what `core_bytes` does for one core. repeated: as of `BlockSizes`."""
+    scores, width, backend = score_elements(settings), settings.dtype.itemsize, settings.backend_of(core)
+    heads, pieces = _heads(settings), attended(settings)
+    if backend == "explicit":  # probabilities in fp32, and after dropout; of bounded scores their tangent, too
+        return (4 + width + 4 * core.softcap) * scores + repeated
     if backend == "fused_softmax":
         tensors = 1 if settings.model.dropout == 0 else 2  # probabilities; under dropout the scores too
         return tensors * width * scores + repeated
-    masked = settings.masks_documents or len(pieces) > 1
+    windowed = core.window is not None and core.window < settings.seq_length
+    masked = settings.masks_documents or windowed or len(pieces) > 1
     kept = 4 * heads * sum(queries for queries, _ in pieces)  # the logarithm of each row's sum, fp32
     if backend == "flash" and settings.model.dropout > 0:
         kept += 8 * heads * sum(mask_words(*piece) for piece in pieces)  # keep decisions
@@ -117,6 +130,8 @@ def core_bytes(settings: Settings, block: int) -> float:
     if backend == "sdpa" and masked and scores:
         samples = settings.micro_batch_size if settings.masks_documents else 1
         kept += width * samples * sum(queries * columns for queries, columns in pieces)  # masks, in the scores' dtype
+    if backend == "flash" and windowed:
+        kept += 8 * settings.micro_batch_size * sum(columns for _, columns in pieces)  # their bounds
     return kept
 
 
@@ -193,7 +208,7 @@ class _Recorder:
         """copies: as of `_copies`."""
         self.copies, self.repeated = copies, 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         if q.nbytes > k.nbytes:
             # Keys up to the middle of a sample, and half a chunk more, for each of two chunks.
             columns = self.copies + 0.5 if self.copies > 1 else 1

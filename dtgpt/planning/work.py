@@ -137,9 +137,11 @@ class Operations:
         length, forward, backward, heads = settings.seq_length, 0.0, 0.0, 0.0
         share = settings.micro_batch_size * config.num_heads / (plan.tp * plan.cp)
         for core in inventory(config).cores(index):
-            flops = share * length**2 * core.head_dim  # of the causal half of one product
-            if settings.attention_backend in ("explicit", "fused_softmax"):
-                softmax = PLAIN_SOFTMAX if settings.attention_backend == "explicit" else SOFTMAX
+            backend = settings.backend_of(core)
+            seen = core.seen(length) if backend == "flash" else length  # the others compute what a window hides, too
+            flops = share * length * seen * core.head_dim  # of the causal half of one product
+            if backend in ("explicit", "fused_softmax"):
+                softmax = PLAIN_SOFTMAX if backend == "explicit" else SOFTMAX
                 scores = (softmax + AROUND) * self.width / 2 * share * length**2
                 spent = scores / self.rates.memory
                 forward, backward = forward + spent / 3, backward + spent * 2 / 3

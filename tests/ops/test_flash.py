@@ -189,6 +189,11 @@ def test_the_kernels_in_the_interpreter():
     # Read by descriptors: 16 bits, no dropout, whole tiles; then not, for lack of whole tiles
     cases += ", ((1, 128, 2, 64), h, 0.0, 0, 'cpu', 0.0, 1), ((1, 256, 2, 64), h, 0.0, 0, 'cpu', 0.03, 1)"
     cases += ", ((1, 128, 2, 128), h, 0.0, 0, 'cpu', 0.03, 2), ((1, 70, 4, 64), h, 0.0, 0, 'cpu', 0.02, 2)"
+    # Windows and sinks, by descriptors and not, with documents and dropout
+    cases += ", ((1, 256, 1, 128), h, 0.0, {'window': 70, 'sinks': 2.0, 'scale': 0.2})"
+    cases += ", ((2, 150, 2, 16), f, 0.3, 1, 'cpu', 0.0, 1, {'window': 33, 'sinks': 0.5})"
+    cases += ", ((1, 100, 2, 16), f, 0.3, 0, 'cpu', 0.03, 1, {'window': 1, 'sinks': -1.0})"
+    cases += ", ((1, 70, 2, 16), f, 0.1, 0, 'cpu', 0.0, {'sinks': 20.0})"
     code = "from torch import float16 as h, float32 as f; from tests.support.bodies_flash import interpret; "
     code += f"interpret({cases})"
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -235,6 +240,15 @@ GROUPED += [((2, 1024, 2, 128), FP16, 2), ((1, 4095, 4, 64), BF16, 1), ((1, 300,
 @pytest.mark.parametrize("shape, dtype, kv_heads", GROUPED, ids=str)
 def test_the_kernels_serve_groups_of_heads_with_documents(shape, dtype, kv_heads, p, documents, poison):
     check(shape, dtype, p, 3, "cuda", documents, kv_heads=kv_heads)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("documents", [0.0, 0.005])
+@pytest.mark.parametrize("window", [1, 100, 1000])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("shape, dtype, kv_heads", GROUPED, ids=str)
+def test_the_kernels_serve_windows_and_sinks(shape, dtype, kv_heads, p, window, documents, poison):
+    check(shape, dtype, p, 3, "cuda", documents, kv_heads=kv_heads, window=window, sinks=1.0)
 
 
 @pytest.mark.cuda
