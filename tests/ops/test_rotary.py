@@ -47,9 +47,8 @@ def test_the_ops_on_a_cpu_have_the_values_and_gradients_of_float64(dtype, placed
 @BOTH
 def test_the_op_keeps_the_contract_of_custom_ops(normed):
     qkv, pair = torch.randn(2, 3, 1, 4, 6).requires_grad_(), weights(6, normed) or [None, None]
-    numbers = [float(number) for number in ROTATION]
     pair = [t if t is None else t.requires_grad_() for t in pair]
-    opcheck(ops._rotary, (qkv, torch.tensor([[0, 1, 2], [0, 0, 1]]), *pair, EPS, numbers, 10))
+    opcheck(ops._rotary, (qkv, torch.tensor([[0, 1, 2], [0, 0, 1]]), *pair, EPS, ROTATION.numbers, 10))
 
 
 @pytest.mark.parametrize(
