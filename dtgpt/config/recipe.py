@@ -20,6 +20,7 @@ from dtgpt.config.plan_choice import PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.schedule import Schedule
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, LossScaleConfig, OptimizerConfig
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
 from dtgpt.ops.attention.core import Backend, check_backend
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import PATH, Bounds, Pattern, check_fields
@@ -274,7 +275,8 @@ class Recipe:
                 "has weights already"
             )
         checks.check_sample_length(self.sample_length, self.model)
-        check_backend(self.attention, self.model.dropout, self.model.head_dim)
+        rules = sorted({(core.softcap, core.sinks) for core in inventory(self.model).kinds_of_cores()})
+        check_backend(self.attention, self.model.dropout, self.model.head_dim, rules)
         if self.compile == "on" and self.precision == FP8:
             raise UserError(
                 "compile=on, but precision=fp8 has kernels of its own, which torch.compile cannot take; use --compile "

@@ -14,7 +14,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import attention_cores, inventory
 from dtgpt.ops.attention.cached import attend_chunk, attend_rows, write_prompts
-from dtgpt.ops.attention.core import Backend, causal_attention
+from dtgpt.ops.attention.core import AttentionRule, Backend, causal_attention
 from dtgpt.parallel.tensor import degrees_of_heads
 from dtgpt.util.errors import UserError
 
@@ -88,7 +88,7 @@ class LayerCache:
         self.backend, self.keys, self.values = backend, keys, values
         self.work: Chunk | PromptRows | DecodeRows | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Keep k and v `[B, M, N_kv, D]` of the tokens of `work`, and return their attention `[B, M, N, D]`, each
         over its own sequence; B is 1, but for prompts. Tokens after those of a chunk pad it: they get zeros."""
         work = self.work
@@ -122,10 +122,10 @@ def core_sizes(config: ModelConfig, block: int, tp: int) -> list[tuple[int, int]
     """Return (N_kv, D) of each attention core of a block, on one of `tp` ranks. Raise UserError where tp does not
     divide the heads of keys and values."""
     cores = inventory(config).cores(block)
-    for heads, _ in cores:
+    for heads in (core.kv_heads for core in cores):
         if heads % tp:
             raise UserError(
                 f"the cache has {heads} heads of keys and values, which cannot be split over tp={tp}; use a tp that "
                 f"divides {heads}"
             )
-    return [(heads // tp, dim) for heads, dim in cores]
+    return [(core.kv_heads // tp, core.head_dim) for core in cores]

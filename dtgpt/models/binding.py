@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from dtgpt.ops.attention.core import Backend
+from dtgpt.ops.attention.core import AttentionRule, Backend
 from dtgpt.ops.fp8.sites import Sites
 
 
 class AttentionCache(Protocol):
     """Keys and values of earlier tokens, to which an attention core attends."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Keep k and v `[B, T, N_kv, D]`, and return the attention `[B, T, N, D]` of q over what is kept."""
 
 

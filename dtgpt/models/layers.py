@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtgpt.models.binding import PLAIN, Binding, BoundModule
-from dtgpt.ops.attention.core import causal_attention
+from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.fast import is_apart
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
@@ -162,13 +162,34 @@ class Dropout(nn.Module):
 
 
 class AttentionCore(BoundModule):
-    """Causal attention without its projections. The plan's build sets the back end, inference the cache."""
+    """Causal attention without its projections. The plan's build sets the back end, inference the cache.
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, site: Site, document_bounds: Tensor | None) -> Tensor:
-        """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T."""
+    window: a query sees that many tokens, its own the last; None: all up to its own. sinks: the number of heads, where
+    each has a learned logit that takes part in its softmax without a value; the core then is a module of the role
+    `SINKS`, with one parameter `[N]`. softcap: scores s become c tanh(s / c), c being this. scale: factor of q k^T;
+    None: 1 / sqrt(D). Blocks that differ in one of them are of different kinds (`ModelConfig.block_kind`).
+    """
+
+    def __init__(
+        self, window: int | None = None, sinks: int = 0, softcap: float | None = None, scale: float | None = None
+    ):
+        super().__init__()
+        self.window, self.softcap, self.scale = window, softcap, scale
+        self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
+
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, site: Site, document_bounds: Tensor | None, first_head: int = 0
+    ) -> Tensor:
+        """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T. first_head: the head of this
+        rank's parameters that is the first of q, where context parallelism gives some heads only."""
+        sinks = self.sinks
+        if sinks is not None:
+            own = sinks.to_local() if isinstance(sinks, DTensor) else sinks
+            sinks = own[first_head : first_head + q.shape[2]].to(q.dtype)
+        rule = AttentionRule(self.window, self.softcap, self.scale, sinks)
         if self.bound.cache is not None:
-            return self.bound.cache.attend(q, k, v)
-        options: dict[str, Any] = {"spans": document_bounds, "backend": self.bound.backend}
+            return self.bound.cache.attend(q, k, v, rule)
+        options: dict[str, Any] = {"spans": document_bounds, "backend": self.bound.backend, "rule": rule}
         return causal_attention(q, k, v, *site, **options)
 
 

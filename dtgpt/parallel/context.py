@@ -61,7 +61,7 @@ class HeadExchange:
         heads = [x.shape[3] for x in by_rank]
         sent = torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4)  # [cp, B, T / cp, heads, D], one message for all three
         whole = exchange(sent.contiguous(), self.group).transpose(0, 1).flatten(1, 2)
-        out = self.attend(*whole.split(heads, dim=2), *more)
+        out = self.attend(*whole.split(heads, dim=2), *more, first_head=self.group.rank() * heads[0])
         parts = out.unflatten(1, (self.ranks, -1)).transpose(0, 1)
         return exchange(parts.contiguous(), self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
 

@@ -36,6 +36,7 @@ FIXED = {  # roles that a plan's table cannot replace, and why
     Role.HEAD_DROPOUT: "the masks of a dropout site follow from the modules around it",
     Role.STREAM_DROPOUT: "the masks of a dropout site follow from the modules around it",
     Role.HEAD_NORM: "each rank normalises its own heads",
+    Role.SINKS: "each rank has the sinks of its own heads",
     Role.NORM: BETWEEN,
     Role.POSITIONS: BETWEEN,
 }
@@ -141,10 +142,6 @@ class VocabularyShard(ParallelStyle):
         self.input_layout = input_layout
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(name: str, module: Any, mesh: DeviceMesh) -> None:
-            for key, whole in list(module.named_parameters(recurse=False)):
-                module.register_parameter(key, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
-
         def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             x, *targets = inputs
             x = whole_input(x, mesh, self.input_layout, None)
@@ -155,7 +152,19 @@ class VocabularyShard(ParallelStyle):
         def local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local() if isinstance(output, DTensor) else output
 
-        return distribute_module(module, device_mesh, cut, gather, local)
+        return distribute_module(module, device_mesh, _cut_first_dimension, gather, local)
+
+
+class HeadShard(ParallelStyle):
+    """A style for a module with a value of each head: its parameters are cut between heads."""
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, _cut_first_dimension)
+
+
+def _cut_first_dimension(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for key, whole in list(module.named_parameters(recurse=False)):
+        module.register_parameter(key, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
 
 
 class DropoutShard(ParallelStyle):
@@ -192,6 +201,7 @@ def default_table(
         Role.OUTPUT: VocabularyShard(between),
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
         Role.HEAD_NORM: SequencePart("weight"),  # each rank has the gradient of its own heads
+        Role.SINKS: HeadShard(),
     }
     if sequence_parallel:
         styles |= {
@@ -257,7 +267,11 @@ def _check_own(table: Table, model: Decoder) -> None:
 
 def style_of(module: str, table: Table, roles: Roles) -> ParallelStyle | None:
     """Return the style that the table gives the module of this name; None: replicated."""
-    if role_of(module, roles) in (Role.HEAD_DROPOUT, Role.HEAD_NORM):  # of the heads that the QKV projection leaves
+    if role_of(module, roles) in (
+        Role.HEAD_DROPOUT,
+        Role.HEAD_NORM,
+        Role.SINKS,
+    ):  # of the heads that the QKV projection leaves
         parent = module.rpartition(".")[0]
         beside = [f"{parent}.{pattern.rpartition('.')[2]}" for pattern in patterns_of(Role.QKV, roles)]
         if not any(_leaves_a_part(style_of(name, table, roles)) for name in beside):

@@ -14,10 +14,10 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.lora import LoraConfig
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import inventory
+from dtgpt.models.inventory import Core, inventory
 from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
-from dtgpt.ops.attention.core import reads_groups
+from dtgpt.ops.attention.core import AttentionRule, reads_groups
 from dtgpt.ops.attention.flash_launch import mask_words
 from dtgpt.ops.fast import split_backward
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
@@ -72,30 +72,48 @@ def residual_bytes(settings: Settings) -> float:
     return whole_bytes(settings) / (settings.plan.tp if settings.plan.sequence_parallel else 1)
 
 
-def score_elements(settings: Settings, block: int) -> float:
-    """Return the elements of a block's attention scores, `[B, N / (tp x cp), T, T]` for each of its cores."""
-    length, cores = settings.seq_length, len(inventory(settings.model).cores(block))
+def score_elements(settings: Settings) -> float:
+    """Return the elements of the scores of an attention core, `[B, N / (tp x cp), T, T]`."""
+    length = settings.seq_length
     heads = settings.model.num_heads / (settings.plan.tp * settings.plan.cp)
-    return cores * settings.micro_batch_size * length * length * heads
+    return settings.micro_batch_size * length * length * heads
+
+
+def explicit_scores(settings: Settings, block: int) -> float:
+    """Return the elements of the scores that the attention cores of a block compute as tensors."""
+    backends = [settings.backend_of(core) for core in inventory(settings.model).cores(block)]
+    return score_elements(settings) * sum(backend in ("explicit", "fused_softmax") for backend in backends)
 
 
 def core_bytes(settings: Settings, block: int) -> float:
     """Return the bytes that the attention cores of a block keep beside their inputs and their outputs."""
-    scores, width, backend = score_elements(settings, block), settings.dtype.itemsize, settings.attention_backend
-    repeated = block_sizes(settings, block).repeated
+    cores = inventory(settings.model).cores(block)
+    repeated = block_sizes(settings, block).repeated / max(1, len(cores))
+    return sum(_bytes_of_core(settings, core, repeated) for core in cores)
+
+
+def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
+    """Return what `core_bytes` does for one core. repeated: as of `BlockSizes`."""
+    scores, width, backend = score_elements(settings), settings.dtype.itemsize, settings.backend_of(core)
     if backend == "explicit":
-        return (4 + width) * scores + repeated  # probabilities in fp32, and after dropout
+        return (
+            4 + width + 4 * core.softcap
+        ) * scores + repeated  # probabilities in fp32, and after dropout; the tangent
     if backend == "fused_softmax":
         tensors = 1 if settings.model.dropout == 0 else 2  # probabilities; under dropout the scores too
         return tensors * width * scores + repeated
-    masked, length = settings.masks_documents, settings.seq_length
+    length = settings.seq_length
+    windowed = core.window is not None and core.window < length
+    masked = settings.masks_documents or windowed
     kept = 4 * scores / length  # the logarithm of each row's sum, fp32
     if backend == "flash" and settings.model.dropout > 0:
         kept += 8 * mask_words(length, length) * scores / length**2  # keep decisions
     if backend == "sdpa" and not reads_groups(settings.device, settings.dtype, masked):
         kept += repeated
-    if backend == "sdpa" and masked and scores:
-        kept += width * settings.micro_batch_size * length * length  # the mask, in the dtype of the scores
+    if backend == "sdpa" and masked and scores:  # the mask, in the dtype of the scores
+        kept += width * length * length * (settings.micro_batch_size if settings.masks_documents else 1)
+    if backend == "flash" and windowed:
+        kept += 8 * settings.micro_batch_size * length  # its bounds
     return kept
 
 
@@ -172,7 +190,7 @@ class _Recorder:
         """exchanged: whether the core takes and returns copies, made by context parallel ranks."""
         self.exchanged, self.repeated = exchanged, 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         self.repeated += 2 * (q.nbytes - k.nbytes)
         return _Core.apply(q.clone(), k.clone(), v.clone()).clone() if self.exchanged else _Core.apply(q, k, v)
 

@@ -14,7 +14,7 @@ from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.models.binding import BoundModule
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
-from dtgpt.models.inventory import inventory
+from dtgpt.models.inventory import Core, inventory
 from dtgpt.models.layers import Context
 from dtgpt.models.source import iterate_shapes
 from dtgpt.ops.random.philox import root_key
@@ -97,7 +97,7 @@ def test_counts_of_blocks_that_differ_follow_from_the_modules():
     parts = inventory(config)
     assert [list(parts.sites(block)) for block in range(5)] == [[1, 2, 3], [4], [5], [6, 7, 8], [9]]
     assert [len(parts.cores(block)) for block in range(5)] == [1, 0, 1, 1, 0]
-    assert parts.cores(2) == ((2, 8),) and parts.cores(3) == ((4, 8),)
+    assert parts.cores(2) == (Core(2, 8),) and parts.cores(3) == (Core(4, 8),)
     looked_up = 16 * 32
     assert config.flops_per_token(16) == 6 * (config.num_parameters - looked_up) + 3 * 12 * 32 * 16
     matrices = [name for name, p in parameters.items() if name.startswith("blocks") and p.dim() == 2]
@@ -172,7 +172,7 @@ def test_a_kind_that_hides_a_difference_is_an_error():
         def make_block(self, index: int) -> BoundModule:
             return OtherConfig(**SHAPE | {"hidden_size": 32 * (index + 1)}).make_block(index)
 
-    with pytest.raises(ValueError, match="block 1 differs from block 0 in parameters or dropout sites"):
+    with pytest.raises(ValueError, match="block 1 differs from block 0 in parameters, dropout sites or rules"):
         Decoder(Careless(**SHAPE))
 
 

@@ -21,9 +21,15 @@ import triton
 import triton.language as tl
 
 from dtgpt.ops.attention.flash_mask import WORD, first_word, first_word_of_columns, kept, zero_dropped
-from dtgpt.ops.attention.flash_tiles import load, load_pairs, program_tile, seen_columns, store, sum_products
-
-LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide all its columns from a query
+from dtgpt.ops.attention.flash_tiles import (
+    first_sums,
+    load,
+    load_pairs,
+    program_tile,
+    seen_columns,
+    store,
+    sum_products,
+)
 
 
 @triton.jit
@@ -57,11 +63,12 @@ def forward_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def forward_kernel(
-    q, k, v, out, lse, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, T, earlier, N, count, places, c, rescale,
+    q, k, v, out, lse, sinks, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, T, earlier, N, count, places, c, rescale,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse, the binary logarithm of the sum of exponentials. Grid (ceil(T / BLOCK_M) B N)."""
+    """Compute out and lse, the binary logarithm of the sum of exponentials. sinks: `[N]` or None. Grid (ceil(T /
+    BLOCK_M) B N)."""
     S = T if earlier is None else T + earlier
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
@@ -78,8 +85,7 @@ def forward_kernel(
         words += place.to(tl.int64) * 2 * count
     q = load(q + sample * q_b + head * q_n, rows, q_t, T, D, WIDTH, BOUND)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total, top = first_sums(sinks, head, BLOCK_M)
     clear, starts = 0, rows
     if SPANS:
         spans += sample * 2 * T

@@ -6,6 +6,19 @@ Names of shapes and options are those of the kernels.
 import triton
 import triton.language as tl
 
+LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide all its columns from a query
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def first_sums(sinks, head, BLOCK_M: tl.constexpr):
+    """Return the running sum and maximum `[BLOCK_M]` before the first column: those of the head's sink, a column
+    without a value, where there are sinks `[N]`, scores being in base 2."""
+    if sinks is None:
+        return tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], LOWEST, tl.float32)
+    sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+    return tl.full([BLOCK_M], 1.0, tl.float32), tl.zeros([BLOCK_M], tl.float32) + sink
+
 
 @triton.jit
 def load(base, rows, stride, T, D: tl.constexpr, WIDTH: tl.constexpr, BOUND: tl.constexpr):
