@@ -8,6 +8,7 @@ from dtgpt.models.config import LARGEST_SIZE, ModelConfig
 from dtgpt.util.field_types import Bounds, Pattern
 
 LOCAL, GLOBAL = "L", "G"  # of `window_pattern`
+MOST_KINDS = 1000  # letters of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class WindowConfig(ModelConfig):
     ] = 0
     window_pattern: Annotated[
         str, "successive blocks with a window (L) and without (G), repeated",
-        Pattern("[LG]{1,1000}", "is not a pattern; use a text of L and G, such as LLLLLG"),
+        Pattern(f"[LG]{{1,{MOST_KINDS}}}", "is not a pattern; use a text of L and G, such as LLLLLG"),
     ] = LOCAL  # fmt: skip
 
     def is_local(self, index: int) -> bool:

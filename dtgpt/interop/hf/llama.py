@@ -19,7 +19,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.rotary import RotaryConfig
 from dtgpt.models.source import Part, cut
-from dtgpt.models.windows import WindowConfig, shortest_pattern
+from dtgpt.models.windows import LOCAL, MOST_KINDS, WindowConfig, shortest_pattern
 from dtgpt.util.errors import UserError, shown
 
 PREFIX = "model."
@@ -133,7 +133,7 @@ def _check_options(settings: dict[str, Any], family: Family, path: Path) -> None
         "attention_bias": (
             False,
             lambda v: not v or (v is True and family.reads_biases),
-            "this family has no such key",
+            "this family has none",
         ),
         "mlp_bias": (False, lambda v: not v, "the MLP of dtgpt's LLaMA has no biases"),
         "tie_word_embeddings": (False, lambda v: isinstance(v, bool), "the key is true or false"),
@@ -145,24 +145,23 @@ def _check_options(settings: dict[str, Any], family: Family, path: Path) -> None
 def read_window(settings: dict[str, Any], family: Family, positions: int, layers: int, path: Path) -> dict[str, Any]:
     """Return the fields of `WindowConfig`: a window of W admits the last W tokens. One that is no shorter than all
     positions changes nothing, and is left out."""
-    local = read_kinds(settings, layers, path)
+    kinds, pattern = read_kinds(settings, layers, path), LOCAL
     window = settings.get("sliding_window", family.window)
     if family.slides_by_layer:
         used = settings.get("use_sliding_window", False)
         if type(used) is not bool:
             raise UserError(f"{path} has use_sliding_window={shown(used)}; the key is true or false: correct it")
-        if local is None:
+        if kinds is None:
             last = whole_number(settings, ("max_window_layers",), 28, path)
-            local = [layer >= last for layer in range(layers)]
-        window = window if used and any(local) else None
-    else:
-        local = [True] * layers
+            kinds = [layer >= last for layer in range(min(layers, MOST_KINDS))]
+        pattern = shortest_pattern(kinds)
+        window = window if used and LOCAL in pattern else None
     if window is None:
         return {}
     size = whole_number({"sliding_window": window}, ("sliding_window",), None, path)
-    if size < 1:
-        raise UserError(f"{path} has sliding_window={size}; it must be 1 or more")
-    return {} if size >= positions else {"window": size, "window_pattern": shortest_pattern(local)}
+    if size < 1 or (layers > MOST_KINDS and pattern != LOCAL):
+        raise UserError(f"{path} has sliding_window={size} and num_hidden_layers={layers}; give another model")
+    return {} if size >= positions else {"window": size, "window_pattern": pattern}
 
 
 def read_kinds(settings: dict[str, Any], layers: int, path: Path) -> list[bool] | None:

@@ -80,7 +80,7 @@ class HuggingFace(Source):
             raise UserError(
                 f"{path} has model_type={shown(kind)}; dtgpt has {', '.join(ARCHITECTURES)}: give another model"
             )
-        self.architecture = architecture = ARCHITECTURES[kind]
+        self.kind, architecture = kind, ARCHITECTURES[kind]
         self.config = architecture.read_config(settings, path)
         files = _files(folder)
         self._names = plain_names(files, architecture.PREFIX, architecture.BUFFERS, folder)
@@ -96,11 +96,12 @@ class HuggingFace(Source):
             raise untied(folder) if type(self.config).tied is True else _contradicts(path)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        names = self.architecture.stored_names(name)
+        architecture = ARCHITECTURES[self.kind]
+        names = architecture.stored_names(name)
         stored = [self._open(plain, lambda file, there: file.get_tensor(there)) for plain in names]
         if has_vocabulary(name, self.config):
             return as_parameter(stored[0], name, self.config, part)
-        return as_parameter(self.architecture.from_stored(stored, name, self.config, part), name, self.config, None)
+        return as_parameter(architecture.from_stored(stored, name, self.config, part), name, self.config, None)
 
     def _open(self, plain: str, action: Callable[[Any, str], Any]) -> Any:
         """Return `action(file, name in it)` for the file that holds a tensor."""

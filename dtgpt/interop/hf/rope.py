@@ -46,7 +46,7 @@ def read_rope(settings: Mapping[str, Any], positions: int, path: Path, theta: fl
         )
     rope = {**outer, **rope}
     kind = rope.get("rope_type", "default")
-    if kind not in FIELDS:
+    if not isinstance(kind, str) or kind not in FIELDS:
         raise UserError(f"{path} has rope_type={shown(kind)}; dtgpt has {', '.join(FIELDS)}: give another model")
     fraction = rope.get("partial_rotary_factor", 1)
     if type(fraction) not in (int, float) or fraction != 1:
@@ -70,7 +70,9 @@ def read_rope(settings: Mapping[str, Any], positions: int, path: Path, theta: fl
                 f"{path} has {LENGTH}={length}, which is not a whole number; give the file as it was written"
             )
         fields["rope_original_length"] = int(length)
-    return fields | (_read_yarn(rope, fields["rope_factor"], path) if kind == "yarn" else {})
+    fields |= _read_yarn(rope, fields["rope_factor"], path) if kind == "yarn" else {}
+    without = kind != "llama3" and fields["rope_factor"] == 1 and not fields.get("rope_attention_factor")
+    return {"rope_theta": fields["rope_theta"]} if without else fields
 
 
 def _read_yarn(rope: dict[str, Any], factor: float, path: Path) -> dict[str, Any]:
