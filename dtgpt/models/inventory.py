@@ -43,6 +43,12 @@ class Core(NamedTuple):
     window: int | None = None  # tokens that a query sees; None: all up to its own
     softcap: bool = False  # whether scores are bounded softly
     sinks: bool = False  # whether heads have sinks
+    scaled: bool = False  # whether scores have another factor than 1 / sqrt(D)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether attention is causal and nothing else."""
+        return self == Core(self.kv_heads, self.head_dim)
 
     def seen(self, length: int) -> int:
         """Return the number of tokens by which the FLOPs of attention are counted in a sample of `length` tokens.
@@ -205,5 +211,6 @@ class _SizeRecorder:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         sizes = k.shape[2], k.shape[3]
         self.num_heads = q.shape[2]
-        self.core = Core(*sizes, rule.window, rule.softcap is not None, rule.sinks is not None)
+        has = (value is not None for value in (rule.softcap, rule.sinks, rule.scale))
+        self.core = Core(*sizes, rule.window, *has)
         return torch.empty_like(q)

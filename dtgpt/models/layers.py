@@ -177,6 +177,11 @@ class AttentionCore(BoundModule):
         self.window, self.softcap, self.scale = window, softcap, scale
         self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is causal attention and nothing else."""
+        return all(value is None for value in (self.window, self.softcap, self.scale, self.sinks))
+
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, site: Site, document_bounds: Tensor | None, first_head: int = 0
     ) -> Tensor:

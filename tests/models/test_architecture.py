@@ -28,6 +28,7 @@ from tests.support import bodies_architecture, bodies_engine
 from tests.support.mixed_blocks import MixedConfig
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
+from tests.support.windowed_blocks import WindowedConfig
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -35,10 +36,12 @@ SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "
 MODELS = {
     "other": OtherConfig(**SHAPE),
     "mixed": MixedConfig(**SHAPE | {"num_layers": 5}, dropout=0.1),
+    "windowed": WindowedConfig(**SHAPE | {"num_layers": 4}, dropout=0.1),
 }
 PLANS = {
     "other": ["tp2_sp", "pp2_zbv", "dp2_tp2_sp_zero2"],  # LLaMA goes through the others: test_llama_parity.py
     "mixed": ["dp2", "dp2_zero1", "dp2_zero3", "tp2", "tp2_sp", "pp2", "pp2_zbv", "tp2_pp2", "dp2_tp2_sp_zero2"],
+    "windowed": ["dp2_zero3", "tp2", "cp2", "tp2_cp2", "tp2_pp2", "pp2_zbv", "dp2_tp2_sp_zero2"],
 }
 
 
@@ -144,18 +147,20 @@ def test_the_memory_of_each_kind_of_block_is_what_autograd_keeps(other, recomput
 
 
 @pytest.mark.slow(6)
+@pytest.mark.parametrize("model", ["mixed", "windowed"])
 @pytest.mark.parametrize("how", [{"precision": "fp8"}, {"recompute": "full"}, {"recompute": "selective"}])
-def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how):
-    recipe = replace(other, model=MODELS["mixed"], **how)
+def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how, model):
+    recipe = replace(other, model=MODELS[model], **how)
     expected, _ = references(replace(recipe, recompute="none"))
     found = pool().run(2, bodies_architecture.train_other, replace(recipe, plan="tp2_sp"), STEPS)[0][0]
     assert found == pytest.approx(expected, rel=1e-3 if "precision" in how else 1e-6)
 
 
 @pytest.mark.slow(1)
+@pytest.mark.parametrize("kind", [MixedConfig, WindowedConfig])
 @pytest.mark.parametrize("plan, training", [("tp2_pp2", False), ("pp2_zbv", False), ("dp2_zero3", True)])
-def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training):
-    config = MixedConfig(**SHAPE | {"num_layers": 5, "vocab_size": 61}, init_std=0.3)
+def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training, kind):
+    config = kind(**SHAPE | {"num_layers": 5, "vocab_size": 61}, init_std=0.3)
     model, prompts = build_model(config, CPU, torch.float32, bodies_engine.KEY), [[5], [3, 4, 5, 6, 7, 8], [9, 2]]
     asked = [Request(ids=ids, sampling=Sampling(max_new_tokens=6, temperature=0, ends=False)) for ids in prompts]
     world = parse_plan(plan).world
