@@ -26,6 +26,7 @@ from dtgpt.models.layers import (
     Output,
     RMSNorm,
     add,
+    shifted,
 )
 from dtgpt.models.llama import MLP, HeadNorm
 from dtgpt.models.llama import ROLES as LLAMA
@@ -54,14 +55,18 @@ class Gemma3Config(RotaryConfig):
     norm_eps: Annotated[float, "added to the mean square in RMSNorm", Bounds(above=0, below=1)] = 1e-6
     activation: Annotated[GatedName, "function of the gate in the MLP; silu: SwiGLU, gelu_tanh: GeGLU"] = "gelu_tanh"
     rope_theta: Annotated[float, "base of the frequencies of rotary positions", Bounds(1)] = 1000000.0
-    rope_local_theta: Annotated[float, "the same of blocks with a window, which no rope_factor scales", Bounds(1)] = 10000.0
-    attention_scalar: Annotated[float, "attention scores are divided by the square root of this", Bounds(above=0)] = 256.0
+    rope_local_theta: Annotated[float, "the same of blocks with a window, which no rope_factor scales", Bounds(1)] = (
+        10000.0
+    )
+    attention_scalar: Annotated[int, "attention scores are divided by the square root of this", SIZE] = 256
     window: Annotated[
-        int, "tokens, its own included, to which a token attends in a block with a window; 0: all", Bounds(0, LARGEST_SIZE)
+        int,
+        "tokens, its own included, to which a token attends in a block with a window; 0: all",
+        Bounds(0, LARGEST_SIZE),
     ] = 512
-    window_pattern: Annotated[
-        str, "successive blocks with a window (L) and without (G), repeated", WINDOW_PATTERN
-    ] = "LLLLLG"
+    window_pattern: Annotated[str, "successive blocks with a window (L) and without (G), repeated", WINDOW_PATTERN] = (
+        "LLLLLG"
+    )
 
     def initial_weight(self, name: str) -> tuple[float, float]:
         """Return (mean, standard deviation): zero for norms, whose weights are 1 + w; else as everywhere."""
@@ -133,7 +138,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         qkv = rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
-        weights = (1.0 + norm.weight.float() for norm in (self.q_norm, self.k_norm))
+        weights = (shifted(norm.weight, 1.0) for norm in (self.q_norm, self.k_norm))
         q, k, v = rotary_qkv(qkv, context.positions, self.rotation, self.num_positions, *weights, self.eps)
         heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
         return self.proj(heads.flatten(-2))

@@ -1,5 +1,5 @@
-"""GPT-Neo (Black et al. 2021): GPT-2 whose odd blocks attend to the last 256 tokens alone, without biases of queries, keys
-and values, and without a division of the attention scores.
+"""GPT-Neo (Black et al. 2021): GPT-2 whose odd blocks attend to the last 256 tokens alone, without biases of queries,
+keys and values, and without a division of the attention scores.
 
 Shapes: B samples, T positions, H hidden size, N heads, D = H / N, V padded vocabulary.
 """
@@ -36,9 +36,13 @@ class GPTNeoConfig(GPT2Config, WindowConfig):
 
     seq_length: Annotated[int, "number of positions, and tokens of a training sample unless it has fewer", SIZE] = 2048
     window: Annotated[
-        int, "tokens, its own included, to which a token attends in a block with a window; 0: all", Bounds(0, LARGEST_SIZE)
+        int,
+        "tokens, its own included, to which a token attends in a block with a window; 0: all",
+        Bounds(0, LARGEST_SIZE),
     ] = 256
-    window_pattern: Annotated[str, "successive blocks with a window (L) and without (G), repeated", WINDOW_PATTERN] = "GL"
+    window_pattern: Annotated[str, "successive blocks with a window (L) and without (G), repeated", WINDOW_PATTERN] = (
+        "GL"
+    )
 
     def make_block(self, index: int) -> "Block":
         return Block(self, self.window_of(index))

@@ -21,7 +21,7 @@ from dtgpt.models.layers import (
     DeferredBiasLinear,
     Dropout,
     FinalRMSNorm,
-    HeadsNorm,
+    JointNorm,
     Linear,
     add,
 )
@@ -34,7 +34,7 @@ from dtgpt.ops.rotary.rotary import rotary_qkv, split_heads
 from dtgpt.ops.rotary.table import Rotation
 from dtgpt.util.field_types import Bounds
 
-ROLES: Roles = {**LLAMA, "blocks.*.attn.q_norm": Role.HEADS_NORM, "blocks.*.attn.k_norm": Role.HEADS_NORM}
+ROLES: Roles = {**LLAMA, "blocks.*.attn.q_norm": Role.JOINT_NORM, "blocks.*.attn.k_norm": Role.JOINT_NORM}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,13 @@ class Olmo3Config(RotaryConfig):
     norm_eps: Annotated[float, "added to the mean square in RMSNorm", Bounds(above=0, below=1)] = 1e-6
     rope_theta: Annotated[float, "base of the frequencies of rotary positions", Bounds(1)] = 500000.0
     window: Annotated[
-        int, "tokens, its own included, to which a token attends in a block with a window; 0: all", Bounds(0, LARGEST_SIZE)
+        int,
+        "tokens, its own included, to which a token attends in a block with a window; 0: all",
+        Bounds(0, LARGEST_SIZE),
     ] = 4096
-    window_pattern: Annotated[str, "successive blocks with a window (L) and without (G), repeated", WINDOW_PATTERN] = "LLLG"
+    window_pattern: Annotated[str, "successive blocks with a window (L) and without (G), repeated", WINDOW_PATTERN] = (
+        "LLLG"
+    )
 
     def make_embedding(self, dtype: torch.dtype) -> Embedding:
         return Embedding(self, dtype)
@@ -94,14 +98,16 @@ class Attention(nn.Module):
         self.head_dim, self.parts = config.head_dim, config.num_heads // config.num_kv_heads + 2
         self.rotation, self.num_positions = rotation, config.seq_length
         self.qkv = Linear(config.hidden_size, config.num_kv_heads * self.parts * config.head_dim, bias=False)
-        self.q_norm = HeadsNorm(config.num_heads * config.head_dim, config.norm_eps)
-        self.k_norm = HeadsNorm(config.num_kv_heads * config.head_dim, config.norm_eps)
+        self.q_norm = JointNorm(config.num_heads * config.head_dim, config.norm_eps)
+        self.k_norm = JointNorm(config.num_kv_heads * config.head_dim, config.norm_eps)
         self.dropout = Dropout(config.dropout, index=0)
         self.core = AttentionCore(window=window)
         self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = split_heads(rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim))
+        q, k, v = split_heads(
+            rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
+        )
         q, k = (norm(heads.flatten(-2)) for norm, heads in ((self.q_norm, q), (self.k_norm, k)))
         queries = q.unflatten(-1, (k.shape[-1] // self.head_dim, -1, self.head_dim))
         packed = torch.cat([queries, k.unflatten(-1, (-1, 1, self.head_dim)), v.unsqueeze(3)], dim=3)

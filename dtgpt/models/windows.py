@@ -9,6 +9,7 @@ from dtgpt.util.field_types import Bounds, Pattern
 
 LOCAL, GLOBAL = "L", "G"  # of `window_pattern`
 MOST_KINDS = 1000  # letters of it
+WINDOW_PATTERN = Pattern(f"[LG]{{1,{MOST_KINDS}}}", "is not a pattern; use a text of L and G, such as LLLLLG")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +22,9 @@ class WindowConfig(ModelConfig):
         "tokens, its own included, to which a token attends in a block with a window; 0: all",
         Bounds(0, LARGEST_SIZE),
     ] = 0
-    window_pattern: Annotated[
-        str, "successive blocks with a window (L) and without (G), repeated",
-        Pattern(f"[LG]{{1,{MOST_KINDS}}}", "is not a pattern; use a text of L and G, such as LLLLLG"),
-    ] = LOCAL  # fmt: skip
+    window_pattern: Annotated[str, "successive blocks with a window (L) and without (G), repeated", WINDOW_PATTERN] = (
+        LOCAL
+    )
 
     def is_local(self, index: int) -> bool:
         """Return whether block `index` has a window."""
@@ -41,5 +41,7 @@ class WindowConfig(ModelConfig):
 def shortest_pattern(local: list[bool]) -> str:
     """Return the shortest `window_pattern` by which these blocks have a window."""
     letters = "".join(LOCAL if each else GLOBAL for each in local)
-    sizes = (size for size in range(1, len(letters) + 1) if (letters[:size] * len(letters))[: len(letters)] == letters)
+    if len(letters) > MOST_KINDS:
+        return letters
+    sizes = (size for size in range(1, len(letters) + 1) if letters[size:] == letters[: len(letters) - size])
     return letters[: next(sizes, 0)] or LOCAL

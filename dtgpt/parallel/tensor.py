@@ -6,6 +6,7 @@ local tensors; inside a module of the table, weights and activations are DTensor
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ FIXED = {  # roles that a plan's table cannot replace, and why
     Role.STREAM_DROPOUT: "the masks of a dropout site follow from the modules around it",
     Role.HEAD_NORM: "each rank normalises its own heads",
     Role.SINKS: "each rank has the sinks of its own heads",
+    Role.JOINT_NORM: "each rank has the weights of its own heads",
     Role.NORM: BETWEEN,
     Role.POSITIONS: BETWEEN,
 }
@@ -162,6 +164,20 @@ class HeadShard(ParallelStyle):
         return distribute_module(module, device_mesh, _cut_first_dimension)
 
 
+class JointNormShard(HeadShard):
+    """A style for a norm of all heads: its weights are cut between heads, and its mean is over those of all ranks."""
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        bind(module, sum_of_heads=partial(sum_addends, mesh=device_mesh))
+        return super()._apply(module, device_mesh)
+
+
+def sum_addends(addend: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum over the ranks. Each rank goes on with its own heads, so that gradients are addends, too."""
+    whole = DTensor.from_local(addend, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
+
+
 def _cut_first_dimension(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
     for key, whole in list(module.named_parameters(recurse=False)):
         module.register_parameter(key, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
@@ -202,6 +218,7 @@ def default_table(
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
         Role.HEAD_NORM: SequencePart("weight"),  # each rank has the gradient of its own heads
         Role.SINKS: HeadShard(),
+        Role.JOINT_NORM: JointNormShard(),
     }
     if sequence_parallel:
         styles |= {
@@ -271,6 +288,7 @@ def style_of(module: str, table: Table, roles: Roles) -> ParallelStyle | None:
         Role.HEAD_DROPOUT,
         Role.HEAD_NORM,
         Role.SINKS,
+        Role.JOINT_NORM,
     ):  # of the heads that the QKV projection leaves
         parent = module.rpartition(".")[0]
         beside = [f"{parent}.{pattern.rpartition('.')[2]}" for pattern in patterns_of(Role.QKV, roles)]

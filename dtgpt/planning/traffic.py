@@ -106,6 +106,8 @@ def _over_tp(
         n = passes * (columns + rows + last + out_again)
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
         found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
+    joint = sum(p.role is Role.JOINT_NORM for p in held) * passes * (3 if settings.recompute == "full" else 2)
+    found.append(Collective("all-reduce", "tp", "mean squares of all heads, fp32", joint, 4 * joint * tokens))
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
     if settings.lora.rank:  # the factors of adapters that are whole on every rank
         partial = [p for p in trained if p.style is not None and p.by_tp == math.prod(p.shape)]

@@ -4,21 +4,21 @@ transformers keeps q, k and v, and gate and up, as matrices `[out, in]` of their
 differently of rotary positions stands in `rope.py`.
 """
 
-import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dtgpt.interop.foreign import Rules, check_rules, checked, epsilon, whole_number
 from dtgpt.interop.hf.activation import read_activation, write_activation
+from dtgpt.interop.hf.groups import joined, separated
 from dtgpt.interop.hf.rope import FULL, SLIDING, read_rope, write_rope
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.rotary import RotaryConfig
-from dtgpt.models.source import Part, cut
+from dtgpt.models.source import Part
 from dtgpt.models.windows import LOCAL, MOST_KINDS, WindowConfig, shortest_pattern
 from dtgpt.util.errors import UserError, shown
 
@@ -56,36 +56,23 @@ FAMILIES = {
 }
 
 
-def stored_names(name: str) -> list[str]:
-    """Return transformers' names of dtgpt's parameter `name`, without PREFIX."""
+def stored_names(name: str, own: Mapping[str, str] = NAMES) -> list[str]:
+    """Return transformers' names of dtgpt's parameter `name`, without PREFIX. own: the names of the family."""
     packed = next((key for key in PACKED if f".{key}." in name), None)
     names = [name] if packed is None else [name.replace(packed, part) for part in PACKED[packed]]
-    for ours, theirs in NAMES.items():
+    for ours, theirs in own.items():
         names = [n.replace(ours, theirs) for n in names]
     return names
 
 
 def from_stored(stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
-    """Return the elements `part` of dtgpt's parameter `name`. Of packed matrices only the groups of rows with these
-    elements are looked at, since `stored` may be mapped from a file."""
-    rows = rows_of_group(name, config)
-    if len(stored) == 1:
-        return cut(stored[0], part)
-    size = sum(rows)
-    wanted, *columns = part or tuple(map(range, (sum(map(len, stored)), *stored[0].shape[1:])))
-    first, last = wanted.start // size, math.ceil(wanted.stop / size)
-    groups = [
-        cut(t, [range(first * n, last * n), *columns]).unflatten(0, (-1, n)) for t, n in zip(stored, rows, strict=True)
-    ]
-    return torch.cat(groups, dim=1).flatten(0, 1)[wanted.start - first * size : wanted.stop - first * size]
+    """Return the elements `part` of dtgpt's parameter `name`."""
+    return joined(stored, rows_of_group(name, config), part)
 
 
 def to_stored(whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]:
     """Return dtgpt's parameter `name` as transformers has it."""
-    rows = rows_of_group(name, config)
-    if len(rows) == 1:
-        return [whole]
-    return [part.flatten(0, 1) for part in whole.unflatten(0, (-1, sum(rows))).split(rows, dim=1)]
+    return separated(whole, rows_of_group(name, config))
 
 
 def rows_of_group(name: str, config: ModelConfig) -> list[int]:
@@ -177,6 +164,24 @@ def read_kinds(settings: dict[str, Any], layers: int, path: Path) -> list[bool] 
             "written"
         )
     return [kind == SLIDING for kind in kinds]
+
+
+def read_pattern(settings: dict[str, Any], layers: int, window: int, pattern: str, path: Path) -> dict[str, Any]:
+    """Return the fields of `WindowConfig` of a family whose layers with a window differ from others in their positions,
+    too. window, pattern: its defaults."""
+    kinds = read_kinds(settings, layers, path)
+    pattern = pattern if kinds is None else shortest_pattern(kinds)
+    size = settings.get("sliding_window", window)
+    if size is None and LOCAL not in pattern:
+        size = 0
+    elif type(size) is not int or size < 1:
+        raise UserError(f"{path} has sliding_window={shown(size)}; it must be a whole number of 1 or more")
+    return {"window": size, "window_pattern": pattern}
+
+
+def write_pattern(config: WindowConfig) -> dict[str, Any]:
+    """Return the keys that `read_pattern` reads."""
+    return {"sliding_window": config.window or None, "layer_types": write_kinds(config)}
 
 
 def write_kinds(config: WindowConfig) -> list[str]:
