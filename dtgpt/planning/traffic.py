@@ -121,10 +121,12 @@ def _over_tp(
 
 def _recomputed(settings: Settings, weights: list[LocalParameter], columns: int, rows: int) -> tuple[int, int]:
     """Return how many of the matrices cut by columns and by rows run forward again in a micro-batch. Recomputation of a
-    block ends with the last tensor that backward needs: without dropout, before the output of its last matrix."""
+    block ends with the last tensor that backward needs: without dropout, and without a norm after its last matrix,
+    before the output of that one."""
     if settings.recompute != "full":
         return 0, 0
-    ends = {p.block for p in weights if isinstance(p.style, RowwiseParallel)} if settings.model.dropout == 0 else ()
+    last = {p.block: p for p in weights}  # in the order of the modules
+    ends = [p for p in last.values() if settings.model.dropout == 0 and isinstance(p.style, RowwiseParallel)]
     return columns, rows - len(ends)
 
 

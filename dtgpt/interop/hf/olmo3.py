@@ -39,10 +39,12 @@ def read_config(settings: dict[str, Any], path: Path) -> Olmo3Config:
     layers = whole_number(settings, ("num_hidden_layers",), 32, path)
     positions = whole_number(settings, ("max_position_embeddings",), 2048, path)
     full, sliding = read_rope_of_kinds(settings, positions, path, THETA, "rope_theta")
-    if full["rope_theta"] != sliding["rope_theta"]:
+    own = ((settings.get("rope_parameters") or {}).get(SLIDING) or {}).get("rope_theta")
+    theta = sliding["rope_theta"] if own else THETA[SLIDING]  # as transformers 5 takes it, whatever rope_theta says
+    if full["rope_theta"] != theta:
         raise UserError(
-            f"{path} has rope_theta={full['rope_theta']} of {FULL} and {sliding['rope_theta']} of {SLIDING}, which is "
-            f"{THETA[SLIDING]} where transformers finds none; dtgpt's OLMo 3 has one: give another model"
+            f"{path} has rope_theta={full['rope_theta']} of {FULL} and {theta} of {SLIDING}; dtgpt's OLMo 3 has one for "
+            "both: give another model"
         )
     config = Olmo3Config(
         num_layers=layers,

@@ -46,10 +46,9 @@ def to_stored(whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]:
 def read_config(settings: dict[str, Any], path: Path) -> LlamaConfig:
     """Return the shape that config.json describes, with transformers' defaults. Raise UserError for options that dtgpt
     does not have."""
-    rope = {"rope_type": "default"}
+    reason = "transformers has longrope for Phi-3, which dtgpt does not have"
     for place in SCALINGS:
         if isinstance(given := settings.get(place), dict):
-            rope |= {"rope_type": given.get("rope_type", given.get("type", "default"))}
-    reason = "transformers has longrope for Phi-3, which dtgpt does not have"
-    check_rules(rope, {"rope_type": ("default", lambda v: v == "default", reason)}, path)
+            rope = {"rope_type": given.get("rope_type", given.get("type", "default"))}
+            check_rules(rope, {"rope_type": ("default", lambda v: v == "default", reason)}, path)
     return llama.read_config(settings, path)
