@@ -11,9 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
@@ -25,27 +23,12 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
-from dtgpt.parallel.tensor import Table
+from dtgpt.parallel.tensor import Partition, Table
 from dtgpt.util.errors import UserError
-
-
-class Partition(ParallelStyle):
-    """A style that cuts the parameters of `dims`, by name along a dimension, and leaves the module's forward alone."""
-
-    def __init__(self, **dims: int):
-        super().__init__()
-        self.dims = dims
-
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        for name, dim in self.dims.items():
-            whole = getattr(module, name)
-            if whole is not None:
-                module.register_parameter(name, nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(dim)])))
-        return module
-
 
 STYLES = {
     Role.VOCABULARY: Partition(weight=0),
+    Role.SINKS: Partition(sinks=0),
     Role.QKV: Partition(weight=0, bias=0),
     Role.COLUMN: Partition(weight=0, bias=0),
     Role.JOINT_NORM: Partition(weight=0),

@@ -144,6 +144,10 @@ class VocabularyShard(ParallelStyle):
         self.input_layout = input_layout
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(name: str, module: Any, mesh: DeviceMesh) -> None:
+            for key, whole in list(module.named_parameters(recurse=False)):
+                module.register_parameter(key, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
+
         def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             x, *targets = inputs
             x = whole_input(x, mesh, self.input_layout, None)
@@ -154,18 +158,29 @@ class VocabularyShard(ParallelStyle):
         def local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local() if isinstance(output, DTensor) else output
 
-        return distribute_module(module, device_mesh, _cut_first_dimension, gather, local)
+        return distribute_module(module, device_mesh, cut, gather, local)
 
 
-class HeadShard(ParallelStyle):
-    """A style for a module with a value of each head: its parameters are cut between heads."""
+class Partition(ParallelStyle):
+    """A style that cuts the parameters of `dims`, by name along a dimension, and leaves the module's forward alone."""
+
+    def __init__(self, **dims: int):
+        super().__init__()
+        self.dims = dims
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, _cut_first_dimension)
+        for name, dim in self.dims.items():
+            whole = getattr(module, name)
+            if whole is not None:
+                module.register_parameter(name, nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(dim)])))
+        return module
 
 
-class JointNormShard(HeadShard):
-    """A style for a norm of all heads: its weights are cut between heads, and its mean is over those of all ranks."""
+class JointNormShard(Partition):
+    """A style for a norm of all heads: its weight is cut between heads, and its mean is over those of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(weight=0)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         bind(module, sum_of_heads=partial(sum_addends, mesh=device_mesh))
@@ -176,11 +191,6 @@ def sum_addends(addend: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum over the ranks. Each rank goes on with its own heads, so that gradients are addends, too."""
     whole = DTensor.from_local(addend, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()])
     return whole.to_local(grad_placements=[Partial()])
-
-
-def _cut_first_dimension(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    for key, whole in list(module.named_parameters(recurse=False)):
-        module.register_parameter(key, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
 
 
 class DropoutShard(ParallelStyle):
@@ -217,7 +227,7 @@ def default_table(
         Role.OUTPUT: VocabularyShard(between),
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
         Role.HEAD_NORM: SequencePart("weight"),  # each rank has the gradient of its own heads
-        Role.SINKS: HeadShard(),
+        Role.SINKS: Partition(sinks=0),
         Role.JOINT_NORM: JointNormShard(),
     }
     if sequence_parallel:
@@ -313,6 +323,8 @@ def degrees_of_heads(config: ModelConfig, plan: Plan) -> list[int]:
 
 def _leaves_a_part(style: ParallelStyle | None) -> bool:
     """Return whether a linear map of this style leaves each rank its own part of the output's features."""
+    if isinstance(style, Partition):
+        return style.dims.get("weight") == 0
     return isinstance(style, ColwiseParallel) and not any(layout.is_replicate() for layout in style.output_layouts)
 
 

@@ -14,7 +14,7 @@ from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.lora import names_of, shapes_of
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.parallel.tensor import HeadShard, Table, VocabularyShard, make_table, style_of
+from dtgpt.parallel.tensor import Partition, Table, VocabularyShard, make_table, style_of
 
 WIDTH_OF_SUMS = 8  # bytes of a number in fixed point
 GPUS_OF_HOST = 8  # that reach each other's memory
@@ -104,7 +104,9 @@ def blocks_of_rank(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[i
 
 def tp_dimension(kind: str, role: Role | None, style: ParallelStyle | None) -> int | None:
     """Return the dimension that tensor parallelism cuts of a module's parameter `kind`, weight or bias, or None."""
-    if isinstance(style, ColwiseParallel | VocabularyShard | HeadShard):
+    if isinstance(style, Partition):
+        return style.dims.get(kind)
+    if isinstance(style, ColwiseParallel | VocabularyShard):
         return 0
     if isinstance(style, RowwiseParallel):
         return 0 if role is Role.VOCABULARY else (1 if kind == "weight" else None)

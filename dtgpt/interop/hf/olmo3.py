@@ -43,7 +43,7 @@ def read_config(settings: dict[str, Any], path: Path) -> Olmo3Config:
     theta = sliding["rope_theta"] if own else THETA[SLIDING]  # as transformers 5 takes it, whatever rope_theta says
     if full["rope_theta"] != theta:
         raise UserError(
-            f"{path} has rope_theta={full['rope_theta']} of {FULL} and {theta} of {SLIDING}; dtgpt's OLMo 3 has one for "
+            f"{path} has rope_theta={full['rope_theta']} of {FULL} and {theta} of {SLIDING}; dtgpt has one for "
             "both: give another model"
         )
     config = Olmo3Config(

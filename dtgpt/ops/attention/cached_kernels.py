@@ -120,8 +120,8 @@ def merge_kernel(
     partial, state, positions, out, sinks,
     HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one head of one sequence, and its sink, if there are sinks `[N]`, into out `[B, N, D]`. BLOCK:
-    SPLITS, as a power of two."""
+    """Merge the splits of one head of one sequence, and its sink where there are sinks `[N]`, into out `[B, N, D]`.
+    BLOCK: SPLITS, as a power of two."""
     head, row = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, SIZE)
     j = tl.arange(0, BLOCK)

@@ -84,7 +84,7 @@ def causal_attention(
         if window is not None:
             spans = spans_of_window(window, len(q), queries, columns, q.device, spans)
         return flash_attention(q, k, v, kept, p, start[0], spans, rule.scale, rule.sinks)
-    check_inputs(q, k, v, key, spans)
+    check_inputs(q, k, v, key, spans, rule.sinks)
     bounded = spans is not None or window is not None
     hidden = hidden_columns(queries, columns, q.device, spans, window) if bounded else None
     start = (start[0], start[1] + columns - queries, start[2])
