@@ -14,10 +14,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def first_sums(sinks, head, BLOCK_M: tl.constexpr):
     """Return the running sum and maximum `[BLOCK_M]` before the first column: those of the head's sink, a column
     without a value, where there are sinks `[N]`, scores being in base 2."""
-    if sinks is None:
-        return tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], LOWEST, tl.float32)
-    sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-    return tl.full([BLOCK_M], 1.0, tl.float32), tl.zeros([BLOCK_M], tl.float32) + sink
+    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    if sinks is not None:
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+        top = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
+    return total, top
 
 
 @triton.jit
