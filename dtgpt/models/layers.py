@@ -222,11 +222,11 @@ class AttentionCore(BoundModule):
     ) -> Tensor:
         """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T. first_head: the head of this
         rank's parameters that is the first of q, where context parallelism gives some heads only."""
-        sinks = self.sinks
+        sinks: Tensor | None = self.sinks
         if sinks is not None:
-            sinks = sinks.to_local() if isinstance(sinks, DTensor) else sinks
+            local = sinks.to_local() if isinstance(sinks, DTensor) else sinks
             own = slice(None) if first_head is None else slice(first_head, first_head + q.shape[2])
-            sinks = sinks[own].to(q.dtype)
+            sinks = local[own].to(q.dtype)
         rule = AttentionRule(self.window, self.softcap, self.scale, sinks)
         if self.bound.cache is not None:
             return self.bound.cache.attend(q, k, v, rule)

@@ -38,7 +38,7 @@ def truth(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int = 0, ends: Tensor | None = None,
     rule: AttentionRule = PLAIN_RULE,
 ) -> Tensor:  # fmt: skip
-    """In float64, head by head and from the definition. ends: bool `[B, T]`, the last tokens of documents."""
+    """In float64, head by head and from the definition. ends: bool `[B, S]`, the last tokens of documents."""
     (batch, length, heads, width), columns = q.shape, k.shape[1]
     group, first, out = heads // k.shape[2], columns - length, []
     for sample in range(batch):
@@ -53,9 +53,11 @@ def truth(
             scores = q[sample, :, head].double() @ keys.T * (width**-0.5 if rule.scale is None else rule.scale)
             if rule.softcap is not None:
                 scores = rule.softcap * torch.tanh(scores / rule.softcap)
-            weights = torch.exp(scores).masked_fill(causal[first:] == 0, 0)
+            scores = scores.masked_fill(causal[first:] == 0, float("-inf"))
+            top = scores.amax(1, keepdim=True)
+            weights = torch.exp(scores - top)
             total = weights.sum(1, keepdim=True)
-            weights = weights / (total if rule.sinks is None else total + torch.exp(rule.sinks[head].double()))
+            weights = weights / (total if rule.sinks is None else total + torch.exp(rule.sinks[head].double() - top))
             if key is not None:
                 ranges = [range(head_start + head, head_start + head + 1), range(first, columns), range(columns)]
                 kept = attention_mask(key[sample], ranges, p)[0]
@@ -88,10 +90,10 @@ def check(
     leaves, qkv = inputs(shape, dtype, device, kv_heads, columns)
     cotangent = torch.randn(shape).to(dtype).to(device)
     key = keys_of(batch, device=device) if p else None
-    ends = torch.rand(batch, length, device=device) < documents if documents else None
+    ends = torch.rand(batch, columns or length, device=device) < documents if documents else None
     spans = None if ends is None else document_bounds(ends)
     if window is not None:
-        spans = spans_of_window(window, batch, length, length, cotangent.device, spans)
+        spans = spans_of_window(window, batch, columns or length, cotangent.device, spans)
     drains = [] if sinks is None else [torch.randn(heads).add(sinks).to(dtype).to(device).requires_grad_()]
     out, *_ = flash._forward(*qkv, key, p, head_start, spans, scale, *drains)
     assert out.shape == shape and out.is_contiguous() and out.dtype == dtype
@@ -125,6 +127,5 @@ def interpret(*cases: tuple) -> None:
     for op in (flash._forward, flash._backward):
         op._backend_fns["cpu"] = op._backend_fns["cuda"]
     for case in cases:
-        check(
-            *(each for each in case if not isinstance(each, dict)), **(case[-1] if isinstance(case[-1], dict) else {})
-        )
+        named = case[-1] if isinstance(case[-1], dict) else {}
+        check(*case[: len(case) - bool(named)], **named)

@@ -203,4 +203,5 @@ def _attend_ring_chunk(
     for kept, new in ((keys, k), (values, v)):
         seen.append(torch.cat([kept[:, earlier].transpose(0, 1)[None], new], dim=1))
         kept[:, newest] = new[0, -len(newest) :].transpose(0, 1)
-    return causal_attention(q, *seen, backend=backend, rule=rule)
+    seen_keys, seen_values = seen
+    return causal_attention(q, seen_keys, seen_values, backend=backend, rule=rule)

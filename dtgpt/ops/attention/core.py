@@ -67,9 +67,9 @@ def causal_attention(
     N_kv divides N: each head of k and v serves N / N_kv heads of q (grouped-query attention, Ainslie et al. 2023). S >=
     T: query i has the position i + S - T and attends to the columns up to it. key: int64 `[B, 2]` or None (no dropout).
     p: the probability of dropout. The mask's index within a sample is (head, position of the query, column); start:
-    that of the shard's first element. spans: int32 `[B, T, 2]`, bounds [first, end) of each query's document, to which
-    attention is restricted, for S = T; None: one document. rule: what the layer does beside. Raises ValueError where
-    shapes do not fit, or where the back end does not know the rule.
+    that of the shard's first element. spans: int32 `[B, S, 2]`, bounds [first, end) of the document of each column, at
+    most S, to which attention is restricted; None: one document. rule: what the layer does beside. Raises ValueError
+    where shapes do not fit, or where the back end does not know the rule.
     """
     kept = key if p > 0 else None
     chosen, has_sinks = backend, rule.sinks is not None
@@ -82,7 +82,7 @@ def causal_attention(
     window = None if rule.window is None or rule.window >= columns else rule.window
     if chosen == "flash":
         if window is not None:
-            spans = spans_of_window(window, len(q), queries, columns, q.device, spans)
+            spans = spans_of_window(window, len(q), columns, q.device, spans)
         return flash_attention(q, k, v, kept, p, start[0], spans, rule.scale, rule.sinks)
     check_inputs(q, k, v, key, spans, rule.sinks)
     bounded = spans is not None or window is not None
@@ -92,16 +92,16 @@ def causal_attention(
         return sdpa(q, k, v, hidden, rule.scale)
     q, k, v = by_heads(q, k, v)
     if chosen == "fused_softmax":
-        scale, mask = rule.factor(q.shape[-1]), "causal" if hidden is None else _of_samples(hidden)
+        scale, mask = rule.factor(q.shape[-1]), "causal" if hidden is None else _of_samples(hidden, len(q))
         out = scaled_masked_softmax(q @ k.transpose(-2, -1), scale, mask, key=kept, p=p, start=start) @ v
     else:
         out = explicit(q, k, v, kept, p, start, hidden, rule)
     return out.transpose(1, 2)
 
 
-def _of_samples(hidden: Tensor) -> Tensor:
-    """Return a mask with a dimension for samples."""
-    return hidden if hidden.dim() == 4 else hidden[None, None]
+def _of_samples(hidden: Tensor, batch: int) -> Tensor:
+    """Return a mask as one `[B, 1, T, S]` for samples."""
+    return hidden if hidden.dim() == 4 else hidden.expand(batch, 1, -1, -1).contiguous()
 
 
 def choose(dropping: bool, kernels: bool, head_dim: int, softcap: bool = False, sinks: bool = False) -> Backend:

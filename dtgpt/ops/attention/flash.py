@@ -45,7 +45,7 @@ def hidden_columns(
     hidden = column > position
     if window is not None:
         hidden = hidden | (column <= position - window)
-    return hidden if spans is None else (hidden | (column < spans[:, :, :1]))[:, None]
+    return hidden if spans is None else (hidden | (column < spans[:, columns - queries :, :1]))[:, None]
 
 
 def by_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,12 +94,11 @@ def flash_attention(
     heads of q (grouped-query attention, Ainslie et al. 2023), and query i has the position i + S - T. Views of one
     packed tensor are read in place. key: int64 `[B, 2]`, a key for each sample, or None (no dropout). p: the
     probability of dropout. The mask's index within a sample is (head, position of the query, column); head_start:
-    global index of the shard's first head. spans: int32 `[B, T, 2]`: the first column that a query sees, and the end
-    of the queries that see the column at its position, neither falling from one position to the next; None: all. Where
-    S > T, kernels compute no gradients with them. scale: factor of q k^T; None: 1 / sqrt(D). sinks: `[N]`, logits that
-    take part in the softmax of each head without a value; None: none. Saves q, k, v, the output, 4 bytes per head and
-    query and, with dropout, bits per head, query and column: about one in the kernels, where S = T. Raises ValueError
-    where shapes do not fit.
+    global index of the shard's first head. spans: int32 `[B, S, 2]`: the first column that the query at each position
+    sees, and the end, at most S, of the queries that see the column there, neither falling from one position to the
+    next; None: all. scale: factor of q k^T; None: 1 / sqrt(D). sinks: `[N]`, logits that take part in the softmax of
+    each head without a value; None: none. Saves q, k, v, the output, 4 bytes per head and query and, with dropout, bits
+    per head, query and column: about one in the kernels, where S = T. Raises ValueError where shapes do not fit.
     """
     check_inputs(q, k, v, key, spans, sinks)
     if threshold(p) == 0:
@@ -120,8 +119,8 @@ def check_inputs(
         )
     if key is not None and key.shape != (len(q), 2):
         raise ValueError(f"keys have the shape {tuple(key.shape)}; {len(q)} samples need [{len(q)}, 2]")
-    if spans is not None and (spans.shape != (*q.shape[:2], 2) or spans.dtype != torch.int32):
-        raise ValueError(f"spans are {spans.dtype} {tuple(spans.shape)}; they need to be int32 [B, T, 2]")
+    if spans is not None and (spans.shape != (*k.shape[:2], 2) or spans.dtype != torch.int32):
+        raise ValueError(f"spans are {spans.dtype} {tuple(spans.shape)}; they need to be int32 [B, S, 2]")
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"sinks have the shape {tuple(sinks.shape)}; {q.shape[2]} heads need [{q.shape[2]}]")
 

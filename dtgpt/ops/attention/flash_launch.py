@@ -233,8 +233,6 @@ def launch_backward(
     spans: Tensor | None, packed: bool, scale: float | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the kernels of the operation `flash_backward`."""
-    if spans is not None and q.shape[1] != k.shape[1]:
-        raise ValueError(f"bounds for {q.shape[1]} queries of {k.shape[1]} columns have no gradients in kernels")
     call = Call(q, k, v, p, kept if kept.numel() else None, spans, scale)
     pairs = sums.new_empty(*sums.shape, 2)
     if packed:

@@ -7,13 +7,10 @@ import torch
 from torch import Tensor
 
 
-def spans_of_window(
-    window: int, batch: int, queries: int, columns: int, device: torch.device, spans: Tensor | None = None
-) -> Tensor:
-    """Return int32 `[B, T, 2]` for T `queries` at the last of S `columns`: the first column that a query sees, and the
-    end of the queries that see the column at its position. spans: those of documents, to which both are restricted.
-    """
-    position = torch.arange(columns - queries, columns, dtype=torch.int32, device=device)
+def spans_of_window(window: int, batch: int, columns: int, device: torch.device, spans: Tensor | None = None) -> Tensor:
+    """Return int32 `[B, S, 2]` for S `columns`: the first column that the query at each position sees, and the end of
+    the queries that see the column there. spans: those of documents, to which both are restricted."""
+    position = torch.arange(columns, dtype=torch.int32, device=device)
     first, end = (position - (window - 1)).clamp(min=0), (position + window).clamp(max=columns)
     if spans is not None:
         first, end = torch.maximum(first, spans[..., 0]), torch.minimum(end, spans[..., 1])
