@@ -69,7 +69,7 @@ class GPT2Config(ModelConfig):
     def make_embedding(self, dtype: torch.dtype) -> "Embedding":
         return Embedding(self, dtype)
 
-    def make_block(self, index: int) -> "Block":
+    def make_block(self, index: int) -> BoundModule:
         return Block(self)
 
     def make_head(self) -> "Head":

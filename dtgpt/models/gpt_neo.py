@@ -44,7 +44,7 @@ class GPTNeoConfig(GPT2Config, WindowConfig):
         "GL"
     )
 
-    def make_block(self, index: int) -> "Block":
+    def make_block(self, index: int) -> BoundModule:
         return Block(self, self.window_of(index))
 
 

@@ -76,8 +76,9 @@ def read_config(settings: dict[str, Any], path: Path) -> GPTNeoConfig:
 def _read_pattern(settings: dict[str, Any], layers: int, path: Path) -> str:
     """Return the pattern of `attention_types`, a list of [kinds, how often they are repeated]."""
     given, local = settings.get("attention_types"), []
+    pairs: Any = [[KINDS, 12]] if given is None else given
     try:
-        for kinds, times in [[KINDS, 12]] if given is None else given:
+        for kinds, times in pairs:
             if type(times) is not int or not 0 <= times <= MOST_KINDS or not all(kind in KINDS for kind in kinds):
                 raise ValueError
             local += [kind == KINDS[1] for kind in kinds] * times

@@ -7,7 +7,7 @@ apart. The frequencies are those of Hugging Face's transformers.
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -50,11 +50,9 @@ class Rotation(NamedTuple):
 
 def rotation_of(numbers: Sequence[float]) -> Rotation:
     """Return the rotation of which these are the `numbers`."""
-    made = Rotation(*numbers)
-    return made._replace(
-        original_length=int(made.original_length), scaling=SCALINGS[int(numbers[Rotation._fields.index("scaling")])],
-        truncate=bool(made.truncate),
-    )  # fmt: skip
+    values: dict[str, Any] = dict(zip(Rotation._fields, numbers, strict=True))
+    whole, kind, flag = (values[name] for name in ("original_length", "scaling", "truncate"))
+    return Rotation(**values | {"original_length": int(whole), "scaling": SCALINGS[int(kind)], "truncate": bool(flag)})
 
 
 def amplitude_of_yarn(factor: float) -> float:
