@@ -31,6 +31,7 @@ class Binding(NamedTuple):
     start: tuple[int, ...] | None = None  # of a dropout site that gets a shard: global index of its first element
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss
     diverted: Callable[[Tensor], None] | None = None  # of the output layer: takes the gradient of a tied table
+    sum_of_heads: Callable[[Tensor], Tensor] | None = None  # of a norm of all heads, of which ranks have some each
     sums_over_tp: tuple[str, ...] = ()  # parameters whose gradients are addends on the tensor-parallel ranks
 
 

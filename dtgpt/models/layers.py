@@ -110,27 +110,62 @@ class FinalNorm(nn.LayerNorm):
         return norm(x, self.weight, self.bias, self.eps)
 
 
+def shifted(weight: Tensor, offset: float) -> Tensor:
+    """Return weight + offset, in fp32 at least where the offset is not 0."""
+    return weight if offset == 0 else weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+
+
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm of the residual stream, fused with the residual sum before it."""
+    """RMSNorm of the residual stream, fused with the residual sum before it. The normalised values are multiplied by
+    weight + offset."""
 
     eps: float
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
+        super().__init__(size, eps=eps)
+        self.offset = offset
 
     def forward(  # type: ignore[override]
         self, x: Tensor, branch: Branch | None = None, site: Site = NO_DROPOUT
     ) -> tuple[Tensor, Tensor]:
         """Return what `LayerNorm` does, by RMSNorm."""
+        weight = shifted(self.weight, self.offset)
         if branch is None:
-            return norm_and_pass(x, self.weight, None, self.eps)
-        return residual_norm(x, *branch, self.weight, None, self.eps, *site)
+            return norm_and_pass(x, weight, None, self.eps)
+        return residual_norm(x, *branch, weight, None, self.eps, *site)
 
 
 class FinalRMSNorm(nn.RMSNorm):
-    """RMSNorm at the end of the residual stream, `[B, T, H]` -> `[B, T, H]`."""
+    """RMSNorm at the end of the residual stream, or of a branch, `[B, T, H]` -> `[B, T, H]`, times weight + offset."""
 
     eps: float
 
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
+        super().__init__(size, eps=eps)
+        self.offset = offset
+
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight, None, self.eps)
+        return norm(x, shifted(self.weight, self.offset), None, self.eps)
+
+
+class JointNorm(nn.Module):
+    """RMSNorm of all heads together, `[B, T, N D]`; a rank may have some of the heads, and the sum over all of them by
+    `bound.sum_of_heads`. Computed in fp32 at least and rounded once."""
+
+    bound: Binding = PLAIN
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(-1, keepdim=True)
+        if self.bound.sum_of_heads is not None:
+            squares = self.bound.sum_of_heads(squares)
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return (wide * torch.rsqrt(squares / self.width + self.eps) * weight.to(wide.dtype)).to(x.dtype)
 
 
 def add(x: Tensor, branch: Branch, site: Site) -> Tensor:

@@ -18,6 +18,7 @@ class Role(Enum):
     NORM = "normalisation of the residual stream"
     HEAD_NORM = "normalisation of each head, whose weights all heads share"
     SINKS = "attention core with a learned logit [N] of each head, cut between heads"
+    JOINT_NORM = "normalisation of all heads together, whose weights are cut between heads"
     QKV = "linear map to queries, keys and values, cut between heads"
     COLUMN = "linear map [out, H] that is cut by its outputs"
     ROW = "linear map [H, in] that is cut by its inputs, without its bias"

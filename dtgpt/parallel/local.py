@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
+from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.roles import Role, role_of
@@ -30,6 +31,7 @@ STYLES = {
     Role.SINKS: Partition(sinks=0),
     Role.QKV: Partition(weight=0, bias=0),
     Role.COLUMN: Partition(weight=0, bias=0),
+    Role.JOINT_NORM: Partition(weight=0),
     Role.ROW: Partition(weight=1),
     Role.OUTPUT: Partition(weight=0, bias=0),
 }
@@ -70,6 +72,8 @@ def localize(stage: Decoder, mesh: Mesh) -> None:
         role = role_of(name, roles)
         if role is Role.ROW:
             module.register_forward_hook(partial(_sum_output, group))
+        elif role is Role.JOINT_NORM:
+            bind(module, sum_of_heads=partial(_summed, group))
         elif role is Role.VOCABULARY:
             rows = chunk(range(stage.config.padded_vocab_size), mesh.plan.tp, mesh.place.tp)
             lookup = _Lookup(rows, group)
@@ -79,6 +83,10 @@ def localize(stage: Decoder, mesh: Mesh) -> None:
 
 
 def _sum_output(group: dist.ProcessGroup, module: nn.Module, inputs: Any, addend: Tensor) -> Tensor:
+    return _summed(group, addend)
+
+
+def _summed(group: dist.ProcessGroup, addend: Tensor) -> Tensor:
     dist.all_reduce(addend, group=group)
     return addend
 

@@ -6,6 +6,7 @@ local tensors; inside a module of the table, weights and activations are DTensor
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ FIXED = {  # roles that a plan's table cannot replace, and why
     Role.STREAM_DROPOUT: "the masks of a dropout site follow from the modules around it",
     Role.HEAD_NORM: "each rank normalises its own heads",
     Role.SINKS: "each rank has the sinks of its own heads",
+    Role.JOINT_NORM: "each rank has the weights of its own heads",
     Role.NORM: BETWEEN,
     Role.POSITIONS: BETWEEN,
 }
@@ -174,6 +176,23 @@ class Partition(ParallelStyle):
         return module
 
 
+class JointNormShard(Partition):
+    """A style for a norm of all heads: its weight is cut between heads, and its mean is over those of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(weight=0)
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        bind(module, sum_of_heads=partial(sum_addends, mesh=device_mesh))
+        return super()._apply(module, device_mesh)
+
+
+def sum_addends(addend: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum over the ranks. Each rank goes on with its own heads, so that gradients are addends, too."""
+    whole = DTensor.from_local(addend, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
+
+
 class DropoutShard(ParallelStyle):
     """A style for a dropout site whose input is cut evenly along dimension `dim` of the sample: it gets the global
     index of its first element. `sizes` is the whole shape of a sample's tensor."""
@@ -209,6 +228,7 @@ def default_table(
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
         Role.HEAD_NORM: SequencePart("weight"),  # each rank has the gradient of its own heads
         Role.SINKS: Partition(sinks=0),
+        Role.JOINT_NORM: JointNormShard(),
     }
     if sequence_parallel:
         styles |= {
@@ -278,6 +298,7 @@ def style_of(module: str, table: Table, roles: Roles) -> ParallelStyle | None:
         Role.HEAD_DROPOUT,
         Role.HEAD_NORM,
         Role.SINKS,
+        Role.JOINT_NORM,
     ):  # of the heads that the QKV projection leaves
         parent = module.rpartition(".")[0]
         beside = [f"{parent}.{pattern.rpartition('.')[2]}" for pattern in patterns_of(Role.QKV, roles)]

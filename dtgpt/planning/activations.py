@@ -15,7 +15,7 @@ from dtgpt.config.lora import LoraConfig
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Core, inventory
-from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
+from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, JointNorm, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule, reads_groups
 from dtgpt.ops.attention.flash_launch import mask_words
@@ -179,6 +179,8 @@ def _measure(
 def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> int:
     """Give a module of a block the shapes of tp rank 0. Returns the features of its output."""
     role = role_of(name, config.roles)
+    if isinstance(module, JointNorm):
+        module.weight = nn.Parameter(module.weight[: len(chunk(range(len(module.weight)), tp, 0))])
     if not isinstance(module, nn.Linear):
         return 0
     if role in COLUMNS:

@@ -74,7 +74,7 @@ class Peft:
                 addends.append(torch.zeros(shape))
                 continue
             addend = self._scale(module, len(a)) * b.float() @ a.float()
-            addends.append(addend.T if isinstance(self.config, GPT2Config) else addend)  # whose matrices are [in, out]
+            addends.append(addend.T if type(self.config) is GPT2Config else addend)  # whose matrices are [in, out]
         return ARCHITECTURES[self.config.architecture].from_stored(addends, name, self.config, part)
 
     def _check_settings(self) -> None:
@@ -106,7 +106,7 @@ class Peft:
         a, b = (self._tensors.get(name) for name in _pair(module))
         if a is None and b is None:
             return
-        rows, columns = shape[::-1] if isinstance(self.config, GPT2Config) else shape
+        rows, columns = shape[::-1] if type(self.config) is GPT2Config else shape
         if a is None or b is None or a.dim() != 2 or (len(b), a.shape[1], b.shape[1:]) != (rows, columns, a.shape[:1]):
             raise self._for_another(f"the adapter of {shown_name(module)} is not for a matrix {shown((rows, columns))}")
 
@@ -134,7 +134,7 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
     exists, or transformers does not have the architecture."""
     config, rank = adapter.config, adapter.lora.rank
     check_architecture(config, ARCHITECTURES, "adapter of peft")
-    architecture, is_gpt2 = ARCHITECTURES[config.architecture], isinstance(config, GPT2Config)
+    architecture, is_gpt2 = ARCHITECTURES[config.architecture], type(config) is GPT2Config
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     patterns: dict[str, int] = {}  # rank by the last part of a module's name
