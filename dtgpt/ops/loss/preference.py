@@ -66,6 +66,12 @@ class PreferenceLoss:
         by_token = (answers * factors[:, :, None]).sum(1)
         return (each * weights).mean().float(), by_token.float()
 
+    def of_batch(self, losses: Tensor, pairs: Pairs) -> Tensor:
+        """Return the losses of pairs `[B, P]`, without their weights, for autograd."""
+        assert pairs.reference is not None
+        relative = log_probabilities(losses, pairs.answers) - pairs.reference
+        return self.of_pairs(relative, pairs.answers.sum(-1).clamp(min=1))[0]
+
     def of_pairs(self, relative: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and slopes `[B, P]` of answers `[B, 2 P]`, which have `counts` tokens."""
         values = relative / counts if self.kind == "ipo" else relative
