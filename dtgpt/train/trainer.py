@@ -45,7 +45,6 @@ class StepResult(NamedTuple):
 
     loss: Tensor  # this rank's part of the mean loss
     norm: Tensor  # of the gradient, before clipping
-    preferences: Tensor | None = None  # this rank's part of the sums in `PreferenceLoss.totals`
 
 
 def never() -> bool:
@@ -131,8 +130,7 @@ class Trainer:
             norm = self.graphs.run("update", self.optimizer.apply, loss)
         self.step += 1
         self.timers.next_step()
-        totals = None if self.objective is None else self.objective.totals.clone()
-        return StepResult(loss.clone(), norm.clone(), totals)  # a graph overwrites its outputs in the next step
+        return StepResult(loss.clone(), norm.clone())  # a graph overwrites its outputs in the next step
 
     def gradient(self, shard: Shard) -> Tensor:
         """Return what `gradients` left of this shard, without the loss scale."""
