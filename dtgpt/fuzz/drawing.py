@@ -115,8 +115,10 @@ def draw_plan(draws: Draws, ranks: int) -> Plan:
 
 
 def _model(draws: Draws, architecture: str, plans: Sequence[Plan], careless: bool) -> dict[str, Any]:
-    tp = 1 if careless else math.lcm(*(plan.tp * plan.cp for plan in plans))
-    multiple = 1 if careless else math.lcm(*(p.cp * (p.tp if p.sequence_parallel else 1) for p in plans))
+    heads = draws.chance("heads for each context rank", 2)  # else ranks have the same heads, and other queries
+    tp = 1 if careless else math.lcm(*(plan.tp * (plan.cp if heads else 1) for plan in plans))
+    halves = [1 if heads or p.cp == 1 else 2 * p.cp for p in plans]
+    multiple = 1 if careless else math.lcm(*halves, *(p.cp * (p.tp if p.sequence_parallel else 1) for p in plans))
     length = draws.between("length", 1, 27) if multiple == 1 else multiple * draws.between("length of a rank", 1, 8)
     if draws.chance("long", 10):  # more than one tile of a kernel
         length = multiple * (LONG // multiple + draws.below("more tokens", 90))

@@ -21,9 +21,9 @@ def fits_into(needed: float, size: float) -> bool:
 
 
 def longest_sequence(settings: Settings, size: float) -> int:
-    """Return the tokens of the longest sample, a multiple of GRAIN, cp and tp, with which the plan fits into `size`
+    """Return the tokens of the longest sample, a multiple of GRAIN, 2 cp and tp, with which the plan fits into `size`
     bytes, with the same stages and as many samples in a micro-batch; 0 where none fits."""
-    grain = math.lcm(GRAIN, settings.plan.cp * settings.plan.tp)
+    grain = math.lcm(GRAIN, 2 * settings.plan.cp * settings.plan.tp)
     sizes = tuple(len(blocks) for blocks in block_ranges(settings.model, settings.plan))
     plan = replace(settings.plan, blocks_per_stage=sizes) if settings.plan.pp > 1 else settings.plan
 

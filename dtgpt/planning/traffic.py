@@ -65,18 +65,20 @@ def collectives_of(settings: Settings, rank: int) -> list[Collective]:
 
 
 def _over_cp(settings: Settings, rank: int) -> list[Collective]:
-    """Return the exchange of tokens for heads before each attention core, of q, k and v, and back after it."""
+    """Return the exchange of tokens for heads before each attention core, of q, k and v, and back after it. Where ranks
+    have the same heads, each gets their keys and values, by a message of its own."""
     plan, config = settings.plan, settings.model
     if plan.cp == 1:
         return []
     passes = settings.micro_batches * (3 if settings.recompute == "full" else 2)  # forward, again, backward
-    degrees = degrees_of_heads(config, plan)
+    degrees, copies = degrees_of_heads(config, plan), plan.ranks_of_queries(config)
     tokens = settings.micro_batch_size * settings.local_length
     count, size = 0, 0
     for block in blocks_of_rank(config, plan, rank):
         for core in inventory(config).cores(block):
-            columns = 2 * (config.num_heads + core.kv_heads) * core.head_dim // degrees[block]
-            count, size = count + 2 * passes, size + passes * settings.dtype.itemsize * tokens * columns
+            columns = 2 * (config.num_heads + copies * core.kv_heads) * core.head_dim // degrees[block]
+            count += passes * (2 if copies == 1 else 3)
+            size += passes * settings.dtype.itemsize * tokens * columns
     return [Collective("all-to-all", "cp", "queries, keys, values and outputs of attention", count, size)]
 
 

@@ -35,7 +35,7 @@ def inputs(
 def truth(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int = 0, ends: Tensor | None = None
 ) -> Tensor:
-    """In float64, head by head and from the definition. ends: bool `[B, T]`, the last tokens of documents."""
+    """In float64, head by head and from the definition. ends: bool `[B, S]`, the last tokens of documents."""
     (batch, length, heads, width), columns = q.shape, k.shape[1]
     group, first, out = heads // k.shape[2], columns - length, []
     for sample in range(batch):
@@ -78,7 +78,7 @@ def check(
     leaves, qkv = inputs(shape, dtype, device, kv_heads, columns)
     cotangent = torch.randn(shape).to(dtype).to(device)
     key = keys_of(batch, device=device) if p else None
-    ends = torch.rand(batch, length, device=device) < documents if documents else None
+    ends = torch.rand(batch, columns or length, device=device) < documents if documents else None
     out, *_ = flash._forward(*qkv, key, p, head_start, None if ends is None else document_bounds(ends))
     assert out.shape == shape and out.is_contiguous() and out.dtype == dtype
     found = gradients(out, leaves, cotangent)

@@ -44,8 +44,8 @@ def causal_attention(
     N_kv divides N: each head of k and v serves N / N_kv heads of q (grouped-query attention, Ainslie et al. 2023). S >=
     T: query i has the position i + S - T and attends to the columns up to it. key: int64 `[B, 2]` or None (no dropout).
     p: the probability of dropout. The mask's index within a sample is (head, position of the query, column); start:
-    that of the shard's first element. spans: int32 `[B, T, 2]`, bounds [first, end) of each query's document, to which
-    attention is restricted, for S = T; None: one document. Raises ValueError where shapes do not fit.
+    that of the shard's first element. spans: int32 `[B, S, 2]`, bounds [first, end) of the document of each column, at
+    most S, to which attention is restricted; None: one document. Raises ValueError where shapes do not fit.
     """
     kept = key if p > 0 else None
     chosen = backend

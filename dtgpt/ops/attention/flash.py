@@ -33,11 +33,11 @@ LARGEST_HEAD = 128  # D that the kernels hold in registers
 
 
 def hidden_columns(queries: int, columns: int, device: torch.device, spans: Tensor | None = None) -> Tensor:
-    """Return bool `[T, S]`, or `[B, 1, T, T]` with spans, True where a query may not attend: to columns after its
+    """Return bool `[T, S]`, or `[B, 1, T, S]` with spans, True where a query may not attend: to columns after its
     position, which is i + S - T for query i, or before its document. spans: as of `flash_attention`."""
     column = torch.arange(columns, device=device)
     future = column > torch.arange(columns - queries, columns, device=device)[:, None]
-    return future if spans is None else (future | (column < spans[:, :, :1]))[:, None]
+    return future if spans is None else (future | (column < spans[:, columns - queries :, :1]))[:, None]
 
 
 def by_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,10 +76,10 @@ def flash_attention(
     heads of q (grouped-query attention, Ainslie et al. 2023), and query i has the position i + S - T. Views of one
     packed tensor are read in place. key: int64 `[B, 2]`, a key for each sample, or None (no dropout). p: the
     probability of dropout. The mask's index within a sample is (head, position of the query, column); head_start:
-    global index of the shard's first head. spans: int32 `[B, T, 2]`, bounds [first, end) of each query's document, to
-    which attention is restricted, for S = T; None: one document. Saves q, k, v, the output, 4 bytes per head and query
-    and, with dropout, bits per head, query and column: about one in the kernels, where S = T. Raises ValueError where
-    shapes do not fit.
+    global index of the shard's first head. spans: int32 `[B, S, 2]`, bounds [first, end) of the document of each
+    column, at most S, to which attention is restricted; None: one document. Saves q, k, v, the output, 4 bytes per head
+    and query and, with dropout, bits per head, query and column: about one in the kernels, where S = T. Raises
+    ValueError where shapes do not fit.
     """
     check_inputs(q, k, v, key, spans)
     if threshold(p) == 0:
@@ -98,10 +98,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, spans: Ten
         )
     if key is not None and key.shape != (len(q), 2):
         raise ValueError(f"keys have the shape {tuple(key.shape)}; {len(q)} samples need [{len(q)}, 2]")
-    if spans is not None and (spans.shape != (*q.shape[:2], 2) or spans.dtype != torch.int32):
-        raise ValueError(f"spans are {spans.dtype} {tuple(spans.shape)}; they need to be int32 [B, T, 2]")
-    if spans is not None and q.shape[1] != k.shape[1]:
-        raise ValueError(f"spans need as many queries as columns of k, not {q.shape[1]} and {k.shape[1]}")
+    if spans is not None and (spans.shape != (*k.shape[:2], 2) or spans.dtype != torch.int32):
+        raise ValueError(f"spans are {spans.dtype} {tuple(spans.shape)}; they need to be int32 [B, S, 2]")
 
 
 def _covers(q: Tensor, k: Tensor) -> bool:

@@ -13,7 +13,7 @@ share their addresses. Query i has the position i + S - T; earlier is S - T, or 
 
 A tile has BLOCK_M queries or BLOCK_N keys; BLOCK_N is WORD where DROP, and in `keys_kernel` BLOCK_M divides BLOCK_N.
 The D elements of a head are padded to WIDTH, a power of two. BOUND: tiles do not divide T or S. spans: int32
-`[B, T, 2]`, where S = T, bounds [first, end) of the document of each position. rescale: the inverse of the share that
+`[B, S, 2]`, bounds [first, end) of the document of each position. rescale: the inverse of the share that
 dropout keeps.
 """
 
@@ -82,7 +82,7 @@ def forward_kernel(
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     clear, starts = 0, rows
     if SPANS:
-        spans += sample * 2 * T
+        spans += sample * 2 * S + 2 * (S - T)
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
         starts, _ = load_pairs(spans, rows, T, BOUND)
         acc, total, top = forward_tiles(
@@ -162,9 +162,10 @@ def keys_kernel(
     middle = tl.minimum(after, T)
     clear, ends = T, columns
     if SPANS:
-        spans += sample * 2 * T
-        _, ends = load_pairs(spans, columns, T, BOUND)
-        clear = tl.maximum(tl.load(spans + 2 * begin + 1) // BLOCK_M * BLOCK_M, after)
+        spans += sample * 2 * S
+        _, ends = load_pairs(spans, columns, S, BOUND)
+        ends += T - S
+        clear = tl.maximum((tl.load(spans + 2 * begin + 1) + T - S) // BLOCK_M * BLOCK_M, after)
     for member in range(GROUP):
         query_place = place * GROUP + member  # in B N
         q_base = q + sample * q_b + (head * GROUP + member) * q_n
@@ -182,7 +183,7 @@ def keys_kernel(
             T, S, c, D, WIDTH, BLOCK_M, BLOCK_N, False, False, BOUND, DROP,
         )  # fmt: skip
         if SPANS:
-            end = tl.load(spans + 2 * (middle - 1) + 1)
+            end = tl.load(spans + 2 * (tl.minimum(begin + BLOCK_N, S) - 1) + 1) + T - S
             dk_tile, dv_tile = _key_tiles(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, g_base, bits, pairs, columns, ends, clear, end, q_t, grad_t,
                 T, S, c, D, WIDTH, BLOCK_M, BLOCK_N, False, True, BOUND, DROP,
@@ -248,7 +249,7 @@ def queries_kernel(
     total = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     clear, starts = 0, rows
     if SPANS:
-        spans += sample * 2 * T
+        spans += sample * 2 * S + 2 * (S - T)
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
         starts, _ = load_pairs(spans, rows, T, BOUND)
         total = _query_tiles(
