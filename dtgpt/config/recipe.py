@@ -12,6 +12,7 @@ import torch
 from dtgpt.config import checks
 from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
+from dtgpt.config.dpo import DpoConfig, check_dpo, check_dpo_plan
 from dtgpt.config.execution import Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
 from dtgpt.config.lora import LoraConfig, check_lora, check_lora_plan
@@ -106,6 +107,7 @@ class Recipe:
         int | None, "save and end after the next step that is a multiple of this; 0 or none: do not", Bounds(0)
     ] = None
     lora: LoraConfig = field(default_factory=LoraConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -189,6 +191,7 @@ class Recipe:
         micro, whole, length = self.micro_batch_size, self.global_batch_size, self.sample_length
         plan.validate(self.model, micro, whole, length)
         check_lora_plan(self.lora, plan)
+        check_dpo_plan(self.dpo, plan)
         if self.rampup_batch_size is not None:
             check_rampup(self.rampup_batch_size, self.model, plan, micro, whole, length)
         if self.reduce == "exact" and plan.splits_backward:
@@ -285,6 +288,7 @@ class Recipe:
             )
         scale, config = self.loss_scale, self.optimizer
         check_lora(self.lora.rank, self.model.hidden_size, config.kind, self.precision, self.reduce)
+        check_dpo(self.dpo, self.precision)
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"

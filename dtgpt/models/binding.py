@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dtgpt.ops.attention.core import AttentionRule, Backend
 from dtgpt.ops.fp8.sites import Sites
+from dtgpt.ops.loss.preference import PreferenceLoss
 
 
 class AttentionCache(Protocol):
@@ -30,6 +31,7 @@ class Binding(NamedTuple):
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # of a matrix: x, weight, bias -> output
     start: tuple[int, ...] | None = None  # of a dropout site that gets a shard: global index of its first element
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss
+    objective: PreferenceLoss | None = None  # of the output layer: the loss of pairs
     diverted: Callable[[Tensor], None] | None = None  # of the output layer: takes the gradient of a tied table
     sum_of_heads: Callable[[Tensor], Tensor] | None = None  # of a norm of all heads, of which ranks have some each
     sums_over_tp: tuple[str, ...] = ()  # parameters whose gradients are addends on the tensor-parallel ranks

@@ -12,6 +12,7 @@ from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Part, inventory
 from dtgpt.models.layers import Context
+from dtgpt.ops.loss.preference import Pairs
 from dtgpt.ops.random.philox import fold, normal, row_chunks
 
 
@@ -35,6 +36,7 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, dropout_keys: Tensor | None = None, targets: Tensor | None = None,
         positions: Tensor | None = None, document_bounds: Tensor | None = None, loss_weights: Tensor | None = None,
+        answers: Tensor | None = None, reference: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Arguments are those of `Batch`, `x` the tokens or activations; dropout keys of None: evaluation."""
 
@@ -46,7 +48,12 @@ class Decoder(nn.Module):
             x = self.embedding(x, context(range(self.inventory.embedding.num_sites)))
         for index, block in self.blocks.items():
             x = block(x, context(self.inventory.sites(int(index))))
-        return x if self.head is None else self.head(x, targets, loss_weights)
+        if self.head is None:
+            return x
+        if answers is None:
+            return self.head(x, targets, loss_weights)
+        assert loss_weights is not None
+        return self.head(x, targets, Pairs(loss_weights, answers, reference))
 
     def _check_parts(self) -> None:
         """Raise TypeError where a plan could not wrap what a part computes, ValueError where a block differs from the

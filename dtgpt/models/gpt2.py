@@ -25,6 +25,7 @@ from dtgpt.models.layers import (
     FinalNorm,
     LayerNorm,
     Linear,
+    LossWeights,
     Output,
     add,
     mlp,
@@ -183,7 +184,7 @@ class Head(BoundModule):
         self.ln_f = FinalNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.lm_head = Output(config.hidden_size, config.padded_vocab_size, config.vocab_size)
 
-    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: LossWeights = None) -> Tensor:
         return self.lm_head(self.ln_f(x), targets, loss_weights)
 
     def decode_weights(self) -> HeadWeights:

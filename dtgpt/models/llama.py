@@ -25,6 +25,7 @@ from dtgpt.models.layers import (
     Dropout,
     FinalRMSNorm,
     Linear,
+    LossWeights,
     Output,
     RMSNorm,
     add,
@@ -218,7 +219,7 @@ class Head(BoundModule):
         self.norm = FinalRMSNorm(config.hidden_size, eps=config.norm_eps)
         self.output = Output(config.hidden_size, config.padded_vocab_size, config.vocab_size)
 
-    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: LossWeights = None) -> Tensor:
         return self.output(self.norm(x), targets, loss_weights)
 
     def decode_weights(self) -> HeadWeights:

@@ -27,6 +27,7 @@ from dtgpt.models.layers import (
     Dropout,
     FinalRMSNorm,
     Linear,
+    LossWeights,
     Output,
     RMSNorm,
     add,
@@ -197,5 +198,5 @@ class Head(BoundModule):
         sizes = config.hidden_size, config.padded_vocab_size, config.vocab_size
         self.output = Output(*sizes, bias=True, cap=config.logit_cap)
 
-    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: LossWeights = None) -> Tensor:
         return self.output(self.norm(x), targets, loss_weights)

@@ -18,6 +18,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
+from dtgpt.ops.loss.preference import PreferenceLoss
 from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.context import exchange_heads, place_dropout
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
@@ -142,6 +143,13 @@ def scale_gradients(stages: list[Decoder], scale: Tensor | None) -> None:
     for module in (module for stage in stages for module in stage.modules()):
         if isinstance(module, Output):
             bind(module, gradient_scale=scale)
+
+
+def set_objective(stages: list[Decoder], objective: PreferenceLoss) -> None:
+    """Let the output layer compute the loss of pairs by `objective`."""
+    for module in (module for stage in stages for module in stage.modules()):
+        if isinstance(module, Output):
+            bind(module, objective=objective)
 
 
 def micro_batch_weight(micro_batches: int, plan: ResolvedPlan) -> float:

@@ -113,6 +113,13 @@ class Report:
         suffix = "" if bits is None else f"  bits/byte {bits:.3f}"
         say(f"step {step}: {name} loss {loss:.4f}  ppl {perplexity(loss):.4g}{suffix}")
 
+    def held_out_pairs(self, step: int, part: Part, figures: dict[str, float]) -> None:
+        """Print and record the loss and the figures of held-out pairs."""
+        name = PART_NAMES[part]
+        self._write({"step": step, **{f"{name}_{figure}": value for figure, value in figures.items()}})
+        shown = f"accuracy {figures['reward_accuracy']:.3f}  margin {figures['reward_margin']:.4f}"
+        say(f"step {step}: {name} loss {figures['loss']:.4f}  {shown}")
+
     def tasks(self, step: int, figures: dict[str, dict[str, float]]) -> None:
         """Print and record the figures of tasks, by task and name, the main one of each first."""
         named = {f"{task}/{name}": value for task, own in figures.items() for name, value in own.items()}
@@ -208,6 +215,8 @@ class NullReport:
     def step(self, *_) -> None: ...
 
     def held_out(self, *_) -> None: ...
+
+    def held_out_pairs(self, *_) -> None: ...
 
     def saved(self, *_) -> None: ...
 

@@ -151,6 +151,8 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "loss": lambda r: f"loss {r['loss']:.4f}",
     "ppl": lambda r: f"ppl {r['ppl']:.4g}",
     "bits_per_byte": lambda r: f"bits/byte {r['bits_per_byte']:.3f}",
+    "reward_accuracy": lambda r: f"accuracy {r['reward_accuracy']:.3f}",
+    "reward_margin": lambda r: f"margin {r['reward_margin']:.3f}",
     "grad_norm": lambda r: f"gnorm {r['grad_norm']:.2f}",
     "z": lambda r: f"z {r['z'][0]:+.2f} {r['z'][1]:+.2f}",
     "skipped_outliers": lambda r: f"{counted(r['skipped_outliers'], 'outlier')} skipped",
@@ -164,7 +166,9 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "eta_seconds": lambda r: f"eta {duration(r['eta_seconds'])}",
 }
 TIMED = ("forward_backward", "forward", "backward", "optimizer", "data")  # parts of a step that have timers
-LEAST = ("memory_gib", "bits_per_byte", "tokens_per_second_per_device", "mfu", "grad_norm", "eta_seconds")
+LEAST = (
+    "memory_gib", "bits_per_byte", "tokens_per_second_per_device", "mfu", "reward_margin", "grad_norm", "eta_seconds",
+)  # fmt: skip
 
 
 def progress_line(record: dict[str, Any], steps: int) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.ops.loss.preference import FIGURES, figures_of
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 
@@ -22,12 +23,20 @@ class IntervalLoss:
     def __init__(self, mesh: Mesh):
         self._mesh, self._copies = mesh, mesh.copies_of_loss
         self._sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._totals = torch.zeros(len(FIGURES), dtype=torch.float64, device=mesh.device)
         self.steps = 0
 
-    def add(self, loss: Tensor) -> None:
-        """Add this rank's part of the loss of a step."""
+    def add(self, loss: Tensor, preferences: Tensor | None = None) -> None:
+        """Add this rank's part of the loss of a step, and of the sums over its pairs, which are those of
+        `PreferenceLoss.totals`."""
         self._sum.add_(loss)
+        if preferences is not None:
+            self._totals.add_(preferences)
         self.steps += 1
+
+    def preferences(self) -> dict[str, float]:
+        """Return what a record says of the pairs of the interval, over all ranks; nothing without pairs."""
+        return figures_of(self._mesh.sum(*self._totals).tolist())
 
     def read(self, loss: Tensor, flag: bool) -> tuple[float, float, bool]:
         """Wait for the device, and return over all ranks: the loss of the last step, of which this rank's part is
@@ -37,12 +46,14 @@ class IntervalLoss:
 
     def restart(self) -> None:
         self._sum.zero_()
+        self._totals.zero_()
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
         """Return numbers for a checkpoint, the same on every rank."""
-        total = self._mesh.sum(self._sum).item()
-        return {KEY: {"sum": total, "copies": self._copies, "steps": self.steps}}
+        total, *preferences = self._mesh.sum(self._sum, *self._totals).tolist()
+        own = {"preferences": [each / self._mesh.plan.tp for each in preferences]} if any(preferences) else {}
+        return {KEY: {"sum": total, "copies": self._copies, "steps": self.steps, **own}}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from the `state` of a checkpoint of any plan. An older one does not have the interval."""
@@ -50,6 +61,8 @@ class IntervalLoss:
             total, copies = saved["sum"], saved["copies"]
             whole = total if copies == self._copies else total * self._copies / copies
             self._sum.fill_(whole if self._mesh.rank == 0 else 0.0)
+            if "preferences" in saved and self._mesh.rank == 0:  # tensor parallel ranks repeat those of a step
+                self._totals.copy_(torch.tensor(saved["preferences"], dtype=torch.float64) * self._mesh.plan.tp)
             self.steps = saved["steps"]
 
 
@@ -61,6 +74,10 @@ def check_interval(state: dict[str, Any]) -> None:
         counts = type(saved["steps"]) is type(saved["copies"]) is int and saved["steps"] >= 0 < saved["copies"]
         if not counts or type(saved["sum"]) not in (int, float) or not math.isfinite(saved["sum"]):
             raise ValueError(f"{KEY} needs a finite sum, and whole numbers of copies and steps")
+        totals = saved.get("preferences", [0.0] * len(FIGURES))
+        finite = [type(total) in (int, float) and math.isfinite(total) for total in totals]
+        if len(finite) != len(FIGURES) or not all(finite):
+            raise ValueError(f"{KEY} needs {len(FIGURES)} finite sums over pairs")
 
 
 def check_finite(step: int, names: str, *values: float) -> None:

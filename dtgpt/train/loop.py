@@ -13,6 +13,7 @@ from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_che
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.recipe import Recipe
+from dtgpt.data.chats.pairs import PairDataset
 from dtgpt.data.dataset import PART_NAMES, Part
 from dtgpt.liveness.losses import lost_peers_as_user_errors
 from dtgpt.liveness.watch import Watch
@@ -24,6 +25,7 @@ from dtgpt.train.checkpoints import restore, state_of
 from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.job import Job, find_resume_point, make_job
+from dtgpt.train.preferences import find_reference, held_out_figures, save_reference
 from dtgpt.train.processes import Group, join, run_watched, wait_for_others
 from dtgpt.train.tasks import TaskEvaluation
 from dtgpt.train.trainer import StepResult, Trainer
@@ -83,12 +85,14 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             loop.resume(checkpoint)
         elif resume.foreign:
             startup.take_over(resume.foreign, trainer, recipe.batch_sizes)
-        if loop.interrupted():
+        if not find_reference(trainer, checkpoint, loop.interrupted) or loop.interrupted():
             return loop.stopped("before the first step")
 
         if former is None:
             named = recipe.runs, recipe.name
             folder = mesh.on_rank_0(lambda: startup.new_run(*named, lock, recipe.init_from, dataset.tokenizer))
+            if isinstance(dataset, PairDataset):
+                mesh.on_rank_0(lambda: save_reference(folder, dataset))
             return loop.run_to_end(folder, left)
         values = values_of(recipe.resolved())
         mesh.on_rank_0(lambda: startup.continue_run(former, values, trainer.step))
@@ -169,7 +173,7 @@ class Loop:
         trainer, first, stopping = self.trainer, self.trainer.step, self.interrupted()
         while trainer.step < trainer.steps and not stopping:
             result = trainer.train_step()
-            self.interval.add(result.loss)
+            self.interval.add(result.loss, None if trainer.objective is None else trainer.objective.totals)
             if self.watch:
                 self.watch.step = trainer.step
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
@@ -243,13 +247,18 @@ class Loop:
             "tokens": trainer.samples_before(trainer.step) * self.recipe.sample_length,
             "memory_gib": self.mesh.max(peak_memory(self.mesh.device)),
             "batch_size": trainer.sizes.at(trainer.step - 1),
+            **self.interval.preferences(),
             **trainer.optimizer.metrics(),
             **trainer.times(),
         }
         self.report.step(trainer.step, metrics, record)
 
     def _report_held_out(self, part: Part) -> None:
-        if losses := self.trainer.held_out_loss(part, self.interrupted):
+        if self.trainer.objective is not None:
+            if figures := held_out_figures(self.trainer, part, self.interrupted):
+                check_finite(self.trainer.step, f"{PART_NAMES[part]} loss", figures["loss"])
+                self.report.held_out_pairs(self.trainer.step, part, figures)
+        elif losses := self.trainer.held_out_loss(part, self.interrupted):
             known = [value for value in losses if value is not None]
             names = f"{PART_NAMES[part]} loss{' and bits/byte' * (len(known) - 1)}"
             check_finite(self.trainer.step, names, *known)

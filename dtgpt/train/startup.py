@@ -11,6 +11,7 @@ from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreig
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.recipe import Recipe
+from dtgpt.data.chats.pairs import PairDataset
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
 from dtgpt.data.megatron.prepared import is_prepared, load_prepared
 from dtgpt.data.tokenizers.open import load_tokenizer
@@ -25,6 +26,7 @@ from dtgpt.run.folder import RunLock, changes_since, create_run
 from dtgpt.train.checkpoints import restore
 from dtgpt.train.job import Job, ResumePoint, make_job
 from dtgpt.train.own_tokenizer import check_own_tokenizer, model_to_begin_with
+from dtgpt.train.preferences import find_reference
 from dtgpt.train.processes import Group, join
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import counted, say
@@ -44,6 +46,7 @@ def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
         trainer = make_trainer(job, group, dataset, checkpoint)
         if checkpoint is not None:
             restore(checkpoint, trainer, job.recipe.batch_sizes)
+        find_reference(trainer, checkpoint)
         yield trainer
 
 
@@ -146,6 +149,7 @@ def read_dataset(recipe: Recipe) -> Dataset:
         dataset = load_dataset(data, default_cache())
     if recipe.init_from:
         check_size(dataset.tokenizer, recipe.model)
+    check_pairs(recipe.dpo.beta, dataset)
     dataset.check(recipe.sample_length, recipe.model.vocab_size)
     tokenizer = dataset.tokenizer
     if recipe.log.sample_tokens:
@@ -157,6 +161,17 @@ def read_dataset(recipe: Recipe) -> Dataset:
             "have; leave it out"
         )
     return dataset
+
+
+def check_pairs(beta: float, dataset: Dataset) -> None:
+    """Raise UserError where data are pairs of answers, and `dpo.beta` says that they are not, or the other way."""
+    if isinstance(dataset, PairDataset) and not beta:
+        raise UserError(f"{dataset.source} has pairs of answers, but dpo.beta=0; give --dpo.beta, such as 0.1")
+    if beta and not isinstance(dataset, PairDataset):
+        raise UserError(
+            f"dpo.beta={beta:g} trains on pairs of answers, which {dataset.source} does not have; prepare them with "
+            "dtgpt prepare --preferences, or leave dpo.beta out"
+        )
 
 
 def read_on_every_node(read: Callable[[], Dataset], mesh: Mesh, process: Process) -> Dataset:

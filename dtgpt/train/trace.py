@@ -23,6 +23,7 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.layers import AttentionCore, Output
+from dtgpt.ops.loss.preference import Pairs
 from dtgpt.parallel.build import set_execution
 from dtgpt.parallel.context import mean_over_slices
 from dtgpt.parallel.lora import add_adapters
@@ -227,14 +228,21 @@ def trace_in_float64(trainer: Trainer, file: Path) -> None:
     for index, piece in enumerate(pieces if whole else pieces[:1]):
         some = piece if whole else Batch._make(None if value is None else value[:1] for value in piece)
         with recorder.attached([model]):
-            logits = model(*some._replace(targets=None, loss_weights=None))
+            logits = model(*some._replace(targets=None, loss_weights=None, answers=None, reference=None))
             assert some.targets is not None
             losses = F.cross_entropy(
                 logits[..., : output.vocab_size].flatten(0, -2), some.targets.flatten(), reduction="none"
             )
-            if some.loss_weights is not None:
+            count = piece.tokens.numel()
+            if trainer.objective is not None and some.loss_weights is not None and some.answers is not None:
+                pairs, count = (
+                    Pairs(some.loss_weights, some.answers, some.reference),
+                    some.loss_weights.numel() * len(piece.tokens) // len(some.tokens),
+                )
+                losses = trainer.objective.of_batch(losses.view_as(some.targets), pairs) * some.loss_weights
+            elif some.loss_weights is not None:
                 losses = losses * some.loss_weights.flatten()
-            loss = losses.sum() / piece.tokens.numel()
+            loss = losses.sum() / count
         made = f"{name} output 0"
         recorder.tensors = {key: value for key, value in recorder.tensors.items() if key[0] != index or key[2] != made}
         if whole:

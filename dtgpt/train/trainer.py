@@ -11,16 +11,25 @@ from torch.distributed import ReduceOp
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
+from dtgpt.data.chats.pairs import PairDataset, with_answers
 from dtgpt.data.dataset import Dataset, Part
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.prefetch import Prefetcher
 from dtgpt.models.batch import Batch
+from dtgpt.ops.loss.preference import PreferenceLoss
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.optim.fp8_scales import Fp8Scales
 from dtgpt.optim.outliers import OutlierDetector
 from dtgpt.optim.update import Update
-from dtgpt.parallel.build import build_stages, make_engine, micro_batch_weight, scale_gradients, smoke_test_table
+from dtgpt.parallel.build import (
+    build_stages,
+    make_engine,
+    micro_batch_weight,
+    scale_gradients,
+    set_objective,
+    smoke_test_table,
+)
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.lora import initialize_adapters
@@ -86,6 +95,10 @@ class Trainer:
             OutlierDetector(mesh, recipe.optimizer) if recipe.finds_outliers else None,
         )
         scale_gradients(self.stages, self.optimizer.gradient_scale)
+        self.objective: PreferenceLoss | None = None
+        if (dpo := recipe.dpo).beta:
+            self.objective = PreferenceLoss(dpo.loss, dpo.beta, dpo.label_smoothing, mesh.device)
+            set_objective(self.stages, self.objective)
         self.batches = Prefetcher(self._read_batch, mesh.device)
         data = recipe.data
         options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
@@ -102,6 +115,8 @@ class Trainer:
         where the head is on another rank."""
         self._expect(self.sizes.at(self.step) // (self.settings.micro_batch_size * self.settings.plan.dp))
         self.graphs.next_step()
+        if self.objective is not None:
+            self.objective.totals.zero_()
         if not self.graphs.captured:
             self.shards.drop_gradients()
         with self.timers.measure("data", host=True):
@@ -176,17 +191,23 @@ class Trainer:
         """Return this rank's samples of a step, on the device, as `gradients` takes them."""
         return self._make_batch(*(value.to(self.mesh.device) for value in self._read_batch(step)))
 
-    def _make_batch(self, windows: Tensor, sample_ids: Tensor, step_key: Tensor) -> Batch:
+    def _make_batch(
+        self, windows: Tensor, sample_ids: Tensor, step_key: Tensor, reference: Tensor | None = None
+    ) -> Batch:
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
-        return self._with_global_weights(slice_of(self.masks.batch(windows, keys), self.mesh.place))
+        batch = slice_of(self.masks.batch(windows, keys), self.mesh.place)
+        if reference is not None:
+            batch = with_answers(batch, windows, reference.shape[1], reference)
+        return self._with_global_weights(batch)
 
     def _with_global_weights(self, batch: Batch) -> Batch:
-        """Scale the loss weights so that the mean loss is that over the weights of the whole global batch."""
+        """Scale the loss weights, of tokens or of pairs, so that the mean loss is that over the weights of the whole
+        global batch."""
         if batch.loss_weights is None:
             return batch
         plan = self.settings.plan
         counted = self.mesh.sum(batch.loss_weights.sum())[0] / (plan.tp * plan.pp)
-        scale = batch.tokens.numel() * plan.data_ranks / counted.clamp(min=1)
+        scale = batch.loss_weights.numel() * plan.data_ranks / counted.clamp(min=1)
         return batch._replace(loss_weights=batch.loss_weights * scale.float())
 
     def _expect(self, micro_batches: int) -> None:
@@ -197,11 +218,12 @@ class Trainer:
             self.engine.expect(micro_batches)
             self.optimizer.weigh_micro_batches(micro_batch_weight(micro_batches, self.settings.plan))
 
-    def _read_batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's windows, as `Dataset.windows` makes them, and sample ids `[B]`, and the dropout key `[2]`
-        of `step`."""
+    def _read_batch(self, step: int) -> tuple[Tensor, ...]:
+        """Return this rank's windows, as `Dataset.windows` makes them, and sample ids `[B]`, the dropout key `[2]` of
+        `step`, and of pairs their reference."""
         samples = self.sizes.at(step) // self.settings.plan.dp
         first = (0 if self.overfits else self.samples_before(step)) + self.mesh.place.dp * samples
         sample_ids = first + torch.arange(samples)
         windows = self.dataset.windows(sample_ids, self.settings.seq_length, self.data_key)
-        return windows, sample_ids, fold(self.dropout_key, step)
+        more = (self.dataset.references(sample_ids),) if isinstance(self.dataset, PairDataset) else ()
+        return windows, sample_ids, fold(self.dropout_key, step), *more

@@ -34,6 +34,7 @@ class ChatEncoder:
     vocabulary: Tokenizer
     dtype: np.dtype
     loss: Loss = "assistant"
+    key: str = KEY
 
     @cached_property
     def _renderer(self) -> Renderer:
@@ -41,26 +42,28 @@ class ChatEncoder:
 
     def __call__(self, block: Lines | Parsed) -> Encoded:
         encoded = Encoded(position=block.position, keys={}, broken=[], documents=0)
-        chats = []
+        chats, counts = list[EncodedChat](), list[int]()
         if isinstance(block, Parsed):
             raise TypeError("chats are lines of JSON, and not whole files")
         for found in block.parsed(self._read):
             if isinstance(found, Broken):
                 encoded.broken.append(found)
             else:
-                chats.append(found)
-                encoded.text_bytes += len(found.text.encode())
+                chats += found
+                counts.append(len(found))
+                encoded.text_bytes += sum(len(chat.text.encode()) for chat in found)
         lengths = np.array([len(chat.ids) for chat in chats], np.int32)
         tokens = np.concatenate([np.array(chat.ids) for chat in chats] or [np.empty(0)])
         weights = np.concatenate([chat.counts for chat in chats] or [np.empty(0)]).astype(np.uint8)
-        encoded.keys[KEY] = EncodedKey(tokens.astype(self.dtype), lengths, np.ones_like(lengths), weights)
-        encoded.documents, encoded.text_tokens = len(chats), len(tokens)
+        encoded.keys[self.key] = EncodedKey(tokens.astype(self.dtype), lengths, np.array(counts, np.int32), weights)
+        encoded.documents, encoded.text_tokens = len(counts), len(tokens)
         encoded.longest = int(lengths.max(initial=0))
         return encoded
 
-    def _read(self, line: bytes) -> EncodedChat:
+    def _read(self, line: bytes) -> list[EncodedChat]:
+        """Return the sequences of a line's document. Raises Unreadable."""
         try:
-            return encode_chat(read_chat(json_object(line)), self._renderer, self.vocabulary, self.loss)
+            return [encode_chat(read_chat(json_object(line)), self._renderer, self.vocabulary, self.loss)]
         except ChatError as error:
             raise Unreadable(str(error)) from None
 

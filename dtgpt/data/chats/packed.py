@@ -8,7 +8,7 @@ chat that is longer than a sample is cut at its end. What is left of a sample is
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -159,9 +159,13 @@ class ChatDataset(Dataset):
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         """Return training samples int64 `[B, T + 1, 2]`: tokens and marks. Every epoch has each sample once."""
+        return self.train.windows(self.samples(sample_ids))
+
+    def samples(self, sample_ids: Tensor) -> np.ndarray:
+        """Return the numbers, in the part for training, of the samples of a run."""
         epochs, places = np.divmod(sample_ids.numpy(), len(self.train))
         chosen = [int(self._epoch(int(epoch))[place]) for epoch, place in zip(epochs, places, strict=True)]
-        return self.train.windows(np.array(chosen, np.int64))
+        return np.array(chosen, np.int64)
 
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         samples = self.valid if part == "valid" else self.test
@@ -205,11 +209,14 @@ class ChatDataset(Dataset):
         return self._order[1]
 
 
-def load_chats(
-    data: "DataConfig", opened: dict[str, IndexedDataset], tokenizer: Tokenizer, seq_length: int, seed: int
-) -> ChatDataset:
-    """Return the chats of `data`, packed into samples of `seq_length` tokens. opened: the datasets by their paths.
-    Raises UserError where an option does not go with chats, or where none is there to train on."""
+def parts_of(
+    data: "DataConfig",
+    opened: dict[str, IndexedDataset],
+    packed: Callable[[IndexedDataset, range], PackedPart],
+    size: int = 1,
+) -> dict[str, PackedPart]:
+    """Return what `packed` makes of the items for training, validation and test, which are of `size` sequences each.
+    Raises UserError where an option does not go with chats."""
     masked = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     if asked := next((name for name in masked if getattr(data, name)), None):
         raise UserError(f"data.{asked} is for texts, and chats are kept apart in any case; leave it out")
@@ -221,8 +228,17 @@ def load_chats(
     for which, path in paths.items():
         sequences = opened[str(path if own and path is not None else data.path)]
         absent = own and path is None
-        chats = range(0) if absent else split_range(None if own else data.split, which, len(sequences))
-        parts[which] = pack_part(sequences, chats, seq_length, seed)
+        items = range(0) if absent else split_range(None if own else data.split, which, len(sequences) // size)
+        parts[which] = packed(sequences, items)
+    return parts
+
+
+def load_chats(
+    data: "DataConfig", opened: dict[str, IndexedDataset], tokenizer: Tokenizer, seq_length: int, seed: int
+) -> ChatDataset:
+    """Return the chats of `data`, packed into samples of `seq_length` tokens. opened: the datasets by their paths.
+    Raises UserError where an option does not go with chats, or where none is there to train on."""
+    parts = parts_of(data, opened, lambda sequences, chats: pack_part(sequences, chats, seq_length, seed))
     train = parts["train"]
     if not len(train):
         raise UserError(f"{data.path} has no chat to train on; add chats, or change data.split={data.split}")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.data.chats.packed import load_chats
+from dtgpt.data.chats.pairs import holds_pairs, load_pairs
 from dtgpt.data.dataset import Dataset, Part, check_vocabulary, needs_shards, warn_of_unused_rows
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path, weights_path
@@ -161,7 +162,11 @@ def load_prepared(
                 "files to one dtgpt prepare --chat"
             )
         by_path = {path: IndexedDataset(prefix_of(found[0])) for path, (found, _) in parsed.items()}
-        return load_chats(data, by_path, tokenizer, seq_length, seed)
+        pairs = [holds_pairs(sequences) for sequences in by_path.values()]
+        if any(pairs) and not all(pairs):
+            raise UserError(f"the paths beside data.path={shown(data.path)} are not all pairs, or not all chats")
+        load_packed = load_pairs if all(pairs) else load_chats
+        return load_packed(data, by_path, tokenizer, seq_length, seed)
 
     def samples(path: str | None, which: str, split: str | None, count: int) -> Samples | Blend | None:
         if path is None:

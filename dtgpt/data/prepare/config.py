@@ -44,8 +44,15 @@ class PrepareConfig:
         "inputs are chats: messages, ShareGPT's conversations, or prompt and completion; rendered by the tokenizer's "
         "chat template into PREFIX_chat_document",
     ] = False
+    preferences: Annotated[
+        bool,
+        "inputs are pairs of answers: chosen and rejected, with or without a prompt, as texts or messages; rendered by "
+        "the tokenizer's chat template into PREFIX_preference_document, for --dpo.beta",
+    ] = False
     chat_loss: Annotated[Literal["assistant", "all"], "with --chat: tokens whose loss counts"] = "assistant"
-    chat_template: Annotated[str | None, "with --chat: file of a template, instead of the tokenizer's own"] = None
+    chat_template: Annotated[
+        str | None, "with --chat or --preferences: file of a template, instead of the tokenizer's own"
+    ] = None
     workers: Annotated[int, "number of encoding processes; 0: one for each core", Bounds(0, 1024)] = 0
     input_format: Annotated[Literal["auto", "jsonl", "parquet", "txt"], "auto: by suffix; jsonl on standard input"] = (
         "auto"
@@ -64,6 +71,11 @@ class PrepareConfig:
             texts = tuple(map(_as_text, value)) if isinstance(value, list | tuple) else _as_text(value)
             object.__setattr__(self, field.name, texts)
 
+    @property
+    def of_messages(self) -> bool:
+        """Whether inputs are messages, which a chat template renders."""
+        return self.chat or self.preferences
+
     def validate(self) -> None:
         """Raise UserError for what is wrong without a look at files."""
         check_fields(self)
@@ -74,14 +86,16 @@ class PrepareConfig:
         if self.merge and (unused := changed_fields(self) - OF_MERGE):
             name = min(unused).replace("_", "-")
             raise UserError(f"--{name} has no effect with --merge, which joins datasets as they are; leave it out")
-        if self.chat:
-            wrong = changed_fields(self) & NOT_FOR_CHATS
+        if self.chat and self.preferences:
+            raise UserError("--chat and --preferences name different inputs; leave one out")
+        if self.of_messages:
+            wrong = changed_fields(self) & (NOT_FOR_CHATS if self.chat else NOT_FOR_CHATS | {"chat_loss"})
         else:
             wrong = changed_fields(self) & {"chat_loss", "chat_template"}
         if wrong:
-            name = min(wrong).replace("_", "-")
-            why = "cannot be combined with --chat, whose template says what is written" if self.chat else "needs --chat"
-            raise UserError(f"--{name} {why}; leave it out")
+            name, asked = min(wrong).replace("_", "-"), "--chat" if self.chat else "--preferences"
+            why = f"cannot be combined with {asked}, whose template says what is written"
+            raise UserError(f"--{name} {why if self.of_messages else 'needs --chat'}; leave it out")
         if not self.json_keys or len(set(self.json_keys)) < len(self.json_keys):
             raise UserError(f"--json-keys {' '.join(self.json_keys)}: give each key once, such as --json-keys text")
         check_named_once(self.tokenizer, self.vocab_file, self.merge_file)

@@ -16,6 +16,8 @@ import numpy as np
 
 from dtgpt.data.chats.encode import KEY as CHAT
 from dtgpt.data.chats.encode import ChatEncoder, renderer_of
+from dtgpt.data.chats.preferences import KEY as PREFERENCE
+from dtgpt.data.chats.preferences import PairEncoder
 from dtgpt.data.chats.template import PROBE, ChatError, ChatTemplate, read_template
 from dtgpt.data.megatron.indexed import IndexedWriter, idx_path, merge, token_dtype, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
@@ -96,9 +98,11 @@ def prepare(config: PrepareConfig) -> Summary:
     sources = find_sources(list(config.input), config.input_format, config.txt)
     check_keys(sources, config.json_keys)
     listed = None if config.broken is None else Path(config.broken)
-    keys = (CHAT,) if config.chat else config.json_keys
-    if config.chat and (text := next((source for source in sources if source.kind in ("txt", "lines")), None)):
-        raise UserError(f"{text.name} is a text, and --chat takes JSON lines or Parquet; give these")
+    keys = (PREFERENCE if config.preferences else CHAT,) if config.of_messages else config.json_keys
+    text = next((source for source in sources if source.kind in ("txt", "lines")), None)
+    if config.of_messages and text is not None:
+        option = "--chat" if config.chat else "--preferences"
+        raise UserError(f"{text.name} is a text, and {option} takes JSON lines or Parquet; give these")
     prefixes = {key: Path(f"{config.output_prefix}_{key}_document") for key in keys}
     summary = Summary(files=list(prefixes.values()))
     with ExitStack() as stack:
@@ -109,11 +113,11 @@ def prepare(config: PrepareConfig) -> Summary:
         if listed is not None:
             check_list(listed, overwrite)
         vocabulary = vocabulary_of(config)
-        encoder = make_chat_encoder(config, vocabulary) if config.chat else make_encoder(config, vocabulary)
+        encoder = make_chat_encoder(config, vocabulary) if config.of_messages else make_encoder(config, vocabulary)
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
         progress = Progress(total_bytes(sources), config.log_interval)
         stack.callback(progress.clear)
-        stored = encoder.dtype, encoder.vocabulary.dumps(), config.chat
+        stored = encoder.dtype, encoder.vocabulary.dumps(), config.of_messages
         writers = {key: stack.enter_context(IndexedWriter(prefix, *stored)) for key, prefix in prefixes.items()}
         file = None if listed is None else stack.enter_context(open_list(listed))
         broken = BrokenLines(file, config.strict, progress)
@@ -217,7 +221,8 @@ def make_chat_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> ChatEncod
         pass  # other chats may go with the template
     finally:
         renderer.close()
-    return ChatEncoder(vocabulary, dtype_of(vocabulary), config.chat_loss)
+    kind = PairEncoder if config.preferences else ChatEncoder
+    return kind(vocabulary, dtype_of(vocabulary), config.chat_loss)
 
 
 def named(vocabulary: Tokenizer) -> dict[str, str]:

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from dtgpt.ops.fast import is_apart
 from dtgpt.ops.loss import cross_entropy as passes
+from dtgpt.ops.loss.preference import Pairs, PreferenceLoss, log_probabilities
 from dtgpt.ops.pointwise.linear import linear, takes_chain
 
 if TYPE_CHECKING:
@@ -59,9 +60,7 @@ def head_loss(
     logits, in x's dtype and cut as the weight is. cap: as of `dtgpt.ops.loss.cross_entropy.capped`. Raises ValueError
     for a DTensor with another placement.
     """
-    if hasattr(weight, "device_mesh"):  # a DTensor, whose class takes long to import
-        start, group, weight = _local_shard(cast("DTensor", weight))
-        bias = None if bias is None else cast("DTensor", bias).to_local()
+    start, group, weight, bias = _local(weight, bias, start, group)
     if is_apart():
         loss = passes.cross_entropy(linear(x, weight, bias), targets, vocab_size, start, group, weights, cap)
         return loss if scale is None else _Scaled.apply(loss, scale)
@@ -70,6 +69,35 @@ def head_loss(
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _HeadLoss.apply(*arguments, scale)
     return _loss_alone(*arguments)
+
+
+def preference_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, pairs: Pairs, objective: PreferenceLoss, *,
+    scale: Tensor | None = None, bias: Tensor | None = None, cap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Return the mean loss of pairs, an fp32 scalar; or where they have no reference yet the log-probabilities of
+    answers, fp64 `[B, 2 P]`. Logits are made twice: for the log-probabilities, and for the gradients. Other arguments:
+    as of `head_loss`."""
+    with torch.no_grad():
+        start, group, local, local_bias = _local(weight, bias, 0, None)
+        place = (vocab_size, start, group)
+        losses = _row_losses(x.flatten(0, -2), local, local_bias, targets.flatten(), *place, cap).view_as(targets)
+    if pairs.reference is None:
+        return log_probabilities(losses, pairs.answers)
+    value, weights = objective(losses, pairs)
+    return _Valued.apply(
+        head_loss(x, weight, targets, vocab_size, scale=scale, weights=weights, bias=bias, cap=cap), value
+    )
+
+
+def _local(
+    weight: Tensor, bias: Tensor | None, start: int, group: dist.ProcessGroup | None
+) -> tuple[int, dist.ProcessGroup | None, Tensor, Tensor | None]:
+    """Return (start, group, local weight, local bias): those given, or those of DTensors."""
+    if hasattr(weight, "device_mesh"):  # a DTensor, whose class takes long to import
+        start, group, weight = _local_shard(cast("DTensor", weight))
+        bias = None if bias is None else cast("DTensor", bias).to_local()
+    return start, group, weight, bias
 
 
 def _local_shard(weight: "DTensor") -> tuple[int, dist.ProcessGroup | None, Tensor]:
@@ -117,14 +145,20 @@ def _loss_alone(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, start: int, group,
     weights: Tensor | None, cap: float,
 ) -> Tensor:  # fmt: skip
+    losses = _row_losses(x, weight, bias, targets, vocab_size, start, group, cap)
+    return passes.weighted(losses, weights).mean()
+
+
+def _row_losses(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, start: int, group, cap: float
+) -> Tensor:
+    """Return the losses, fp32 `[rows]`."""
     real = passes.real_columns(len(weight), vocab_size, start)
     chunks = _logits(x, weight, bias, vocab_size, group)
     if group is None:
-        losses = torch.cat([passes.row_losses(logits, targets[rows], real, cap) for rows, logits in chunks])
-    else:
-        terms = [passes.row_terms(logits, targets[rows], start, real, cap) for rows, logits in chunks]
-        losses = passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group))
-    return passes.weighted(losses, weights).mean()
+        return torch.cat([passes.row_losses(logits, targets[rows], real, cap) for rows, logits in chunks])
+    terms = [passes.row_terms(logits, targets[rows], start, real, cap) for rows, logits in chunks]
+    return passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group))
 
 
 class _Scaled(torch.autograd.Function):
@@ -138,6 +172,18 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return grad * ctx.saved_tensors[0], None
+
+
+class _Valued(torch.autograd.Function):
+    """Return another value with the gradient of a loss."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -1,0 +1,56 @@
+"""The recipe's section of preferences (DPO; Rafailov et al. 2023), and what a run with them cannot have."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from dtgpt.config.fp8 import FP8
+from dtgpt.ops.loss.preference import Kind
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds
+
+if TYPE_CHECKING:  # a recipe has this section
+    from dtgpt.config.plan import ResolvedPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoConfig:
+    """The loss of pairs of answers. The reference is the model with which the run begins."""
+
+    beta: Annotated[
+        float,
+        "train on pairs of answers, as dtgpt prepare --preferences writes them: factor of a reward, which is the "
+        "log-probability of an answer relative to the first model's; 0: data are not pairs",
+        Bounds(0),
+    ] = 0.0
+    loss: Annotated[Kind, "loss of a pair: sigmoid (DPO) or ipo, with the mean over tokens"] = "sigmoid"
+    label_smoothing: Annotated[
+        float, "probability that the answers of a pair are the wrong way round, for sigmoid", Bounds(0, below=0.5)
+    ] = 0.0
+
+
+def check_dpo(dpo: DpoConfig, precision: str) -> None:
+    """Raise UserError where a run cannot have preferences beside a recipe's other values."""
+    if dpo.beta == 0:
+        given = {"loss": dpo.loss, "label_smoothing": dpo.label_smoothing}
+        for name, value in given.items():
+            if value != getattr(DpoConfig(), name):
+                raise UserError(f"dpo.{name}={value} has no effect with dpo.beta=0; give --dpo.beta, such as 0.1")
+        return
+    if dpo.loss == "ipo" and dpo.label_smoothing:
+        raise UserError(
+            f"dpo.label_smoothing={dpo.label_smoothing:g} is for dpo.loss=sigmoid, and not for ipo; leave one out"
+        )
+    if precision == FP8:
+        raise UserError(
+            f"dpo.beta={dpo.beta:g}, but scales of fp8 change from step to step, and log-probabilities with them; use "
+            "--precision bf16"
+        )
+
+
+def check_dpo_plan(dpo: DpoConfig, plan: "ResolvedPlan") -> None:
+    """Raise UserError where a run with preferences cannot have this plan."""
+    if dpo.beta and plan.cp > 1:
+        raise UserError(
+            f"dpo.beta={dpo.beta:g}, but the plan {plan.name} cuts samples over cp={plan.cp}, and the loss takes whole "
+            "answers; leave cp out"
+        )

@@ -1,0 +1,94 @@
+"""Pairs of answers in several forms as pairs of chats.
+
+TRL's: `{"prompt", "chosen", "rejected"}`, each a text or a list of messages, or without the prompt, which is then what
+both have in common. OpenAI's: `{"input": {"messages"}, "preferred_output", "non_preferred_output"}`. Texts without a
+prompt are read as those of Anthropic's HH-RLHF: turns that begin with "Human:" and "Assistant:".
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from dtgpt.data.chats.encode import ChatEncoder, EncodedChat, encode_chat
+from dtgpt.data.chats.messages import read_chat
+from dtgpt.data.chats.template import ChatError, Message
+from dtgpt.data.prepare.documents import Unreadable, json_object
+from dtgpt.util.errors import shown
+
+KEY = "preference"  # of the files that are written: PREFIX_preference_document.bin
+FORMS = "chosen and rejected (TRL, with or without a prompt), or OpenAI's preferred_output and non_preferred_output"
+TURN = re.compile(r"\n\n(Human|Assistant):")
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+
+
+@dataclass(frozen=True)
+class PairEncoder(ChatEncoder):
+    """`block -> Encoded`: a document of two sequences for each pair, the chosen one first. What counts is what follows
+    the prompt."""
+
+    key: str = KEY
+
+    def _read(self, line: bytes) -> list[EncodedChat]:
+        try:
+            pair = read_pair(json_object(line))
+            return [encode_chat(messages, self._renderer, self.vocabulary, "assistant") for messages in pair]
+        except ChatError as error:
+            raise Unreadable(str(error)) from None
+
+
+def read_pair(fields: dict[str, Any]) -> tuple[list[Message], list[Message]]:
+    """Return the chat with the chosen answer and that with the rejected one; earlier answers have `weight` 0. Raises
+    ChatError."""
+    prompt, chosen, rejected = _parts(fields)
+    more = {name: value for name, value in fields.items() if name in ("tools", "functions")}
+    pair = [read_chat({"messages": [*prompt, *answer], **more}) for answer in (chosen, rejected)]
+    for messages, name in zip(pair, ("chosen", "rejected"), strict=True):
+        if not any(message["role"] == "assistant" for message in messages[len(prompt) :]):
+            raise ChatError(f"the {name} chat has no answer of its own; give it one, or leave the pair out")
+        for message in messages[: len(prompt)]:
+            if message["role"] == "assistant":
+                message["weight"] = 0
+    if pair[0] == pair[1]:
+        raise ChatError("the chosen and the rejected answer are the same; leave the pair out")
+    return pair[0], pair[1]
+
+
+def _parts(fields: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return (prompt, chosen, rejected), lists of messages that are not checked yet."""
+    prompt, chosen, rejected = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
+    if "preferred_output" in fields and isinstance(fields.get("input"), dict):
+        prompt, chosen = fields["input"].get("messages"), fields["preferred_output"]
+        rejected = fields.get("non_preferred_output")
+    if not chosen or not rejected or type(chosen) is not type(rejected) or not isinstance(chosen, list | str):
+        raise ChatError(f"there is no pair of answers under the keys {shown(list(fields)[:5])}; give {FORMS}")
+    if isinstance(prompt, str) and not (isinstance(chosen, list) and _begins(chosen)):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(chosen, str):
+        if isinstance(prompt, list):
+            return prompt, _answer(chosen), _answer(rejected)
+        chosen, rejected = _turns(chosen), _turns(rejected)
+    elif isinstance(prompt, list):
+        return prompt, chosen, rejected
+    common = 0
+    while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
+        common += 1
+    return chosen[:common], chosen[common:], rejected[common:]
+
+
+def _begins(messages: list[Any]) -> bool:
+    """Return whether messages are a whole chat, and not an answer alone."""
+    return isinstance(messages[0], dict) and messages[0].get("role") != "assistant"
+
+
+def _answer(text: str) -> list[Message]:
+    return [{"role": "assistant", "content": text}]
+
+
+def _turns(text: str) -> list[Message]:
+    before, *turns = TURN.split(text)
+    if before.strip() or not turns:
+        raise ChatError(
+            f"{shown(text[:40])} has no prompt; give one as prompt, or turns that begin with 'Human:' and 'Assistant:'"
+        )
+    found = zip(turns[::2], turns[1::2], strict=True)
+    return [{"role": SPEAKERS[name], "content": content.strip()} for name, content in found]

@@ -1,0 +1,101 @@
+"""The loss of preferences: direct preference optimization (DPO; Rafailov et al. 2023), with label smoothing (Mitchell
+2023), and IPO (Azar et al. 2023) with the mean over the tokens of an answer, as TRL has it.
+
+The loss couples the answers of a pair, but its gradient with respect to the log-probability of a token is a factor for
+each answer. So the log-probabilities come first, without a gradient, then these factors, and then the head's usual loss
+with the factors as weights of tokens: `dtgpt.ops.loss.head` makes the gradients as it always does.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Kind = Literal["sigmoid", "ipo"]
+FIGURES = ("pairs", "accuracy", "chosen", "rejected")  # sums over pairs in `PreferenceLoss.totals`
+
+
+class Pairs(NamedTuple):
+    """The pairs of a batch: answer 2 i is chosen, answer 2 i + 1 is rejected in pair i of a sample."""
+
+    weights: Tensor  # fp32 [B, P], factors of the losses; 0: the sample has fewer pairs
+    answers: Tensor  # bool [B, 2 P, T]: the targets of each answer
+    reference: Tensor | None  # fp64 [B, 2 P], log-probabilities before training; None: those of now are asked for
+
+
+def log_probabilities(losses: Tensor, answers: Tensor) -> Tensor:
+    """Return those of the answers, fp64 `[B, 2 P]`, from the losses of all targets, `[B, T]`. The order of the sum does
+    not depend on what else is in the batch."""
+    return -losses.double()[:, None, :].masked_fill(~answers, 0.0).sum(-1)
+
+
+def losses_and_slopes(
+    chosen: Tensor, rejected: Tensor, kind: Kind, beta: float, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each pair, and its derivative by chosen - rejected. These are log-probabilities relative to
+    the reference, of whole answers, or for `ipo` their means over tokens."""
+    if kind == "ipo":
+        distance = chosen - rejected - 1 / (2 * beta)
+        return distance.square(), 2 * distance
+    z, smooth = beta * (chosen - rejected), label_smoothing
+    losses = -(1 - smooth) * F.logsigmoid(z) - smooth * F.logsigmoid(-z)
+    return losses, beta * (smooth * torch.sigmoid(z) - (1 - smooth) * torch.sigmoid(-z))
+
+
+class PreferenceLoss:
+    """The mean loss of pairs. `totals` fp64 `[4]`: sums of FIGURES since they were set to zero: pairs, those whose
+    chosen answer has the larger reward, and rewards, which are beta times relative log-probabilities."""
+
+    def __init__(self, kind: Kind, beta: float, label_smoothing: float, device: torch.device):
+        self.kind, self.beta, self.label_smoothing = kind, beta, label_smoothing
+        self.totals = torch.zeros(len(FIGURES), dtype=torch.float64, device=device)
+
+    def __call__(self, losses: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """Return the mean over all P of a batch of loss times weight, fp32, and the weights of tokens, fp32 `[B, T]`,
+        by which the head's mean loss has its gradient. losses: `[B, T]` of the targets."""
+        weights, answers, reference = pairs
+        assert reference is not None
+        relative, counts = log_probabilities(losses, answers) - reference, answers.sum(-1).clamp(min=1)
+        each, slopes = self.of_pairs(relative, counts)
+        self._count(relative, weights > 0)
+        slopes = slopes * weights * (losses.shape[1] / weights.shape[1])  # the head's mean is over T, and not over P
+        factors = torch.stack([-slopes, slopes], -1).flatten(1)
+        if self.kind == "ipo":
+            factors = factors / counts
+        by_token = (answers * factors[:, :, None]).sum(1)
+        return (each * weights).mean().float(), by_token.float()
+
+    def of_batch(self, losses: Tensor, pairs: Pairs) -> Tensor:
+        """Return the losses of pairs `[B, P]`, without their weights, for autograd."""
+        assert pairs.reference is not None
+        relative = log_probabilities(losses, pairs.answers) - pairs.reference
+        return self.of_pairs(relative, pairs.answers.sum(-1).clamp(min=1))[0]
+
+    def of_pairs(self, relative: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses and slopes `[B, P]` of answers `[B, 2 P]`, which have `counts` tokens."""
+        values = relative / counts if self.kind == "ipo" else relative
+        return losses_and_slopes(values[:, 0::2], values[:, 1::2], self.kind, self.beta, self.label_smoothing)
+
+    def figures(self, relative: Tensor, there: Tensor) -> Tensor:
+        """Return the sums of FIGURES over the pairs that are there, bool `[B, P]`."""
+        chosen, rejected = relative[:, 0::2], relative[:, 1::2]
+        rows = [there, (chosen > rejected) & there, self.beta * chosen * there, self.beta * rejected * there]
+        return torch.stack([row.double().sum() for row in rows])
+
+    def _count(self, relative: Tensor, there: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.totals.add_(self.figures(relative, there))
+
+
+def figures_of(totals: list[float]) -> dict[str, float]:
+    """Return what a record says of the sums of FIGURES: means over pairs; nothing where there were none."""
+    pairs, accurate, chosen, rejected = dict(zip(FIGURES, totals, strict=True)).values()
+    if not pairs:
+        return {}
+    return {
+        "reward_accuracy": accurate / pairs,
+        "reward_margin": (chosen - rejected) / pairs,
+        "reward_chosen": chosen / pairs,
+        "reward_rejected": rejected / pairs,
+    }
