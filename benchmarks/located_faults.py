@@ -225,8 +225,8 @@ LOCATED = [
         Fault(
             "the scale of scores lacks the root",
             "dtgpt/ops/attention/core.py",
-            "* (1 / math.sqrt(q.shape[-1]))",
-            "* (1 / q.shape[-1])",
+            "return 1 / math.sqrt(head_dim) if",
+            "return 1 / head_dim if",
         ),
         f"{CODE} {DROPOUT}",
         "blocks.0.attn.core",
@@ -235,8 +235,8 @@ LOCATED = [
         Fault(
             "causal mask: a query sees the next token",
             "dtgpt/ops/attention/flash.py",
-            "future = column > torch.arange(columns - queries, columns, device=device)[:, None]",
-            "future = column > torch.arange(columns - queries, columns, device=device)[:, None] + 1",
+            "hidden = column > position\n",
+            "hidden = column > position + 1\n",
         ),
         f"{CODE} {DROPOUT}",
         "blocks.0.attn.core",
