@@ -30,7 +30,7 @@ SMALL += ["--log.eval_samples", "8"]
 
 def run(arguments, cwd, **options):
     """The finished process and what it printed."""
-    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=400, **options)
 
 
 def in_process(arguments, capsys) -> tuple[int, str, str]:

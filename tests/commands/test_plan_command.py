@@ -23,7 +23,7 @@ SMALL += ["--log.eval_samples", "8"]
 
 def run(words, folder, **environment) -> subprocess.CompletedProcess:
     words, environment = [sys.executable, *words], os.environ | environment
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
 
 
 def sentences(text: str) -> list[str]:

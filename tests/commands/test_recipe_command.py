@@ -38,7 +38,7 @@ def test_a_recipe_is_printed_as_it_is(capsys, tmp_path):
 
 @pytest.mark.parametrize("words, told", [
     (["gpt2_345"], "there is no recipe 'gpt2_345'; did you mean gpt2_345m?"),
-    (["x" * 300], "; use one of gpt2_124m, gpt2_345m, gpt2_tiny"),
+    (["x" * 300], "; use one of gemma3_1b, gpt2_124m, gpt2_345m, gpt2_tiny"),
     (["gpt2_tiny", "gpt2_345m"], "dtgpt recipe prints one recipe, not 2; give one name"),
 ])  # fmt: skip
 def test_other_names_are_refused_in_a_sentence(words, told, capsys):

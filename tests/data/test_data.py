@@ -158,7 +158,7 @@ def test_what_a_living_filler_writes_is_left_alone(tmp_path, text, filler):
     (partial,) = cache.glob(".partial-*")
     load(text, tmp_path)
     assert partial.is_dir()
-    filler.communicate("\n\n", timeout=30)
+    filler.communicate("\n\n", timeout=120)
     assert filler.returncode == 0 and sorted(path.name[:5] for path in cache.iterdir()) == ["text-", "text-"]
 
 
@@ -169,8 +169,8 @@ def test_two_processes_that_fill_at_once_both_succeed(tmp_path, filler):
         second = pool.submit(load_or_make, folder, "the tokens", lambda: pytest.fail("made twice"))
         time.sleep(0.2)
         assert not second.done()
-        filler.communicate("\n\n", timeout=30)
-        assert second.result(timeout=30)["b"][:].tolist() == list(range(8)) and filler.returncode == 0
+        filler.communicate("\n\n", timeout=120)
+        assert second.result(timeout=120)["b"][:].tolist() == list(range(8)) and filler.returncode == 0
     assert [path.name for path in folder.parent.iterdir()] == ["text-aa"]
 
 
@@ -181,7 +181,7 @@ def test_without_locks_two_processes_may_fill_at_once(tmp_path, filler, monkeypa
     monkeypatch.setattr(fcntl, "flock", no_locks)
     folder = tmp_path / "cache" / "text-aa"
     mine = load_or_make(folder, "the tokens", lambda: {"a": np.arange(9), "b": np.arange(8)})
-    filler.communicate("\n\n", timeout=30)
+    filler.communicate("\n\n", timeout=120)
     assert filler.returncode == 0 and mine["b"][:].tolist() == list(range(8))
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == ["text-aa"]
 

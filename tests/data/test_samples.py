@@ -217,7 +217,7 @@ def test_several_processes_may_build_at_once(tmp_path):
     workers = [fork.Process(target=build_at_once, args=(tmp_path, barrier, results)) for _ in range(4)]
     for worker in workers:
         worker.start()
-    assert [results.get(timeout=30) for _ in workers] == [math.comb(1 << 18, 2)] * 4
+    assert [results.get(timeout=120) for _ in workers] == [math.comb(1 << 18, 2)] * 4
     for worker in workers:
         worker.join()
     assert len(list(tmp_path.iterdir())) == 1

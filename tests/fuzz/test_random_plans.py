@@ -37,4 +37,4 @@ def test_random_cases_of_the_week_are_right_or_refused(capsys):
         print(f"\nrandom cases with --seed {seed}: {said.splitlines()[-1]}")
     assert ended.value.code == 0, f"{VARIABLE}={seed} repeats these cases; a failure has its own command below\n{said}"
     right = int(said.splitlines()[-1].split()[0])
-    assert right >= 3, said  # the machine was not too busy to run any
+    assert right >= 1, said  # the machine was not too busy to run any

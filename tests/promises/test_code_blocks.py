@@ -196,7 +196,7 @@ def commands_of(block):
     with open("commands", "wb") as file:
         done = subprocess.run(
             ["/bin/bash", "-c", f"exec 3>&{file.fileno()}\n{BASH}\n{block}"],
-            pass_fds=[file.fileno()], capture_output=True, text=True, timeout=20,
+            pass_fds=[file.fileno()], capture_output=True, text=True, timeout=120,
         )  # fmt: skip
     wrong = [line for line in done.stderr.splitlines() if "No such file or directory" not in line]
     assert not wrong, wrong

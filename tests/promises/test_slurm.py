@@ -36,7 +36,7 @@ def test_a_job_survives_a_killed_process_and_a_preemption(tmp_path):
         step = max(losses(runs))
         slurm.wait_until(lambda: max(losses(runs)) >= step + 3, 120, "three more steps")
         slurm.signal_tasks(signal.SIGTERM)
-        assert slurm.wait(120) == 0, nodes.outputs()
+        assert slurm.wait(400) == 0, nodes.outputs()
         assert slurm.starts == 2
         found = losses(runs)
     assert_same(found, reference(tmp_path, *options))
@@ -61,6 +61,6 @@ def test_a_job_that_lost_a_node_is_requeued_and_goes_on(tmp_path, index):
 def test_a_job_that_cannot_go_on_ends_with_its_error(tmp_path):
     with Nodes(2, tmp_path) as nodes, Slurm(nodes, PYTHONPATH=str(ROOT)) as slurm:
         slurm.sbatch(SCRIPT, RECIPE)  # there is no text.txt
-        assert slurm.wait(120) == 1 and slurm.starts == 1, nodes.outputs()
+        assert slurm.wait(400) == 1 and slurm.starts == 1, nodes.outputs()
         assert "data.path=text.txt does not exist" in nodes[0].output()
         assert "starting again" not in nodes[0].output()

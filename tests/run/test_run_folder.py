@@ -99,7 +99,7 @@ def test_a_folder_that_goes_at_the_end_is_no_success(recipe, monkeypatch, when):
 def test_all_ranks_end_when_the_folder_is_gone(recipe, plan, background):
     recipe = change(recipe, steps=1000, plan=plan, micro_batch_size=2, log={"interval": 3, "eval_interval": 0})
     recipe = change(recipe, checkpoint={"interval": 2, "background": background}, data={"held_out": 0.0})
-    told = pool().run(2, train_while_the_folder_goes, recipe, 4, timeout=60)
+    told = pool().run(2, train_while_the_folder_goes, recipe, 4, timeout=300)
     assert all("was moved, removed or replaced" in words for words in told)
     assert [p.name for p in Path(recipe.runs).iterdir()] == ["elsewhere"]
 

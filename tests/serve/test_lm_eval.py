@@ -117,7 +117,7 @@ def samples(twin, tmp_path_factory):
             "--include_path", str(folder), "--tasks", *TASKS, "--log_samples", "--output_path", str(folder / "out"),
         ]  # fmt: skip
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder), "NO_PROXY": "*"}
-        ended = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=120)
+        ended = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stderr[-3000:]
     files = {name: next((folder / "out").rglob(f"samples_{name}_*.jsonl")) for name in TASKS}
     read = {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()}

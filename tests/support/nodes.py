@@ -35,7 +35,7 @@ def why_no_nodes() -> str:
     trial = "ip link add try0 type veth peer name try1 && ip link add try2 type bridge && "
     trial += "tc qdisc add dev try0 root tbf rate 1mbit burst 32kb latency 400ms"
     words = ["unshare", "--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "sh", "-c", trial]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     return f"needs root and network namespaces: {done.stderr.strip()}" if done.returncode else ""
 
 
@@ -74,7 +74,7 @@ class Namespace:
 
 
 def run_to_end(words: list[str]) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=400)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
 

@@ -35,7 +35,7 @@ class RankPool:
         self._pool = Pool("cpu", PRELOADED)
         atexit.register(self._pool.close)
 
-    def run(self, world: int, function: Callable, *args: Any, timeout: float = 120) -> list:
+    def run(self, world: int, function: Callable, *args: Any, timeout: float = 400) -> list:
         """What `function(*args)`, importable by name, returns on each rank of a new gloo group of `world` ranks."""
         __tracebackhide__ = True  # pytest shows the caller's line
         environment = {name: os.environ[name] for name in ["DTGPT_CACHE"] if name in os.environ}
