@@ -102,6 +102,10 @@ class OptimizerConfig:
         """Return whether a step needs the whole of a parameter, which then travels to one rank and back."""
         return False
 
+    def whole_flops(self, shape: Shape, role: Role | None) -> int:
+        """Return the FLOPs of the products in a step of a parameter that it `needs_whole`; 0 for any other."""
+        return 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:

@@ -66,6 +66,9 @@ class MuonConfig(OptimizerConfig):
     def needs_whole(self, shape: Shape, role: Role | None) -> bool:
         return len(shape) > 1 and role in MATRICES
 
+    def whole_flops(self, shape: Shape, role: Role | None) -> int:
+        return flops(shape[0], shape[1], self.newton_schulz_steps) if self.needs_whole(shape, role) else 0
+
     def factor(self, rows: int, columns: int) -> float:
         """Return the factor of the learning rate for a matrix."""
         if self.adjust_lr == "original":

@@ -16,8 +16,7 @@ from dtgpt.planning.work import START, Operations, Passes, Work
 # Seconds of the host for each block and micro-batch without CUDA graphs: notes/plans.md, uncaptured steps of the 345M;
 # compiled blocks steps.md.
 HOST = {"compiled": 3.4e-3, "plain": 4.3e-3, "zero": 10.6e-3, "tp": 14.4e-3, "pp": 6.5e-3}
-NEWTON_SCHULZ = 5  # rounds
-MUON_REACHES = 0.4  # of the rate of products: docs/optimizers.md, 28 ms of the 345M
+WHOLE_REACHES = 0.4  # of the rate of products, in an update of whole matrices: docs/optimizers.md, 28 ms of the 345M
 
 
 @dataclass(frozen=True)
@@ -76,16 +75,15 @@ def host_time(settings: Settings) -> float:
 
 def update_time(settings: Settings, rates: Rates, trained: list[LocalParameter]) -> float:
     """Return the seconds of the gradient's norm and the update of the weights: each reads and writes its state and the
-    fp32 weights once. Muon multiplies matrices besides (Newton-Schulz, 5 rounds), spread over the ranks of a stage."""
+    fp32 weights once. Products of whole matrices are spread over the ranks of a stage."""
     optimizer = settings.optimizer
     if optimizer is None:
         return 0.0
     copies = settings.dtype.itemsize if settings.low_precision else 0
     width = gradient_width(settings)
     moved = sum(p.local * (2 * optimizer.state_bytes(p.shape, p.role) + 8 + copies + 2 * width) for p in trained)
-    whole = [sorted(p.shape) for p in trained if optimizer.needs_whole(p.shape, p.role)]
-    flops = sum(NEWTON_SCHULZ * (4 * m * m * n + 2 * m**3) for m, n in whole) / settings.plan.ranks_of_stage
-    return 4 * START + moved / rates.memory + flops / (MUON_REACHES * rates.products)
+    flops = sum(optimizer.whole_flops(p.shape, p.role) for p in trained) / settings.plan.ranks_of_stage
+    return 4 * START + moved / rates.memory + flops / (WHOLE_REACHES * rates.products)
 
 
 def idle_time(settings: Settings, micro: Iterable[float]) -> float:

@@ -69,7 +69,7 @@ def test_a_second_hangup_is_no_haste_but_a_second_interrupt_is():
         assert end.call_args == mock.call(130)
 
 
-def wait_for(condition, seconds: float = 60) -> None:
+def wait_for(condition, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
