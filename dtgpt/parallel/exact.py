@@ -21,7 +21,7 @@ from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.fixed_point import FixedPointSum, fraction_bits
 from dtgpt.parallel.coordinates import chunk
-from dtgpt.parallel.gradients import local_gradient, local_part, parameter_groups
+from dtgpt.parallel.gradients import call_on_gradients, local_gradient, local_part, parameter_groups
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import region_of_tp
 from dtgpt.util.torch_private import reduce_scatter_single
@@ -51,8 +51,7 @@ class ExactBucket(ABC):
     def watch(self, computing: list[nn.Parameter]) -> None:
         """Take the gradients of these, which are the parameters or what ZeRO gathers of each."""
         self._computing = computing
-        for parameter in computing:
-            parameter.register_post_accumulate_grad_hook(self._arrive)
+        call_on_gradients(computing, self._arrive)
 
     def divert(self, table: nn.Parameter) -> Callable[[Tensor], None]:
         """Return what is to be called with the head's gradient of a tied table, one of the parameters."""

@@ -5,6 +5,9 @@ a block, its gradients are added to the bucket in one pass, and with the last mi
 replicas while backward goes on (Li et al. 2020, "PyTorch Distributed": buckets and overlap).
 """
 
+from collections.abc import Callable, Iterable
+from weakref import WeakMethod
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +36,19 @@ def local_part(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
     return gradient.to_local()
 
 
+def call_on_gradients(parameters: Iterable[nn.Parameter], method: Callable[[nn.Parameter], None]) -> None:
+    """Let backward call a method as soon as a parameter has its gradient. The parameters do not keep the method's object
+    alive: Python finds no cycle through such a hook, and the process group of the object would never end."""
+    called = WeakMethod(method)
+
+    def hook(parameter: nn.Parameter) -> None:
+        if (alive := called()) is not None:
+            alive(parameter)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
 class Bucket:
     """The gradients of some parameters: the sum of `passes` backward passes in fp32, and that over the replicas. What
     16-bit weights send to other replicas has 16 bits too."""
@@ -49,8 +65,7 @@ class Bucket:
         self._accumulator = Accumulator(self._totals) if self.flat.dtype == torch.float32 else None
         self.done = self._arrived = 0
         if hooks:
-            for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(self._arrive)
+            call_on_gradients(parameters, self._arrive)
 
     def begin(self, done: int = 0) -> None:
         """Take note that `done` backward passes of the step are over."""
