@@ -37,8 +37,8 @@ def local_part(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def call_on_gradients(parameters: Iterable[nn.Parameter], method: Callable[[nn.Parameter], None]) -> None:
-    """Let backward call a method as soon as a parameter has its gradient. The parameters do not keep the method's object
-    alive: Python finds no cycle through such a hook, and the process group of the object would never end."""
+    """Let backward call a method as soon as a parameter has its gradient. The parameters do not keep the method's
+    object alive: Python finds no cycle through such a hook, and the process group of the object would never end."""
     called = WeakMethod(method)
 
     def hook(parameter: nn.Parameter) -> None:
