@@ -20,9 +20,9 @@ EXAMPLES = Path("runs", "sums.txt")  # of the supervised beginning
 
 
 def numbers(index: int) -> tuple[int, int]:
-    """Return the two numbers of a sum, 0 to 19, by its index."""
+    """Return the two numbers of a sum, 0 to 9, by its index."""
     a, b = fold_words(1, "sum", index)
-    return a % 20, b % 20
+    return a % 10, b % 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +53,15 @@ def recipe() -> Recipe:
             seq_length=32,
             vocab_size=257,
         ),
-        grpo=Sums(group=8, max_new_tokens=4, stop="\n", after=300),
-        optimizer=OptimizerConfig(lr=4e-3, min_lr=4e-4, warmup=20, decay_steps=300, weight_decay=0.0),
-        steps=700,
+        grpo=Sums(group=8, max_new_tokens=4, stop="\n", after=150),
+        optimizer=OptimizerConfig(lr=4e-3, min_lr=1e-3, warmup=20, decay_steps=150, weight_decay=0.0),
+        steps=500,
         seq_length=16,
-        micro_batch_size=64,
-        global_batch_size=64,
+        micro_batch_size=128,
+        global_batch_size=128,
         data=DataConfig(path=str(EXAMPLES), tokenizer="bytes"),
-        log=LogConfig(interval=50, eval_interval=0, sample_tokens=0),
-        checkpoint=CheckpointConfig(interval=350),
+        log=LogConfig(interval=25, eval_interval=0, sample_tokens=0),
+        checkpoint=CheckpointConfig(interval=250),
     )
 
 
