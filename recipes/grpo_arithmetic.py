@@ -54,7 +54,7 @@ def recipe() -> Recipe:
             vocab_size=257,
         ),
         grpo=Sums(group=8, max_new_tokens=4, stop="\n", after=150),
-        optimizer=OptimizerConfig(lr=4e-3, min_lr=1e-3, warmup=20, decay_steps=150, weight_decay=0.0),
+        optimizer=OptimizerConfig(lr=4e-3, min_lr=2e-4, warmup=20, decay_steps=150, weight_decay=0.0),
         steps=500,
         seq_length=16,
         micro_batch_size=128,

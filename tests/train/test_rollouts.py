@@ -7,7 +7,9 @@ import torch
 
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.grpo import GrpoConfig
+from dtgpt.config.lora import LoraConfig
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.interop.open import open_config
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
@@ -16,6 +18,7 @@ from dtgpt.util.errors import UserError
 from tests.support.bodies_grpo import Fatal, Vowels, train_and_die, train_answers
 from tests.support.ranks import RankFailed, pool
 from tests.support.runs import change, constant, newest_run
+from tests.train.test_lora import save_base
 
 pytestmark = pytest.mark.slow(25)
 
@@ -77,6 +80,22 @@ def test_gradients_are_those_of_the_formula(grpo, loss):
         for name, parameter in unique_parameters(model).items():
             wanted = parameter.grad
             torch.testing.assert_close(found[name], wanted, rtol=0, atol=1e-5 * wanted.abs().max().item() + 1e-9)
+
+
+def test_adapters_answer_like_their_base_at_first_and_learn(grpo, tmp_path):
+    base = save_base("gpt2", tmp_path / "base")
+    whole = replace(
+        grpo, model=replace(open_config(base), dropout=0.0), init_from=str(base), grpo=replace(grpo.grpo, after=0)
+    )
+    with open_trainer(whole) as trainer:
+        expected = [answer.ids for answer in trainer.rollouts.draw(0)]
+    with open_trainer(replace(whole, lora=LoraConfig(rank=4))) as trainer:
+        assert [answer.ids for answer in trainer.rollouts.draw(0)] == expected
+        rewards = []
+        for _ in range(12):
+            trainer.train_step()
+            rewards.append(trainer.rollouts.metrics["reward"])
+        assert sum(rewards[-4:]) > sum(rewards[:4])
 
 
 def curve(run):
