@@ -1,0 +1,154 @@
+"""Plans on four or eight GPUs of one host: first whether they are right, then how fast they are.
+
+    python benchmarks/many_gpus.py --data.path your_text_document        # all of it, on the GPUs that are there
+    python benchmarks/many_gpus.py --parts plans random                  # parts by name
+    python benchmarks/many_gpus.py --gpus 4 --device cpu --parts plans   # a try of this file, over gloo
+
+    plans     dtgpt compare of a model of 12 blocks, 100 steps, dropout 0.1, each plan beside one process
+    rows      benchmarks/correctness.py for plans of four ranks, in its own file
+    tests     pytest -m cuda of the folders whose tests need several GPUs
+    random    dtgpt compare --random 40
+    node      two torchruns of half of the GPUs each; one is killed, the other goes on by itself and ends the run
+    scaling   replicas beside one GPU, pipelines, Llama 3 8B at samples of 8,192 and 131,072 tokens
+    decode    a token of one sequence and of 64 under tp
+
+Where one of the first five fails, nothing is measured. Options that this script does not know are options of the recipe
+of `plans`.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from context import ROOT, run
+
+PLANS = {
+    4: "dp4 dp4_zero1 dp4_zero3 tp4_sp tp2_pp2 dp2_tp2_sp pp4 pp4_zbv cp4 cp2_tp2",
+    8: "dp8 dp8_zero1 dp8_zero3 dp2_tp4_sp tp2_pp4 dp2_tp2_pp2 dp2_pp4_zbv dp2_cp4 cp2_tp2_pp2",
+}
+TRIES = {  # sizes of `plans`, by device; those of a CPU are a try
+    "cuda": "recipes/gpt2_124m.py --steps 100 --precision bf16 --micro_batch_size 4 --global_batch_size 32",
+    "cpu": "recipes/gpt2_tiny.py --steps 2 --precision fp32 --micro_batch_size 2 --global_batch_size 16 "
+    "--model.num_layers 8 --device cpu",
+}
+TESTS = "tests/comm tests/parallel tests/optim tests/inference tests/promises tests/commands/test_plan_command.py"
+INTERVAL = 5  # steps between records
+NODE = f"--steps 120 --log.interval {INTERVAL} --checkpoint.interval 20 --micro_batch_size 2 --resume auto"
+KILLED_AFTER = 20  # steps
+LOST = 600.0  # seconds for the run to get there, and for the rest of it
+PATIENCE = 1.0  # seconds between looks at the run
+
+
+def plans(args: argparse.Namespace) -> bool:
+    words = [*TRIES[args.device].split(), "--model.dropout", "0.1", *args.options, "--plans", *PLANS[args.gpus].split()]
+    return run(["-m", "dtgpt", "compare", *words])
+
+
+def rows(args: argparse.Namespace) -> bool:
+    return run(["benchmarks/correctness.py", "correctness_4.jsonl", "--ranks", "4", "--device", args.device])
+
+
+def tests(args: argparse.Namespace) -> bool:
+    return run(["-m", "pytest", "-q", "-m", "cuda", *TESTS.split()])
+
+
+def random(args: argparse.Namespace) -> bool:
+    return run(["-m", "dtgpt", "compare", "recipes/gpt2_tiny.py", "--random", "40", "--device", args.device])
+
+
+def node(args: argparse.Namespace) -> bool:
+    """Return whether a run goes on where one of two nodes is lost, with the curve of one process."""
+    half = args.gpus // 2
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = ["recipes/gpt2_tiny.py", *NODE.split(), "--device", args.device, "--runs", f"{folder}/lost"]
+        words = "--nnodes 1:2 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint localhost:29577 --rdzv-id 42"
+        start = [*words.split(), "--rdzv-conf", "last_call_timeout=5", "--nproc-per-node", str(half), *recipe]
+        start += ["--plan", f"dp{args.gpus} | dp{half}"]
+        print(f"\n$ torchrun {shlex.join(start)}", flush=True)
+        print(f"# twice; the second is killed after step {KILLED_AFTER}", flush=True)
+        first, second = (_torchrun(start, range(at, at + half)) for at in (0, half))
+        try:
+            metrics = Path(folder, "lost/gpt2_tiny-001/metrics.jsonl")
+            _wait(lambda: metrics.exists() and metrics.read_text().count('"loss"') > KILLED_AFTER // INTERVAL)
+            os.killpg(second.pid, signal.SIGKILL)
+            ended = first.wait(LOST)
+        finally:
+            for one in (first, second):
+                if one.poll() is None:
+                    os.killpg(one.pid, signal.SIGKILL)
+        alone = [word for word in recipe if word not in ("--resume", "auto")]
+        alone[-1] = f"{folder}/whole"
+        return ended == 0 and run(alone) and run(
+            ["-m", "dtgpt", "compare", f"{folder}/lost/gpt2_tiny-001", f"{folder}/whole/gpt2_tiny-001"]
+        )  # fmt: skip
+
+
+def _torchrun(words: list[str], gpus: range) -> subprocess.Popen:
+    """Start a torchrun that sees these GPUs alone, in a process group of its own."""
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **own}, start_new_session=True)
+
+
+def _wait(is_there: Callable[[], bool]) -> None:
+    end = time.monotonic() + LOST
+    while not is_there():
+        if time.monotonic() > end:
+            raise TimeoutError(f"the run had no step {KILLED_AFTER} after {LOST:.0f} s")
+        time.sleep(PATIENCE)
+
+
+def scaling(args: argparse.Namespace) -> bool:
+    n = args.gpus
+    replicas = [f"dp{n}", f"dp{n}_zero1", f"dp{n}_zero3", *(["dp2_tp4_sp"] if n == 8 else [])]
+    step = ["benchmarks/train_step.py", "--dropout", "0"]
+    long = ["--model", "llama3_8b", "--micro_batch_size", "1", "--steps", "4", "--warmup", "3", *step[1:]]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(n), "benchmarks/scaling.py"]
+    done = [
+        run([*launch, "--plans", *replicas[:3], "--micro_batch_size", "32"]),
+        run([*step, "--plans", *replicas[3:], f"pp{n}", "--micro_batch_size", "4", "--micro_batches", str(4 * n)]),
+        run([step[0], *long, "--plans", f"dp{n}_zero3", f"tp{n}_sp"]),
+        run([step[0], *long, "--plans", f"cp{n}_zero3", "--model.seq_length", "131072", "--recompute", "full"]),
+    ]
+    return all(done)
+
+
+def decode(args: argparse.Namespace) -> bool:
+    done = []
+    for model in ("345m", "llama3_8b"):
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(args.gpus), "benchmarks/decode.py"]
+        own = ["--model", model, "--positions", "512", "--prefill", "0", "--peers", "dtgpt", "--batches", "1", "64"]
+        done.append(run([*launch, "--plan", f"tp{args.gpus}", *own]))
+    return all(done)
+
+
+CHECKS = {"plans": plans, "rows": rows, "tests": tests, "random": random, "node": node}
+MEASURES = {"scaling": scaling, "decode": decode}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--gpus", type=int, choices=sorted(PLANS), default=torch.cuda.device_count() or None)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--parts", nargs="+", choices=[*CHECKS, *MEASURES], default=[*CHECKS, *MEASURES])
+    args, args.options = parser.parse_known_args()
+    if args.gpus not in PLANS:
+        parser.error(f"this machine has {args.gpus or 'no'} GPUs; use one with 4 or 8, or --device cpu --gpus 4")
+    for kind in (CHECKS, MEASURES):
+        wrong = [name for name in args.parts if name in kind and not kind[name](args)]
+        if wrong:
+            print(f"\nfailed: {', '.join(wrong)}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
