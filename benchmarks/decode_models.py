@@ -22,7 +22,7 @@ def bytes_read(config: ModelConfig, dtype: torch.dtype, batch: int, position: fl
     """Bytes of a step of `batch` sequences at `position`: the weights that it multiplies once, keys and values of each
     sequence."""
     weights = config.flops_per_token(0) // 6
-    kept = config.num_layers * sum(2 * heads * dim for heads, dim in core_sizes(config, 0, 1))
+    kept = config.num_layers * sum(2 * size.heads * size.dim for size in core_sizes(config, 0, 1))
     return (weights + batch * position * kept) * dtype.itemsize
 
 

@@ -157,7 +157,7 @@ class StaticCache:
     row."""
 
     def __init__(self, batch: int, length: int, config: ModelConfig, dtype: torch.dtype, position: Tensor):
-        ((heads, dim),) = core_sizes(config, 0, 1)
+        ((heads, dim, _),) = core_sizes(config, 0, 1)
         shape = batch, heads, length, dim
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=position.device) for _ in range(2))
         self.position, self.places = position, torch.arange(length, device=position.device)

@@ -271,4 +271,34 @@ FAULTS = [
         "        loss_weights=own(batch.loss_weights),",
         "        loss_weights=own(batch.loss_weights),\n        document_bounds=None,",
     ),
+    Fault(
+        "cp: a rank whose tokens are all masked divides by its own weights",
+        "dtgpt/train/trainer.py",
+        "plan.data_ranks / counted.clamp(min=1)",
+        "plan.data_ranks / (batch.loss_weights.sum() * plan.data_ranks)",
+    ),
+    Fault(
+        "cp: bounds of documents are divided by cp",
+        "dtgpt/parallel/exchange.py",
+        "bounds[:, :end].clamp(max=end)",
+        "bounds[:, :end] // self.ranks",
+    ),
+    Fault(
+        "fp8: an activation that no fused kernel knows is replaced by SwiGLU",
+        "dtgpt/models/layers.py",
+        "    name = fused_name(activation, first.bias is not None)",
+        '    name = fused_name(activation, first.bias is not None) or "swiglu"',
+    ),
+    Fault(
+        "tp: the mean square of all heads is that of a rank's own",
+        "dtgpt/parallel/tensor.py",
+        "        bind(module, sum_of_heads=partial(sum_addends, mesh=device_mesh))",
+        "        bind(module, sum_of_heads=partial(torch.mul, device_mesh.size()))",
+    ),
+    Fault(
+        "rotary: blocks with a window take the positions of the others",
+        "dtgpt/models/gemma3.py",
+        "Rotation(theta=self.rope_local_theta) if self.is_local(index) else self.rotation",
+        "self.rotation",
+    ),
 ]  # fmt: skip

@@ -225,8 +225,8 @@ LOCATED = [
         Fault(
             "the scale of scores lacks the root",
             "dtgpt/ops/attention/core.py",
-            "* (1 / math.sqrt(q.shape[-1]))",
-            "* (1 / q.shape[-1])",
+            "return 1 / math.sqrt(head_dim) if",
+            "return 1 / head_dim if",
         ),
         f"{CODE} {DROPOUT}",
         "blocks.0.attn.core",
@@ -235,8 +235,8 @@ LOCATED = [
         Fault(
             "causal mask: a query sees the next token",
             "dtgpt/ops/attention/flash.py",
-            "future = column > torch.arange(columns - queries, columns, device=device)[:, None]",
-            "future = column > torch.arange(columns - queries, columns, device=device)[:, None] + 1",
+            "hidden = column > position\n",
+            "hidden = column > position + 1\n",
         ),
         f"{CODE} {DROPOUT}",
         "blocks.0.attn.core",
@@ -254,9 +254,9 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp: gradients of attention do not go back to their ranks",
-            "dtgpt/parallel/context.py",
-            "dist.all_to_all_single(received, grad.contiguous(), group=ctx.group)",
-            "received.copy_(grad)",
+            "dtgpt/parallel/exchange.py",
+            "return exchange(grad, received, sent, group), None, None, None",
+            "return grad, None, None, None",
         ),
         "--plans cp2",
         "blocks.1.attn.core",
@@ -295,7 +295,7 @@ LOCATED = [
         Fault(
             "cp: all ranks draw the masks of the first heads",
             "dtgpt/parallel/context.py",
-            "start=(before[0] + place.cp * heads, 0, 0)",
+            "start=(before[0] + place.cp % ranks * heads, 0, 0)",
             "start=(before[0], 0, 0)",
         ),
         f"--plans cp2 {DROPOUT}",
@@ -304,12 +304,42 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp: values of the first slice are used again",
-            "dtgpt/parallel/context.py",
-            "whole = exchange(sent.contiguous(), self.group).transpose(0, 1).flatten(1, 2)",
-            "got = exchange(sent.contiguous(), self.group).clone()\n        got[1:] = got[:1]\n"
+            "dtgpt/parallel/exchange.py",
+            "whole = exchange(sent, self.once, self.once, self.group).transpose(0, 1).flatten(1, 2)",
+            "got = exchange(sent, self.once, self.once, self.group).clone()\n        got[1:] = got[:1]\n"
             "        whole = got.transpose(0, 1).flatten(1, 2)",
         ),
         "--plans cp2",
+        "blocks.0.attn.core",
+    ),
+    LocatedFault(
+        Fault(
+            "cp with tp: ranks draw the masks of the first tp rank's heads",
+            "dtgpt/parallel/context.py",
+            "start=(before[0] + place.cp % ranks * heads, 0, 0)",
+            "start=(place.cp % ranks * heads, 0, 0)",
+        ),
+        f"--plans cp2_tp2 {DROPOUT}",
+        "blocks.0.attn.core",
+    ),
+    LocatedFault(
+        Fault(
+            "cp beyond heads: gradients of keys are those of the first ranks",
+            "dtgpt/parallel/exchange.py",
+            "sent = by_heads.expand(self.parts, *by_heads.shape).flatten(0, 1)",
+            "sent = torch.cat([by_heads, *[by_heads.detach()] * (self.parts - 1)])",
+        ),
+        "--plans cp2 --model.num_heads 1",
+        "blocks.1.attn.core",
+    ),
+    LocatedFault(
+        Fault(
+            "cp beyond heads: keys of the first slice are used again",
+            "dtgpt/parallel/exchange.py",
+            "return slices.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind()",
+            "return slices[:1].expand_as(slices).permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind()",
+        ),
+        "--plans cp2 --model.num_heads 1",
         "blocks.0.attn.core",
     ),
 ]

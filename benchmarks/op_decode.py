@@ -63,7 +63,7 @@ def measure(config: ModelConfig, most_rows: list[int], position: int) -> None:
     modules = [part(config.make_block(0)) for _ in range(layers)]
     blocks: list[BlockWeights] = [module.decode_weights() for module in modules]  # type: ignore[operator]
     head = part(config.make_head()).decode_weights()  # type: ignore[operator]
-    ((kv_heads, dim),) = core_sizes(config, 0, 1)
+    ((kv_heads, dim, _),) = core_sizes(config, 0, 1)
     keys, values = ([random(max(most_rows), kv_heads, config.seq_length, dim) for _ in blocks] for _ in range(2))
     for rows in most_rows:
         slots, positions = torch.arange(rows, device=CUDA), torch.full((rows,), position, device=CUDA)

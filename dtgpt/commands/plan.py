@@ -4,24 +4,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
+
 from dtgpt.commands.recipes import RecipeCommand
+from dtgpt.config.execution import choose_dtype
+from dtgpt.config.fp8 import FP8
 from dtgpt.config.overrides import Options
 from dtgpt.config.plan_choice import parse_alternatives
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.memory import MOST_SLOTS
-from dtgpt.train.job import checked
+from dtgpt.planning.auto import AutoPlan, is_auto, with_choice
+from dtgpt.planning.gpus import Gpu, find_gpu, read_rates
+from dtgpt.train.job import checked, with_steps
 from dtgpt.train.settle import settle
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
+from dtgpt.util.hardware import what_runs_on
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Show what a recipe needs under a parallel plan: the memory of each rank, the messages of a step, and the idle
-    time of a pipeline. No GPU is needed, and no process is started.
+    """Show what a recipe needs under a parallel plan: the memory of each rank, the messages of a step, the idle time of
+    a pipeline, and the time of a step and of the run. No GPU is needed, and no process is started.
 
-    Several plans or numbers of processes make one table.
+    Several plans or numbers of processes make one table. --plan auto ranks all plans.
 
     Options of the recipe, such as --plan and --micro_batch_size, can be added.
     """
@@ -35,6 +42,14 @@ class PlanOptions:
     gpu: Annotated[str | None, "GPU model, such as H100, or its memory in GiB; none: this machine's GPU, else H200"] = (
         None
     )
+    rates: Annotated[str | None, "file of a calibration of that GPU, for the time of a step; none: a table"] = None
+    calibrate: Annotated[
+        str | None,
+        "measure the rates of this machine's GPU and write them into this file, to plan with",
+    ] = None
+    network: Annotated[
+        float | None, "GB/s that a GPU sends to another host; none: those of hosts sold with it", Bounds(above=0)
+    ] = None
     inference_slots: Annotated[
         int | None, "show the memory to generate this number of texts at the same time, too", Bounds(1, MOST_SLOTS)
     ] = None
@@ -48,23 +63,34 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
     recipe = settle(recipe, given)
     for name in own.plans:
         parse_alternatives(name, recipe.plans)
-    checked(recipe)
+    recipe = with_steps(checked(recipe))
+    gpu = _gpu(recipe.precision == FP8, own)
+    if gpu.capability is not None and recipe.device != "cpu":
+        dtype = choose_dtype(recipe.precision, torch.device("cuda"))
+        caution = what_runs_on(gpu.name, gpu.capability, dtype, recipe.attention, recipe.model.dropout)
+        if caution:
+            say(caution, warning=True)
     if own.plans or len(own.world) > 1:
-        _table([replace(recipe, plan=name) for name in dict.fromkeys(own.plans or (recipe.plan,))], own)
+        _table([replace(recipe, plan=name) for name in dict.fromkeys(own.plans or (recipe.plan,))], own, gpu)
         return
     world = own.world[0] if own.world else None
+    if is_auto(recipe.plan):
+        recipe = _ranked(recipe, world or 1, gpu)
     choice, settings = recipe.planned_choice(world), recipe.planned(world)
     for line in [*choice.describe(), *choice.explain()]:
         say(line)
-    say(describe_plan(settings, recipe.name, recipe.notes(choice, settings.device.type), own.gpu))
+    notes = recipe.notes(choice, settings.device.type)
+    say(describe_plan(settings, recipe.name, notes, gpu, recipe.num_steps))
     if own.inference_slots:
-        say(f"\n{describe_generation(settings, own.inference_slots, own.gpu)}")
+        say(f"\n{describe_generation(settings, own.inference_slots, gpu)}")
 
 
 def _check_options(own: PlanOptions, given: Options) -> None:
     """Raise UserError where options do not go together."""
     if own.plans and "plan" in given:
         raise UserError(f"--plan {given['plan'][0]} and --plans are both given; name all plans in --plans")
+    if own.rates and own.calibrate:
+        raise UserError(f"--rates {own.rates} and --calibrate {own.calibrate} are both given; leave one out")
     several = "--plans" if own.plans else "several numbers of --world" if len(own.world) > 1 else None
     if several and own.inference_slots is not None:
         raise UserError(
@@ -72,7 +98,32 @@ def _check_options(own: PlanOptions, given: Options) -> None:
         )
 
 
-def _table(recipes: list[Recipe], own: PlanOptions) -> None:
+def _gpu(fp8: bool, own: PlanOptions) -> Gpu:
+    """Return the GPU that the options name, with the rates that they name."""
+    gpu = find_gpu(own.gpu, fp8)
+    if own.calibrate:
+        from dtgpt.planning.calibrate import calibrate
+
+        calibrate(Path(own.calibrate), gpu)
+    if path := own.rates or own.calibrate:
+        gpu = read_rates(Path(path), gpu)
+    if own.network is None:
+        return gpu
+    if gpu.rates is None:
+        raise UserError(f"--network is {own.network:g}, but --gpu {own.gpu} names no GPU whose other rates are known")
+    return replace(gpu, rates=replace(gpu.rates, network=own.network * 1e9))
+
+
+def _ranked(recipe: Recipe, world: int, gpu: Gpu) -> Recipe:
+    """Print the plans of `world` processes by the time of a step, and return the recipe with the first."""
+    from dtgpt.planning.auto_report import describe_ranking
+
+    found = AutoPlan(recipe=recipe, world=world, gpu=gpu).ranking()
+    say("\n".join(describe_ranking(found, gpu, world)))
+    return with_choice(recipe, found.best)
+
+
+def _table(recipes: list[Recipe], own: PlanOptions, gpu: Gpu) -> None:
     """Print a line for each recipe, of which only plans differ, and number of processes. Raises UserError where all of
     them are refused."""
     from dtgpt.planning.table import PlannedCase, describe_table
@@ -92,7 +143,7 @@ def _table(recipes: list[Recipe], own: PlanOptions) -> None:
     if not cases:
         raise UserError(refused[0])
     notes = [f"refused: {reason}" for reason in refused] + [f"note: {note}" for note in dict.fromkeys(notes)]
-    say(describe_table(recipes[0].name, cases, notes, own.gpu))
+    say(describe_table(recipes[0].name, cases, notes, gpu))
 
 
 command = RecipeCommand("plan RECIPE.py", PlanOptions, plan, "recipes/gpt2_345m.py --plan tp2_pp2")

@@ -10,6 +10,7 @@ from dtgpt.config.lora import LoraConfig
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import Core
 from dtgpt.ops.attention.core import Backend, choose
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
@@ -99,6 +100,14 @@ class Settings:
             return self.attention
         kernels = self.device.type == "cuda" and self.dtype != torch.float32
         return choose(self.model.dropout > 0, kernels, self.model.head_dim)
+
+    def backend_of(self, core: Core) -> Backend:
+        """The back end of an attention core in a training step: that of the run, unless the core has a rule which this
+        does not know."""
+        if self.attention != "auto":
+            return self.attention
+        kernels = self.device.type == "cuda" and self.dtype != torch.float32
+        return choose(self.model.dropout > 0, kernels, core.head_dim, core.softcap, core.sinks)
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:

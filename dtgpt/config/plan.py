@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds, check_fields
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 DEGREE = Bounds(1, 1_000_000)
 
 
@@ -25,7 +27,7 @@ class Plan:
     pp: Annotated[int, DEGREE] = 1  # pipeline parallel: ranks that share the depth
     zero: Annotated[int, Bounds(0, 3)] = 0  # cut over dp x cp: 1 optimizer state, 2 and gradients, 3 and parameters
     sequence_parallel: bool = False  # between tensor parallel layers, cut activations along the sequence
-    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"] = "1F1B"
+    schedule: Schedule = "1F1B"
     stages_per_rank: Annotated[int | None, DEGREE] = None  # None: 2 for Interleaved1F1B and ZBVZeroBubble, else 1
     blocks_per_stage: tuple[int, ...] | None = None  # None: balanced by cost
     table: Mapping[str, Any] = field(default_factory=dict)  # module pattern -> ParallelStyle, or None: replicated
@@ -60,6 +62,20 @@ class Plan:
     def data_ranks(self) -> int:
         """Ranks that compute with the same weights on other tokens: over them gradients are summed, and ZeRO cuts."""
         return (self.dp or 1) * self.cp
+
+    def ranks_of_heads(self, model: ModelConfig) -> int:
+        """Return how many of the cp ranks have different heads in attention: the largest divisor of cp that divides the
+        heads of keys and values of a tp rank, in all blocks."""
+        return math.gcd(self.cp, *self._kv_heads(model))
+
+    def _kv_heads(self, model: ModelConfig) -> set[int]:
+        """Return the heads of keys and values that a tp rank has in the blocks of each kind."""
+        parts = inventory(model)
+        return {core.kv_heads // self.tp for block in set(parts.examples) for core in parts.cores(block)}
+
+    def ranks_of_queries(self, model: ModelConfig) -> int:
+        """Return how many of the cp ranks have the same heads in attention, and different queries."""
+        return self.cp // self.ranks_of_heads(model)
 
     @property
     def stages_of_rank(self) -> int:
@@ -204,22 +220,17 @@ class ResolvedPlan(Plan):
     def _validate_context(self, model: ModelConfig, seq_length: int) -> None:
         if self.cp == 1:
             return
-        ranks, words = self.cp, f"cp={self.cp}"
+        pieces, words = self.cp, f"cp={self.cp}"
         if self.sequence_parallel:
-            ranks, words = self.cp * self.tp, f"cp={self.cp} x tp={self.tp} under sequence parallelism"
-        if seq_length % ranks:
-            field, near = _field_of_length(model, seq_length), _multiples(seq_length, ranks)
+            pieces, words = self.cp * self.tp, f"cp={self.cp} x tp={self.tp} under sequence parallelism"
+        if self.ranks_of_queries(model) > 1:
+            pieces, left = math.lcm(pieces, 2 * self.cp), min(self._kv_heads(model))
+            words += f", in two halves each, since tp={self.tp} leaves {counted(left, 'head')} of keys and values"
+        if seq_length % pieces:
+            field, near = _field_of_length(model, seq_length), _multiples(seq_length, pieces)
             raise UserError(
-                f"{field}={seq_length} cannot be split over {words} ({seq_length % ranks} left over); use --{field} "
+                f"{field}={seq_length} cannot be split over {words} ({seq_length % pieces} left over); use --{field} "
                 f"{near}, or another cp"
-            )
-        name, heads = next((n, size) for n, size in model.cut_by_tp.items() if n in ("num_kv_heads", "num_heads"))
-        if heads % (self.cp * self.tp):
-            wanted = [n for n in divisors(heads // self.tp) if n > 1]
-            remedy = f"use cp={_listed(wanted)}, and zero3 or --recompute full for memory" if wanted else "leave cp out"
-            raise UserError(
-                f"model.{name}={heads} cannot be split over cp={self.cp} x tp={self.tp}, whose ranks exchange tokens "
-                f"for heads in attention; {remedy}"
             )
 
     def _validate_batch(self, micro: int, whole: int) -> None:

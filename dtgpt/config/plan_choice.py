@@ -14,6 +14,7 @@ from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
 OR = "|"  # between alternatives
+AUTO = "auto"  # chosen by `dtgpt.planning.auto`: alone, or as the last alternative
 MOST = 100  # alternatives
 Check = Callable[[ResolvedPlan], None]  # raises UserError where model or batch do not fit a plan
 
@@ -60,14 +61,23 @@ class PlanChoice:
 
 def parse_alternatives(text: str, own: Mapping[str, Plan] | None = None) -> dict[str, Plan]:
     """Return the plans that `text` names, in its order, by their names: one, or several joined by "|". `own`: the
-    recipe's plans. Raises UserError for a name that is missing, means nothing, or is given twice."""
+    recipe's plans. An `auto` at the end stays out. Raises UserError for a name that is missing, means nothing, or is
+    given twice."""
+    if text == AUTO:
+        raise UserError("plan=auto is chosen by dtgpt train and dtgpt plan, for a number of processes; give a plan")
     if not isinstance(text, str) or OR not in text:
         return {text: parse_plan(text, own)}
     names = [name.strip() for name in text.split(OR)]
+    if names[-1] == AUTO and len(names) > 1:
+        names.pop()
     if len(names) > MOST:
         raise UserError(f"plan={shown(text)} has {len(names)} alternatives; give {MOST} or fewer")
     found: dict[str, Plan] = {}
     for name in names:
+        if name == AUTO:
+            raise UserError(
+                f"plan={shown(text)} has an alternative after auto, which never comes to it; write auto last"
+            )
         if not name:
             raise UserError(f"plan={shown(text)} has no plan on one side of a '|'; write it as in 'tp4 | tp2'")
         plan = parse_plan(name, own)
@@ -82,15 +92,20 @@ def parse_alternatives(text: str, own: Mapping[str, Plan] | None = None) -> dict
 
 
 def choose_plan(
-    alternatives: Mapping[str, Plan], world: int, micro_batches: int, check: Check, started: bool = True
+    alternatives: Mapping[str, Plan],
+    world: int,
+    micro_batches: int,
+    check: Check,
+    started: bool = True,
+    all_of_them: bool = False,
 ) -> PlanChoice:
-    """Return the choice for `world` processes: of the alternatives that fit the largest number of them, the first. A
-    plan without alternatives must fit all.
+    """Return the choice for `world` processes: of the alternatives that fit the largest number of them, the first.
+    There is one where it must fit `all_of_them`.
 
     micro_batches: the global batch size / the micro-batch size, which dp divides. started: as in `Plan.for_world`.
     Raises UserError, one sentence, where nothing fits.
     """
-    if len(alternatives) == 1:
+    if all_of_them:
         ((name, named),) = alternatives.items()
         plan = resolve(named, world, check, started)
         return PlanChoice(plan=plan, named=named, name=name, world=world, fits={name: world}, refused={})

@@ -18,10 +18,11 @@ from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
 from dtgpt.config.grpo import GrpoConfig, check_grpo, check_grpo_plan
 from dtgpt.config.lora import LoraConfig, check_lora, check_lora_plan
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.plan_choice import PlanChoice, choose_plan, parse_alternatives
+from dtgpt.config.plan_choice import OR, PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.schedule import Schedule
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, LossScaleConfig, OptimizerConfig
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
 from dtgpt.ops.attention.core import Backend, check_backend
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import PATH, Bounds, Pattern, check_fields
@@ -60,7 +61,7 @@ class Recipe:
     plan: Annotated[
         str,
         "parallel plan, such as dp4, zero3, tp2_sp or tp2_pp2; dp: a replica for each process; 'tp4 | tp2': the first "
-        "that fits the processes that are there",
+        "that fits the processes that are there; auto: the fastest that fits, with micro_batch_size and recompute",
     ] = "dp"
     plans: Mapping[str, Plan] = field(default_factory=dict)  # user-defined plans by the names that `plan` can have
     device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
@@ -180,13 +181,14 @@ class Recipe:
         """Return the plan for `world` processes, or fewer of them where `plan` has alternatives, checked against the
         model and the batch; raises UserError, one sentence. started: as in `Plan.for_world`."""
         micro_batches = self.global_batch_size // self.micro_batch_size
-        return choose_plan(self.alternatives(), world, micro_batches, self._check_plan, started)
+        alone = OR not in self.plan
+        return choose_plan(self.alternatives(), world, micro_batches, self.check_plan, started, all_of_them=alone)
 
     def plan_for(self, world: int, started: bool = True) -> ResolvedPlan:
         """Return the plan that `choose_plan` chooses."""
         return self.choose_plan(world, started).plan
 
-    def _check_plan(self, plan: ResolvedPlan) -> None:
+    def check_plan(self, plan: ResolvedPlan) -> None:
         """Raise UserError, one sentence, where this recipe cannot run the plan."""
         micro, whole, length = self.micro_batch_size, self.global_batch_size, self.sample_length
         plan.validate(self.model, micro, whole, length)
@@ -280,7 +282,8 @@ class Recipe:
                 "has weights already"
             )
         checks.check_sample_length(self.sample_length, self.model)
-        check_backend(self.attention, self.model.dropout, self.model.head_dim)
+        rules = sorted({(core.softcap, core.sinks) for core in inventory(self.model).kinds_of_cores()})
+        check_backend(self.attention, self.model.dropout, self.model.head_dim, rules)
         if self.compile == "on" and self.precision == FP8:
             raise UserError(
                 "compile=on, but precision=fp8 has kernels of its own, which torch.compile cannot take; use --compile "

@@ -135,7 +135,9 @@ class LogConfig:
     eval_tasks_limit: Annotated[int | None, "largest number of items to measure of a task; none: all", Bounds(1)] = None
     sample_interval: Annotated[int, "number of steps between generated texts; 0: at the end only", Bounds(0)] = 0
     sample_tokens: Annotated[int, "number of tokens to generate; 0: no generated texts", Bounds(0)] = 200
-    prompt: Annotated[str, "beginning of generated texts; empty: the model begins a document"] = ""
+    prompt: Annotated[
+        str, "beginning of generated texts; empty: the model begins a document, or answers held-out chats"
+    ] = ""
     temperature: Annotated[float, "sampling temperature; 0: always the likeliest token", Bounds(0, 100)] = 0.8
     top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all", Bounds(0, 2**31 - 1)] = 50
     wandb: Annotated[Literal["off", "online", "offline"], "send metrics to Weights & Biases"] = "off"

@@ -33,6 +33,7 @@ from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
     from dtgpt.config.sections import DataConfig
+    from dtgpt.data.chats.packed import ChatBeginning
 
 Part = Literal["valid", "test"]
 PART_NAMES: dict[Part, str] = {"valid": "validation", "test": "test"}
@@ -69,6 +70,11 @@ class Dataset(ABC):
     @abstractmethod
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         """Yield the fixed windows for validation or test, in the form of `windows`, at most `max_samples`."""
+
+    def chats(self, count: int, positions: int) -> list["ChatBeginning"]:
+        """Return the beginnings of at most `count` chats which a model of so many positions can answer, held-out ones
+        where there are any; none of a text."""
+        return []
 
     @abstractmethod
     def bytes_per_token(self) -> float:

@@ -19,8 +19,11 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.gemma3 import Gemma3Config
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.gpt_neo import GPTNeoConfig
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.models.olmo3 import Olmo3Config
 from dtgpt.models.roles import Role, patterns_of
 from dtgpt.optim.kinds import KINDS, of_kind
 from dtgpt.parallel.tensor import make_table
@@ -28,13 +31,15 @@ from dtgpt.train.job import checked
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
+SMALLEST: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 8, "vocab_size": 257}
+GROUPED: dict[str, Any] = {**SMALLEST, "num_kv_heads": 1, "head_dim": 4, "ffn_hidden_size": 8}
 MODELS: dict[str, ModelConfig] = {  # what a case's values change
-    "gpt2": GPT2Config(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=257),
-    "llama": LlamaConfig(
-        num_layers=1, hidden_size=8, num_heads=1, num_kv_heads=1, head_dim=4, ffn_hidden_size=8, seq_length=8,
-        vocab_size=257,
-    ),
-}  # fmt: skip
+    "gpt2": GPT2Config(**SMALLEST),
+    "gpt_neo": GPTNeoConfig(**SMALLEST),
+    "llama": LlamaConfig(**GROUPED),
+    "olmo3": Olmo3Config(**GROUPED),
+    "gemma3_text": Gemma3Config(**GROUPED),
+}
 CUT = {"qkv": Role.QKV, "column": Role.COLUMN}  # the first matrix of a pair
 TABLES = [f"{first}:{style}" for first in CUT for style in ("whole", "gathered", "rows")]
 DOCUMENTS = 400

@@ -11,6 +11,9 @@ from dtgpt.config.plan import SCHEDULES, Plan, divisors
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.fuzz.case import MODELS, TABLES, Case, First
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.models.rotary import RotaryConfig
+from dtgpt.models.windows import WindowConfig
 from dtgpt.ops.random.philox import fold_words
 from dtgpt.optim.kinds import KINDS
 
@@ -115,15 +118,24 @@ def draw_plan(draws: Draws, ranks: int) -> Plan:
 
 
 def _model(draws: Draws, architecture: str, plans: Sequence[Plan], careless: bool) -> dict[str, Any]:
-    tp = 1 if careless else math.lcm(*(plan.tp * plan.cp for plan in plans))
-    multiple = 1 if careless else math.lcm(*(p.cp * (p.tp if p.sequence_parallel else 1) for p in plans))
+    heads = draws.chance("heads for each context rank", 2)  # else ranks have the same heads, and other queries
+    tp = 1 if careless else math.lcm(*(plan.tp * (plan.cp if heads else 1) for plan in plans))
+    halves = [1 if heads or p.cp == 1 else 2 * p.cp for p in plans]
+    multiple = 1 if careless else math.lcm(*halves, *(p.cp * (p.tp if p.sequence_parallel else 1) for p in plans))
     length = draws.between("length", 1, 27) if multiple == 1 else multiple * draws.between("length of a rank", 1, 8)
     if draws.chance("long", 10):  # more than one tile of a kernel
         length = multiple * (LONG // multiple + draws.below("more tokens", 90))
     vocabulary, width = FIRST_VOCABULARY + draws.below("vocabulary", 270), 0
     if draws.chance("wide", 8):  # so that the table is large, see `Shard.own`
         length, vocabulary, width = multiple * max(1, 16 // multiple), vocabulary + FIRST_VOCABULARY, WIDE
-    sizes = _gpt2(draws, tp, width) if architecture == "gpt2" else _llama(draws, tp, width)
+    blank = MODELS[architecture]
+    sizes = _grouped(draws, tp, width) if isinstance(blank, RotaryConfig) else _gpt2(draws, tp, width)
+    if isinstance(blank, LlamaConfig):
+        sizes["qk_norm"] = draws.chance("norms of heads", 2)
+        sizes["attention_bias"] = draws.pick("biases of attention", ("none", "none", "qkv", "all"))
+    if isinstance(blank, WindowConfig):
+        sizes["window"] = draws.pick("window", (0, 1, 3, 5, 11))
+        sizes["window_pattern"] = draws.pick("blocks with a window", ("L", "LG", "GL", "LLG"))
     sizes |= {
         "seq_length": length,
         "vocab_size": vocabulary,
@@ -142,7 +154,7 @@ def _gpt2(draws: Draws, tp: int, least: int) -> dict[str, Any]:
     return {"num_heads": heads, "hidden_size": heads * size}
 
 
-def _llama(draws: Draws, tp: int, least: int) -> dict[str, Any]:
+def _grouped(draws: Draws, tp: int, least: int) -> dict[str, Any]:
     """Return the widths of a model; least: that of its activations."""
     groups = tp * draws.between("groups of a rank", 1, 2 if tp <= 4 else 1)
     sizes: dict[str, Any] = {
@@ -152,11 +164,12 @@ def _llama(draws: Draws, tp: int, least: int) -> dict[str, Any]:
         "hidden_size": least + draws.between("width", 9, 47),
         "ffn_hidden_size": tp * draws.between("width of a rank's MLP", 3, 30),
         "tied": draws.chance("tied", 2),
-        "qk_norm": draws.chance("norms of heads", 2),
+        "activation": draws.pick("activation", ("silu", "silu", "gelu_tanh", "gelu", "relu2")),
         "norm_eps": draws.pick("epsilon", (1e-5, 1e-6)),
         "rope_theta": draws.pick("theta", (100.0, 10000.0, 500000.0)),
     }
     if draws.chance("scaled positions", 2):
+        sizes["rope_scaling"] = draws.pick("rule of the scaling", ("llama3", "llama3", "linear", "yarn"))
         sizes["rope_factor"] = draws.pick("factor", (2.0, 8.0))
         sizes["rope_original_length"] = draws.pick("original length", (4, 16, 64))
     return sizes

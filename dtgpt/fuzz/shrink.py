@@ -7,19 +7,24 @@ from typing import Any
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.fuzz.case import Case, First
+from dtgpt.fuzz.case import MODELS, Case, First
+from dtgpt.models.rotary import RotaryConfig
 
 PLAINEST: dict[str, Any] = {
     "precision": "fp32", "rampup_batch_size": None, "model.dropout": 0.0, "recompute": "none", "attention": "explicit",
     "data.reset_position_ids": False, "data.reset_attention_mask": False, "data.eod_mask_loss": False, "graph": "off",
-    "model.qk_norm": False, "model.rope_factor": 1.0, "model.tied": False, "optimizer.clip": 0.0, "optimizer.lr": 1e-3,
+    "model.qk_norm": False, "model.rope_factor": 1.0, "model.window": 0, "model.attention_bias": "none",
+    "model.tied": False, "optimizer.clip": 0.0, "optimizer.lr": 1e-3,
     "optimizer.schedule": "constant", "optimizer.warmup": 0.0, "optimizer.min_lr": 0.0,
     "optimizer.decay_samples": None, "log.eval_interval": 0,
     "log.sample_interval": 0, "log.sample_tokens": 0, "checkpoint.background": False, "model.vocab_size": 257,
     "log.eval_samples": 1, "steps": 1, "micro_batch_size": 1,
 }  # fmt: skip
 SIZES = ("model.num_layers", "global_batch_size", "model.seq_length", "model.ffn_hidden_size", "steps")
-WIDTHS = {"gpt2": ("model.num_heads", "model.hidden_size"), "llama": ("model.num_kv_heads", "model.num_heads")}
+WIDTHS = {
+    False: ("model.num_heads", "model.hidden_size"),
+    True: ("model.num_kv_heads", "model.num_heads"),
+}  # if grouped
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], tries: int) -> Case:
@@ -116,13 +121,14 @@ def _sizes(case: Case) -> Iterator[Case]:
     for name in SIZES:
         for smaller in _below(values.get(name) or 1):
             yield replace(case, values={**values, name: smaller}, blocks_per_stage=None)
-    first, second = WIDTHS[case.architecture]
+    grouped = isinstance(MODELS[case.architecture], RotaryConfig)
+    first, second = WIDTHS[grouped]
     heads, wide = values.get(first, 1), values.get(second, 1)
     for fewer in _below(heads):
         yield replace(case, values={**values, first: fewer, second: wide // heads * fewer})
     for ratio in _below(wide // heads):
         yield replace(case, values={**values, second: heads * ratio})
-    if case.architecture == "llama":
+    if grouped:
         for smaller in _below(values.get("model.hidden_size", 1)):
             yield replace(case, values={**values, "model.hidden_size": smaller})
         for smaller in _below(values.get("model.head_dim", 2)):

@@ -1,4 +1,5 @@
-"""Keys and values of sequences, by slot: one for each sequence, with a place for every position of the model.
+"""Keys and values of sequences, by slot: one for each sequence, with a place for every position of the model, or, of an
+attention core with a window, for the newest positions alone that the window covers.
 
 The last slot of a cache is scratch: rows that pad a decode step write there.
 """
@@ -13,8 +14,8 @@ from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import attention_cores, inventory
-from dtgpt.ops.attention.cached import attend_chunk, attend_rows, write_prompts
-from dtgpt.ops.attention.core import Backend, causal_attention
+from dtgpt.ops.attention.cached import attend_chunk, attend_rows, write_prompts, write_rings
+from dtgpt.ops.attention.core import AttentionRule, Backend, causal_attention
 from dtgpt.parallel.tensor import degrees_of_heads
 from dtgpt.util.errors import UserError
 
@@ -32,6 +33,7 @@ class PromptRows(NamedTuple):
     cache keeps of these is overwritten before it is read. The scratch slot alone may occur more than once."""
 
     slots: Tensor  # int64 [B]
+    lengths: Tensor  # int64 [B]: tokens without those that pad
 
 
 class DecodeRows(NamedTuple):
@@ -53,8 +55,8 @@ class Cache:
         blocks = [(int(index), block) for stage in stages for index, block in stage.blocks.items()]
         cores = [core for _, block in blocks for core in attention_cores(block)]
         self.layers = [
-            LayerCache(core.bound.backend, *(_memory(slots, config, heads, dim, dtype, device) for _ in range(2)))
-            for core, (heads, dim) in zip(cores, (size for index, _ in blocks for size in sizes[index]), strict=True)
+            LayerCache(core.bound.backend, *(_memory(slots, size, dtype, device) for _ in range(2)))
+            for core, size in zip(cores, (size for index, _ in blocks for size in sizes[index]), strict=True)
         ]
         self._cores = list(zip(cores, self.layers, strict=True))
 
@@ -82,50 +84,67 @@ class Cache:
 
 
 class LayerCache:
-    """Keys and values `[slots + 1, N_kv, P, D]` of one attention core."""
+    """Keys and values `[slots + 1, N_kv, P, D]` of one attention core, P as of `CoreSize`."""
 
     def __init__(self, backend: Backend, keys: Tensor, values: Tensor):
         self.backend, self.keys, self.values = backend, keys, values
         self.work: Chunk | PromptRows | DecodeRows | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Keep k and v `[B, M, N_kv, D]` of the tokens of `work`, and return their attention `[B, M, N, D]`, each
         over its own sequence; B is 1, but for prompts. Tokens after those of a chunk pad it: they get zeros."""
         work = self.work
         if isinstance(work, DecodeRows):
-            return attend_rows(q[0], k[0], v[0], self.keys, self.values, *work)[None]
+            return attend_rows(q[0], k[0], v[0], self.keys, self.values, *work, rule=rule)[None]
         if isinstance(work, PromptRows):
-            write_prompts(k, v, self.keys, self.values, work.slots)
-            return causal_attention(q, k, v, backend=self.backend)
+            if rule.window is None:
+                write_prompts(k, v, self.keys, self.values, work.slots)
+            else:
+                write_rings(k, v, self.keys, self.values, *work)
+            return causal_attention(q, k, v, backend=self.backend, rule=rule)
         if work is None:
             raise RuntimeError("the stages have a cache, but were not run by a step of inference")
         q, k, v, padding = q[:, : work.length], k[:, : work.length], v[:, : work.length], q[:, work.length :]
-        attended = attend_chunk(q, k, v, self.keys, self.values, work.slot, work.first, self.backend)
+        attended = attend_chunk(q, k, v, self.keys, self.values, work.slot, work.first, self.backend, rule)
         return torch.cat([attended, torch.zeros_like(padding)], dim=1) if padding.shape[1] else attended
 
 
-def _memory(slots: int, config: ModelConfig, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(slots + 1, heads, config.seq_length, dim, dtype=dtype, device=device)
+class CoreSize(NamedTuple):
+    """The sizes of what a rank keeps of an attention core for each sequence."""
+
+    heads: int  # N_kv
+    dim: int  # D
+    positions: int  # P: those of the model, or of the core's window
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of keys and values."""
+        return 2 * self.heads * self.dim * self.positions
 
 
-def block_core_sizes(config: ModelConfig, plan: Plan) -> list[list[tuple[int, int]]]:
-    """Return (N_kv, D) of each attention core of each block on a rank under `plan`, whose table may leave the heads of
+def _memory(slots: int, size: CoreSize, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(slots + 1, size.heads, size.positions, size.dim, dtype=dtype, device=device)
+
+
+def block_core_sizes(config: ModelConfig, plan: Plan) -> list[list[CoreSize]]:
+    """Return the size of each attention core of each block on a rank under `plan`, whose table may leave the heads of
     some whole. Raise UserError where tp does not divide the heads of keys and values."""
     parts, degrees = inventory(config), degrees_of_heads(config, plan)
-    sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by kind of block and degree
+    sizes: dict[tuple[int, int], list[CoreSize]] = {}  # by kind of block and degree
     for key in dict.fromkeys(zip(parts.examples, degrees, strict=True)):
         sizes[key] = core_sizes(config, *key)
     return [sizes[key] for key in zip(parts.examples, degrees, strict=True)]
 
 
-def core_sizes(config: ModelConfig, block: int, tp: int) -> list[tuple[int, int]]:
-    """Return (N_kv, D) of each attention core of a block, on one of `tp` ranks. Raise UserError where tp does not
+def core_sizes(config: ModelConfig, block: int, tp: int) -> list[CoreSize]:
+    """Return the size of each attention core of a block, on one of `tp` ranks. Raise UserError where tp does not
     divide the heads of keys and values."""
     cores = inventory(config).cores(block)
-    for heads, _ in cores:
+    for heads in (core.kv_heads for core in cores):
         if heads % tp:
             raise UserError(
                 f"the cache has {heads} heads of keys and values, which cannot be split over tp={tp}; use a tp that "
                 f"divides {heads}"
             )
-    return [(heads // tp, dim) for heads, dim in cores]
+    length = config.seq_length
+    return [CoreSize(core.kv_heads // tp, core.head_dim, min(core.window or length, length)) for core in cores]

@@ -12,6 +12,7 @@ from dtgpt.comm.exchange import MOST_RANKS, Exchange, make_exchange
 from dtgpt.inference.cache import Cache, DecodeRows, LayerCache
 from dtgpt.models.binding import bound_of
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.inventory import attention_cores
 from dtgpt.models.layers import Context
 from dtgpt.ops.attention.cached import HEAD_SIZES
 from dtgpt.ops.decode import exact as exact_blocks
@@ -104,8 +105,8 @@ def parts_of(stage: Decoder) -> list[Any]:
 
 def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -> list[FusedStage] | None:
     """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32 unless
-    `exact`, with parameters that are cut for training, with adapters, or with blocks or an activation that they do not
-    know. All ranks of the mesh take part. exact: as `ExactStage`s."""
+    `exact`, with parameters that are cut for training, with adapters, or with blocks, a rule of attention or an
+    activation that they do not know. All ranks of the mesh take part. exact: as `ExactStage`s."""
     modules = [module for stage in stages for module in parts_of(stage)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     sizes_known = (2, 4) if exact else (2,)  # bytes of an element
@@ -116,6 +117,8 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -
     if not usable or not all(hasattr(m, "decode_weights") for m in modules) or not sizes <= set(HEAD_SIZES):
         return None
     blocks: list[Any] = [block for stage in stages for block in stage.blocks.values()]
+    if not all(core.is_plain for block in blocks for core in attention_cores(block)):
+        return None
     if len(cache.layers) != len(blocks) or not all(block.decode_weights().activation for block in blocks):
         return None
     layers = iter(cache.layers)

@@ -141,7 +141,8 @@ def check_blocks(config: ModelConfig) -> None:
     kinds = set(parts.examples)
     with torch.device("meta"):
         known = all(hasattr(config.make_block(index), "decode_weights") for index in kinds)
-    if not known or any(core.head_dim not in HEAD_SIZES for index in kinds for core in parts.cores(index)):
+    cores = [core for index in kinds for core in parts.cores(index)]
+    if not known or any(core.head_dim not in HEAD_SIZES or not core.is_plain for core in cores):
         raise UserError(NO_KERNELS)
 
 

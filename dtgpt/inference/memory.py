@@ -29,9 +29,8 @@ def slot_bytes(config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype, rank
     ranges = block_ranges(config, plan)
     sizes = block_core_sizes(config, plan)
     held = [size for stage in RankCoordinates(plan, rank).stages for block in ranges[stage] for size in sizes[block]]
-    per_position = sum(2 * heads * dim for heads, dim in held)
     state = 8 * (PARAMETERS + 2 + config.seq_length)
-    return dtype.itemsize * per_position * config.seq_length + state
+    return dtype.itemsize * sum(size.elements for size in held) + state
 
 
 def slots_that_fit(free: int, config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype) -> int:

@@ -2,8 +2,8 @@
 
 from dtgpt.config.execution import Settings
 from dtgpt.inference.memory import SHARE, slot_bytes
+from dtgpt.planning.gpus import Gpu
 from dtgpt.planning.parameters import parameters_of
-from dtgpt.planning.report import find_device
 from dtgpt.util.console import byte_size, counted
 
 
@@ -13,8 +13,8 @@ def weight_bytes(settings: Settings, rank: int) -> int:
     return settings.dtype.itemsize * sum(p.local for p in held)
 
 
-def describe_generation(settings: Settings, slots: int, gpu: str | None) -> str:
-    """Return a report on `slots` sequences that are generated at the same time. `gpu`: as in `describe_plan`."""
+def describe_generation(settings: Settings, slots: int, gpu: Gpu) -> str:
+    """Return a report on `slots` sequences that are generated at the same time."""
     plan, config = settings.plan.for_inference(), settings.model
     lines, most, group = [], 0, plan.ranks_of_stage
     for rank in range(0, plan.world, group):
@@ -26,11 +26,10 @@ def describe_generation(settings: Settings, slots: int, gpu: str | None) -> str:
             f"  {ranks}: {byte_size(weights)} of weights + {slots + 1:,} slots of {byte_size(slot)} = "
             f"{byte_size(whole)}"
         )
-    device, size = find_device(gpu)
-    fits = "fits" if most <= SHARE * size else "DOES NOT FIT"
+    fits = "fits" if most <= SHARE * gpu.size else "DOES NOT FIT"
     sequences = counted(slots, "sequence")
     return "\n".join([
         f"generation of {sequences} of up to {config.seq_length} tokens at the same time; one more slot is scratch",
         *lines,
-        f"{fits}: {byte_size(most)} on the fullest rank, {device} has {byte_size(size)}",
+        f"{fits}: {byte_size(most)} on the fullest rank, {gpu.name} has {byte_size(gpu.size)}",
     ])  # fmt: skip

@@ -52,16 +52,17 @@ class Prefill:
         size, length = shape
         missing = size - len(prompts)
         padded = [[*ids, *[0] * (length - len(ids))] for ids in prompts] + [[0] * length] * missing
-        inputs = self._tensor(padded), self._tensor([*slots, *[self._scratch] * missing])
+        places, lengths = [*slots, *[self._scratch] * missing], [*map(len, prompts), *[0] * missing]
+        inputs = self._tensor(padded), self._tensor(places), self._tensor(lengths)
         if self._graphs is None:
             return self._step.prefill_padded(*inputs)
 
-        def idle() -> tuple[Tensor, Tensor]:
-            return torch.zeros_like(inputs[0]), torch.full_like(inputs[1], self._scratch)
+        def idle() -> tuple[Tensor, ...]:
+            return torch.zeros_like(inputs[0]), torch.full_like(inputs[1], self._scratch), torch.zeros_like(inputs[2])
 
-        def work(tokens: Tensor, places: Tensor) -> None:
+        def work(tokens: Tensor, slots: Tensor, lengths: Tensor) -> None:
             with without_split_k(tokens.device) if self.batch_tokens and not self._step.exact else nullcontext():
-                self._step.prefill_padded(tokens, places)
+                self._step.prefill_padded(tokens, slots, lengths)
 
         self._graphs.run(("prefill", *shape), work, inputs, idle)
 

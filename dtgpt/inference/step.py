@@ -29,8 +29,8 @@ from dtgpt.parallel.pipeline import run_in_turn
 from dtgpt.util.errors import UserError
 
 NO_KERNELS = (
-    "exact=True has kernels for GPT-2 and LLaMA blocks with heads of 16, 32, 64 or 128, and this model has others; "
-    "leave exact out"
+    "exact=True has kernels for GPT-2 and LLaMA blocks with heads of 16, 32, 64 or 128 that see all earlier tokens, "
+    "and this model has others; leave exact out"
 )
 SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
 
@@ -69,11 +69,11 @@ class Step:
         """Fill the cache with a chunk, tokens `[T]`."""
         self._chunk_logits(tokens, chunk, head_rows=1)  # a head may not take zero rows
 
-    def prefill_padded(self, tokens: Tensor, slots: Tensor) -> None:
-        """Fill the cache of each of the slots `[B]` with the first tokens `[B, T]` of a prompt, perhaps padded. A CUDA
-        graph can hold it."""
+    def prefill_padded(self, tokens: Tensor, slots: Tensor, lengths: Tensor) -> None:
+        """Fill the cache of each of the slots `[B]` with the first tokens `[B, T]` of a prompt, padded to T from
+        `lengths` int64 `[B]`. A CUDA graph can hold it."""
         positions = torch.arange(tokens.shape[1], device=self.mesh.device).expand(len(tokens), -1)
-        self._batch_logits(Batch(tokens, positions=positions), PromptRows(slots), head_rows=1)
+        self._batch_logits(Batch(tokens, positions=positions), PromptRows(slots, lengths), head_rows=1)
 
     def score(self, tokens: Tensor, targets: Tensor, chunk: Chunk, alternatives: int) -> Scores:
         """Fill the cache with a chunk, tokens `[T]`, and return the scores of `targets [T]`, the tokens after them."""

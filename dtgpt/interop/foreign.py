@@ -1,7 +1,8 @@
 """What readers and writers of other libraries' models share: checks of their values and tensors, and dtypes."""
 
+import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from dtgpt.util.errors import UserError, shown, shown_name
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of weights
 
 Config = TypeVar("Config", bound=ModelConfig)
+Rules = Mapping[str, tuple[Any, Callable[[Any], bool], str]]  # by option: its default, what fits, why others do not
 
 
 def whole_number(settings: Mapping[str, Any], names: Sequence[str], default: int | None, place: Path) -> int:
@@ -34,6 +36,15 @@ def epsilon(settings: Mapping[str, Any], names: Sequence[str], default: float, p
     if not isinstance(value, float) or not 0 < value < 1:
         raise UserError(f"{place} has {names[0]}={shown(value)}; it must be more than 0 and less than 1")
     return value
+
+
+def check_rules(settings: Mapping[str, Any], rules: Rules, place: Path) -> None:
+    """Raise UserError for the first option that breaks its rule."""
+    for name, (default, fits, reason) in rules.items():
+        value = settings.get(name, default)
+        if not fits(value):
+            text = json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
+            raise UserError(f"{place} has {name}={text}; {reason}: give another model")
 
 
 def checked(config: Config, place: Path) -> Config:

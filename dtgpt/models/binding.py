@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from dtgpt.ops.attention.core import Backend
+from dtgpt.ops.attention.core import AttentionRule, Backend
 from dtgpt.ops.fp8.sites import Sites
 from dtgpt.ops.loss.preference import PreferenceLoss
 
@@ -17,7 +17,7 @@ from dtgpt.ops.loss.preference import PreferenceLoss
 class AttentionCache(Protocol):
     """Keys and values of earlier tokens, to which an attention core attends."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Keep k and v `[B, T, N_kv, D]`, and return the attention `[B, T, N, D]` of q over what is kept."""
 
 
@@ -33,6 +33,7 @@ class Binding(NamedTuple):
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss
     objective: PreferenceLoss | None = None  # of the output layer: the loss of pairs
     diverted: Callable[[Tensor], None] | None = None  # of the output layer: takes the gradient of a tied table
+    sum_of_heads: Callable[[Tensor], Tensor] | None = None  # of a norm of all heads, of which ranks have some each
     sums_over_tp: tuple[str, ...] = ()  # parameters whose gradients are addends on the tensor-parallel ranks
 
 

@@ -26,6 +26,7 @@ class ModelConfig(ABC):
 
     architecture: ClassVar[str]  # as checkpoints name it
     roles: ClassVar[Roles]
+    continued: ClassVar[frozenset[str]] = frozenset()  # fields that a run may set anew on the weights of a model
 
     num_layers: Annotated[int, "number of transformer blocks", SIZE]
     hidden_size: Annotated[int, "width of the residual stream", SIZE]
@@ -112,7 +113,7 @@ class ModelConfig(ABC):
         role = role_of(module, self.roles)
         if kind == "bias":
             return 0.0, 0.0
-        if role in (Role.NORM, Role.HEAD_NORM):
+        if role in (Role.NORM, Role.HEAD_NORM, Role.JOINT_NORM):
             return 1.0, 0.0
         return 0.0, self.init_std / (math.sqrt(2 * self.num_layers) if role is Role.ROW else 1)
 

@@ -66,9 +66,10 @@ class Decoder(nn.Module):
                 )
         for index, block in self.blocks.items():
             if Part(block) != self.inventory.block(int(index)):
+                kind = self.config.block_kind(int(index))
                 raise ValueError(
-                    f"block {index} differs from block {self.inventory.examples[int(index)]} in parameters or dropout "
-                    f"sites, but block_kind says that both are {self.config.block_kind(int(index))!r}"
+                    f"block {index} differs from block {self.inventory.examples[int(index)]} in parameters, dropout "
+                    f"sites or rules of attention, but block_kind says that both are {kind!r}"
                 )
 
     def tie_weights(self) -> None:

@@ -33,8 +33,7 @@ from dtgpt.models.layers import (
 from dtgpt.models.roles import Role, Roles
 from dtgpt.ops.attention.packed import split_qkv
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
-from dtgpt.ops.pointwise.activation import fused_name
-from dtgpt.ops.pointwise.gelu import bias_gelu
+from dtgpt.ops.pointwise.activation import BIASED, PlainName, fused_name
 from dtgpt.util.field_types import Bounds
 
 TABLE = "embedding.wte.weight"  # the token embedding, tied to the output projection
@@ -66,11 +65,12 @@ class GPT2Config(ModelConfig):
     tied = True
 
     layer_norm_eps: Annotated[float, "added to the variance in LayerNorm", Bounds(above=0, below=1)] = 1e-5
+    activation: Annotated[PlainName, "function between the two matrices of the MLP"] = "gelu_tanh"
 
     def make_embedding(self, dtype: torch.dtype) -> "Embedding":
         return Embedding(self, dtype)
 
-    def make_block(self, index: int) -> "Block":
+    def make_block(self, index: int) -> BoundModule:
         return Block(self)
 
     def make_head(self) -> "Head":
@@ -164,12 +164,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices with a tanh-GELU between them, `[B, T, H]` -> `[B, T, 4 H]` -> `[B, T, H]`."""
-
-    activation = staticmethod(bias_gelu)
+    """Two matrices with a tanh-GELU, or another function, between them, `[B, T, H]` -> `[B, T, 4 H]` -> `[B, T, H]`."""
 
     def __init__(self, config: GPT2Config):
         super().__init__()
+        self.activation = BIASED[config.activation]
         self.fc = DeferredBiasLinear(config.hidden_size, 4 * config.hidden_size)
         self.proj = DeferredBiasLinear(4 * config.hidden_size, config.hidden_size)
 

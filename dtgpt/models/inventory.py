@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dtgpt.models.binding import bind
 from dtgpt.models.layers import AttentionCore, Context, Dropout
 from dtgpt.models.roles import Role, role_of
+from dtgpt.ops.attention.core import AttentionRule
 
 if TYPE_CHECKING:  # a configuration counts by its inventory
     from dtgpt.models.config import ModelConfig
@@ -35,18 +36,37 @@ class Parameter(NamedTuple):
 
 
 class Core(NamedTuple):
-    """The sizes of an attention core, whose heads of queries are `num_heads` of the model."""
+    """The sizes and the rule of an attention core, whose heads of queries are `num_heads` of the model."""
 
     kv_heads: int
     head_dim: int
+    window: int | None = None  # tokens that a query sees; None: all up to its own
+    softcap: bool = False  # whether scores are bounded softly
+    sinks: bool = False  # whether heads have sinks
+    scaled: bool = False  # whether scores have another factor than 1 / sqrt(D)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether attention is causal and nothing else."""
+        return self == Core(self.kv_heads, self.head_dim)
+
+    def seen(self, length: int) -> int:
+        """Return the number of tokens by which the FLOPs of attention are counted in a sample of `length` tokens.
+        Without a window all of them, twice the mean that causality leaves (Chowdhery et al. 2022, appendix B). With a
+        window W twice the mean, too: 2 W - W^2 / length."""
+        if self.window is None or self.window >= length:
+            return length
+        return self.window * (2 * length - self.window) // length
 
 
 class Part:
-    """The embedding, a kind of block or the head: shapes of parameters by name, and the number of dropout sites."""
+    """The embedding, a kind of block or the head: shapes of parameters by name, the number of dropout sites, and the
+    rules of attention cores."""
 
     def __init__(self, module: nn.Module):
         self.shapes: dict[str, Shape] = {name: tuple(p.shape) for name, p in module.named_parameters()}
         self.num_sites = sum(isinstance(each, Dropout) for each in module.modules())
+        self.rules = [(core.window, core.softcap, core.scale) for core in attention_cores(module)]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Part) and vars(self) == vars(other)
@@ -136,9 +156,15 @@ class Inventory:
         """Return the sizes of each attention core of block `block`."""
         return _cores(self.config, self.examples[block])
 
+    def kinds_of_cores(self) -> set[Core]:
+        """Return the attention cores of the model, each kind once."""
+        return {core for block in self.counts for core in self.cores(block)}
+
     def attention_flops(self, block: int, seq_length: int) -> int:
-        """Return the FLOPs of a token in the attention cores of a block, forward and backward: 12 N D T for each."""
-        return sum(12 * self.config.num_heads * core.head_dim * seq_length for core in self.cores(block))
+        """Return the FLOPs of a token in the attention cores of a block, forward and backward: 12 N D T for each, or
+        with a window what `Core.seen` has in place of T."""
+        heads = self.config.num_heads
+        return sum(12 * heads * core.head_dim * core.seen(seq_length) for core in self.cores(block))
 
     def block_flops(self, block: int, seq_length: int) -> int:
         """Return the FLOPs of a token in a block, forward and backward: matrices and attention scores."""
@@ -182,6 +208,9 @@ class _SizeRecorder:
     num_heads = 0
     core = Core(0, 0)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.num_heads, self.core = q.shape[2], Core(k.shape[2], k.shape[3])
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        sizes = k.shape[2], k.shape[3]
+        self.num_heads = q.shape[2]
+        has = (value is not None for value in (rule.softcap, rule.sinks, rule.scale))
+        self.core = Core(*sizes, rule.window, *has)
         return torch.empty_like(q)

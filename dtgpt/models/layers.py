@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtgpt.models.binding import PLAIN, Binding, BoundModule
-from dtgpt.ops.attention.core import causal_attention
+from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.fast import is_apart
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
@@ -112,27 +112,62 @@ class FinalNorm(nn.LayerNorm):
         return norm(x, self.weight, self.bias, self.eps)
 
 
+def shifted(weight: Tensor, offset: float) -> Tensor:
+    """Return weight + offset, in fp32 at least where the offset is not 0."""
+    return weight if offset == 0 else weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+
+
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm of the residual stream, fused with the residual sum before it."""
+    """RMSNorm of the residual stream, fused with the residual sum before it. The normalised values are multiplied by
+    weight + offset."""
 
     eps: float
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
+        super().__init__(size, eps=eps)
+        self.offset = offset
 
     def forward(  # type: ignore[override]
         self, x: Tensor, branch: Branch | None = None, site: Site = NO_DROPOUT
     ) -> tuple[Tensor, Tensor]:
         """Return what `LayerNorm` does, by RMSNorm."""
+        weight = shifted(self.weight, self.offset)
         if branch is None:
-            return norm_and_pass(x, self.weight, None, self.eps)
-        return residual_norm(x, *branch, self.weight, None, self.eps, *site)
+            return norm_and_pass(x, weight, None, self.eps)
+        return residual_norm(x, *branch, weight, None, self.eps, *site)
 
 
 class FinalRMSNorm(nn.RMSNorm):
-    """RMSNorm at the end of the residual stream, `[B, T, H]` -> `[B, T, H]`."""
+    """RMSNorm at the end of the residual stream, or of a branch, `[B, T, H]` -> `[B, T, H]`, times weight + offset."""
 
     eps: float
 
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
+        super().__init__(size, eps=eps)
+        self.offset = offset
+
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight, None, self.eps)
+        return norm(x, shifted(self.weight, self.offset), None, self.eps)
+
+
+class JointNorm(nn.Module):
+    """RMSNorm of all heads together, `[B, T, N D]`; a rank may have some of the heads, and the sum over all of them by
+    `bound.sum_of_heads`. Computed in fp32 at least and rounded once."""
+
+    bound: Binding = PLAIN
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(-1, keepdim=True)
+        if self.bound.sum_of_heads is not None:
+            squares = self.bound.sum_of_heads(squares)
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return (wide * torch.rsqrt(squares / self.width + self.eps) * weight.to(wide.dtype)).to(x.dtype)
 
 
 def add(x: Tensor, branch: Branch, site: Site) -> Tensor:
@@ -164,13 +199,40 @@ class Dropout(nn.Module):
 
 
 class AttentionCore(BoundModule):
-    """Causal attention without its projections. The plan's build sets the back end, inference the cache."""
+    """Causal attention without its projections. The plan's build sets the back end, inference the cache.
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, site: Site, document_bounds: Tensor | None) -> Tensor:
-        """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T."""
+    window: a query sees that many tokens, its own the last; None: all up to its own. sinks: the number of heads, where
+    each has a learned logit that takes part in its softmax without a value; the core then is a module of the role
+    `SINKS`, with one parameter `[N]`. softcap: scores s become c tanh(s / c), c being this. scale: factor of q k^T;
+    None: 1 / sqrt(D). Blocks that differ in one of them are of different kinds (`ModelConfig.block_kind`).
+    """
+
+    def __init__(
+        self, window: int | None = None, sinks: int = 0, softcap: float | None = None, scale: float | None = None
+    ):
+        super().__init__()
+        self.window, self.softcap, self.scale = window, softcap, scale
+        self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is causal attention and nothing else."""
+        return all(value is None for value in (self.window, self.softcap, self.scale, self.sinks))
+
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, site: Site, document_bounds: Tensor | None, first_head: int | None = None
+    ) -> Tensor:
+        """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T. first_head: the head of this
+        rank's parameters that is the first of q, where context parallelism gives some heads only."""
+        sinks: Tensor | None = self.sinks
+        if sinks is not None:
+            local = sinks.to_local() if isinstance(sinks, DTensor) else sinks
+            own = slice(None) if first_head is None else slice(first_head, first_head + q.shape[2])
+            sinks = local[own].to(q.dtype)
+        rule = AttentionRule(self.window, self.softcap, self.scale, sinks)
         if self.bound.cache is not None:
-            return self.bound.cache.attend(q, k, v)
-        options: dict[str, Any] = {"spans": document_bounds, "backend": self.bound.backend}
+            return self.bound.cache.attend(q, k, v, rule)
+        options: dict[str, Any] = {"spans": document_bounds, "backend": self.bound.backend, "rule": rule}
         return causal_attention(q, k, v, *site, **options)
 
 

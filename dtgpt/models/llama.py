@@ -1,22 +1,22 @@
-"""LLaMA (Touvron et al. 2023; Llama 3: Dubey et al. 2024) and what differs from it in a number or a norm: Mistral
-without its window (Jiang et al. 2023) and dense Qwen3 (Yang et al. 2025), which normalises the heads of q and k.
+"""LLaMA (Touvron et al. 2023; Llama 3: Dubey et al. 2024) and what differs from it in a number, a bias or a norm:
+Mistral (Jiang et al. 2023) with its window, Phi-3 (Abdin et al. 2024), Qwen2.5 (Yang et al. 2024) with biases of q, k
+and v, and dense Qwen3 (Yang et al. 2025), which normalises the heads of q and k.
 
-Rotary positions, pre-RMSNorm, SwiGLU, grouped queries, no biases; dropout, where wanted, at GPT-2's three sites.
+Rotary positions, pre-RMSNorm, SwiGLU, grouped queries; dropout, where wanted, at GPT-2's three sites.
 
 Shapes: B samples, T positions, H hidden size, N heads of size D, G heads of keys and values, R = N / G, F width of the
 MLP, V padded vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from dtgpt.models.binding import BoundModule
-from dtgpt.models.config import LARGEST_SIZE, SIZE, ModelConfig
-from dtgpt.models.inventory import Parameter, Rows
+from dtgpt.models.config import SIZE
 from dtgpt.models.layers import (
     AttentionCore,
     Branch,
@@ -32,13 +32,12 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles
+from dtgpt.models.rotary import RotaryConfig
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.pointwise.activation import fused_name
-from dtgpt.ops.pointwise.swiglu import swiglu
+from dtgpt.ops.pointwise.gated import GATED
 from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import Rotation, angle_table
-from dtgpt.util.errors import UserError
-from dtgpt.util.field_types import Bounds
+from dtgpt.ops.rotary.table import angle_table
 
 ROLES: Roles = {
     "embedding.tokens": Role.VOCABULARY,
@@ -60,78 +59,24 @@ ROLES: Roles = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ModelConfig):
-    """The shape of a LLaMA, a Mistral or a Qwen3. The named sizes stand below."""
+class LlamaConfig(RotaryConfig):
+    """The shape of a LLaMA, a Mistral, a Phi-3, a Qwen2.5 or a Qwen3. The named sizes stand below."""
 
     architecture: ClassVar[str] = "llama"
     roles: ClassVar[Roles] = ROLES
 
-    num_kv_heads: Annotated[int, "number of heads of keys and values; divides num_heads", SIZE]
-    head_dim: Annotated[int, "size of a head, an even number", SIZE] = 128  # type: ignore[assignment]
-    ffn_hidden_size: Annotated[int, "width of the MLP", SIZE]
-    seq_length: Annotated[int, "number of positions, and tokens of a training sample unless it has fewer", SIZE] = 4096
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 128256
-    tied: Annotated[bool, "use the token embedding as output projection"] = False  # type: ignore[assignment]
     qk_norm: Annotated[bool, "normalise each head of queries and keys by RMSNorm, as Qwen3 does"] = False
-    norm_eps: Annotated[float, "added to the mean square in RMSNorm", Bounds(above=0, below=1)] = 1e-5
-    rope_theta: Annotated[float, "base of the frequencies of rotary positions", Bounds(1)] = 10000.0
-    rope_factor: Annotated[
-        float, "Llama 3.1's scaling of rotary positions: low frequencies are divided by this; 1: none", Bounds(1)
-    ] = 1.0
-    rope_low_frequency: Annotated[
-        float, "frequencies with fewer waves than this in rope_original_length are divided", Bounds(above=0)
-    ] = 1.0
-    rope_high_frequency: Annotated[
-        float, "frequencies with more waves than this in rope_original_length are kept", Bounds(above=0)
-    ] = 4.0
-    rope_original_length: Annotated[int, "number of positions that the model had before rope_factor", SIZE] = 8192
-
-    def check_heads(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            raise UserError(
-                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
-                f"use one of {', '.join(map(str, divisors))}"
-            )
-        if self.head_dim % 2:
-            raise UserError(
-                f"model.head_dim={self.head_dim} is odd, but rotary positions rotate pairs of columns; use "
-                f"{self.head_dim - 1 or 2} or {self.head_dim + 1}"
-            )
-        if self.num_heads * self.head_dim > LARGEST_SIZE:
-            raise UserError(
-                f"model.num_heads={self.num_heads} times model.head_dim={self.head_dim} is more than {LARGEST_SIZE}; "
-                "use fewer or smaller heads"
-            )
-        if self.rope_low_frequency >= self.rope_high_frequency:
-            raise UserError(
-                f"model.rope_low_frequency={self.rope_low_frequency} is not below "
-                f"model.rope_high_frequency={self.rope_high_frequency}; use 1 and 4, Llama 3.1's values"
-            )
-
-    @property
-    def cut_by_tp(self) -> dict[str, int]:
-        return {"num_kv_heads": self.num_kv_heads, "ffn_hidden_size": self.ffn_hidden_size}
-
-    @property
-    def rotation(self) -> Rotation:
-        """What the angles of rotary positions follow from."""
-        return Rotation(
-            self.rope_theta, self.rope_factor, self.rope_low_frequency, self.rope_high_frequency,
-            self.rope_original_length,
-        )  # fmt: skip
-
-    def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
-        if not parameter.name.endswith("mlp.gate_up.weight"):
-            return super().pieces(parameter, per_head)
-        rows = parameter.shape[0]
-        return [(range(0, rows, 2),), (range(1, rows, 2),)]
+    attention_bias: Annotated[
+        Literal["none", "qkv", "all"],
+        "biases of attention: of queries, keys and values as Qwen2.5, or its output's, too",
+    ] = "none"
 
     def make_embedding(self, dtype: torch.dtype) -> "Embedding":
         return Embedding(self, dtype)
 
     def make_block(self, index: int) -> "Block":
-        return Block(self)
+        return Block(self, self.window_of(index))
 
     def make_head(self) -> "Head":
         return Head(self)
@@ -166,7 +111,7 @@ QWEN3_0_6B = LlamaConfig(
 class Embedding(BoundModule):
     """tokens `[B, T]` -> activations `[B, T, H]`."""
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype):
+    def __init__(self, config: RotaryConfig, dtype: torch.dtype):
         super().__init__()
         self.dtype = dtype
         self.tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
@@ -183,10 +128,10 @@ class Embedding(BoundModule):
 class Block(BoundModule):
     """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x)))."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, window: int | None):
         super().__init__()
         self.norm_1 = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = Attention(config)
+        self.attn = Attention(config, window)
         self.drop_1 = Dropout(config.dropout, index=1)
         self.norm_2 = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = MLP(config)
@@ -202,10 +147,11 @@ class Block(BoundModule):
         """Return what `dtgpt.ops.decode` needs to run this block."""
         attn, mlp = self.attn, self.mlp
         return BlockWeights(
-            norm_1=self.norm_1.weight, norm_1_bias=None, qkv=attn.qkv.weight, qkv_bias=None, proj=attn.proj.weight,
-            proj_bias=None, norm_2=self.norm_2.weight, norm_2_bias=None, fc=mlp.gate_up.weight, fc_bias=None,
-            out=mlp.down.weight, out_bias=None, eps=self.norm_1.eps, head_dim=attn.head_dim,
-            activation=fused_name(mlp.activation, has_bias=False), rotary=attn.decode_rotary(),
+            norm_1=self.norm_1.weight, norm_1_bias=None, qkv=attn.qkv.weight, qkv_bias=attn.qkv.bias,
+            proj=attn.proj.weight, proj_bias=attn.proj.bias, norm_2=self.norm_2.weight, norm_2_bias=None,
+            fc=mlp.gate_up.weight, fc_bias=None, out=mlp.down.weight, out_bias=None, eps=self.norm_1.eps,
+            head_dim=attn.head_dim, activation=fused_name(mlp.activation, has_bias=False),
+            rotary=attn.decode_rotary(),
         )  # fmt: skip
 
 
@@ -221,23 +167,27 @@ class Attention(nn.Module):
     """Causal self-attention `[B, T, H]` -> `[B, T, H]`. The fused QKV projection is stored by heads of keys and values,
     `[G, R + 2, D]` along its output dimension, so that a cut between these keeps queries with their keys."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, window: int | None):
         super().__init__()
-        self.head_dim, self.parts = config.head_dim, config.num_heads // config.num_kv_heads + 2
+        self.head_dim, self.parts, biases = (
+            config.head_dim,
+            config.num_heads // config.num_kv_heads + 2,
+            config.attention_bias,
+        )
         self.rotation, self.num_positions, self.eps = config.rotation, config.seq_length, config.norm_eps
-        self.qkv = Linear(config.hidden_size, config.num_kv_heads * self.parts * config.head_dim, bias=False)
+        self.qkv = Linear(config.hidden_size, config.num_kv_heads * self.parts * config.head_dim, bias=biases != "none")
         self.q_norm = HeadNorm(config.head_dim) if config.qk_norm else None
         self.k_norm = HeadNorm(config.head_dim) if config.qk_norm else None
         self.dropout = Dropout(config.dropout, index=0)
-        self.core = AttentionCore()
-        self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.core = AttentionCore(window=window)
+        self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size, bias=biases == "all")
 
     def forward(self, x: Tensor, context: Context) -> Branch:
         qkv = rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
         norms = () if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight, self.eps)
         q, k, v = rotary_qkv(qkv, context.positions, self.rotation, self.num_positions, *norms)
         heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
-        return Branch(self.proj(heads.flatten(-2)), None)
+        return Branch(self.proj(heads.flatten(-2)), self.proj.bias)
 
     def decode_rotary(self) -> Rotary:
         """Return the angles, and the weights of norms of heads, for `decode_weights`."""
@@ -248,12 +198,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU, `[B, T, H]` -> `[B, T, F]` -> `[B, T, H]`. Rows of the first matrix: gate 0, up 0, gate 1, up 1, ..."""
+    """SwiGLU, or another function of the gate, `[B, T, H]` -> `[B, T, F]` -> `[B, T, H]`. Rows of the first matrix:
+    gate 0, up 0, gate 1, up 1, ..."""
 
-    activation = staticmethod(swiglu)
-
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: RotaryConfig):
         super().__init__()
+        self.activation = GATED[config.activation]
         self.gate_up = Linear(config.hidden_size, 2 * config.ffn_hidden_size, bias=False)
         self.down = DeferredBiasLinear(config.ffn_hidden_size, config.hidden_size, bias=False)
 
@@ -264,7 +214,7 @@ class MLP(nn.Module):
 class Head(BoundModule):
     """[B, T, H] -> logits `[B, T, V]`, or the mean loss of targets `[B, T]`."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: RotaryConfig):
         super().__init__()
         self.norm = FinalRMSNorm(config.hidden_size, eps=config.norm_eps)
         self.output = Output(config.hidden_size, config.padded_vocab_size, config.vocab_size)

@@ -7,6 +7,7 @@ messages and FLOPs follow from roles and shapes; no other room names a module.
 from collections.abc import Mapping
 from enum import Enum
 from fnmatch import fnmatch
+from functools import lru_cache
 
 
 class Role(Enum):
@@ -16,6 +17,8 @@ class Role(Enum):
     POSITIONS = "table of learned positions [P, H]"
     NORM = "normalisation of the residual stream"
     HEAD_NORM = "normalisation of each head, whose weights all heads share"
+    SINKS = "attention core with a learned logit [N] of each head, cut between heads"
+    JOINT_NORM = "normalisation of all heads together, whose weights are cut between heads"
     QKV = "linear map to queries, keys and values, cut between heads"
     COLUMN = "linear map [out, H] that is cut by its outputs"
     ROW = "linear map [H, in] that is cut by its inputs, without its bias"
@@ -29,6 +32,7 @@ COLUMNS = (Role.QKV, Role.COLUMN)
 MATRICES = (*COLUMNS, Role.ROW)  # of a block
 
 
+@lru_cache(maxsize=1 << 16)
 def matches(name: str, pattern: str) -> bool:
     """Return whether a dotted module name matches a pattern, part by part: `blocks.3.attn` and `blocks.*.attn`."""
     parts, wanted = name.split("."), pattern.split(".")

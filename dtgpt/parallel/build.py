@@ -94,7 +94,7 @@ def set_execution(part: Decoder, settings: Settings, mesh: Mesh) -> None:
             if settings.recompute == "selective":
                 bind(module, run=recomputed(module.compute))
     if mesh.cp_group is not None:  # around what selective recomputation repeats, so that no message is sent again
-        exchange_heads(part, mesh.cp_group)
+        exchange_heads(part, mesh.cp_group, settings.plan)
     for block in cast(Iterable[BoundModule], part.blocks.values()):
         if settings.recompute == "full":
             bind(block, run=recomputed(block.compute))

@@ -1,25 +1,26 @@
-"""Context parallelism: each rank computes a slice of the tokens of every sample, and inside attention all tokens of
-some heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
+"""Context parallelism: each rank computes a slice of the tokens of every sample, and inside attention some heads of all
+tokens, or of some queries (`dtgpt.parallel.exchange`).
 
-Two all-to-alls around the attention core exchange tokens for heads and back. The core itself runs as on one process, so
-that document bounds, dropout masks and each head's bits are those of one process.
+The core itself runs as on one process. Dropout masks are those of one process, and so are each head's bits where each
+rank has all queries of its heads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Dropout
 from dtgpt.models.roles import Role, role_of
 from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.exchange import HeadExchange, QueryExchange
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.tensor import degrees_of_heads
 
@@ -45,54 +46,13 @@ def slice_of(batch: Batch, place: RankCoordinates) -> Batch:
     )
 
 
-class HeadExchange:
-    """The attention of a core over whole samples, for ranks that each have a slice of the tokens."""
-
-    def __init__(self, core: AttentionCore, group: dist.ProcessGroup):
-        self.core, self.group, self.ranks = core, group, group.size()
-        self.attend: Callable[..., Tensor] = core.runner
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
-        """Return `[B, T / cp, N, D]` from q of that shape and k, v `[B, T / cp, N_kv, D]`. With a cache, all tokens are
-        here already."""
-        if self.core.bound.cache is not None:
-            return self.attend(q, k, v, *more)
-        by_rank = [x.unflatten(2, (self.ranks, -1)) for x in (q, k, v)]
-        heads = [x.shape[3] for x in by_rank]
-        sent = torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4)  # [cp, B, T / cp, heads, D], one message for all three
-        whole = exchange(sent.contiguous(), self.group).transpose(0, 1).flatten(1, 2)
-        out = self.attend(*whole.split(heads, dim=2), *more)
-        parts = out.unflatten(1, (self.ranks, -1)).transpose(0, 1)
-        return exchange(parts.contiguous(), self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return `[ranks, ...]`, part r from rank r, where each rank gives `parts [ranks, ...]`, part r for rank r."""
-    return _Exchange.apply(parts, group)
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all; backward, the gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        received = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, grad.contiguous(), group=ctx.group)
-        return received, None
-
-
-def exchange_heads(part: Decoder, group: dist.ProcessGroup) -> None:
+def exchange_heads(part: Decoder, group: dist.ProcessGroup, plan: ResolvedPlan) -> None:
     """Let the attention cores of a stage compute whole samples for ranks that have slices."""
+    heads = plan.ranks_of_heads(part.config)
     for module in part.modules():
         if isinstance(module, AttentionCore):
-            bind(module, run=HeadExchange(module, group))
+            whole = heads == plan.cp
+            bind(module, run=HeadExchange(module, group) if whole else QueryExchange(module, group, heads))
 
 
 def place_dropout(part: Decoder, settings: Settings, place: RankCoordinates) -> None:
@@ -107,8 +67,9 @@ def place_dropout(part: Decoder, settings: Settings, place: RankCoordinates) -> 
         if role is Role.STREAM_DROPOUT:
             bind(module, start=(before[0] + place.cp * settings.local_length, 0))
         elif role is Role.HEAD_DROPOUT:
-            heads = config.num_heads // degrees[int(name.split(".")[1])] // plan.cp
-            bind(module, start=(before[0] + place.cp * heads, 0, 0))
+            ranks = plan.ranks_of_heads(config)
+            heads = config.num_heads // degrees[int(name.split(".")[1])] // ranks
+            bind(module, start=(before[0] + place.cp % ranks * heads, 0, 0))
         else:
             raise ValueError(f"{name} has no role of a dropout site, which context parallelism needs")
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
+from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.roles import Role, role_of
@@ -24,29 +23,15 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
-from dtgpt.parallel.tensor import Table
+from dtgpt.parallel.tensor import Partition, Table
 from dtgpt.util.errors import UserError
-
-
-class Partition(ParallelStyle):
-    """A style that cuts the parameters of `dims`, by name along a dimension, and leaves the module's forward alone."""
-
-    def __init__(self, **dims: int):
-        super().__init__()
-        self.dims = dims
-
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        for name, dim in self.dims.items():
-            whole = getattr(module, name)
-            if whole is not None:
-                module.register_parameter(name, nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(dim)])))
-        return module
-
 
 STYLES = {
     Role.VOCABULARY: Partition(weight=0),
+    Role.SINKS: Partition(sinks=0),
     Role.QKV: Partition(weight=0, bias=0),
     Role.COLUMN: Partition(weight=0, bias=0),
+    Role.JOINT_NORM: Partition(weight=0),
     Role.ROW: Partition(weight=1),
     Role.OUTPUT: Partition(weight=0, bias=0),
 }
@@ -87,6 +72,8 @@ def localize(stage: Decoder, mesh: Mesh) -> None:
         role = role_of(name, roles)
         if role is Role.ROW:
             module.register_forward_hook(partial(_sum_output, group))
+        elif role is Role.JOINT_NORM:
+            bind(module, sum_of_heads=partial(_summed, group))
         elif role is Role.VOCABULARY:
             rows = chunk(range(stage.config.padded_vocab_size), mesh.plan.tp, mesh.place.tp)
             lookup = _Lookup(rows, group)
@@ -96,6 +83,10 @@ def localize(stage: Decoder, mesh: Mesh) -> None:
 
 
 def _sum_output(group: dist.ProcessGroup, module: nn.Module, inputs: Any, addend: Tensor) -> Tensor:
+    return _summed(group, addend)
+
+
+def _summed(group: dist.ProcessGroup, addend: Tensor) -> Tensor:
     dist.all_reduce(addend, group=group)
     return addend
 

@@ -6,6 +6,7 @@ local tensors; inside a module of the table, weights and activations are DTensor
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ FIXED = {  # roles that a plan's table cannot replace, and why
     Role.HEAD_DROPOUT: "the masks of a dropout site follow from the modules around it",
     Role.STREAM_DROPOUT: "the masks of a dropout site follow from the modules around it",
     Role.HEAD_NORM: "each rank normalises its own heads",
+    Role.SINKS: "each rank has the sinks of its own heads",
+    Role.JOINT_NORM: "each rank has the weights of its own heads",
     Role.NORM: BETWEEN,
     Role.POSITIONS: BETWEEN,
 }
@@ -158,6 +161,38 @@ class VocabularyShard(ParallelStyle):
         return distribute_module(module, device_mesh, cut, gather, local)
 
 
+class Partition(ParallelStyle):
+    """A style that cuts the parameters of `dims`, by name along a dimension, and leaves the module's forward alone."""
+
+    def __init__(self, **dims: int):
+        super().__init__()
+        self.dims = dims
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        for name, dim in self.dims.items():
+            whole = getattr(module, name)
+            if whole is not None:
+                module.register_parameter(name, nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(dim)])))
+        return module
+
+
+class JointNormShard(Partition):
+    """A style for a norm of all heads: its weight is cut between heads, and its mean is over those of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(weight=0)
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        bind(module, sum_of_heads=partial(sum_addends, mesh=device_mesh))
+        return super()._apply(module, device_mesh)
+
+
+def sum_addends(addend: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum over the ranks. Each rank goes on with its own heads, so that gradients are addends, too."""
+    whole = DTensor.from_local(addend, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
+
+
 class DropoutShard(ParallelStyle):
     """A style for a dropout site whose input is cut evenly along dimension `dim` of the sample: it gets the global
     index of its first element. `sizes` is the whole shape of a sample's tensor."""
@@ -192,6 +227,8 @@ def default_table(
         Role.OUTPUT: VocabularyShard(between),
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
         Role.HEAD_NORM: SequencePart("weight"),  # each rank has the gradient of its own heads
+        Role.SINKS: Partition(sinks=0),
+        Role.JOINT_NORM: JointNormShard(),
     }
     if sequence_parallel:
         styles |= {
@@ -257,7 +294,12 @@ def _check_own(table: Table, model: Decoder) -> None:
 
 def style_of(module: str, table: Table, roles: Roles) -> ParallelStyle | None:
     """Return the style that the table gives the module of this name; None: replicated."""
-    if role_of(module, roles) in (Role.HEAD_DROPOUT, Role.HEAD_NORM):  # of the heads that the QKV projection leaves
+    if role_of(module, roles) in (
+        Role.HEAD_DROPOUT,
+        Role.HEAD_NORM,
+        Role.SINKS,
+        Role.JOINT_NORM,
+    ):  # of the heads that the QKV projection leaves
         parent = module.rpartition(".")[0]
         beside = [f"{parent}.{pattern.rpartition('.')[2]}" for pattern in patterns_of(Role.QKV, roles)]
         if not any(_leaves_a_part(style_of(name, table, roles)) for name in beside):
@@ -281,6 +323,8 @@ def degrees_of_heads(config: ModelConfig, plan: Plan) -> list[int]:
 
 def _leaves_a_part(style: ParallelStyle | None) -> bool:
     """Return whether a linear map of this style leaves each rank its own part of the output's features."""
+    if isinstance(style, Partition):
+        return style.dims.get("weight") == 0
     return isinstance(style, ColwiseParallel) and not any(layout.is_replicate() for layout in style.output_layouts)
 
 

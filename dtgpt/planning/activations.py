@@ -14,14 +14,15 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.lora import LoraConfig
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import inventory
-from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
+from dtgpt.models.inventory import Core, inventory
+from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, JointNorm, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
-from dtgpt.ops.attention.core import reads_groups
+from dtgpt.ops.attention.core import AttentionRule, reads_groups
 from dtgpt.ops.attention.flash_launch import mask_words
 from dtgpt.ops.fast import split_backward
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.exchange import chunks_of
 from dtgpt.parallel.lora import local_adapter
 
 
@@ -57,7 +58,7 @@ def block_sizes(settings: Settings, block: int) -> BlockSizes:
     fp8 = Fp8(plan.splits_backward, not plan.zero) if settings.fp8 else None
     example, shape = inventory(config).examples[block], (settings.micro_batch_size, settings.local_length)
     return _measure(
-        config, example, shape, plan.tp, plan.sequence_parallel, plan.cp > 1, settings.dtype, fp8, settings.lora
+        config, example, shape, plan.tp, plan.sequence_parallel, _copies(settings), settings.dtype, fp8, settings.lora
     )
 
 
@@ -72,39 +73,74 @@ def residual_bytes(settings: Settings) -> float:
     return whole_bytes(settings) / (settings.plan.tp if settings.plan.sequence_parallel else 1)
 
 
-def score_elements(settings: Settings, block: int) -> float:
-    """Return the elements of a block's attention scores, `[B, N / (tp x cp), T, T]` for each of its cores."""
-    length, cores = settings.seq_length, len(inventory(settings.model).cores(block))
-    heads = settings.model.num_heads / (settings.plan.tp * settings.plan.cp)
-    return cores * settings.micro_batch_size * length * length * heads
+def _copies(settings: Settings) -> int:
+    """Return how many ranks keep the same keys and values, made by context parallel ranks; 0: the core takes what the
+    block computed."""
+    return settings.plan.ranks_of_queries(settings.model) if settings.plan.cp > 1 else 0
+
+
+def attended(settings: Settings) -> list[tuple[int, int]]:
+    """Return the queries and the columns of what an attention core computes at a time: samples, or of each the two
+    chunks of queries in its middle, for which most is kept."""
+    length, parts = settings.seq_length, max(_copies(settings), 1)
+    size = length // (2 * parts)
+    return [(size, (index + 1) * size) for index in chunks_of(parts - 1, parts)] if parts > 1 else [(length, length)]
+
+
+def _heads(settings: Settings) -> float:
+    """Return for how many heads of samples an attention core computes."""
+    plan = settings.plan
+    return settings.micro_batch_size * settings.model.num_heads / (plan.tp * plan.ranks_of_heads(settings.model))
+
+
+def score_elements(settings: Settings) -> float:
+    """Return the elements of the scores of an attention core."""
+    return _heads(settings) * sum(queries * columns for queries, columns in attended(settings))
+
+
+def explicit_scores(settings: Settings, block: int) -> float:
+    """Return the elements of the scores that the attention cores of a block compute as tensors."""
+    backends = [settings.backend_of(core) for core in inventory(settings.model).cores(block)]
+    return score_elements(settings) * sum(backend in ("explicit", "fused_softmax") for backend in backends)
 
 
 def core_bytes(settings: Settings, block: int) -> float:
     """Return the bytes that the attention cores of a block keep beside their inputs and their outputs."""
-    scores, width, backend = score_elements(settings, block), settings.dtype.itemsize, settings.attention_backend
-    repeated = block_sizes(settings, block).repeated
-    if backend == "explicit":
-        return (4 + width) * scores + repeated  # probabilities in fp32, and after dropout
+    cores = inventory(settings.model).cores(block)
+    repeated = block_sizes(settings, block).repeated / max(1, len(cores))
+    return sum(_bytes_of_core(settings, core, repeated) for core in cores)
+
+
+def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
+    """Return what `core_bytes` does for one core. repeated: as of `BlockSizes`."""
+    scores, width, backend = score_elements(settings), settings.dtype.itemsize, settings.backend_of(core)
+    heads, pieces = _heads(settings), attended(settings)
+    if backend == "explicit":  # probabilities in fp32, and after dropout; of bounded scores their tangent, too
+        return (4 + width + 4 * core.softcap) * scores + repeated
     if backend == "fused_softmax":
         tensors = 1 if settings.model.dropout == 0 else 2  # probabilities; under dropout the scores too
         return tensors * width * scores + repeated
-    masked, length = settings.masks_documents, settings.seq_length
-    kept = 4 * scores / length  # the logarithm of each row's sum, fp32
+    windowed = core.window is not None and core.window < settings.seq_length
+    masked = settings.masks_documents or windowed or len(pieces) > 1
+    kept = 4 * heads * sum(queries for queries, _ in pieces)  # the logarithm of each row's sum, fp32
     if backend == "flash" and settings.model.dropout > 0:
-        kept += 8 * mask_words(length, length) * scores / length**2  # keep decisions
+        kept += 8 * heads * sum(mask_words(*piece) for piece in pieces)  # keep decisions
     if backend == "sdpa" and not reads_groups(settings.device, settings.dtype, masked):
         kept += repeated
     if backend == "sdpa" and masked and scores:
-        kept += width * settings.micro_batch_size * length * length  # the mask, in the dtype of the scores
+        samples = settings.micro_batch_size if settings.masks_documents else 1
+        kept += width * samples * sum(queries * columns for queries, columns in pieces)  # masks, in the scores' dtype
+    if backend == "flash" and windowed:
+        kept += 8 * settings.micro_batch_size * sum(columns for _, columns in pieces)  # their bounds
     return kept
 
 
 @lru_cache(maxsize=32)
 def _measure(
-    config: ModelConfig, index: int, shape: tuple[int, int], tp: int, sequence_parallel: bool, exchanged: bool,
+    config: ModelConfig, index: int, shape: tuple[int, int], tp: int, sequence_parallel: bool, copies: int,
     dtype: torch.dtype, fp8: Fp8 | None, lora: LoraConfig,
 ) -> BlockSizes:  # fmt: skip
-    (batch, length), saved, recorder = shape, {}, _Recorder(exchanged)
+    (batch, length), saved, recorder = shape, {}, _Recorder(copies)
     apart = fp8 is not None and fp8.splits_backward
     with torch.device("meta"):
         block = config.make_block(index).to(dtype)
@@ -143,6 +179,8 @@ def _measure(
 def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> int:
     """Give a module of a block the shapes of tp rank 0. Returns the features of its output."""
     role = role_of(name, config.roles)
+    if isinstance(module, JointNorm):
+        module.weight = nn.Parameter(module.weight[: len(chunk(range(len(module.weight)), tp, 0))])
     if not isinstance(module, nn.Linear):
         return 0
     if role in COLUMNS:
@@ -168,13 +206,19 @@ def _known_sites(keeps_weights: bool) -> Sites:
 class _Recorder:
     """A cache that keeps nothing, and counts the bytes that keys and values would take more with heads of their own."""
 
-    def __init__(self, exchanged: bool):
-        """exchanged: whether the core takes and returns copies, made by context parallel ranks."""
-        self.exchanged, self.repeated = exchanged, 0
+    def __init__(self, copies: int):
+        """copies: as of `_copies`."""
+        self.copies, self.repeated = copies, 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.repeated += 2 * (q.nbytes - k.nbytes)
-        return _Core.apply(q.clone(), k.clone(), v.clone()).clone() if self.exchanged else _Core.apply(q, k, v)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        if q.nbytes > k.nbytes:
+            # Keys up to the middle of a sample, and half a chunk more, for each of two chunks.
+            columns = self.copies + 0.5 if self.copies > 1 else 1
+            self.repeated += round(2 * (columns * q.nbytes - max(self.copies, 1) * k.nbytes))
+        if not self.copies:
+            return _Core.apply(q, k, v)
+        keys, values = (x.repeat(1, self.copies, 1, 1) for x in (k, v))
+        return _Core.apply(q.clone(), keys, values).clone()
 
 
 class _Core(torch.autograd.Function):

@@ -3,17 +3,23 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan, divisors
 from dtgpt.models.config import LARGEST_SIZE
 from dtgpt.parallel.stages import block_ranges
+from dtgpt.planning.gpus import Gpu
 from dtgpt.planning.memory import fullest, memory_by_rank
+from dtgpt.planning.parameters import GPUS_OF_HOST
+from dtgpt.planning.step_time import step_time
+from dtgpt.util.console import byte_size
 from dtgpt.util.errors import UserError
 
 HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps between allocations take the rest
 GRAIN = 1024  # tokens, of the longest sequence
 MOST_CP = 64  # that `what_fits` tries
+MOST_CHANGES = 4  # that `what_fits` names
+MOST_TIMES = 64  # the micro-batch of a recipe, of the largest that is looked for
 
 
 def fits_into(needed: float, size: float) -> bool:
@@ -21,9 +27,9 @@ def fits_into(needed: float, size: float) -> bool:
 
 
 def longest_sequence(settings: Settings, size: float) -> int:
-    """Return the tokens of the longest sample, a multiple of GRAIN, cp and tp, with which the plan fits into `size`
+    """Return the tokens of the longest sample, a multiple of GRAIN, 2 cp and tp, with which the plan fits into `size`
     bytes, with the same stages and as many samples in a micro-batch; 0 where none fits."""
-    grain = math.lcm(GRAIN, settings.plan.cp * settings.plan.tp)
+    grain = math.lcm(GRAIN, 2 * settings.plan.cp * settings.plan.tp)
     sizes = tuple(len(blocks) for blocks in block_ranges(settings.model, settings.plan))
     plan = replace(settings.plan, blocks_per_stage=sizes) if settings.plan.pp > 1 else settings.plan
 
@@ -44,38 +50,87 @@ def longest_sequence(settings: Settings, size: float) -> int:
     return low * grain
 
 
-def what_fits(settings: Settings, size: float) -> list[str]:
-    """Return changes, in words, with each of which a plan that does not fit into `size` bytes would; all but the last
-    keep the loss curve."""
-    found = []
-    for words, change in _changes(settings):
-        changed = replace(settings, **change)
-        try:
-            changed.plan.validate(
-                changed.model, changed.micro_batch_size, changed.global_batch_size, changed.seq_length
-            )
-        except UserError:
+def largest_micro_batch(settings: Settings, size: float) -> int:
+    """Return the largest micro-batch size with which the plan fits into `size` bytes and runs; 0 where none does."""
+    for micro in reversed(divisors(settings.global_batch_size // settings.plan.dp)):
+        changed = replace(settings, micro_batch_size=micro)
+        if micro > settings.micro_batch_size * MOST_TIMES or not _runs(changed):
             continue
         if fits_into(fullest(memory_by_rank(changed)).total, size):
-            found.append(words)
-            if changed.plan.cp > settings.plan.cp:
-                break  # more ranks than needed fit, too
-    longest = longest_sequence(settings, size)
-    found.append(f"--seq_length {longest}, the longest of this plan" if longest else "no sample, however short")
-    return found
+            return micro
+    return 0
 
 
-def _changes(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield changes that may save memory, in words and as fields of the settings, the cheapest first."""
+def what_fits(settings: Settings, gpu: Gpu) -> list[str]:
+    """Return changes, in words, with each of which a plan that does not fit into the GPU would, the fastest step first;
+    all but the last keep the loss curve."""
+    found: list[tuple[float, str, frozenset[str]]] = []
+    for changed in _changed(settings):
+        words = _words(settings, changed)
+        if not words or any(known <= words for _, _, known in found) or not _runs(changed):
+            continue
+        memory = fullest(memory_by_rank(changed)).total
+        if fits_into(memory, gpu.size):
+            seconds = step_time(changed, gpu.rates).total if gpu.rates else 0.0
+            found.append((seconds, f"{' '.join(sorted(words))} ({byte_size(memory)})", words))
+    found.sort()
+    lines = []
+    for seconds, text, _ in found[:MOST_CHANGES]:
+        slower = seconds / found[0][0] - 1 if gpu.rates else 0.0
+        lines.append(f"{text}, {slower:+.0%} time" if slower >= 0.005 else text)
+    if not found:
+        lines += _on_more_gpus(settings, gpu.size)
+    longest = longest_sequence(settings, gpu.size)
+    lines.append(f"--seq_length {longest}, the longest of this plan" if longest else "no sample, however short")
+    return lines
+
+
+def _changed(settings: Settings) -> Iterator[Settings]:
+    """Yield settings that take less memory on as many GPUs: one change, then two, then three."""
     plan = settings.plan
-    if settings.micro_batch_size > 1:
-        yield "--micro_batch_size 1", {"micro_batch_size": 1}
-    if settings.recompute != "full":
-        yield "--recompute full", {"recompute": "full"}
-    if plan.data_ranks > 1 and plan.zero < 3:
-        sharded = replace(plan, zero=3)
-        yield f"--plan {sharded.name}", {"plan": sharded}
-    for cp in (2**n for n in range(1, MOST_CP.bit_length()) if 2**n > plan.cp):
-        cut = replace(plan, cp=cp, zero=3)
-        again = {"recompute": "full"}
-        yield f"--plan {cut.name} --recompute full on {cut.world:,} GPUs", {"plan": cut, **again}
+    plans: list[ResolvedPlan] = [plan]
+    if plan.data_ranks > 1:
+        plans += [replace(plan, zero=zero) for zero in range(plan.zero + 1, 4)]
+    for times in (n for n in divisors(plan.dp) if n > 1):
+        if plan.tp * times <= GPUS_OF_HOST:
+            plans.append(replace(plan, dp=plan.dp // times, tp=plan.tp * times, sequence_parallel=True))
+        plans.append(replace(plan, dp=plan.dp // times, cp=plan.cp * times, zero=max(plan.zero, 3)))
+        plans.append(replace(plan, dp=plan.dp // times, pp=plan.pp * times, zero=min(plan.zero, 1)))
+    sizes, recomputes = dict.fromkeys((settings.micro_batch_size, 1)), dict.fromkeys((settings.recompute, "full"))
+    every = [
+        replace(settings, plan=cut.without_idle_zero(), micro_batch_size=micro, recompute=recompute)
+        for cut in plans
+        for micro in sizes
+        for recompute in recomputes
+    ]
+    yield from sorted(every, key=lambda changed: len(_words(settings, changed)))
+
+
+def _words(settings: Settings, changed: Settings) -> frozenset[str]:
+    """Return the options by which `changed` differs."""
+    words = set()
+    if changed.plan != settings.plan:
+        words.add(f"--plan {changed.plan.name}")
+    for name in ("micro_batch_size", "recompute"):
+        if getattr(changed, name) != getattr(settings, name):
+            words.add(f"--{name} {getattr(changed, name)}")
+    return frozenset(words)
+
+
+def _on_more_gpus(settings: Settings, size: float) -> list[str]:
+    """Return the fewest GPUs, with context parallelism and full recomputation, on which a sample fits; [] for none."""
+    for cp in (2**n for n in range(1, MOST_CP.bit_length()) if 2**n > settings.plan.cp):
+        cut = replace(settings, plan=replace(settings.plan, cp=cp, zero=3), recompute="full")
+        if _runs(cut) and fits_into(fullest(memory_by_rank(cut)).total, size):
+            return [f"--plan {cut.plan.name} --recompute full on {cut.plan.world:,} GPUs"]
+    return []
+
+
+def _runs(settings: Settings) -> bool:
+    """Return whether the model and the batch can be cut as the plan says."""
+    own = settings
+    try:
+        own.plan.validate(own.model, own.micro_batch_size, own.global_batch_size, own.seq_length)
+    except UserError:
+        return False
+    return True

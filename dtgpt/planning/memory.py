@@ -13,8 +13,8 @@ from dtgpt.planning.activations import (
     block_activations,
     block_sizes,
     core_bytes,
+    explicit_scores,
     residual_bytes,
-    score_elements,
     whole_bytes,
 )  # fmt: skip
 from dtgpt.planning.parameters import (
@@ -206,12 +206,10 @@ def _head_work(held: list[LocalParameter], settings: Settings) -> float:
 def _block_work(settings: Settings, block: int) -> float:
     """Return the bytes of a block's backward pass: gradients of its widest tensors, of the scores where they are
     explicit, and what is computed again."""
-    width, backend = settings.dtype.itemsize, settings.attention_backend
-    again = 0.0
+    again, width = 0.0, settings.dtype.itemsize
     if settings.recompute == "full":
         again = block_activations(replace(settings, recompute="none"), block)
     elif settings.recompute == "selective":
         again = core_bytes(settings, block)
-    is_explicit = backend in ("explicit", "fused_softmax")
-    scores = (4 + 2 * width) * score_elements(settings, block) if is_explicit else 0
+    scores = (4 + 2 * width) * explicit_scores(settings, block)
     return 2 * block_sizes(settings, block).widest + 2 * whole_bytes(settings) + scores + again

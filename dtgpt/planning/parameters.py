@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -14,7 +15,7 @@ from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.lora import names_of, shapes_of
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.parallel.tensor import Table, VocabularyShard, make_table, style_of
+from dtgpt.parallel.tensor import Partition, Table, VocabularyShard, make_table, style_of
 
 WIDTH_OF_SUMS = 8  # bytes of a number in fixed point
 GPUS_OF_HOST = 8  # that reach each other's memory
@@ -34,7 +35,34 @@ class LocalParameter:
 
 
 def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[LocalParameter]:
-    """Return what `rank` holds, by the same rules as `dtgpt.parallel.shards` finds in the finished model."""
+    """Return what `rank` holds, by the same rules as `dtgpt.parallel.shards` finds in the finished model. The list is
+    shared by all callers."""
+    if plan.table:  # whose styles cannot be compared
+        return _parameters_of(config, plan, rank)
+    return _known(config, _Key(**{name: value for name, value in vars(plan).items() if name != "table"}), rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Key:
+    """A plan without a table of its own, which can be looked up."""
+
+    dp: int
+    cp: int
+    tp: int
+    pp: int
+    zero: int
+    sequence_parallel: bool
+    schedule: str
+    stages_per_rank: int | None
+    blocks_per_stage: tuple[int, ...] | None
+
+
+@lru_cache(maxsize=64)
+def _known(config: ModelConfig, key: _Key, rank: int) -> list[LocalParameter]:
+    return _parameters_of(config, ResolvedPlan(**vars(key)), rank)
+
+
+def _parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[LocalParameter]:
     place = RankCoordinates(plan, rank)
     table: Table = make_table(config, plan) if plan.tp > 1 else {}
     ranges, held = block_ranges(config, plan), []
@@ -104,6 +132,8 @@ def blocks_of_rank(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[i
 
 def tp_dimension(kind: str, role: Role | None, style: ParallelStyle | None) -> int | None:
     """Return the dimension that tensor parallelism cuts of a module's parameter `kind`, weight or bias, or None."""
+    if isinstance(style, Partition):
+        return style.dims.get(kind)
     if isinstance(style, ColwiseParallel | VocabularyShard):
         return 0
     if isinstance(style, RowwiseParallel):

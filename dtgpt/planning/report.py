@@ -1,78 +1,67 @@
 """The report of `dtgpt plan`: memory, messages and idle time of a recipe under a plan, without a GPU or processes."""
 
-import difflib
-import re
-
-import torch
-
 from dtgpt.config.execution import Settings
-from dtgpt.config.fp8 import check_fp8, no_float8
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.planning.fit import fits_into, what_fits
+from dtgpt.planning.fit import fits_into, largest_micro_batch, longest_sequence, what_fits
+from dtgpt.planning.gpus import GIB, Gpu
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
-from dtgpt.planning.parameters import parameters_of
+from dtgpt.planning.parameters import GPUS_OF_HOST, parameters_of
+from dtgpt.planning.step_time import StepTime, step_time
 from dtgpt.planning.traffic import bubble, collectives_of
-from dtgpt.util.console import byte_size, counted, hanging, parameters
-from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import DEVICE_MEMORY, NO_FLOAT8, total_memory
+from dtgpt.util.console import byte_size, counted, hanging, parameters, short_duration
 
-GIB = 2**30
-LARGEST = 1024  # GiB; larger numbers are those of products
 SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 columns
 
 
-def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | None) -> str:
-    """Return the report on the recipe `name`, with `notes` for the user. `gpu`: a name of DEVICE_MEMORY or a size in
-    GiB, by default the CUDA device of this machine, else H200."""
-    device, size = find_device(gpu, settings.fp8)
+def describe_plan(settings: Settings, name: str, notes: list[str], gpu: Gpu, steps: int = 1) -> str:
+    """Return the report on the recipe `name`, which trains `steps` steps, with `notes` for the user."""
     memories = memory_by_rank(settings)
     most = fullest(memories)
     lines = [*describe_mesh(name, settings), "", *_memory(settings, memories), ""]
     lines += [*_traffic(settings, list(memories)), ""]
+    if gpu.rates is not None and settings.device.type == "cuda":
+        lines += [*_time(settings, step_time(settings, gpu.rates), gpu, steps), ""]
     lines += [hanging(f"note: {note}", 6) for note in notes]
-    lines.append(verdict(most.total, device, size, "the fullest rank"))
-    if not fits_into(most.total, size):
-        lines.append(hanging(f"what would fit: {'; '.join(what_fits(settings, size))}", 2))
+    lines.append(verdict(most.total, gpu, "the fullest rank"))
+    if fits_into(most.total, gpu.size):
+        micro, length = largest_micro_batch(settings, gpu.size), longest_sequence(settings, gpu.size)
+        lines.insert(-1, hanging(f"largest that fit: micro-batches of {micro:,}, or samples of {length:,} tokens", 2))
+    else:
+        lines.append(hanging(f"what would fit: {'; '.join(what_fits(settings, gpu))}", 2))
     return "\n".join(lines)
 
 
-def verdict(needed: float, device: str, size: float, rank: str) -> str:
-    """Return whether `needed` bytes on `rank` fit into the `size` bytes of `device`, both as `find_device` returns."""
-    fits = "fits" if fits_into(needed, size) else "DOES NOT FIT"
-    return f"{fits}: {byte_size(needed)} on {rank}, {device} has {byte_size(size)}"
+def verdict(needed: float, gpu: Gpu, rank: str) -> str:
+    """Return whether `needed` bytes on `rank` fit into the GPU."""
+    fits = "fits" if fits_into(needed, gpu.size) else "DOES NOT FIT"
+    return f"{fits}: {byte_size(needed)} on {rank}, {gpu.name} has {byte_size(gpu.size)}"
 
 
-def find_device(gpu: str | None, fp8: bool = False) -> tuple[str, float]:
-    """Return (words, bytes) of a name of DEVICE_MEMORY, in any spelling, or of a size such as 80, 80GiB or 85.9GB.
-    Raise UserError for anything else, and for a GPU that cannot train in `fp8`."""
-    if gpu is None:
-        if torch.cuda.is_available():
-            device = torch.device("cuda", 0)
-            if fp8:
-                check_fp8(device)
-            return torch.cuda.get_device_name(device), total_memory(device)
-        gpu = "H200"
-    word = _plain(gpu)
-    for name, size in DEVICE_MEMORY.items():
-        if word == _plain(name):
-            if fp8 and name in NO_FLOAT8:
-                raise no_float8(f"--gpu {name}")
-            return name, size * GIB
-    given = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*(gib|gb|g)?", gpu.strip(), re.ASCII | re.IGNORECASE)
-    size = float(given[1]) * (1e9 if (given[2] or "").lower() == "gb" else GIB) if given else 0
-    if 0 < size <= LARGEST * GIB:
-        return "the device", size
-    near = difflib.get_close_matches(gpu.upper(), DEVICE_MEMORY, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(
-        f"--gpu {gpu[:60]} is not known; {hint}use one of {', '.join(DEVICE_MEMORY)}, or its memory in GiB, up to "
-        f"{LARGEST}, such as --gpu 80"
-    )
+def _time(settings: Settings, time: StepTime, gpu: Gpu, steps: int) -> list[str]:
+    """Return the lines on the time of a step and of the run."""
+    world, tokens = settings.plan.world, settings.global_batch_size * settings.seq_length
+    rate = tokens / time.total
+    flops = settings.model.flops_per_token(settings.seq_length) * rate / world
+    mfu = f", MFU {flops / gpu.peak:.1%}" if gpu.peak and settings.dtype.itemsize == 2 else ""
+    hours = steps * time.total / 3600
+    parts = {name: part for name, part in parts_of(time).items() if part >= 0.001 * time.total}
+    spent = ", ".join(f"{name} {short_duration(part)}" for name, part in parts.items())
+    lines = [
+        f"step    {short_duration(time.total)} on {gpu.name}: {rate:,.0f} tokens/s, {rate / world:,.0f} a GPU{mfu}",
+        f"        {spent}",
+        f"        expected error: {gpu.measured}{'; of several hosts none was measured' * (world > GPUS_OF_HOST)}",
+        f"run     {counted(steps, 'step')}: {hours:,.1f} hours, {hours * world:,.0f} GPU hours",
+    ]
+    return [hanging(line, 8) for line in lines]
 
 
-def _plain(name: str) -> str:
-    """Return a name without what people write differently."""
-    return re.sub(r"[^A-Z0-9]|NVIDIA|GEFORCE", "", name.upper())
+def parts_of(time: StepTime) -> dict[str, float]:
+    """Return the seconds of a step by words."""
+    over = {f"messages over {axis}": seconds for axis, seconds in time.messages.items()}
+    return {
+        **vars(time.work), "recomputation": time.again, "optimizer": time.optimizer, **over, "bubble": time.bubble,
+        "waiting for the host": time.host,
+    }  # fmt: skip
 
 
 def describe_mesh(name: str, settings: Settings) -> list[str]:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
 from dtgpt.planning.fit import fits_into, longest_sequence
+from dtgpt.planning.gpus import GIB, Gpu
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
-from dtgpt.planning.report import GIB, find_device
+from dtgpt.planning.step_time import step_time
 from dtgpt.planning.traffic import bubble, sent_bytes
-from dtgpt.util.console import byte_size, hanging, parameters
+from dtgpt.util.console import aligned, byte_size, hanging, parameters, short_duration
 
 
 @dataclass(frozen=True)
@@ -19,29 +20,35 @@ class PlannedCase:
     settings: Settings
 
 
-def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str], gpu: str | None) -> str:
-    """Return the tables of memory and of a step for the cases of the recipe `name`, one at least, with `notes` below.
-    gpu: as in `describe_plan`."""
-    device, size = find_device(gpu, cases[0].settings.fp8)
+def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str], gpu: Gpu) -> str:
+    """Return the tables of memory and of a step for the cases of the recipe `name`, one at least, with `notes`
+    below."""
+    size, timed = gpu.size, gpu.rates is not None and cases[0].settings.device.type == "cuda"
     memories = [fullest(memory_by_rank(case.settings)) for case in cases]
     largest = max(memory.total for memory in memories)
     unit, unit_name = (GIB, "GiB") if largest >= GIB else (GIB / 1024, "MiB")
     memory = [["plan", "GPUs", "weights", "moments", "grads", "activations", "other", "total", "fits"]]
     axes = ["cp"] * any(case.settings.plan.cp > 1 for case in cases) + ["tp", "dp", "pp"]
-    step = [["plan", "GPUs", "micro-batches", "bubble", *axes, "longest"]]
+    step = [["plan", "GPUs", "micro-batches", "bubble", *axes, "longest", *["time"] * timed]]
     for case, most in zip(cases, memories, strict=True):
         settings, start = case.settings, [case.plan, f"{case.settings.plan.world:,}"]
         fits = "yes" if fits_into(most.total, size) else "NO"
         memory.append([*start, *(_figure(n / unit) for n in (*_parts(most), most.total)), fits])
-        step.append([*start, *_step(settings, unit, axes), f"{longest_sequence(settings, size):,}"])
+        time = [short_duration(step_time(settings, gpu.rates).total)] if gpu.rates and timed else []
+        step.append([*start, *_step(settings, unit, axes), f"{longest_sequence(settings, size):,}", *time])
     lines = [
         *_heading(name, cases[0].settings),
         "",
-        f"{unit_name} on the fullest rank; {device} has {byte_size(size)}",
-        *_aligned(memory),
+        f"{unit_name} on the fullest rank; {gpu.name} has {byte_size(size)}",
+        *aligned(memory),
         "",
-        f"a step: {unit_name} that a rank sends; tokens of the longest sample that fits",
-        *_aligned(step),
+        f"a step: {unit_name} that a rank sends; tokens of the longest sample that fits" + "; time of a step" * timed,
+        *aligned(step),
+        *(
+            [hanging(f"expected error of a time: {gpu.measured}; of several hosts none was measured", 2)]
+            if timed
+            else []
+        ),
     ]
     return "\n".join([*lines, *[""] * bool(notes), *(hanging(note, 2) for note in notes)])
 
@@ -73,12 +80,3 @@ def _step(settings: Settings, unit: float, axes: list[str]) -> list[str]:
 
 def _figure(size: float) -> str:
     return f"{size:.2f}" if size < 100 else f"{size:,.1f}"
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *cells in rows:
-        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append(" ".join([first.ljust(widths[0]), *right]))
-    return lines

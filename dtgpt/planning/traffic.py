@@ -65,18 +65,20 @@ def collectives_of(settings: Settings, rank: int) -> list[Collective]:
 
 
 def _over_cp(settings: Settings, rank: int) -> list[Collective]:
-    """Return the exchange of tokens for heads before each attention core, of q, k and v, and back after it."""
+    """Return the exchange of tokens for heads before each attention core, of q, k and v, and back after it. Where ranks
+    have the same heads, each gets their keys and values, by a message of its own."""
     plan, config = settings.plan, settings.model
     if plan.cp == 1:
         return []
     passes = settings.micro_batches * (3 if settings.recompute == "full" else 2)  # forward, again, backward
-    degrees = degrees_of_heads(config, plan)
+    degrees, copies = degrees_of_heads(config, plan), plan.ranks_of_queries(config)
     tokens = settings.micro_batch_size * settings.local_length
     count, size = 0, 0
     for block in blocks_of_rank(config, plan, rank):
         for core in inventory(config).cores(block):
-            columns = 2 * (config.num_heads + core.kv_heads) * core.head_dim // degrees[block]
-            count, size = count + 2 * passes, size + passes * settings.dtype.itemsize * tokens * columns
+            columns = 2 * (config.num_heads + copies * core.kv_heads) * core.head_dim // degrees[block]
+            count += passes * (2 if copies == 1 else 3)
+            size += passes * settings.dtype.itemsize * tokens * columns
     return [Collective("all-to-all", "cp", "queries, keys, values and outputs of attention", count, size)]
 
 
@@ -106,6 +108,8 @@ def _over_tp(
         n = passes * (columns + rows + last + out_again)
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
         found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
+    joint = sum(p.role is Role.JOINT_NORM for p in held) * passes * (3 if settings.recompute == "full" else 2)
+    found.append(Collective("all-reduce", "tp", "mean squares of all heads, fp32", joint, 4 * joint * tokens))
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
     if settings.lora.rank:  # the factors of adapters that are whole on every rank
         partial = [p for p in trained if p.style is not None and p.by_tp == math.prod(p.shape)]
@@ -119,10 +123,12 @@ def _over_tp(
 
 def _recomputed(settings: Settings, weights: list[LocalParameter], columns: int, rows: int) -> tuple[int, int]:
     """Return how many of the matrices cut by columns and by rows run forward again in a micro-batch. Recomputation of a
-    block ends with the last tensor that backward needs: without dropout, before the output of its last matrix."""
+    block ends with the last tensor that backward needs: without dropout, and without a norm after its last matrix,
+    before the output of that one."""
     if settings.recompute != "full":
         return 0, 0
-    ends = {p.block for p in weights if isinstance(p.style, RowwiseParallel)} if settings.model.dropout == 0 else ()
+    last = {p.block: p for p in weights}  # in the order of the modules
+    ends = [p for p in last.values() if settings.model.dropout == 0 and isinstance(p.style, RowwiseParallel)]
     return columns, rows - len(ends)
 
 

@@ -43,6 +43,7 @@ class Report:
         self.peak = peak_flops(self.device, settings.dtype)
         self.shown = set(recipe.log.show.split(","))
         self.bytes_per_token, self.spells = data.bytes_per_token(), data.tokenizer.spells
+        self.chats = data.tokenizer.chat_template is not None
         self.first, self._begin = step, time.perf_counter()
         self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
         tokenizer = data.tokenizer
@@ -165,7 +166,8 @@ class Report:
         say(f"run     {self.run}")
         if is_done:
             name = shlex.quote(str(self.run))
-            commands = [f"dtgpt generate {name} --interactive"] * self.spells + [f"dtgpt serve {name}"]
+            talk = f"dtgpt chat {name}" if self.chats else f"dtgpt generate {name} --interactive"
+            commands = [talk] * self.spells + [f"dtgpt serve {name}"]
             say("\n".join(f"{'      ' if i else 'next: '}{command}" for i, command in enumerate(commands)))
 
     @contextmanager

@@ -1,12 +1,14 @@
-"""The loss on validation and test text, and generated texts."""
+"""The loss on validation and test text, generated texts, and answers in held-out chats."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.sections import LogConfig
+from dtgpt.data.chats.packed import ChatBeginning
 from dtgpt.data.dataset import bits_per_byte
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -52,32 +54,49 @@ def held_out_loss(
 
 
 def sample(
-    stages: list[Decoder], mesh: Mesh, settings: Settings, tokenizer: Tokenizer, log: LogConfig, seed: int, step: int,
-    interrupted: Callable[[], bool],
+    stages: list[Decoder], mesh: Mesh, settings: Settings, tokenizer: Tokenizer, log: LogConfig,
+    chats: Sequence[ChatBeginning], seed: int, step: int, interrupted: Callable[[], bool],
 ) -> str:  # fmt: skip
-    """Return a generated text as `log` wants it, the same on every rank and under every plan. It ends early when
-    `interrupted` is true on rank 0. The stages are those that are trained."""
+    """Return a generated text as `log` wants it, or the `chats` with their last answers by the model, the same on every
+    rank and under every plan. It ends early when `interrupted` is true on rank 0. The stages are those that are
+    trained."""
     config = settings.model
-    ids, tokens = fit_prompt(encode(log.prompt, tokenizer, config), log.sample_tokens, config.seq_length)
-    if not tokens:  # a model of one position
-        return log.prompt
-    options = Options(max_new_tokens=tokens, temperature=log.temperature, top_k=log.top_k, seed=seed)
+    options = Options(temperature=log.temperature, top_k=log.top_k, seed=seed)
+    if chats:
+        jobs = [_answering(chat, options, log.sample_tokens, config.seq_length, step) for chat in chats]
+    else:
+        ids, tokens = fit_prompt(encode(log.prompt, tokenizer, config), log.sample_tokens, config.seq_length)
+        if not tokens:  # a model of one position
+            return log.prompt
+        jobs = [PromptJob(ids, replace(options, max_new_tokens=tokens), step)]
     vocab_size = min(tokenizer.vocab_size, config.vocab_size)
     with torch.compiler.set_stance("force_eager"):  # single tokens would be compiled anew
         engine = Engine(stages, mesh, config, settings.dtype, slots=1, vocab_size=vocab_size)
         if mesh.rank:
             engine.follow()
             return broadcast_json(mesh)
-        session, text = Session(engine, tokenizer, special_ids(tokenizer)), log.prompt
-        try:
-            for update in session.stream(PromptJob(ids, options, step)):
-                text += update.text
-                if interrupted():
-                    break
-        except NotFinite as error:
-            text += f"\n[{error}]"
+        session, texts = Session(engine, tokenizer, special_ids(tokenizer)), list[str]()
+        for job in jobs:
+            if interrupted():
+                break
+            text, ids, failure = log.prompt, list(job.ids), ""
+            try:
+                for update in session.stream(job):
+                    text += update.text
+                    ids += update.ids
+                    if interrupted():
+                        break
+            except NotFinite as error:
+                failure = f"\n[{error}]"
+            texts.append((tokenizer.decode(ids) if chats else text) + failure)
         session.close()
-        return broadcast_json(mesh, text)
+        return broadcast_json(mesh, "\n\n".join(texts))
+
+
+def _answering(chat: ChatBeginning, options: Options, tokens: int, positions: int, step: int) -> PromptJob:
+    """Return the job of an answer of at most `tokens` tokens."""
+    options = replace(options, max_new_tokens=min(tokens, positions - len(chat.ids)), stop_token_ids=chat.ends)
+    return PromptJob(chat.ids, options, step)
 
 
 def fit_prompt(ids: list[int], tokens: int, positions: int) -> tuple[list[int], int]:

@@ -27,7 +27,8 @@ class IntervalLoss:
         self.steps = 0
 
     def add(self, loss: Tensor, preferences: Tensor | None = None) -> None:
-        """Add this rank's part of the loss of a step, and of the sums over its pairs."""
+        """Add this rank's part of the loss of a step, and of the sums over its pairs, which are those of
+        `PreferenceLoss.totals`."""
         self._sum.add_(loss)
         if preferences is not None:
             self._totals.add_(preferences)

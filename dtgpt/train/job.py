@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtgpt.checkpoint.load import check_same_model
-from dtgpt.config.plan_choice import PlanChoice
+from dtgpt.config.plan_choice import AUTO, OR, PlanChoice
 from dtgpt.config.recipe import RUN_NAME, Recipe
 from dtgpt.data.checks import check_data, with_tokenizer
 from dtgpt.data.megatron.prepared import is_prepared
@@ -13,7 +13,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.run.folder import read_recipe, run_to_resume, saved_value
 from dtgpt.train.own_tokenizer import model_to_begin_with, with_own_tokenizer
-from dtgpt.util.console import counted
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import check_value
 
@@ -67,6 +67,7 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
             f"dpo.beta={recipe.dpo.beta:g} trains a model on what it prefers already; name it with --init_from MODEL, "
             "or leave dpo.beta out"
         )
+    recipe = with_plan(recipe, world)
     if resume.foreign is not None:
         check_foreign(resume.foreign, recipe.model, recipe.num_steps)
     needed = 0
@@ -99,6 +100,20 @@ def with_steps(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Re
     if recipe.train_samples is not None and data.train_samples is None and is_prepared(data.path):
         data = replace(data, train_samples=recipe.train_samples)
     return replace(recipe.counted(first_step, first_sample), data=data)
+
+
+def with_plan(recipe: Recipe, world: int) -> Recipe:
+    """Return the recipe with the plan that `auto` means for `world` processes of this machine's GPUs, and say which."""
+    if OR not in recipe.plan and recipe.plan != AUTO:
+        return recipe
+    from dtgpt.planning.auto import AutoPlan
+
+    chosen = AutoPlan(recipe=recipe, world=world).settled()
+    if chosen.plan != recipe.plan:
+        name, ranks = chosen.plan.partition(OR)[0].strip(), counted(world, "process", "processes")
+        micro, recompute = chosen.micro_batch_size, chosen.recompute
+        say(f"plan auto: {name} on {ranks}, micro-batches of {micro}, recompute {recompute}")
+    return chosen
 
 
 def check_foreign(run: TrainingSource, model: ModelConfig, steps: int) -> None:

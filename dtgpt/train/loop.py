@@ -174,7 +174,7 @@ class Loop:
         trainer, first, stopping = self.trainer, self.trainer.step, self.interrupted()
         while trainer.step < trainer.steps and not stopping:
             result = self._train_step()
-            self.interval.add(result.loss, result.preferences)
+            self.interval.add(result.loss, None if trainer.objective is None else trainer.objective.totals)
             if self.watch:
                 self.watch.step = trainer.step
             # Read once, so that a signal from here on is met by the next step: the last step always saves.

@@ -215,7 +215,8 @@ def _unknown(saved: dict[str, Any], known: set[str], prefix: str = "") -> Iterat
 def model_values(path: Path, asked: ModelConfig, given: Collection[str]) -> dict[str, Any]:
     """Return the dimensions of the model at `path` that `asked` does not have, by the names of recipe fields. Raises
     UserError where an option `given` contradicts them, or the architecture is another one. A shorter context is not a
-    contradiction; where positions are not learned, the length of samples is the recipe's."""
+    contradiction, nor is a scaling of rotary positions; where positions are not learned, the length of samples is the
+    recipe's."""
     return _dimensions(path, open_config(path), asked, given)
 
 
@@ -226,6 +227,8 @@ def _dimensions(
     is that of the model, and a shorter one is a contradiction where positions are learned."""
     check_same_architecture(path, config, asked)
     own = FREE if config.learns_positions or (exact and "model.seq_length" not in given) else FREE | {"seq_length"}
+    if not exact:
+        own = own | {n for n in config.continued if f"model.{n}" in given}
     held = {f"model.{n}": v for n, v in vars(config).items() if n not in own}
     wanted = {name: getattr(asked, name.removeprefix("model.")) for name in held}
     other = [n for n in held if n in given and wanted[n] != held[n]]

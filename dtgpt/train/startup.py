@@ -19,6 +19,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.origin import origin_of
 from dtgpt.interop.open import open_config, open_source
 from dtgpt.interop.tokenizer import check_size
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import RunLock, changes_since, create_run
@@ -81,12 +82,23 @@ def load_initial_weights(path: Path, trainer: Trainer) -> None:
         if config.seq_length > held.seq_length:
             say(f"{path} has {held.seq_length} positions; those up to {config.seq_length} are new to it", warning=True)
         held = replace(held, seq_length=config.seq_length)
+    if type(held) is type(config):  # else the check says so
+        held = _continued(path, held, config)
     check_same_model(path, held, config)
     for note in source.notes:
         say(note, warning=True)
     load_weights(source, trainer.shards.frozen or trainer.shards)
     if lora.rank:
         trainer.adapter = trainer.mesh.on_rank_0(lambda: describe_adapter(lora, path, source))
+
+
+def _continued(path: Path, held: ModelConfig, config: ModelConfig) -> ModelConfig:
+    """Return the model at `path` with those values of the run's that are asked for in spite of its own, and say so."""
+    changed = [name for name in sorted(config.continued) if getattr(held, name) != getattr(config, name)]
+    if changed:
+        values = ", ".join(f"model.{name} {getattr(held, name)} -> {getattr(config, name)}" for name in changed)
+        say(f"the weights of {path} go on with other positions: {values}")
+    return replace(held, **{name: getattr(config, name) for name in changed})
 
 
 def take_over(run: TrainingSource, trainer: Trainer, sizes: Callable[[int, int], BatchSizes]) -> None:

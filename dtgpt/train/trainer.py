@@ -40,13 +40,14 @@ from dtgpt.train import evaluate
 from dtgpt.train.rollouts import Rollouts
 from dtgpt.util.timers import Timers
 
+SHOWN = 3  # held-out chats that a sample has
+
 
 class StepResult(NamedTuple):
     """The outcome of one optimizer step, on the device."""
 
     loss: Tensor  # this rank's part of the mean loss
     norm: Tensor  # of the gradient, before clipping
-    preferences: Tensor | None = None  # this rank's part of the sums in `PreferenceLoss.totals`
 
 
 def never() -> bool:
@@ -139,8 +140,7 @@ class Trainer:
             norm = self.graphs.run("update", self.optimizer.apply, loss)
         self.step += 1
         self.timers.next_step()
-        totals = None if self.objective is None else self.objective.totals.clone()
-        return StepResult(loss.clone(), norm.clone(), totals)  # a graph overwrites its outputs in the next step
+        return StepResult(loss.clone(), norm.clone())  # a graph overwrites its outputs in the next step
 
     def gradient(self, shard: Shard) -> Tensor:
         """Return what `gradients` left of this shard, without the loss scale."""
@@ -160,12 +160,13 @@ class Trainer:
         return evaluate.held_out_loss(self.engine, self.mesh, batches, self.masks, token_bytes, interrupted)
 
     def sample(self, interrupted: Callable[[], bool] = never) -> str | None:
-        """Return a text as the log options want it, the same on every rank; None where they want none, or `interrupted`
-        is true on any rank, whose answers may differ."""
+        """Return a text as the log options want it, or held-out chats with the model's answers, the same on every rank;
+        None where they want none, or `interrupted` is true on any rank, whose answers may differ."""
         tokenizer, log = self.dataset.tokenizer, self.log
         if not log.sample_tokens or not tokenizer.spells or self.mesh.any(interrupted()):
             return None
-        given = self.stages, self.mesh, self.settings, tokenizer, log
+        chats = [] if log.prompt else self.dataset.chats(SHOWN, self.settings.model.seq_length)
+        given = self.stages, self.mesh, self.settings, tokenizer, log, chats
         with self.as_loaded():
             text = evaluate.sample(*given, self.seed, self.step, interrupted)
         return None if self.mesh.any(interrupted()) else text

@@ -202,9 +202,9 @@ OPTIONS = {
         "pipeline-model-parallel-comm-backend NAME, delay-wgrad-compute, defer-embedding-wgrad-compute, "
         "wgrad-deferral-limit N": skip("the schedule of a pipeline follows from the plan"),
         "context-parallel-size N": together("add cp{N} to the plan, as in --plan cp2_tp2"),
-        "cp-comm-type a2a": skip("ranks of a plan with cp exchange tokens for heads"),
+        "cp-comm-type a2a": skip("ranks of a plan with cp exchange tokens for heads, as far as there are heads"),
         "hierarchical-context-parallel-sizes N, hybrid-context-parallel, cp-comm-type NAME, "
-        "max-seqlen-per-dp-cp-rank N": no("ranks of a plan with cp always exchange tokens for heads, by all-to-all"),
+        "max-seqlen-per-dp-cp-rank N": no("ranks exchange tokens for heads, and gather keys beyond their number"),
         "use-distributed-optimizer": together("add zero1 to the plan, as in --plan zero1"),
         "use-torch-fsdp2, use-megatron-fsdp, data-parallel-sharding-strategy NAME": together(
             "add zero1, zero2 or zero3 to the plan, as in --plan zero3"

@@ -25,15 +25,6 @@ PEAK_FLOPS = {
     "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
-# GiB that CUDA reports, by the vendors' sizes; H200 as seen.
-DEVICE_MEMORY = {
-    "B200": 178.4, "H200": 139.8, "H100": 79.1, "A100": 79.2, "A100-40GB": 39.4, "L40S": 44.4, "A40": 44.4, "L4": 22.0,
-    "A10": 22.0, "RTX4090": 23.5, "RTX3090": 23.6,
-}  # fmt: skip
-
-NO_FLOAT8 = ("A100", "A100-40GB", "A40", "A10", "RTX3090")  # those of DEVICE_MEMORY of compute capability below 8.9
-
-
 SIXTEEN_BITS, FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)  # least compute capabilities: of bf16, of fp8, of TMA
 
 
@@ -74,7 +65,17 @@ def check_kernels(device: torch.device) -> None:
 def below_ampere(device: torch.device, dtype: torch.dtype, attention: str, dropout: float) -> str | None:
     """Return what to use on a GPU that has neither bf16 nor what flash attention is written for; None where nothing
     better is known. dtype: of activations."""
-    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= SIXTEEN_BITS:
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    return what_runs_on(device_name(device), capability, dtype, attention, dropout)
+
+
+def what_runs_on(
+    name: str, capability: tuple[int, int], dtype: torch.dtype, attention: str, dropout: float
+) -> str | None:
+    """Return as `below_ampere` does, for a GPU that need not exist."""
+    if capability >= SIXTEEN_BITS:
         return None
     wanted = ["--precision fp16"] if dtype == torch.bfloat16 else []
     if attention == "flash" or (attention == "auto" and dtype.itemsize == 2):
@@ -82,8 +83,8 @@ def below_ampere(device: torch.device, dtype: torch.dtype, attention: str, dropo
     if not wanted:
         return None
     return (
-        f"{device_name(device)} has compute capability {capability[0]}.{capability[1]}, and bf16 and flash attention "
-        f"need 8.0 (A100): use {' '.join(wanted)}"
+        f"{name} has compute capability {capability[0]}.{capability[1]}, and bf16 and flash attention need 8.0 (A100): "
+        f"use {' '.join(wanted)}"
     )
 
 

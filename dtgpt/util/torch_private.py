@@ -22,6 +22,11 @@ def default_store() -> dist.Store:
         raise RuntimeError(str(error)) from None
 
 
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """Return the process group whose `group_name` this is."""
+    return distributed_c10d._resolve_process_group(cast(Any, name))  # a string subtype of torch, for types alone
+
+
 def is_in_backward() -> bool:
     """Return whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from dtgpt.data.chats.encode import encode_chat, renderer_of
-from dtgpt.data.chats.packed import BEGINS, COUNTS, pack
+from dtgpt.data.chats.packed import BEGINS, COUNTS, chat_beginning, pack
 from dtgpt.data.chats.template import ChatTemplate, Renderer
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.train.loop import train
-from dtgpt.train.startup import read_dataset
+from dtgpt.train.startup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError
 from tests.support.chats import CHATML, FAMILIES, conversation, write_tokenizer
 from tests.support.ranks import pool
@@ -97,6 +97,8 @@ def test_rendered_prefixes_find_what_generation_blocks_mark(folder):
      "memory"),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "may not"), ("{{ messages.append(1) }}", "may not"),
     ("{{ cycler.__init__.__globals__.os.system('true') }}", "may not"), ("{% if %}", "not valid Jinja"),
+    ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "memory"), ("{{ '\\ud800' }}", "fails for the chat"),
+    ("{% set a %}{% generation %}Hi{% endgeneration %}{% endset %}text {{ a }}", "not written where it stands"),
     ("{% include 'secret' %}", "fails for the chat"), ("{% for m in messages %}{{ m.content }}", "not valid Jinja"),
 ])  # fmt: skip
 def test_hostile_templates_are_refused(source, wrong):
@@ -177,6 +179,53 @@ def test_every_form_gives_the_same_chat(folder, tmp_path):
     assert (weights == weights[0]).all() and answer == " world<|im_end|>"
 
 
+def test_answers_in_a_prompt_do_not_count(folder, tmp_path):
+    first, second = {"role": "assistant", "content": "First"}, {"role": "assistant", "content": "Second"}
+    chats = [
+        {"prompt": [QUESTION, first, QUESTION], "completion": [second]},
+        {"prompt": [first], "completion": [QUESTION]},
+    ]
+    given = {"input": write_chats(tmp_path / "chats.jsonl", chats), "output_prefix": tmp_path / "x", "workers": 1}
+    summary = prepare(PrepareConfig(**given, chat=True, tokenizer=str(folder)))
+    dataset = IndexedDataset(tmp_path / "x_chat_document")
+    assert (summary.documents, summary.broken) == (1, 1)
+    counted = dataset.window(0)[np.asarray(dataset.weights) > 0]
+    assert open_tokenizer(str(folder)).decode(counted) == "Second<|im_end|>"
+
+
+@pytest.mark.parametrize("loss", ["assistant", "all"])
+def test_the_beginning_of_a_chat_is_all_before_its_last_answer(folder, tmp_path, loss):
+    messages = [QUESTION, ANSWER, QUESTION, ANSWER | {"content": "last"}]
+    path = write_chats(
+        tmp_path / "chats.jsonl", [{"messages": messages}, {"messages": [QUESTION, ANSWER | {"weight": 0}]}]
+    )
+    given = {"input": path, "output_prefix": tmp_path / "x", "workers": 1}
+    prepare(PrepareConfig(**given, chat=True, tokenizer=str(folder), chat_loss=loss))
+    dataset, tokenizer = IndexedDataset(tmp_path / "x_chat_document"), open_tokenizer(str(folder))
+    ids, ends = chat_beginning(dataset, 0)
+    if loss == "all":
+        assert (tokenizer.decode(ids), ends) == ("<|im_start|>", ())
+        return
+    assert tokenizer.decode(ids).endswith("world<|im_end|><|im_start|>user\nHello<|im_end|><|im_start|>assistant\n")
+    assert tokenizer.decode(ends) == "<|im_end|>" and chat_beginning(dataset, 1) is None
+
+
+def test_chats_are_used_although_the_longest_lose_their_answers(folder, tmp_path, chat_recipe):
+    """Of the first samples, which have the longest chats, no token counts."""
+    long = {"messages": [{"role": "user", "content": "a" * 90}, ANSWER]}
+    path = write_chats(tmp_path / "chats.jsonl", [long] * 300 + [{"messages": [QUESTION, ANSWER]}] * 3)
+    given = {"input": path, "output_prefix": tmp_path / "x", "workers": 1}
+    prepare(PrepareConfig(**given, chat=True, tokenizer=str(folder)))
+    recipe = change(chat_recipe, data={"path": str(tmp_path / "x_chat_document"), "split": "1,0,0"})
+    dataset = read_dataset(recipe)
+    assert len(dataset.train) > 300 and dataset.bytes_per_token() > 0
+    assert [b.ids for b in dataset.chats(3, 64)] == []  # the first chats do not fit
+    with pytest.raises(
+        UserError, match=r"no token of .* counts in samples of 64 tokens: the answers are cut off, or have"
+    ):
+        read_dataset(change(recipe, data={"split": "300,3,0"}))
+
+
 def test_packing_leaves_little_room_and_puts_every_chat_somewhere():
     lengths = np.random.RandomState(0).lognormal(5.5, 0.8, 3000).astype(np.int64).clip(8, 2049)
     samples = pack(lengths, 2049, seed=1)
@@ -242,3 +291,29 @@ def test_inspect_shows_what_is_masked(prepared, capsys):
     inspect(InspectOptions(input=(prepared,), show=True, samples=1))
     shown = capsys.readouterr().out
     assert "<|im_start|>assistant\n]a" in shown and "<|im_end|>" in shown.rpartition("]")[2]
+
+
+def test_samples_of_a_run_are_held_out_chats_with_the_models_answers(chat_recipe, prepared):
+    log = {"sample_tokens": 6, "sample_interval": 2, "temperature": 0}
+    wanted = change(chat_recipe, log=log, steps=4, plan="single")
+    train(wanted)
+    samples = newest_run(wanted) / "samples"
+    assert len(list(samples.iterdir())) == 2
+    written = (samples / "step_00000004.txt").read_text()
+    chats, tokenizer = IndexedDataset(prepared), open_tokenizer(str(newest_run(wanted) / "tokenizer.json"))
+    with open_trainer(wanted, newest_run(wanted)) as trainer:
+        beginnings = trainer.dataset.chats(3, 64)
+        held_out = {tuple(chats.window(i)[: len(b.ids)].tolist()) for b in beginnings for i in range(96, 120)}
+        assert len(beginnings) == 3 and all(tuple(b.ids) in held_out for b in beginnings)
+        model, texts = trainer.stages[0], []
+        for ids, ends in beginnings:
+            ids, end = list(ids), len(ids) + 6
+            assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n") and tokenizer.decode(ends) == "<|im_end|>"
+            while len(ids) < min(64, end) and (len(ids) == end - 6 or ids[-1] not in ends):
+                ids.append(int(model(torch.tensor([ids]))[0, -1, : tokenizer.vocab_size].argmax()))
+            texts.append(tokenizer.decode(ids))
+    assert written.rstrip("\n") == "\n\n".join(texts).rstrip("\n")
+    parted = change(wanted, plan="tp2", runs=f"{wanted.runs}-tp2")
+    assert pool().run(2, train, parted) == [0, 0]
+    assert (newest_run(parted) / "samples" / "step_00000004.txt").read_text() == written
+    assert "7 and" in training(change(wanted, log={"prompt": "7 and"})).sample()

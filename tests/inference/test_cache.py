@@ -23,6 +23,7 @@ from dtgpt.util.errors import UserError
 from tests.support import bodies_engine as bodies
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
+from tests.support.windowed_blocks import WindowedConfig
 
 LENGTH, VOCABULARY = 20, 61
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": LENGTH, "vocab_size": VOCABULARY}
@@ -31,6 +32,7 @@ CONFIGS = {
     config: config(**SHAPE, **more, init_std=0.3)
     for config, more in ((GPT2Config, {}), (OtherConfig, {}), (LlamaConfig, GROUPED))
 }
+CONFIGS[WindowedConfig] = WindowedConfig(**SHAPE | {"num_layers": 4}, init_std=0.3)
 BACKENDS = get_args(Backend)
 IDS = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(2)).tolist()
 TOLERANCE = 1e-5
@@ -66,9 +68,12 @@ def cached_log_probabilities(runner, ids, borders, decoded, slot):
     return torch.empty(len(ids) - 1, VOCABULARY).scatter_(1, top_ids, logprobs)
 
 
-@pytest.mark.slow(8)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("architecture", CONFIGS)
+CASES = [(kind, backend) for kind in CONFIGS for backend in BACKENDS]
+UNKNOWN = [(WindowedConfig, backend) for backend in ("sdpa", "fused_softmax", "flash")]  # to which its layers are
+
+
+@pytest.mark.slow(9)
+@pytest.mark.parametrize("architecture, backend", [case for case in CASES if case not in UNKNOWN])
 def test_cached_is_recomputed_whatever_the_back_end_the_chunks_and_what_the_slot_held(architecture, backend):
     config = CONFIGS[architecture]
     expected = whole_log_probabilities(config, IDS)

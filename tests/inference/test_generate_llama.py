@@ -116,7 +116,7 @@ def test_the_cache_keeps_rotated_keys_of_the_heads_of_keys_alone():
     assert first.shape == (2, 48, 8)
     assert torch.equal(first[:, 2], second[:, 2]) and not torch.allclose(first[:, 1], first[:, 2])
     torch.testing.assert_close(first[:, :2].norm(dim=-1), second[:, :2].flip(1).norm(dim=-1))
-    assert core_sizes(LLAMA, 0, 2) == [(1, 8)]
+    assert core_sizes(LLAMA, 0, 2) == [(1, 8, LLAMA.seq_length)]
     whole = replace(LLAMA, num_kv_heads=8)
     plan = Plan().for_world(1)
     per_head = bytes_per_slot(whole, plan, torch.bfloat16) - bytes_per_slot(LLAMA, plan, torch.bfloat16)
@@ -144,7 +144,9 @@ def test_shorter_slots_change_no_text_and_take_less_memory(folder):
     assert len(short.generate([1, 2], ends=False)) == 10
     tokens = torch.arange(12)[None]
     assert torch.equal(short(tokens), whole(tokens))
-    position = 8 + 4 * whole.config.num_layers * sum(2 * heads * dim for heads, dim in core_sizes(whole.config, 0, 1))
+    position = 8 + 4 * whole.config.num_layers * sum(
+        2 * size.heads * size.dim for size in core_sizes(whole.config, 0, 1)
+    )
     assert whole.generator.bytes_per_slot - short.generator.bytes_per_slot == 36 * position
     with pytest.raises(UserError, match="max_new_tokens=11 need 13 positions, but the model has 12"):
         short.generate("ab", max_new_tokens=11)

@@ -111,9 +111,9 @@ def prefill_with_graphs(change: Callable | None = None) -> tuple[Prefill, list[i
     runner = ModelRunner(stages, mesh, CONFIG, torch.float32, len(PROMPTS))
     sizes, plain = [], runner.step.prefill_padded
 
-    def read(tokens, slots):
+    def read(tokens, slots, lengths):
         sizes.append(len(slots))
-        plain(tokens, slots)
+        plain(tokens, slots, lengths)
         if change:
             change(len(slots), runner.cache)
 

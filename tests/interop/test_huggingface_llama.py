@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.convert import ConvertOptions, convert
+from dtgpt.config.overrides import read_words
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.inference.load import load
 from dtgpt.interop.hf import llama
@@ -24,7 +25,8 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.source import parameter_shapes
 from dtgpt.ops.random.philox import root_key
 from dtgpt.ops.rotary import rotary
-from dtgpt.train.settle import model_values
+from dtgpt.train.settle import model_values, settle
+from dtgpt.train.startup import open_trainer
 from tests.interop.test_interop_huggingface import InMemory, edit, edit_weights, same_logits
 from tests.support.bodies_inference import weights_at_the_start
 from tests.support.huggingface_llamas import MODELS, our_model, their_model
@@ -190,6 +192,28 @@ def test_a_recipe_takes_the_dimensions_of_a_model_and_keeps_its_samples(folder):
     gpt2 = GPT2Config(num_layers=1, hidden_size=8, num_heads=2)
     refused(lambda: model_values(folder, gpt2, set()), "holds a llama", "a gpt2", "LlamaConfig")
     assert asdict(held).keys() == asdict(other).keys() and len(parameter_shapes(held)) == 2 + 6 * 3
+
+
+def test_a_model_is_continued_at_more_positions(recipe, tmp_path, capsys):
+    """By YaRN, as transformers computes it with these settings; the exported model says so."""
+    their_model("llama 3", vocab_size=257).save_pretrained(tmp_path / "theirs")
+    options = ["--init_from", str(tmp_path / "theirs"), "--model.seq_length", "96", "--seq_length", "24"]
+    options += ["--model.rope_scaling", "yarn", "--model.rope_factor", "4", "--model.rope_original_length", "24"]
+    recipe = replace(recipe, model=our_model().config)
+    config = settle(recipe, read_words(options, recipe)[1])
+    with open_trainer(config) as trainer:
+        held = trainer.stages[0].config
+        assert (held.rope_scaling, held.rope_factor, held.seq_length) == ("yarn", 4.0, 96)
+        save_huggingface(InMemory(trainer.stages[0]), tmp_path / "longer")
+        scaling = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 24}
+        edit(tmp_path / "theirs", max_position_embeddings=96, rope_parameters=scaling)
+        for folder in ("theirs", "longer"):
+            assert same_logits(trainer.stages[0], AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval())
+    assert "go on with other positions: model.rope_factor 1.0 -> 4.0" in capsys.readouterr().out
+    options = ["--init_from", str(tmp_path / "theirs"), "--model.rope_theta", "7"]
+    refused(
+        lambda: settle(config, read_words(options, config)[1]), "--model.rope_theta 7.0, where the model has 500000"
+    )
 
 
 @pytest.mark.parametrize("plan", ["tp2", "dp2_zero3"])

@@ -8,7 +8,8 @@ import pytest
 import transformers
 
 from dtgpt.interop.hf import llama
-from dtgpt.interop.hf.model import HuggingFace
+from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace
+from dtgpt.interop.hf.rope import FULL, SLIDING
 from tests.support.huggingface_llamas import LLAMA31, SIZES, our_model, their_model
 from tests.support.sources import refused
 
@@ -67,19 +68,30 @@ def test_what_is_missing_is_what_transformers_takes(tmp_path, name, null):
 
 
 OTHER_MODELS = [
-    ("llama", {"model_type": "qwen2"}, "qwen2"), ("llama", {"model_type": "qwen3_moe"}, "qwen3_moe"),
-    ("llama", {"attention_bias": True}, "attention_bias=True"), ("llama", {"mlp_bias": True}, "mlp_bias=True"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"), ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
+    ("llama", {"model_type": "mixtral"}, "mixtral"), ("llama", {"model_type": "qwen3_moe"}, "qwen3_moe"),
+    ("mistral", {"attention_bias": True}, "attention_bias=true"), ("llama", {"mlp_bias": True}, "mlp_bias=true"),
+    ("llama", {"attention_bias": "qkv"}, "attention_bias='qkv'"), ("llama", {"hidden_act": "relu"}, "_act='relu'"),
+    ("llama", {"hidden_act": "tanh"}, "hidden_act='tanh'"), ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
     ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
     *(
         ("llama", {place: {"rope_type": kind, "factor": 2.0}}, f"rope_type='{kind}'")
-        for kind in ("linear", "dynamic", "yarn", "longrope", "su", "mrope")
+        for kind in ("dynamic", "longrope", "su", "mrope", "proportional")
         for place in ("rope_scaling", "rope_parameters")
     ),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+    *(
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0} | own}, words)
+        for own, words in (
+            ({"attention_factor": 0}, "attention_factor=0"), ({"beta_fast": "32"}, "beta_fast='32'"),
+            ({"mscale": -1.0}, "mscale=-1.0"), ({"truncate": 1}, "truncate=1"), ({"factor": None}, "without factor"),
+            ({"beta_fast": 1.0, "beta_slow": 2.0}, "rope_beta_slow=2.0 is not below"),
+        )
+    ),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_type='linear' without factor"),
+    ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "transformers has longrope for Phi-3"),
     ("llama", {"rope_scaling": [8.0]}, "rope_scaling=[8.0]"), ("llama", {"rope_scaling": 8.0}, "rope_scaling=8.0"),
     ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters={'full_attention'"),
     ("llama", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "both rope_theta=10000.0 and"),
@@ -94,11 +106,9 @@ OTHER_MODELS = [
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}}, "low_freq_factor"),
     ("llama", {"rope_scaling": LLAMA31 | {"low_freq_factor": 4.0}}, "rope_low_frequency=4.0 is not below"),
     ("llama", {"rope_scaling": LLAMA31 | {"factor": 0.5}}, "rope_factor=0.5"),
-    ("mistral", {"sliding_window": 63}, "sliding_window=63, and dtgpt's attention has no window"),
+    ("mistral", {"sliding_window": 0}, "sliding_window=0"),
     ("mistral", {"sliding_window": math.nan}, "sliding_window=nan, which is not a whole number"),
-    ("mistral", {"max_position_embeddings": 4097}, "sliding_window=4096, by default"),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, "sliding_window=32"),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "layer_types": [llama.SLIDING] * 3}, "window=32"),
+    ("qwen3", {"use_sliding_window": True, "layer_types": [SLIDING] * 2}, "layer_types of 2 layers and num_hid"),
     ("llama", dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 10**6), "is more than 1000000"),
     ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window='yes'"),
     ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types"), ("llama", {"layer_types": 3}, "layer_types=3"),
@@ -131,6 +141,22 @@ def test_settings_that_change_nothing_are_accepted(tmp_path, kind, settings):
     assert llama.read_config(SIZES | {"model_type": kind} | settings, tmp_path) == plain
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "window", "pattern"),
+    [
+        ("mistral", {"sliding_window": 63}, 63, "L"), ("mistral", {"max_position_embeddings": 4097}, 4096, "L"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, 32, "GGL"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "layer_types": [SLIDING] * 3}, 32, "L"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING]}, 5, "LG"),
+        ("phi3", {"sliding_window": 7}, 7, "L"),
+    ],
+)  # fmt: skip
+def test_layers_with_a_window_are_those_of_the_configuration(tmp_path, kind, settings, window, pattern):
+    config = ARCHITECTURES[kind].read_config(SIZES | {"model_type": kind} | settings, tmp_path)
+    assert (config.window, config.window_pattern) == (window, pattern)
+    assert [config.window_of(i) for i in range(3)] == [window if (pattern * 3)[i] == "L" else None for i in range(3)]
+
+
 NUMBERS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "sliding_window",
@@ -142,7 +168,7 @@ HOSTILE = ["4", "", -1, 0, 2.5, True, [], [4], {}, {"a": 1}, 10**30, 10**400, fl
 def test_hostile_numbers_are_one_sentence(tmp_path, name):
     path = tmp_path / "config.json"
     for value in HOSTILE:
-        if (name, value) in (("rope_theta", 2.5), ("sliding_window", 10**30), ("sliding_window", 10**400)):
+        if (name, value) in (("rope_theta", 2.5), *(("sliding_window", n) for n in (4, 10**30, 10**400))):
             continue
         path.write_text(json.dumps(SIZES | {"model_type": "mistral", name: value}))
         refused(lambda: HuggingFace(tmp_path), str(path))

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from dtgpt.interop.hf import model as huggingface
-from dtgpt.interop.hf.gpt2 import TANH_GELU
+from dtgpt.interop.hf.activation import NAMES
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
@@ -106,11 +106,14 @@ def test_logits_of_an_imported_model_are_those_of_transformers(tmp_path, vocab_s
     assert not source.read(TABLE)[vocab_size:].any()
 
 
-@pytest.mark.parametrize("name", TANH_GELU)
-def test_every_accepted_activation_is_the_tanh_form(tmp_path, name):
+@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
+def test_every_accepted_activation_is_that_of_transformers(tmp_path, name):
     theirs = their_model(activation_function=name)
     theirs.save_pretrained(tmp_path / "gpt2")
-    assert same_logits(filled(HuggingFace(tmp_path / "gpt2")), theirs)
+    source = HuggingFace(tmp_path / "gpt2")
+    assert same_logits(filled(source), theirs)
+    save_huggingface(source, tmp_path / "again")
+    assert HuggingFace(tmp_path / "again").config == source.config
 
 
 @pytest.mark.parametrize("vocab_size", [131, 257, 256])
@@ -229,7 +232,7 @@ def test_sizes_that_are_missing_are_those_of_transformers(tmp_path, folder):
 
 
 OTHER_MODELS = {
-    "model_type": ["gptj", None], "n_inner": [100], "activation_function": ["gelu", "relu", ["gelu_new"]],
+    "model_type": ["gptj", None], "n_inner": [100], "activation_function": ["tanh", "quick_gelu", ["gelu_new"]],
     "tie_word_embeddings": [False], "scale_attn_weights": [False], "scale_attn_by_inverse_layer_idx": [True],
     "add_cross_attention": [True], "layer_norm_epsilon": [-1.0, float("nan"), "1e-5"], "n_layer": ["3"],
     "n_embd": [48.0], "vocab_size": [True], "n_head": [{}],

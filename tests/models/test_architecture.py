@@ -14,7 +14,7 @@ from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.models.binding import BoundModule
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
-from dtgpt.models.inventory import inventory
+from dtgpt.models.inventory import Core, inventory
 from dtgpt.models.layers import Context
 from dtgpt.models.source import iterate_shapes
 from dtgpt.ops.random.philox import root_key
@@ -23,11 +23,13 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.activations import block_activations
+from dtgpt.planning.gpus import known_gpu
 from dtgpt.planning.report import describe_plan
 from tests.support import bodies_architecture, bodies_engine
 from tests.support.mixed_blocks import MixedConfig
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
+from tests.support.windowed_blocks import WindowedConfig
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -35,10 +37,12 @@ SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "
 MODELS = {
     "other": OtherConfig(**SHAPE),
     "mixed": MixedConfig(**SHAPE | {"num_layers": 5}, dropout=0.1),
+    "windowed": WindowedConfig(**SHAPE | {"num_layers": 4}, dropout=0.1),
 }
 PLANS = {
     "other": ["tp2_sp", "pp2_zbv", "dp2_tp2_sp_zero2"],  # LLaMA goes through the others: test_llama_parity.py
     "mixed": ["dp2", "dp2_zero1", "dp2_zero3", "tp2", "tp2_sp", "pp2", "pp2_zbv", "tp2_pp2", "dp2_tp2_sp_zero2"],
+    "windowed": ["dp2_zero3", "tp2", "cp2", "tp2_cp2", "tp2_pp2", "pp2_zbv", "dp2_tp2_sp_zero2"],
 }
 
 
@@ -84,7 +88,7 @@ def test_counts_follow_from_the_modules(other):
     multiplied = sum(sizes.values()) - sizes["embedding.tokens.weight"]
     assert config.flops_per_token(16) == 6 * multiplied + 12 * 4 * 32 * 16
     settings = replace(other, plan="tp2_pp2").planned(None)
-    assert "4 blocks of 32" in describe_plan(settings, "other", [], "H100")
+    assert "4 blocks of 32" in describe_plan(settings, "other", [], known_gpu("H100"))
 
 
 def test_counts_of_blocks_that_differ_follow_from_the_modules():
@@ -97,7 +101,7 @@ def test_counts_of_blocks_that_differ_follow_from_the_modules():
     parts = inventory(config)
     assert [list(parts.sites(block)) for block in range(5)] == [[1, 2, 3], [4], [5], [6, 7, 8], [9]]
     assert [len(parts.cores(block)) for block in range(5)] == [1, 0, 1, 1, 0]
-    assert parts.cores(2) == ((2, 8),) and parts.cores(3) == ((4, 8),)
+    assert parts.cores(2) == (Core(2, 8),) and parts.cores(3) == (Core(4, 8),)
     looked_up = 16 * 32
     assert config.flops_per_token(16) == 6 * (config.num_parameters - looked_up) + 3 * 12 * 32 * 16
     matrices = [name for name, p in parameters.items() if name.startswith("blocks") and p.dim() == 2]
@@ -144,20 +148,23 @@ def test_the_memory_of_each_kind_of_block_is_what_autograd_keeps(other, recomput
 
 
 @pytest.mark.slow(6)
+@pytest.mark.parametrize("model", ["mixed", "windowed"])
 @pytest.mark.parametrize("how", [{"precision": "fp8"}, {"recompute": "full"}, {"recompute": "selective"}])
-def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how):
-    recipe = replace(other, model=MODELS["mixed"], **how)
+def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how, model):
+    recipe = replace(other, model=MODELS[model], **how)
     expected, _ = references(replace(recipe, recompute="none"))
     found = pool().run(2, bodies_architecture.train_other, replace(recipe, plan="tp2_sp"), STEPS)[0][0]
     assert found == pytest.approx(expected, rel=1e-3 if "precision" in how else 1e-6)
 
 
 @pytest.mark.slow(1)
+@pytest.mark.parametrize("kind", [MixedConfig, WindowedConfig])
 @pytest.mark.parametrize("plan, training", [("tp2_pp2", False), ("pp2_zbv", False), ("dp2_zero3", True)])
-def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training):
-    config = MixedConfig(**SHAPE | {"num_layers": 5, "vocab_size": 61}, init_std=0.3)
+def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training, kind):
+    config = kind(**SHAPE | {"num_layers": 5, "vocab_size": 61}, init_std=0.3)
     model, prompts = build_model(config, CPU, torch.float32, bodies_engine.KEY), [[5], [3, 4, 5, 6, 7, 8], [9, 2]]
-    asked = [Request(ids=ids, sampling=Sampling(max_new_tokens=6, temperature=0, ends=False)) for ids in prompts]
+    sampling = Sampling(max_new_tokens=6, temperature=0, ends=False)
+    asked = [Request(ids=ids, sampling=sampling, choices=1 + (len(ids) > 2)) for ids in prompts]
     world = parse_plan(plan).world
     events = pool().run(world, bodies_engine.generate, config, plan, asked, 2, training)[0]
     for (request, _), text in bodies_engine.texts(events).items():
@@ -172,7 +179,7 @@ def test_a_kind_that_hides_a_difference_is_an_error():
         def make_block(self, index: int) -> BoundModule:
             return OtherConfig(**SHAPE | {"hidden_size": 32 * (index + 1)}).make_block(index)
 
-    with pytest.raises(ValueError, match="block 1 differs from block 0 in parameters or dropout sites"):
+    with pytest.raises(ValueError, match="block 1 differs from block 0 in parameters, dropout sites or rules"):
         Decoder(Careless(**SHAPE))
 
 

@@ -69,10 +69,9 @@ def test_wrong_spans_are_an_error(spans):
         flash.flash_attention(*inputs((2, 9, 2, 8), torch.float32)[1], spans=spans)
 
 
-def test_documents_of_fewer_queries_than_columns_are_an_error():
-    _, qkv = inputs((2, 9, 2, 8), torch.float32, columns=10)
-    with pytest.raises(ValueError, match="as many queries"):
-        flash.flash_attention(*qkv, spans=torch.zeros(2, 9, 2).int())
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_documents_of_the_last_queries_have_the_values_and_gradients_of_the_definition(p):
+    check((2, 19, 4, 8), torch.float64, p, 4, documents=0.1, kv_heads=2, columns=31)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +183,17 @@ def test_the_kernels_in_the_interpreter():
     cases += ", ((2, 70, 4, 16), f, 0.3, 3, 'cpu', 0.0, 2), ((1, 40, 2, 16), f, 0.3, 0, 'cpu', 0.0, 1, 150)"
     cases += ", ((1, 64, 2, 16), f, 0.0, 0, 'cpu', 0.0, 0, 128), ((2, 1, 2, 16), f, 0.0, 0, 'cpu', 0.0, 0, 77)"
     cases += ", ((1, 100, 4, 16), f, 0.3, 0, 'cpu', 0.05, 2), ((1, 70, 2, 16), f, 0.0, 0, 'cpu', 0.0, 2)"
+    # Documents of the last queries, of which some columns belong to none
+    cases += ", ((1, 40, 2, 16), f, 0.3, 0, 'cpu', 0.05, 1, 150), ((2, 70, 2, 16), f, 0.0, 0, 'cpu', 0.02, 0, 200)"
+    cases += ", ((1, 64, 2, 16), f, 0.3, 1, 'cpu', 0.03, 0, 128), ((1, 64, 2, 64), h, 0.0, 1, 'cpu', 0.03, 1, 192)"
     # Read by descriptors: 16 bits, no dropout, whole tiles; then not, for lack of whole tiles
     cases += ", ((1, 128, 2, 64), h, 0.0, 0, 'cpu', 0.0, 1), ((1, 256, 2, 64), h, 0.0, 0, 'cpu', 0.03, 1)"
     cases += ", ((1, 128, 2, 128), h, 0.0, 0, 'cpu', 0.03, 2), ((1, 70, 4, 64), h, 0.0, 0, 'cpu', 0.02, 2)"
+    # Windows and sinks, by descriptors and not, with documents and dropout
+    cases += ", ((1, 256, 1, 128), h, 0.0, {'window': 70, 'sinks': 2.0, 'scale': 0.2})"
+    cases += ", ((2, 150, 2, 16), f, 0.3, 1, 'cpu', 0.0, 1, {'window': 33, 'sinks': 0.5})"
+    cases += ", ((1, 100, 2, 16), f, 0.3, 0, 'cpu', 0.03, 1, {'window': 1, 'sinks': -1.0})"
+    cases += ", ((1, 70, 2, 16), f, 0.1, 0, 'cpu', 0.0, {'sinks': 20.0})"
     code = "from torch import float16 as h, float32 as f; from tests.support.bodies_flash import interpret; "
     code += f"interpret({cases})"
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -233,6 +240,15 @@ GROUPED += [((2, 1024, 2, 128), FP16, 2), ((1, 4095, 4, 64), BF16, 1), ((1, 300,
 @pytest.mark.parametrize("shape, dtype, kv_heads", GROUPED, ids=str)
 def test_the_kernels_serve_groups_of_heads_with_documents(shape, dtype, kv_heads, p, documents, poison):
     check(shape, dtype, p, 3, "cuda", documents, kv_heads=kv_heads)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("documents", [0.0, 0.005])
+@pytest.mark.parametrize("window", [1, 100, 1000])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("shape, dtype, kv_heads", GROUPED, ids=str)
+def test_the_kernels_serve_windows_and_sinks(shape, dtype, kv_heads, p, window, documents, poison):
+    check(shape, dtype, p, 3, "cuda", documents, kv_heads=kv_heads, window=window, sinks=1.0)
 
 
 @pytest.mark.cuda

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+import transformers
 from torch.library import opcheck
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from dtgpt.interop.hf.llama import read_config
 from dtgpt.ops.fast import split_backward
 from dtgpt.ops.norm.norm import norm_reference
 from dtgpt.ops.rotary import rotary as ops
 from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import angle_table
+from dtgpt.ops.rotary.table import angle_table, frequencies, rotation_of
 from tests.ops.test_norm import interpret, needs_triton
 from tests.support.bodies_norm import EPS, ROTATION, capture, check_rotary, custom_ops, results, saved_bytes
 
@@ -35,6 +39,41 @@ def test_the_reference_turns_pairs_of_columns_as_complex_numbers(normed):
     assert torch.equal(found[2], qkv[..., 4, :])
 
 
+SCALED: dict[str, dict] = {
+    "default": {}, "linear": {"factor": 3.5},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 16.0, "original_max_position_embeddings": 512},
+    "yarn without rounding": {"factor": 2.5, "original_max_position_embeddings": 90, "truncate": False},
+    "yarn with betas": {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 7.5, "beta_slow": 0.4},
+    "yarn with a factor": {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.9},
+    "yarn with scales": {"factor": 40.0, "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn of one column": {"factor": 40.0, "original_max_position_embeddings": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_frequencies_are_those_of_transformers(name, tmp_path):
+    """Over random bases and sizes of heads, with what transformers' own functions return."""
+    kind, generator = name.split()[0], torch.Generator().manual_seed(len(name))
+    for _ in range(12):
+        size = 2 * int(torch.randint(4, 65, (), generator=generator))
+        theta = float(10 ** (2 + 4 * torch.rand((), generator=generator)))
+        rope = {"rope_type": kind, "rope_theta": theta, **SCALED[name]}
+        sizes = {"num_attention_heads": 2, "hidden_size": 2 * size, "max_position_embeddings": 1024}
+        config = transformers.LlamaConfig(**sizes, head_dim=size, rope_parameters=dict(rope))
+        if kind == "default":
+            expected, amplitude = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+        else:
+            expected, amplitude = ROPE_INIT_FUNCTIONS[kind](config)
+        ours = read_config({"model_type": "llama", **sizes, "head_dim": size, "rope_parameters": rope}, tmp_path)
+        torch.testing.assert_close(frequencies(ours.rotation, size), expected, rtol=1e-6, atol=0)
+        assert ours.rotation.amplitude == pytest.approx(amplitude, rel=1e-12)
+        assert rotation_of(ours.rotation.numbers) == ours.rotation
+        table = angle_table(ours.rotation, size, 40, torch.device("cpu"))
+        angles = torch.outer(torch.arange(40.0), expected)
+        torch.testing.assert_close(table, torch.stack([angles.cos(), angles.sin()]) * amplitude, rtol=1e-5, atol=1e-5)
+
+
 @BOTH
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -47,9 +86,8 @@ def test_the_ops_on_a_cpu_have_the_values_and_gradients_of_float64(dtype, placed
 @BOTH
 def test_the_op_keeps_the_contract_of_custom_ops(normed):
     qkv, pair = torch.randn(2, 3, 1, 4, 6).requires_grad_(), weights(6, normed) or [None, None]
-    numbers = [float(number) for number in ROTATION]
     pair = [t if t is None else t.requires_grad_() for t in pair]
-    opcheck(ops._rotary, (qkv, torch.tensor([[0, 1, 2], [0, 0, 1]]), *pair, EPS, numbers, 10))
+    opcheck(ops._rotary, (qkv, torch.tensor([[0, 1, 2], [0, 0, 1]]), *pair, EPS, ROTATION.numbers, 10))
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
-"""SwiGLU against float64."""
+"""SwiGLU, and other functions of the gate, against float64."""
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
+from dtgpt.ops.pointwise import gated
 from dtgpt.ops.pointwise import swiglu as ops
+from dtgpt.ops.pointwise.activation import BIASED
+from dtgpt.ops.pointwise.gated import GATED
 from dtgpt.ops.pointwise.swiglu import swiglu
 from tests.ops.test_norm import interpret, needs_triton
-from tests.support.bodies_norm import capture, check_swiglu, custom_ops, results, saved_bytes
+from tests.support.bodies_norm import capture, check, check_geglu, check_swiglu, custom_ops, results, saved_bytes
 
 CUDA = torch.device("cuda")
 
@@ -63,7 +68,49 @@ def test_compiled_equals_eager():
 
 @needs_triton
 def test_the_kernels_in_the_interpreter():
-    interpret("check_swiglu", "((2, 5), 13, torch.float32), ((1,), 1, torch.float32), ((3, 9), 300, torch.float32)")
+    shapes = "((2, 5), 13, torch.float32), ((1,), 1, torch.float32), ((3, 9), 300, torch.float32)"
+    interpret("check_swiglu", shapes)
+    interpret("check_geglu", shapes)
+
+
+OF_GATE = {
+    "silu": lambda x: x / (1 + torch.exp(-x)), "gelu": lambda x: x * torch.special.ndtr(x),
+    "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu2": lambda x: x.clamp(min=0) ** 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_has_the_function_of_its_name(name, dtype):
+    def formula(x):
+        gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return OF_GATE[name](gate) * up
+
+    x = [(2 * torch.randn(2, 7, 42)).to(dtype)]
+    check(GATED[name], formula, x)
+    with custom_ops():
+        check(GATED[name], formula, x)
+        assert saved_bytes(GATED[name], x) == x[0].nbytes
+    assert saved_bytes(GATED[name], [x[0].to("meta")]) == x[0].nbytes
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_a_sum_with_a_bias_has_the_function_of_its_name(name):
+    of_sum = OF_GATE | {"relu": lambda x: x.clamp(min=0)}
+    x = [torch.randn(2, 7, 21), torch.randn(21)]
+    check(BIASED[name], lambda x, bias: of_sum[name](x + bias), x)
+
+
+def test_other_functions_keep_the_contract_of_custom_ops():
+    for name in gated.FUNCTIONS:
+        opcheck(gated._gated, (torch.randn(2, 3, 24).requires_grad_(), name))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernels_of_geglu_have_the_values_and_gradients_of_float64(dtype):
+    check_geglu((2, 77), 3072, dtype, CUDA)
 
 
 SHAPES = [((3, 33), 8192, torch.bfloat16), ((1,), 8192, torch.bfloat16), ((2, 4096), 14336, torch.bfloat16)]

@@ -1,6 +1,7 @@
 """Context parallelism: ranks that have slices of the tokens. tests/promises/test_parity.py holds its plans to one
 process."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,13 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.exchange import chunks_of, part_of_half
 from dtgpt.planning.activations import block_activations
 from dtgpt.planning.traffic import collectives_of
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import load_each, train_and_save
 from tests.support.bodies_context import BATCH, LENGTH, attend, score_and_sample, train_with_weights
+from tests.support.bodies_dryrun import exchanged
 from tests.support.ranks import pool
 from tests.support.runs import change
 
@@ -34,10 +37,19 @@ def recipe(recipe):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_and_its_gradients_have_the_bits_of_one_process(ranks):
-    pieces = pool().run(ranks, attend, f"cp{ranks}")
-    for expected, *found in zip(attend("single"), *pieces, strict=True):
+def test_ranks_of_other_heads_compute_attention_and_its_gradients_to_the_bits_of_one_process(ranks):
+    pieces = pool().run(ranks, attend, f"cp{ranks}", 4)
+    for expected, *found in zip(attend("single", 4), *pieces, strict=True):
         assert torch.equal(torch.cat(found, dim=1), expected)
+
+
+@pytest.mark.parametrize("backend, plain", [("auto", False), ("flash", False), ("fused_softmax", True), ("sdpa", True)])
+@pytest.mark.parametrize("ranks, groups", [(2, 1), (4, 1), (3, 1), (4, 2), (6, 3)])
+def test_ranks_of_other_queries_compute_attention_and_its_gradients_as_one_process(ranks, groups, backend, plain):
+    given = groups, torch.float64, backend, plain
+    pieces = pool().run(ranks, attend, f"cp{ranks}", *given)
+    for expected, *found in zip(attend("single", *given), *pieces, strict=True):
+        torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("masked", [range(0), range(3, 16), range(8)])
@@ -48,8 +60,9 @@ def test_the_loss_is_the_mean_over_the_weights_of_the_global_batch(recipe, maske
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_run_scores_and_writes_texts_as_one_process(recipe):
-    recipe = change(recipe, log={"sample_tokens": 5})
+@pytest.mark.parametrize("heads", [4, 1])
+def test_a_run_scores_and_writes_texts_as_one_process(recipe, heads):
+    recipe = change(recipe, log={"sample_tokens": 5}, model={"num_heads": heads})
     expected, text = score_and_sample(replace(recipe, plan="single"))
     for scores, written in pool().run(2, score_and_sample, replace(recipe, plan="cp2")):
         assert scores == pytest.approx(expected, rel=1e-5) and written == text
@@ -76,8 +89,9 @@ def test_each_token_is_on_one_rank_with_its_position():
 @pytest.mark.parametrize("plan, model, length, told", [
     ("cp2", GPT2, 15, r"seq_length=15 cannot be split over cp=2 \(1 left over\); use --seq_length 14 or 16"),
     ("cp2_tp2_sp", GPT2, 14, r"cannot be split over cp=2 x tp=2 under sequence parallelism \(2 left over\); use"),
-    ("cp8", LLAMA, 16, r"model.num_kv_heads=4 cannot be split over cp=8 x tp=1, .*; use cp=2 or 4, and zero3 or"),
-    ("cp2_tp4", LLAMA, 16, r"model.num_kv_heads=4 cannot be split over cp=2 x tp=4, .*; leave cp out"),
+    ("cp8", LLAMA, 24, r"seq_length=24 cannot be split over cp=8, in two halves each, since tp=1 leaves 4 heads of "
+     r"keys and values \(8 left over\); use --seq_length 16 or 32, or another cp"),
+    ("cp2_tp4_sp", LLAMA, 20, "cp=2 x tp=4 under sequence parallelism, in two halves each, since tp=4 leaves 1 head"),
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_refused_with_the_remedy(plan, model, length, told):
     made = parse_plan(plan)
@@ -94,12 +108,32 @@ def test_what_it_does_not_go_with_is_refused(recipe):
         parse_plan("cp2").for_world(2).for_inference()
 
 
-def test_a_plan_counts_half_of_the_activations_and_the_messages_of_heads(recipe):
+def test_a_plan_counts_half_of_the_activations(recipe):
     recipe = replace(recipe, model=LLAMA, device="cpu")
     one, two = (replace(recipe, plan=plan).planned(None) for plan in ("single", "cp2"))
     copies = two.micro_batch_size * 8 * 4 * (8 + 2 * 4 + 2 * 8) * 8  # q, k, v and the output, exchanged
     assert block_activations(two, 0) <= block_activations(one, 0) / 2 + copies
-    (heads,) = [c for c in collectives_of(two, 0) if c.over == "cp"]
-    tokens = two.micro_batch_size * 8
-    assert heads.count == 2 * 2 * 2 * two.micro_batches
-    assert heads.bytes == two.micro_batches * 2 * 2 * 4 * tokens * (2 * 8 + 2 * 4) * 8
+
+
+@pytest.mark.parametrize("plan, groups, recompute", [
+    ("cp2", 4, "none"), ("cp2", 1, "full"), ("cp4_tp2", 4, "selective"), ("cp2_pp2", 1, "none"),
+])  # fmt: skip
+def test_the_messages_are_those_that_are_sent(recipe, plan, groups, recompute):
+    recipe = replace(recipe, model=replace(LLAMA, num_kv_heads=groups), plan=plan, recompute=recompute)
+    world = parse_plan(plan).world
+    for rank, seen in enumerate(pool().run(world, exchanged, recipe)):
+        (planned,) = [c for c in collectives_of(recipe.planned(world), rank) if c.over == "cp"]
+        assert (planned.count, planned.bytes) == seen
+
+
+@pytest.mark.parametrize("plan, groups", [("cp2", 4), ("cp4", 1), ("cp4_tp2", 4), ("cp8_tp2", 4)])
+def test_ranks_have_as_many_pairs_of_query_and_key_and_all_queries(plan, groups):
+    """By the plan, and by the layout of the ranks."""
+    plan, model = parse_plan(plan), replace(LLAMA, num_kv_heads=groups)
+    heads, parts = plan.ranks_of_heads(model), plan.ranks_of_queries(model)
+    assert heads * parts == plan.cp and heads == math.gcd(plan.cp, groups // plan.tp)
+    chunks = [chunks_of(part, parts) for part in range(parts)]
+    assert sorted(sum(chunks, ())) == list(range(2 * parts))
+    assert {first + second for first, second in chunks} == {2 * parts - 1}
+    halves = [part_of_half(half, heads, parts) for half in range(2 * plan.cp)]
+    assert all(halves[i] in range(parts) and i // heads in chunks[halves[i]] for i in range(2 * plan.cp))

@@ -16,6 +16,7 @@ from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.planning.activations import block_activations, core_bytes
+from dtgpt.planning.gpus import find_gpu
 from dtgpt.planning.memory import memory_of, stages_in_flight
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.report import describe_plan
@@ -31,7 +32,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 def report_of(recipe, world, gpu):
     settings, choice = recipe.planned(world), recipe.planned_choice(world)
-    return describe_plan(settings, recipe.name, recipe.notes(choice, settings.device.type), gpu)
+    return describe_plan(settings, recipe.name, recipe.notes(choice, settings.device.type), find_gpu(gpu))
 
 
 def planned(recipe, plan: str):

@@ -101,7 +101,8 @@ def no_work(command):
 def read_recipe(recipe, options, world, retry=None):
     recipe = take(recipe, options)
     recipe.validate()
-    recipe.alternatives()
+    if recipe.plan != "auto":
+        recipe.alternatives()
     raise Read
 
 

@@ -21,7 +21,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change
 from tests.support.runs import record as record_of
 
-pytestmark = pytest.mark.slow(16)
+pytestmark = pytest.mark.slow(30)
 
 TOLERANCE = 1e-5  # as for GPT-2
 STEPS = 3
@@ -33,6 +33,14 @@ RARE = [
     ("tp4_sp", False), ("dp2_zero2", False), ("dp2_tp2_sp_pp2_zero3_interleaved", False),
     ("cp2_tp2_sp", False), ("cp4_zero3", True), ("dp2_cp2_pp2_zbv", True),
     ("tp4", True), ("pp4_zbv", True), ("dp2_zero1", True), ("tp2_sp_pp2_zbv", True),
+]  # fmt: skip
+GATHERED = [("cp2_zero3", 1), ("cp4", 2), ("cp2_tp2_sp", 2), ("cp2_pp2_zbv", 1)]  # plan, heads of keys and values
+GATHERED += [
+    pytest.param(plan, groups, marks=pytest.mark.long)
+    for plan, groups in (
+        ("cp4_zero2", 1), ("dp2_cp2", 1), ("cp2_tp2", 2), ("cp2_pp2_gpipe", 1), ("cp2_pp2_1f1b", 1),
+        ("cp2_pp2_interleaved", 1),
+    )
 ]  # fmt: skip
 NARROW = ["dp2", "tp2_sp", "pp2_zbv"]
 
@@ -81,6 +89,22 @@ def test_the_plan_follows_one_process(recipe, plan, tied):
     seen, expected = run(recipe, plan), reference(recipe)
     found = difference(seen[0].record, expected.record)
     assert found.within(TOLERANCE, TOLERANCE), found
+    for rank in seen:
+        assert rank.held_out == pytest.approx(expected.held_out, rel=TOLERANCE)
+        assert rank.sample == expected.sample and rank.held == rank.planned
+
+
+@pytest.mark.parametrize(("plan", "groups"), GATHERED)
+def test_more_context_ranks_than_heads_of_keys_follow_one_process(recipe, plan, groups):
+    plan = parse_plan(plan)
+    recipe = sized_for(recipe, plan, tied=False)
+    model = replace(recipe.model, num_heads=4, num_kv_heads=groups)
+    recipe = replace(recipe, model=model, recompute="selective" if plan.tp > 1 else "full" if plan.zero else "none")
+    assert plan.ranks_of_queries(model) > 1
+    seen, expected = run(recipe, plan), reference(recipe)
+    found = difference(seen[0].record, expected.record)
+    assert found.within(TOLERANCE, TOLERANCE), found
+    assert max(*found.losses, found.worst("first gradient")[0]) < 1e-6
     for rank in seen:
         assert rank.held_out == pytest.approx(expected.held_out, rel=TOLERANCE)
         assert rank.sample == expected.sample and rank.held == rank.planned

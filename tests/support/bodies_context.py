@@ -1,41 +1,51 @@
 """What the ranks of tests/parallel/test_context.py do."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer
 from dtgpt.models.batch import Batch
+from dtgpt.models.binding import bind
 from dtgpt.models.layers import AttentionCore
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel.context import HeadExchange, whole_samples
+from dtgpt.parallel.context import exchange_heads, whole_samples
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.startup import open_trainer
 from tests.support.bodies_engine import resolve
 
-BATCH, LENGTH, HEADS, GROUPS, SIZE = 2, 12, 8, 4, 6
+BATCH, LENGTH, HEADS, SIZE = 2, 24, 12, 6
 
 
-def attend(plan: str) -> list[Tensor]:
+def attend(
+    plan: str, groups: int, dtype: torch.dtype = torch.float32, backend: str = "auto", plain: bool = False
+) -> list[Tensor]:
     """Return this rank's tokens of an attention's output, and of the gradients of q, k and v, under dropout and
-    document bounds."""
+    document bounds. plain: without them. groups: heads of keys and values."""
     resolved = resolve(plan, int(plan.removeprefix("cp") if plan != "single" else 1))
     mesh = Mesh(resolved, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
 
     def own(heads: int) -> Tensor:
-        whole = torch.randn(BATCH, LENGTH, heads, SIZE, generator=generator)
+        whole = torch.randn(BATCH, LENGTH, heads, SIZE, generator=generator).to(dtype)
         return whole.chunk(resolved.cp, dim=1)[mesh.place.cp].clone().requires_grad_()
 
-    q, k, v, gradient = own(HEADS), own(GROUPS), own(GROUPS), own(HEADS).detach()
-    core = AttentionCore()
-    run = core if mesh.cp_group is None else HeadExchange(core, mesh.cp_group)
-    key = dropout_keys(root_key(3), torch.arange(BATCH), 1)[:, 0]
-    ends = torch.tensor([5] * 5 + [LENGTH] * (LENGTH - 5))
-    bounds = torch.stack([torch.where(torch.arange(LENGTH) < 5, 0, 5), ends], -1).int().expand(BATCH, LENGTH, 2)
-    out = run(q, k, v, (key, 0.3, (mesh.place.cp * HEADS // resolved.cp, 0, 0)), bounds)
+    q, k, v, gradient = own(HEADS), own(groups), own(groups), own(HEADS).detach()
+    part = nn.Module()
+    part.config = LlamaConfig(num_heads=HEADS, num_kv_heads=groups, num_layers=1, hidden_size=8, ffn_hidden_size=8)
+    part.core = AttentionCore()
+    bind(part.core, backend=backend)
+    if mesh.cp_group is not None:
+        exchange_heads(part, mesh.cp_group, resolved)
+    key = None if plain else dropout_keys(root_key(3), torch.arange(BATCH), 1)[:, 0]
+    ends = torch.tensor([7] * 7 + [LENGTH] * (LENGTH - 7))
+    bounds = torch.stack([torch.where(torch.arange(LENGTH) < 7, 0, 7), ends], -1).int().expand(BATCH, LENGTH, 2)
+    ranks = resolved.ranks_of_heads(part.config)
+    first_head = mesh.place.cp % ranks * (HEADS // ranks)
+    out = part.core(q, k, v, (key, 0.0 if plain else 0.3, (first_head, 0, 0)), None if plain else bounds)
     out.backward(gradient)
     return [out.detach(), q.grad, k.grad, v.grad]
 

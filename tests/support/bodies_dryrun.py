@@ -15,8 +15,12 @@ class Messages(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.counts: dict[str, int] = {}
+        self.exchanged = 0  # bytes, by context parallel ranks
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.name() == "dtgpt::exchange":
+            self.counts["all_to_all"] = self.counts.get("all_to_all", 0) + 1
+            self.exchanged += args[0].nbytes
         if op.namespace in ("c10d", "_c10d_functional"):
             name = op.name().replace("allgather", "all_gather").replace("allreduce", "all_reduce")
             kind = next((k for k in self.kinds if k in name), None)
@@ -33,6 +37,13 @@ def messages(recipe) -> dict[str, int]:
         with Messages() as seen:
             training.gradients()
         return seen.counts
+
+
+def exchanged(recipe) -> tuple[int, int]:
+    """The number and the bytes of what context parallel ranks exchange while one rank computes a step's gradients."""
+    with open_trainer(recipe) as training, Messages() as seen:
+        training.gradients()
+        return seen.counts["all_to_all"], seen.exchanged
 
 
 def memory_of_weights(recipe) -> int:

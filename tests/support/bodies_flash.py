@@ -5,7 +5,9 @@ from torch import Tensor
 
 from dtgpt.data.document_masks import document_bounds
 from dtgpt.ops.attention import flash, flash_launch
+from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
 from dtgpt.ops.attention.packed import split_qkv
+from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.ops.random.dropout import LEVELS, attention_mask, threshold
 from dtgpt.ops.random.philox import fold, root_key
 
@@ -33,9 +35,10 @@ def inputs(
 
 
 def truth(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int = 0, ends: Tensor | None = None
-) -> Tensor:
-    """In float64, head by head and from the definition. ends: bool `[B, T]`, the last tokens of documents."""
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int = 0, ends: Tensor | None = None,
+    rule: AttentionRule = PLAIN_RULE,
+) -> Tensor:  # fmt: skip
+    """In float64, head by head and from the definition. ends: bool `[B, S]`, the last tokens of documents."""
     (batch, length, heads, width), columns = q.shape, k.shape[1]
     group, first, out = heads // k.shape[2], columns - length, []
     for sample in range(batch):
@@ -43,11 +46,18 @@ def truth(
         if ends is not None:
             for last in ends[sample].nonzero().flatten().tolist():
                 causal[last + 1 :, : last + 1] = 0
+        if rule.window is not None:
+            causal = causal.triu(1 - rule.window)
         for head in range(heads):
             keys, values = (x[sample, :, head // group].double() for x in (k, v))
-            scores = (q[sample, :, head].double() @ keys.T / width**0.5).masked_fill(causal[first:] == 0, float("-inf"))
-            weights = torch.exp(scores - scores.amax(1, keepdim=True))
-            weights = weights / weights.sum(1, keepdim=True)
+            scores = q[sample, :, head].double() @ keys.T * (width**-0.5 if rule.scale is None else rule.scale)
+            if rule.softcap is not None:
+                scores = rule.softcap * torch.tanh(scores / rule.softcap)
+            scores = scores.masked_fill(causal[first:] == 0, float("-inf"))
+            top = scores.amax(1, keepdim=True)
+            weights = torch.exp(scores - top)
+            total = weights.sum(1, keepdim=True)
+            weights = weights / (total if rule.sinks is None else total + torch.exp(rule.sinks[head].double() - top))
             if key is not None:
                 ranges = [range(head_start + head, head_start + head + 1), range(first, columns), range(columns)]
                 kept = attention_mask(key[sample], ranges, p)[0]
@@ -56,11 +66,12 @@ def truth(
     return torch.stack(out).unflatten(0, (batch, heads)).transpose(1, 2)
 
 
-def gradients(out: Tensor, leaves: list[Tensor], cotangent: Tensor) -> list[Tensor]:
-    """dq, dk, dv; leaves: as of `inputs`."""
-    found = torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
-    assert all(t.shape == leaf.shape and t.is_contiguous() for t, leaf in zip(found, leaves, strict=True))
-    return list(found if len(found) == 3 else found[0].unbind(3))
+def gradients(out: Tensor, leaves: list[Tensor], cotangent: Tensor, more: list[Tensor] | None = None) -> list[Tensor]:
+    """dq, dk, dv, and those of `more`; leaves: as of `inputs`."""
+    of_all = [*leaves, *(more or [])]
+    found = torch.autograd.grad(out, of_all, cotangent.to(out.dtype))
+    assert all(t.shape == leaf.shape and t.is_contiguous() for t, leaf in zip(found, of_all, strict=True))
+    return list(found if len(leaves) == 3 else (*found[0].unbind(3), *found[1:]))
 
 
 def error(found: Tensor, true: Tensor) -> float:
@@ -70,22 +81,29 @@ def error(found: Tensor, true: Tensor) -> float:
 
 def check(
     shape: tuple, dtype: torch.dtype, p: float, head_start: int = 0, device: str = "cpu", documents: float = 0.0,
-    kv_heads: int = 0, columns: int = 0,
+    kv_heads: int = 0, columns: int = 0, window: int | None = None, sinks: float | None = None,
+    scale: float | None = None,
 ) -> None:  # fmt: skip
     """`flash._forward` and its gradients; shape, kv_heads, columns: as of `inputs`. documents: the share of tokens that
-    end one."""
-    batch, length, *_ = shape
+    end one; sinks: the mean of the heads' sinks; window, scale: as of `AttentionRule`."""
+    batch, length, heads, _ = shape
     leaves, qkv = inputs(shape, dtype, device, kv_heads, columns)
     cotangent = torch.randn(shape).to(dtype).to(device)
     key = keys_of(batch, device=device) if p else None
-    ends = torch.rand(batch, length, device=device) < documents if documents else None
-    out, *_ = flash._forward(*qkv, key, p, head_start, None if ends is None else document_bounds(ends))
+    ends = torch.rand(batch, columns or length, device=device) < documents if documents else None
+    spans = None if ends is None else document_bounds(ends)
+    if window is not None:
+        spans = spans_of_window(window, batch, columns or length, cotangent.device, spans)
+    drains = [] if sinks is None else [torch.randn(heads).add(sinks).to(dtype).to(device).requires_grad_()]
+    out, *_ = flash._forward(*qkv, key, p, head_start, spans, scale, *drains)
     assert out.shape == shape and out.is_contiguous() and out.dtype == dtype
-    found = gradients(out, leaves, cotangent)
-    wide = [t.detach().double().requires_grad_() for t in qkv]
-    true = truth(*wide, key, p, head_start, ends)
+    found = gradients(out, leaves, cotangent, drains)
+    wide = [t.detach().double().requires_grad_() for t in (*qkv, *drains)]
+    rule = AttentionRule(window=window, scale=scale, sinks=wide[3] if drains else None)
+    true = truth(*wide[:3], key, p, head_start, ends, rule)
     assert error(out, true) < TOLERANCE[dtype]
-    for name, one, other in zip("qkv", found, torch.autograd.grad(true, wide, cotangent.double()), strict=True):
+    expected = torch.autograd.grad(true, wide, cotangent.double())
+    for name, one, other in zip("qkvs", found, expected, strict=False):
         assert one.dtype == dtype
         if name == "v" or ((columns or length) > 1 and documents < 1):  # one column has the probability 1
             assert error(one, other) < TOLERANCE[dtype], name
@@ -109,4 +127,5 @@ def interpret(*cases: tuple) -> None:
     for op in (flash._forward, flash._backward):
         op._backend_fns["cpu"] = op._backend_fns["cuda"]
     for case in cases:
-        check(*case)
+        named = case[-1] if isinstance(case[-1], dict) else {}
+        check(*case[: len(case) - bool(named)], **named)

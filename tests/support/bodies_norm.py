@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from dtgpt.ops.norm import norm, residual
-from dtgpt.ops.pointwise import bias, gelu, relu2, swiglu
+from dtgpt.ops.pointwise import bias, gated, gelu, relu2, swiglu
 from dtgpt.ops.pointwise.linear import linear_by_column_sum
 from dtgpt.ops.random import dropout
 from dtgpt.ops.random.dropout import keep_mask
@@ -169,6 +169,11 @@ def check_swiglu(shape: Sequence[int], columns: int, dtype: torch.dtype, device:
     check(swiglu.swiglu, swiglu.reference, [x.to(dtype).to(device)])
 
 
+def check_geglu(shape: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    x = 2 * torch.randn(*shape, 2 * columns)
+    check(gated.GATED["gelu_tanh"], lambda x: gated.reference(x, "gelu_tanh"), [x.to(dtype).to(device)])
+
+
 ROTATION = Rotation(theta=5e5, factor=8.0, original_length=64)
 
 
@@ -199,7 +204,7 @@ def check_rotary(
 def custom_ops() -> ExitStack:
     """Public functions take their custom ops on a CPU too."""
     stack = ExitStack()
-    for module in (swiglu, rotary, relu2):
+    for module in (swiglu, gated, rotary, relu2):
         stack.enter_context(mock.patch.object(module, "takes_custom_op", lambda x, has_parameters: True))
     for module in (norm, residual, gelu):
         stack.enter_context(mock.patch.object(module, "may_fuse", lambda x: True))
@@ -224,7 +229,11 @@ def let_kernels_loop() -> None:
 def interpret(body: Callable, *cases: tuple) -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the ops' references."""
     let_kernels_loop()
-    ops = [value for module in (norm, residual, gelu, relu2, bias, swiglu, rotary) for value in vars(module).values()]
+    ops = [
+        value
+        for module in (norm, residual, gelu, relu2, bias, swiglu, gated, rotary)
+        for value in vars(module).values()
+    ]
     for op in ops:
         if isinstance(op, torch.library.CustomOpDef) and "cuda" in op._backend_fns:
             op._backend_fns["cpu"] = op._backend_fns["cuda"]

@@ -20,7 +20,7 @@ def train_pairs(recipe: Recipe, run: Path, last: int) -> tuple[list[float], list
         for _ in range(last - trainer.step):
             result = trainer.train_step()
             losses.append(trainer.mean_loss(result))
-            figures.append(figures_of(trainer.mesh.sum(*result.preferences).tolist()))
+            figures.append(figures_of(trainer.mesh.sum(*trainer.objective.totals).tolist()))
         figures.append(held_out_figures(trainer, "valid"))
         trainer.mesh.on_rank_0(lambda: checkpoints.mkdir(parents=True, exist_ok=True))
         trainer.mesh.on_rank_0(lambda: save_reference(run, trainer.dataset))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dtgpt.config.plan import ResolvedPlan
+from dtgpt.models.batch import Batch
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.train.evaluate import held_out_loss
 
@@ -18,7 +19,7 @@ def loss_of_replica(replica: int, replicas: int, batches: list[torch.Tensor]) ->
         sum=lambda *totals: torch.stack(totals),
     )  # fmt: skip
     engine = SimpleNamespace(mean_loss=lambda batch: batch.tokens[0, 0].double())
-    masks = SimpleNamespace(apply=lambda batch: batch)
+    masks = SimpleNamespace(batch=lambda windows: Batch(windows[:, :-1], targets=windows[:, 1:]))
     return held_out_loss(engine, mesh, batches, masks, torch.ones(99), lambda: False)[0]
 
 

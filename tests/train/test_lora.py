@@ -4,10 +4,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dtgpt
@@ -17,6 +17,7 @@ from dtgpt.config.lora import LoraConfig
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.interop.open import open_config
+from dtgpt.optim.muon import MuonConfig
 from dtgpt.planning.memory import memory_of
 from dtgpt.train.gate import Reference
 from dtgpt.train.record import Tracing
@@ -59,6 +60,11 @@ def logits_of(folder: Path) -> Tensor:
         return transformers.AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits
 
 
+def opened_by_peft(base: str, adapter: Path, **options) -> nn.Module:
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    return peft.PeftModel.from_pretrained(model, str(adapter), **options)
+
+
 @pytest.fixture(params=["llama", "gpt2"])
 def kind(request):
     return request.param
@@ -88,33 +94,15 @@ def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(lora, 
         assert found == pytest.approx(losses, abs=1e-6), plan
 
 
-class Adapted(nn.Module):
-    """A linear map of transformers with an adapter, by the formula."""
-
-    def __init__(self, base: nn.Linear, a: Tensor, b: Tensor):
-        super().__init__()
-        self.base = base
-        self.a, self.b = nn.Parameter(a.clone()), nn.Parameter(b.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 4.0 * (x @ self.a.T) @ self.b.T
-
-
 @pytest.mark.parametrize("kind", ["llama"], indirect=True)
-def test_training_follows_the_formula_in_plain_torch(lora, tmp_path):
-    """Of separate adapters for queries, keys, values, gate and up, in transformers' model, by torch's AdamW."""
+def test_training_follows_peft(lora, tmp_path):
+    """Fifty steps of adapters on transformers' model, by torch's AdamW."""
     # The first gradients are tiny: without an epsilon of their size, Adam makes rounding a step of full size.
     lora = replace(lora, steps=50, optimizer=replace(lora.optimizer, lr=2e-3, eps=1e-5))
     run = tmp_path / "run"
-    train_adapters(lora, run, 0)  # the adapters of the first step, in peft's form
-    (run / "recipe.json").write_text("{}")
-    convert(run, tmp_path / "peft", ConvertOptions(to="peft"))
-    adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    model = transformers.AutoModelForCausalLM.from_pretrained(lora.init_from).requires_grad_(False)
-    for name in {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in adapters}:
-        parent, _, last = name.rpartition(".")
-        a, b = (adapters[f"base_model.model.{name}.lora_{one}.weight"] for one in "AB")
-        setattr(model.get_submodule(parent), last, Adapted(model.get_submodule(name), a, b))
+    train_adapters(lora, run, 0)  # the adapters of the first step
+    convert(run / "checkpoints" / "step_00000000", tmp_path / "peft", ConvertOptions(to="peft"))
+    model = opened_by_peft(lora.init_from, tmp_path / "peft", is_trainable=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 2 * 7 * 2
     rule = torch.optim.AdamW(trained, lr=2e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
@@ -148,6 +136,9 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     convert(checkpoint, tmp_path / "peft", ConvertOptions(to="peft"))
     again = dtgpt.load(lora.init_from, adapter=tmp_path / "peft", device="cpu")(TOKENS)
     torch.testing.assert_close(again, ours, rtol=0, atol=1e-6 * ours.abs().max().item())
+    with torch.no_grad():
+        theirs = opened_by_peft(lora.init_from, tmp_path / "peft")(TOKENS).logits
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6 * ours.abs().max().item())
     other = save_base(kind, tmp_path / "other", seed=1)
     with pytest.raises(UserError, match=r"is an adapter for another model than .*other: its base was .*base, with"):
         dtgpt.load(other, adapter=checkpoint)
@@ -159,6 +150,39 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(UserError, match="has use_dora=True; dtgpt reads adapters of LORA without it"):
         dtgpt.load(lora.init_from, adapter=tmp_path / "peft")
+    for given, wrong in (
+        ({"alpha_pattern": {r".*\.[01]\.mlp": 3}}, "dtgpt reads names of modules there, and no expressions"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', by which peft changes the base"),
+    ):
+        (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | given))
+        with pytest.raises(UserError, match=wrong):
+            dtgpt.load(lora.init_from, adapter=tmp_path / "peft")
+
+
+VARIANTS = {
+    "llama": [{"target_modules": ["q_proj", "v_proj", "down_proj"]},
+              {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"v_proj": 6, "0.mlp.up_proj": 2},
+               "alpha_pattern": {"o_proj": 3.0, "1.self_attn.q_proj": 5.0}}],
+    "gpt2": [{"target_modules": ["c_attn", "c_fc", "mlp.c_proj"], "fan_in_fan_out": True,
+              "alpha_pattern": {"c_attn": 3}}],
+}  # fmt: skip
+
+
+def test_adapters_that_peft_made_are_read(kind, tmp_path):
+    base = save_base(kind, tmp_path / "base")
+    for number, given in enumerate(VARIANTS[kind]):
+        model = transformers.AutoModelForCausalLM.from_pretrained(base)
+        settings = peft.LoraConfig(r=4, lora_alpha=10, task_type="CAUSAL_LM", **given)
+        adapted = peft.get_peft_model(model, settings).eval()
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(0.1 * torch.randn_like(parameter))
+            theirs = adapted(TOKENS).logits
+        adapted.save_pretrained(tmp_path / f"{number}")
+        ours = dtgpt.load(base, adapter=tmp_path / f"{number}", device="cpu")(TOKENS)
+        assert (ours - logits_of(base)).abs().max() > 0.05
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * ours.abs().max().item())
 
 
 @pytest.mark.parametrize("kind", ["llama"], indirect=True)
@@ -184,6 +208,7 @@ def test_the_gate_holds_adapters_to_float64(lora, tmp_path):
             "lora.targets='qkv,head' is not known; use some of qkv,column,row",
         ),
         ({"precision": FP8}, "adapters are not computed with products in fp8"),
+        ({"optimizer": MuonConfig(lr=1e-3)}, "optimizer.kind=muon is for whole matrices, and AdamW trains adapters"),
         ({"reduce": "exact"}, "reduce=exact sums the gradients of whole weights alone"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

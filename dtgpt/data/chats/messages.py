@@ -2,7 +2,7 @@
 
 OpenAI's: `{"messages": [{"role", "content"}, ...]}`, where an answer may have `"weight": 0`, so that it is not trained
 on. ShareGPT's: `{"conversations": [{"from", "value"}, ...]}`. Pairs: `{"prompt", "completion"}`, texts or lists of
-messages.
+messages, of which only answers in the completion are trained on.
 """
 
 from typing import Any
@@ -45,12 +45,18 @@ def _messages_in(fields: dict[str, Any]) -> Any:
     if "conversations" in fields:
         return _from_sharegpt(fields["conversations"])
     if "prompt" in fields and "completion" in fields:
-        parts: list[Any] = []
-        for name, role in (("prompt", "user"), ("completion", "assistant")):
-            value = fields[name]
-            parts += value if isinstance(value, list) else [{"role": role, "content": value}]
-        return parts
+        prompt, completion = (
+            value if isinstance(value, list) else [{"role": role, "content": value}]
+            for role, value in (("user", fields["prompt"]), ("assistant", fields["completion"]))
+        )
+        if not any(_is_answer(message) for message in completion):
+            raise ChatError("the completion has no answer of the assistant; add one, or leave the chat out")
+        return [message | {"weight": 0} if _is_answer(message) else message for message in prompt] + completion
     raise ChatError(f"there is no chat under the keys {shown(list(fields)[:5])}; give {FORMS}")
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def _from_sharegpt(given: Any) -> Any:

@@ -11,7 +11,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 
 COUNTS, BEGINS = 1, 2  # marks of a token: its loss counts; a chat begins with it
 PROBED = 256  # samples that are looked at before a run begins
+
+
+class ChatBeginning(NamedTuple):
+    """A chat up to its last answer. `ends`: the token with which that one ends."""
+
+    ids: list[int]
+    ends: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,24 @@ class PackedPart:
             begins, used = np.cumsum(lengths) - lengths, int(lengths.sum())
             zeros = np.zeros(len(chats), np.int64)
             row[:used, 0] = self.sequences.read(chats, zeros, lengths)
-            row[:used, 1] = self.sequences.read_weights(chats, lengths) * COUNTS
+            row[:used, 1] = (self.sequences.read_weights(chats, lengths) > 0) * COUNTS
             row[begins, 1] = BEGINS
             row[used : used + 1, 1] = BEGINS  # of the filling
         return torch.from_numpy(found)
+
+
+def chat_beginning(sequences: IndexedDataset, chat: int) -> ChatBeginning | None:
+    """Return a chat without its last answer, which is the last run of tokens that count; None where none counts. Where
+    all of them count, it is the first token alone, and nothing says what ends an answer."""
+    lengths = sequences.lengths[chat : chat + 1].astype(np.int64)
+    ids, weights = sequences.window(chat), sequences.read_weights(np.array([chat]), lengths)
+    weights[:1] = 0  # nothing predicts the first token
+    counted = np.flatnonzero(weights)
+    if not len(counted):
+        return None
+    last = int(counted[-1])
+    begin = int(np.flatnonzero(weights[:last] == 0)[-1]) + 1
+    return ChatBeginning(ids[:begin].tolist(), (int(ids[last]),) if begin > 1 else ())
 
 
 def permutation(key: Tensor, count: int) -> np.ndarray:
@@ -147,26 +169,37 @@ class ChatDataset(Dataset):
 
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         samples = self.valid if part == "valid" else self.test
-        count = min(len(samples), max_samples)
-        for first in range(0, count, batch_size):
-            yield samples.windows(np.arange(first, min(first + batch_size, count)))
+        chosen = np.arange(len(samples))
+        if max_samples < len(samples):  # the first ones have the longest chats
+            chosen = permutation(fold(root_key(self._seed), part), len(samples))[:max_samples]
+        for first in range(0, len(chosen), batch_size):
+            yield samples.windows(chosen[first : first + batch_size])
+
+    def chats(self, count: int, positions: int) -> list[ChatBeginning]:
+        part = self.valid if len(self.valid) else self.train
+        found = (chat_beginning(part.sequences, chat) for chat in np.sort(part.chats)[:PROBED])
+        return list(islice((chat for chat in found if chat is not None and len(chat.ids) < positions), count))
 
     def bytes_per_token(self) -> float:
-        windows = self.train.windows(np.arange(min(PROBED, len(self.train))))
+        spread = np.linspace(0, len(self.train) - 1, min(PROBED, len(self.train))).astype(np.int64)
+        windows = self.train.windows(spread)
         counted_ids = windows[..., 0][(windows[..., 1] & COUNTS) > 0].numpy()
-        return float(self.tokenizer.token_bytes()[counted_ids].mean())
+        return float(self.tokenizer.token_bytes()[counted_ids].mean()) if len(counted_ids) else 0.0
 
     def check(self, seq_length: int, vocab_size: int) -> None:
         check_vocabulary(self.tokenizer, vocab_size)
         warn_of_unused_rows(self.tokenizer, vocab_size)
-        tokens = self.train.windows(np.arange(min(PROBED, len(self.train))))
-        if int(tokens[..., 0].max()) >= self.tokenizer.vocab_size:
-            raise UserError(f"{self.source} holds tokens that its tokenizer does not have; prepare the chats again")
-        if not (tokens[..., 1] & COUNTS).any():
-            raise UserError(
-                f"no token of {self.source} counts in samples of {seq_length} tokens, since the answers are cut off; "
-                "use a larger --seq_length"
-            )
+        samples = np.arange(len(self.train))
+        for first in range(0, len(samples), PROBED):  # the first of which have the longest chats
+            tokens = self.train.windows(samples[first : first + PROBED])
+            if int(tokens[..., 0].max()) >= self.tokenizer.vocab_size:
+                raise UserError(f"{self.source} holds tokens that its tokenizer does not have; prepare the chats again")
+            if (tokens[..., 1] & COUNTS).any():
+                return
+        raise UserError(
+            f"no token of {self.source} counts in samples of {seq_length} tokens: the answers are cut off, or have "
+            "weight=0; use a larger --seq_length, or chats with other answers"
+        )
 
     def _epoch(self, epoch: int) -> np.ndarray:
         """Return the order of samples in an epoch."""

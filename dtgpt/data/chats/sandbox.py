@@ -9,11 +9,13 @@ answered by `{"blocks": whether it marks answers}`; each other one is a list of 
 """
 
 import datetime
+import html  # noqa: F401 - as textwrap, imported by Jinja's filters when they are used
 import json
 import re
 import resource
 import signal
 import sys
+import textwrap  # noqa: F401
 from typing import Any
 
 import jinja2
@@ -25,7 +27,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 SECONDS = 10  # for an answer
 MEMORY = 1 << 30  # bytes of addresses
 MOST_CHARACTERS = 1 << 24  # of a rendered chat
-WIDEST = 10_000  # characters of a padded field
 BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WIDTH = re.compile(r"\d{5,}|\*")
 
@@ -46,7 +47,7 @@ class Generation(Extension):
     def __init__(self, environment: jinja2.Environment):
         super().__init__(environment)
         self.pieces: list[str] = []
-        self.spans: list[tuple[int, int]] = []
+        self.blocks: list[tuple[int, str]] = []  # where each begins, and its text
         environment.extend(generation=self)
 
     def parse(self, parser: Any) -> nodes.Node:
@@ -56,8 +57,7 @@ class Generation(Extension):
 
     def _take(self, caller: Any) -> str:
         text = caller()
-        begin = sum(map(len, self.pieces))
-        self.spans.append((begin, begin + len(text)))
+        self.blocks.append((sum(map(len, self.pieces)), text))
         return text
 
 
@@ -98,16 +98,22 @@ def make_environment() -> Any:
 
 
 def render(template: Any, arguments: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a chat, and where the blocks of answers are in it, in characters."""
+    """Return the text of a chat, and where the blocks of answers are in it, in characters. Raises ValueError where they
+    are not, or the text is none."""
     generation = template.environment.generation
-    generation.pieces, generation.spans = [], []
+    generation.pieces, generation.blocks = [], []
     length = 0
     for piece in template.generate(**arguments):
         generation.pieces.append(piece)
         length += len(piece)
         if length > MOST_CHARACTERS:
             raise TooLong
-    return "".join(generation.pieces), generation.spans
+    whole = "".join(generation.pieces)
+    whole.encode()  # raises where half of a character is in it
+    for begin, text in generation.blocks:
+        if not whole.startswith(text, begin):
+            raise ValueError("a generation block is not written where it stands")
+    return whole, [(begin, begin + len(text)) for begin, text in generation.blocks]
 
 
 def describe(error: BaseException) -> dict[str, str]:

@@ -16,7 +16,6 @@ from dtgpt.util.storage import read_regular
 
 SANDBOX = Path(__file__).with_name("sandbox.py")
 LONGEST = 1 << 20  # bytes of a template
-WITHOUT = "give one of a model that has a template, or a file as --chat-template"
 PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 
 Message = dict[str, Any]

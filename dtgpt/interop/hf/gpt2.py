@@ -4,7 +4,6 @@ OpenAI's release, and after it nanoGPT, Hugging Face and llm.c, keep the fused Q
 name blocks `h.0`. Hugging Face's matrices lie transposed, `[in, out]`, as OpenAI's.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor
 
-from dtgpt.interop.foreign import checked, epsilon, whole_number
+from dtgpt.interop.foreign import Rules, check_rules, checked, epsilon, whole_number
+from dtgpt.interop.hf.activation import read_activation, write_activation
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M, GPT2Config
 from dtgpt.models.source import Part, cut
-from dtgpt.util.errors import UserError, shown
 
 PREFIX = "transformer."
 BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # the causal mask, which old versions saved too
@@ -24,8 +23,6 @@ NAMES = {
     "blocks.": "h.", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc",
     "mlp.proj": "mlp.c_proj",
 }  # fmt: skip
-# The names that transformers has for GELU with tanh; they differ in rounding only.
-TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")
 
 
 def stored_name(name: str) -> str:
@@ -68,19 +65,14 @@ def read_config(settings: dict[str, Any], path: Path) -> GPT2Config:
     """Return the shape that config.json describes, with transformers' defaults. Raise UserError for options that dtgpt
     does not have."""
     width = whole_number(settings, ("n_embd", "hidden_size"), 768, path)
-    rules = {
-        "activation_function": ("gelu_new", lambda v: v in TANH_GELU, f"dtgpt has {', '.join(TANH_GELU)}"),
+    rules: Rules = {
         "n_inner": (None, lambda v: v in (None, 4 * width), f"the MLP of dtgpt's GPT-2 is 4 n_embd = {4 * width} wide"),
         "tie_word_embeddings": (True, lambda v: v is True, "the output projection of dtgpt's GPT-2 is the token table"),
         "scale_attn_weights": (True, lambda v: v is True, "dtgpt divides scores by sqrt(D)"),
         "scale_attn_by_inverse_layer_idx": (False, lambda v: v is False, "dtgpt divides scores by sqrt(D) alone"),
         "add_cross_attention": (False, lambda v: v is False, "dtgpt's GPT-2 has no encoder to attend to"),
     }
-    for name, (default, fits, reason) in rules.items():
-        value = settings.get(name, default)
-        if not fits(value):
-            text = json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
-            raise UserError(f"{path} has {name}={text}; {reason}: give another model")
+    check_rules(settings, rules, path)
     config = GPT2Config(
         num_layers=whole_number(settings, ("n_layer", "num_hidden_layers"), 12, path),
         hidden_size=width,
@@ -88,6 +80,7 @@ def read_config(settings: dict[str, Any], path: Path) -> GPT2Config:
         seq_length=whole_number(settings, ("n_positions", "max_position_embeddings", "n_ctx"), 1024, path),
         vocab_size=whole_number(settings, ("vocab_size",), GPT2_124M.vocab_size, path),
         layer_norm_eps=epsilon(settings, ("layer_norm_epsilon",), 1e-5, path),
+        activation=read_activation(settings, "activation_function", "gelu_new", path, gated=False),
     )
     return checked(config, path)
 
@@ -95,7 +88,8 @@ def read_config(settings: dict[str, Any], path: Path) -> GPT2Config:
 def write_config(config: GPT2Config) -> dict[str, Any]:
     """Return the fields of config.json."""
     return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
+        "activation_function": write_activation(config.activation, "gelu_new"),
         "n_layer": config.num_layers, "n_embd": config.hidden_size, "n_head": config.num_heads, "n_inner": None,
         "n_positions": config.seq_length, "n_ctx": config.seq_length, "vocab_size": config.vocab_size,
         "layer_norm_epsilon": config.layer_norm_eps, "initializer_range": config.init_std,

@@ -1,23 +1,25 @@
-"""LLaMA, Mistral and dense Qwen3 as transformers has them: names, layout and the fields of config.json.
+"""LLaMA, Mistral, Qwen2.5 and dense Qwen3 as transformers has them: names, layout and the fields of config.json.
 
 transformers keeps q, k and v, and gate and up, as matrices `[out, in]` of their own. What transformers 4 and 5 say
 differently of rotary positions stands in `rope.py`.
 """
 
-import math
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from dtgpt.interop.foreign import checked, epsilon, whole_number
-from dtgpt.interop.hf.rope import read_rope, write_rope
+from dtgpt.interop.foreign import Rules, check_rules, checked, epsilon, whole_number
+from dtgpt.interop.hf.activation import read_activation, write_activation
+from dtgpt.interop.hf.groups import joined, separated
+from dtgpt.interop.hf.rope import FULL, SLIDING, read_rope, write_rope
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.models.source import Part, cut
+from dtgpt.models.rotary import RotaryConfig
+from dtgpt.models.source import Part
+from dtgpt.models.windows import LOCAL, MOST_KINDS, WindowConfig, shortest_pattern
 from dtgpt.util.errors import UserError, shown
 
 PREFIX = "model."
@@ -28,8 +30,6 @@ NAMES = {
     "mlp.down": "mlp.down_proj", "head.norm": "norm", "head.output": "lm_head",
 }  # fmt: skip
 PACKED = {"attn.qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj")}
-SILU = ("silu", "swish")
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Family(NamedTuple):
@@ -41,52 +41,44 @@ class Family(NamedTuple):
     positions: int
     vocabulary: int
     window: int | None = None
+    eps: float = 1e-6
+    slides_by_layer: bool = False  # whether `use_sliding_window` and `layer_types` say which layers have the window
+    biases: Literal["none", "qkv"] = "none"  # of attention, whatever config.json says
+    reads_biases: bool = False  # whether `attention_bias` asks for those of queries, keys, values and the output
 
 
 FAMILIES = {
-    "llama": Family(None, None, 11008, 2048, 32000),
+    "llama": Family(None, None, 11008, 2048, 32000, reads_biases=True),
     "mistral": Family(8, None, 14336, 131072, 32000, window=4096),
-    "qwen3": Family(32, 128, 22016, 32768, 151936, window=4096),
+    "qwen2": Family(32, None, 22016, 32768, 151936, window=4096, slides_by_layer=True, biases="qkv"),
+    "qwen3": Family(32, 128, 22016, 32768, 151936, window=4096, slides_by_layer=True, reads_biases=True),
+    "phi3": Family(None, None, 8192, 4096, 32064, eps=1e-5),
 }
 
 
-def stored_names(name: str) -> list[str]:
-    """Return transformers' names of dtgpt's parameter `name`, without PREFIX."""
+def stored_names(name: str, own: Mapping[str, str] = NAMES) -> list[str]:
+    """Return transformers' names of dtgpt's parameter `name`, without PREFIX. own: the names of the family."""
     packed = next((key for key in PACKED if f".{key}." in name), None)
     names = [name] if packed is None else [name.replace(packed, part) for part in PACKED[packed]]
-    for ours, theirs in NAMES.items():
+    for ours, theirs in own.items():
         names = [n.replace(ours, theirs) for n in names]
     return names
 
 
 def from_stored(stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
-    """Return the elements `part` of dtgpt's parameter `name`. Of packed matrices only the groups of rows with these
-    elements are looked at, since `stored` may be mapped from a file."""
-    rows = _rows_of_group(name, config)
-    if len(stored) == 1:
-        return cut(stored[0], part)
-    size, width = sum(rows), stored[0].shape[1]
-    wanted, columns = part or (range(sum(map(len, stored))), range(width))
-    first, last = wanted.start // size, math.ceil(wanted.stop / size)
-    groups = [
-        t[first * n : last * n, columns.start : columns.stop].unflatten(0, (-1, n))
-        for t, n in zip(stored, rows, strict=True)
-    ]
-    return torch.cat(groups, dim=1).flatten(0, 1)[wanted.start - first * size : wanted.stop - first * size]
+    """Return the elements `part` of dtgpt's parameter `name`."""
+    return joined(stored, rows_of_group(name, config), part)
 
 
 def to_stored(whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]:
     """Return dtgpt's parameter `name` as transformers has it."""
-    rows = _rows_of_group(name, config)
-    if len(rows) == 1:
-        return [whole]
-    return [part.flatten(0, 1) for part in whole.unflatten(0, (-1, sum(rows))).split(rows, dim=1)]
+    return separated(whole, rows_of_group(name, config))
 
 
-def _rows_of_group(name: str, config: ModelConfig) -> list[int]:
+def rows_of_group(name: str, config: ModelConfig) -> list[int]:
     """Return how many rows of each stored matrix follow each other in dtgpt's: the heads of a group `[R + 2, D]`, or
     one row of gate and of up."""
-    assert isinstance(config, LlamaConfig)
+    assert isinstance(config, RotaryConfig)
     if ".attn.qkv." in name:
         return [config.num_heads // config.num_kv_heads * config.head_dim, config.head_dim, config.head_dim]
     return [1, 1] if ".mlp.gate_up." in name else [1]
@@ -100,8 +92,7 @@ def read_config(settings: dict[str, Any], path: Path) -> LlamaConfig:
     heads = whole_number(settings, ("num_attention_heads",), 32, path)
     positions = whole_number(settings, ("max_position_embeddings",), family.positions, path)
     layers = whole_number(settings, ("num_hidden_layers",), 32, path)
-    _check_options(settings, path)
-    _check_window(settings, family, positions, layers, path)
+    _check_options(settings, family, path)
     kv_heads = heads if "num_key_value_heads" in settings else family.kv_heads or heads  # null: as many as queries
     config = LlamaConfig(
         num_layers=layers,
@@ -113,67 +104,126 @@ def read_config(settings: dict[str, Any], path: Path) -> LlamaConfig:
         seq_length=positions,
         vocab_size=whole_number(settings, ("vocab_size",), family.vocabulary, path),
         tied=settings.get("tie_word_embeddings", False),
+        activation=read_activation(settings, "hidden_act", "silu", path),
         qk_norm=settings["model_type"] == "qwen3",
-        norm_eps=epsilon(settings, ("rms_norm_eps",), 1e-6, path),
+        attention_bias="all" if family.reads_biases and settings.get("attention_bias") else family.biases,
+        norm_eps=epsilon(settings, ("rms_norm_eps",), family.eps, path),
+        **read_window(settings, family, positions, layers, path),
         **read_rope(settings, positions, path),
     )
     return checked(config, path)
 
 
-def _check_options(settings: dict[str, Any], path: Path) -> None:
+def _check_options(settings: dict[str, Any], family: Family, path: Path) -> None:
     """Raise UserError for an option that dtgpt does not have."""
-    rules: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-        "hidden_act": ("silu", lambda v: v in SILU, f"dtgpt has {' and '.join(SILU)}"),
-        "attention_bias": (False, lambda v: not v, "the attention of dtgpt's LLaMA has no biases"),
+    rules: Rules = {
+        "attention_bias": (
+            False,
+            lambda v: not v or (v is True and family.reads_biases),
+            "this family has none",
+        ),
         "mlp_bias": (False, lambda v: not v, "the MLP of dtgpt's LLaMA has no biases"),
         "tie_word_embeddings": (False, lambda v: isinstance(v, bool), "the key is true or false"),
         "quantization_config": (None, lambda v: v is None, "dtgpt reads weights in F32, F16 and BF16"),
     }
-    for name, (default, fits, reason) in rules.items():
-        value = settings.get(name, default)
-        if not fits(value):
-            raise UserError(f"{path} has {name}={shown(value)}; {reason}: give another model")
+    check_rules(settings, rules, path)
 
 
-def _check_window(settings: dict[str, Any], family: Family, positions: int, layers: int, path: Path) -> None:
-    """Raise UserError where a layer attends to fewer than all `positions`: a window of W admits the last W tokens."""
-    kinds = settings.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)):
-        raise UserError(f"{path} has layer_types={shown(kinds)}; dtgpt's layers all have {FULL}: give another model")
-    slides = SLIDING in (kinds or ())
+def read_window(settings: dict[str, Any], family: Family, positions: int, layers: int, path: Path) -> dict[str, Any]:
+    """Return the fields of `WindowConfig`: a window of W admits the last W tokens. One that is no shorter than all
+    positions changes nothing, and is left out."""
+    kinds, pattern = read_kinds(settings, layers, path), LOCAL
     window = settings.get("sliding_window", family.window)
-    if family is FAMILIES["qwen3"]:
+    if family.slides_by_layer:
         used = settings.get("use_sliding_window", False)
         if type(used) is not bool:
             raise UserError(f"{path} has use_sliding_window={shown(used)}; the key is true or false: correct it")
-        slides = slides or (kinds is None and layers > whole_number(settings, ("max_window_layers",), 28, path))
-        window = window if used and slides else None
+        if kinds is None:
+            last = whole_number(settings, ("max_window_layers",), 28, path)
+            kinds = [layer >= last for layer in range(min(layers, MOST_KINDS))]
+        pattern = shortest_pattern(kinds)
+        window = window if used and LOCAL in pattern else None
     if window is None:
-        return
-    if whole_number({"sliding_window": window}, ("sliding_window",), None, path) < positions:
-        absent = "" if "sliding_window" in settings else ", by default"
+        return {}
+    size = whole_number({"sliding_window": window}, ("sliding_window",), None, path)
+    if size < 1 or (layers > MOST_KINDS and pattern != LOCAL):
+        raise UserError(f"{path} has sliding_window={size} and num_hidden_layers={layers}; give another model")
+    return {} if size >= positions else {"window": size, "window_pattern": pattern}
+
+
+def read_kinds(settings: dict[str, Any], layers: int, path: Path) -> list[bool] | None:
+    """Return whether each layer has a window, as `layer_types` says; None where it says nothing."""
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or not all(kind in (FULL, SLIDING) for kind in kinds):
+        raise UserError(f"{path} has layer_types={shown(kinds)}; dtgpt has {FULL} and {SLIDING}: give another model")
+    if len(kinds) != layers:
         raise UserError(
-            f"{path} has sliding_window={shown(window)}{absent}, and dtgpt's attention has no window; write "
-            f"max_position_embeddings={shown(window)} there to use the model up to that length, or give another model"
+            f"{path} has layer_types of {len(kinds)} layers and num_hidden_layers={layers}; give the file as it was "
+            "written"
         )
+    return [kind == SLIDING for kind in kinds]
+
+
+def read_pattern(settings: dict[str, Any], layers: int, window: int, pattern: str, path: Path) -> dict[str, Any]:
+    """Return the fields of `WindowConfig` of a family whose layers with a window differ from others in their positions,
+    too. window, pattern: its defaults."""
+    kinds = read_kinds(settings, layers, path)
+    pattern = pattern if kinds is None else shortest_pattern(kinds)
+    size = settings.get("sliding_window", window)
+    if size is None and LOCAL not in pattern:
+        size = 0
+    elif type(size) is not int or size < 1:
+        raise UserError(f"{path} has sliding_window={shown(size)}; it must be a whole number of 1 or more")
+    return {"window": size, "window_pattern": pattern}
+
+
+def write_pattern(config: WindowConfig) -> dict[str, Any]:
+    """Return the keys that `read_pattern` reads."""
+    return {"sliding_window": config.window or None, "layer_types": write_kinds(config)}
+
+
+def write_kinds(config: WindowConfig) -> list[str]:
+    """Return `layer_types` of config.json."""
+    return [SLIDING if config.is_local(layer) else FULL for layer in range(config.num_layers)]
 
 
 def write_config(config: LlamaConfig) -> dict[str, Any]:
     """Return the fields of config.json, of the family whose class has what `config` asks for: norms of heads are
-    Qwen3's, and transformers' Llama refuses a width that its heads do not divide, which Mistral takes."""
-    kind, name = "llama", "LlamaForCausalLM"
-    own: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
-    if config.qk_norm:
-        kind, name = "qwen3", "Qwen3ForCausalLM"
-        own = {"attention_bias": False, "use_sliding_window": False, "sliding_window": None}
-    elif config.hidden_size % config.num_heads:
-        kind, name = "mistral", "MistralForCausalLM"
-        own = {"sliding_window": None}
+    Qwen3's, biases of queries, keys and values alone Qwen2's, and transformers' Llama refuses a width that its heads do
+    not divide, which Mistral takes. Raise UserError where no class has all of it."""
+    kinds = [config.is_local(layer) for layer in range(config.num_layers)]
+    window = config.window if any(kinds) else None
+    by_layer = {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": write_kinds(config)}
+    own: dict[str, Any] = {"attention_bias": config.attention_bias == "all", "mlp_bias": False}
+    if config.qk_norm and config.attention_bias != "qkv":
+        kind, name, own = "qwen3", "Qwen3ForCausalLM", {"attention_bias": own["attention_bias"], **by_layer}
+    elif config.attention_bias == "qkv" and not config.qk_norm:
+        kind, name, own = "qwen2", "Qwen2ForCausalLM", by_layer
+    elif not config.qk_norm and window is None and config.hidden_size % config.num_heads == 0:
+        kind, name = "llama", "LlamaForCausalLM"
+    elif config.attention_bias == "none" and not config.qk_norm and (window is None or all(kinds)):
+        kind, name, own = "mistral", "MistralForCausalLM", {"sliding_window": window}
+    else:
+        raise UserError(
+            f"no class of transformers has model.qk_norm={config.qk_norm}, "
+            f"model.attention_bias={config.attention_bias} and model.window_pattern={config.window_pattern} together; "
+            "keep the model as a checkpoint of dtgpt"
+        )
     return {
-        "architectures": [name], "model_type": kind, "hidden_act": "silu", "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size, "intermediate_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim, "max_position_embeddings": config.seq_length, "vocab_size": config.vocab_size,
+        "architectures": [name], "model_type": kind, **shape_of(config),
+        "hidden_act": write_activation(config.activation), **own, **write_rope(config),
+    }  # fmt: skip
+
+
+def shape_of(config: RotaryConfig) -> dict[str, Any]:
+    """Return what families with rotary positions, grouped queries and a gated MLP call alike."""
+    return {
+        "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
+        "max_position_embeddings": config.seq_length, "vocab_size": config.vocab_size,
         "rms_norm_eps": config.norm_eps, "initializer_range": min(config.init_std, 1.0),
-        "attention_dropout": config.dropout, "tie_word_embeddings": config.tied, **own, **write_rope(config),
+        "attention_dropout": config.dropout, "tie_word_embeddings": config.tied,
     }  # fmt: skip

@@ -27,7 +27,7 @@ from dtgpt.interop.foreign import (
     plain_names,
     untied,
 )
-from dtgpt.interop.hf import gpt2, llama
+from dtgpt.interop.hf import gemma3, gpt2, gpt_neo, llama, olmo3, phi3
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.inventory import Shape
@@ -61,8 +61,11 @@ class Architecture(Protocol):
     def write_config(self, config: Any) -> dict[str, Any]: ...
 
 
-# By `model_type`; dtgpt's name of an architecture is one of these.
-ARCHITECTURES: dict[str, Architecture] = {"gpt2": gpt2, **dict.fromkeys(llama.FAMILIES, llama)}
+# By `model_type`; dtgpt's name of an architecture is one of these, by which a model is written.
+ARCHITECTURES: dict[str, Architecture] = {
+    "gpt2": gpt2, "gpt_neo": gpt_neo, **dict.fromkeys(llama.FAMILIES, llama), "phi3": phi3, "olmo3": olmo3,
+    "gemma3_text": gemma3,
+}  # fmt: skip
 
 
 class HuggingFace(Source):
@@ -80,7 +83,7 @@ class HuggingFace(Source):
             raise UserError(
                 f"{path} has model_type={shown(kind)}; dtgpt has {', '.join(ARCHITECTURES)}: give another model"
             )
-        architecture = ARCHITECTURES[kind]
+        self.kind, architecture = kind, ARCHITECTURES[kind]
         self.config = architecture.read_config(settings, path)
         files = _files(folder)
         self._names = plain_names(files, architecture.PREFIX, architecture.BUFFERS, folder)
@@ -91,12 +94,12 @@ class HuggingFace(Source):
         if saved_output and table not in shapes:  # the tied table was saved under its other name
             shapes[table] = saved_output
             self._files[table], self._names[table] = self._files[output], self._names[output]
-        check_tensors(shapes, _stored_shapes(self.config), folder)
+        check_tensors(shapes, _stored_shapes(self.config, architecture), folder)
         if saved_output and (saved_output != shapes[table] or not self._same_rows(table, output)):
             raise untied(folder) if type(self.config).tied is True else _contradicts(path)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        architecture = ARCHITECTURES[self.config.architecture]
+        architecture = ARCHITECTURES[self.kind]
         names = architecture.stored_names(name)
         stored = [self._open(plain, lambda file, there: file.get_tensor(there)) for plain in names]
         if has_vocabulary(name, self.config):
@@ -137,17 +140,18 @@ def _contradicts(path: Path) -> UserError:
     )
 
 
-def _to_stored(whole: Tensor, name: str, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def _to_stored(
+    whole: Tensor, name: str, config: ModelConfig, architecture: Architecture
+) -> Iterator[tuple[str, Tensor]]:
     """Yield plain name and tensor of what transformers has for dtgpt's parameter `name`."""
-    architecture = ARCHITECTURES[config.architecture]
     true = whole[: config.vocab_size] if has_vocabulary(name, config) else whole
     return zip(architecture.stored_names(name), architecture.to_stored(true, name, config), strict=True)
 
 
-def _stored_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+def _stored_shapes(config: ModelConfig, architecture: Architecture) -> Iterator[tuple[str, Shape]]:
     """Yield the plain name and shape that every tensor must have."""
     for name, shape in iterate_shapes(config):
-        for plain, stored in _to_stored(torch.empty(shape, device="meta"), name, config):
+        for plain, stored in _to_stored(torch.empty(shape, device="meta"), name, config, architecture):
             yield plain, tuple(stored.shape)
 
 
@@ -223,7 +227,7 @@ def save_huggingface(
 
 
 def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
-    config = source.config
+    config, architecture = source.config, ARCHITECTURES[source.config.architecture]
     pieces = (Piece.whole(name, shape) for name, shape in iterate_shapes(config))
     shards = list(by_size(pieces, SHARD_BYTES * torch.float32.itemsize // dtype.itemsize))  # pieces are fp32
     where: dict[str, str] = {}
@@ -231,8 +235,8 @@ def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         tensors = {}
         for name in (piece.name for piece in shard):
-            prefix = "" if name == config.output_name else ARCHITECTURES[config.architecture].PREFIX
-            for plain, stored in _to_stored(source.read(name), name, config):
+            prefix = "" if name == config.output_name else architecture.PREFIX
+            for plain, stored in _to_stored(source.read(name), name, config, architecture):
                 tensors[prefix + plain] = cast(stored, dtype, name)
         (folder / file).touch()
         mode = (folder / file).stat().st_mode  # by the umask; save_file takes another one
@@ -241,7 +245,7 @@ def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
         where |= dict.fromkeys(tensors, file)
         del tensors  # before the next file's are read
     if len(shards) > 1:
-        size = sum(math.prod(shape) for _, shape in _stored_shapes(config)) * dtype.itemsize
+        size = sum(math.prod(shape) for _, shape in _stored_shapes(config, architecture)) * dtype.itemsize
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
 
 

@@ -82,12 +82,18 @@ class Origin:
 
 
 def _describes(settings: dict[str, Any], config: ModelConfig) -> bool:
-    """Return whether a config.json is of a model of this shape, but for the number of positions."""
+    """Return whether a config.json is of a model of this shape, but for the number of positions, and of the names under
+    which dtgpt writes it."""
     try:
-        held = ARCHITECTURES[settings["model_type"]].read_config(settings, Path("config.json"))
+        architecture = ARCHITECTURES[settings["model_type"]]
+        held = architecture.read_config(settings, Path("config.json"))
     except (UserError, KeyError, TypeError):
         return False
-    return type(held) is type(config) and _shape(held) == _shape(config)
+    return (
+        architecture is ARCHITECTURES.get(config.architecture)
+        and type(held) is type(config)
+        and _shape(held) == _shape(config)
+    )
 
 
 def _shape(config: ModelConfig) -> dict[str, Any]:

@@ -26,7 +26,9 @@ from dtgpt.util.storage import new_folder, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."  # of all names in the file
+NAME = re.compile(r"[\w.]+")
 ABSENT: tuple[Any, ...] = (None, False, [], {}, "none")
+KEEPS_BASE: tuple[Any, ...] = (None, True, False, "gaussian", "eva", "orthogonal")  # ways to begin an adapter
 REFUSED = ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "alora_invocation_tokens")
 
 
@@ -72,7 +74,7 @@ class Peft:
                 addends.append(torch.zeros(shape))
                 continue
             addend = self._scale(module, len(a)) * b.float() @ a.float()
-            addends.append(addend.T if isinstance(self.config, GPT2Config) else addend)  # whose matrices are [in, out]
+            addends.append(addend.T if type(self.config) is GPT2Config else addend)  # whose matrices are [in, out]
         return ARCHITECTURES[self.config.architecture].from_stored(addends, name, self.config, part)
 
     def _check_settings(self) -> None:
@@ -84,18 +86,27 @@ class Peft:
                 raise UserError(f"{path} has {name}={shown(settings[name])}; dtgpt reads adapters of LORA without it")
         if settings.get("bias", "none") != "none":
             raise UserError(f"{path} has bias={shown(settings['bias'])}; dtgpt reads adapters of LORA without biases")
+        if (begun := settings.get("init_lora_weights")) not in KEEPS_BASE:
+            raise UserError(
+                f"{path} has init_lora_weights={shown(begun)}, by which peft changes the base; convert the adapter to "
+                "plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            )
         alphas = settings.get("alpha_pattern") or {}
         if not isinstance(alphas, dict) or not all(
             type(value) in (int, float) and math.isfinite(value)
             for value in (settings.get("lora_alpha"), *alphas.values())
         ):
             raise UserError(f"{path} has lora_alpha={shown(settings.get('lora_alpha'))}, which is no number; {REMEDY}")
+        if rule := next((name for name in alphas if not NAME.fullmatch(name)), None):
+            raise UserError(
+                f"{path} has alpha_pattern for {shown(rule)}; dtgpt reads names of modules there, and no expressions"
+            )
 
     def _check_shapes(self, module: str, shape: tuple[int, ...]) -> None:
         a, b = (self._tensors.get(name) for name in _pair(module))
         if a is None and b is None:
             return
-        rows, columns = shape[::-1] if isinstance(self.config, GPT2Config) else shape
+        rows, columns = shape[::-1] if type(self.config) is GPT2Config else shape
         if a is None or b is None or a.dim() != 2 or (len(b), a.shape[1], b.shape[1:]) != (rows, columns, a.shape[:1]):
             raise self._for_another(f"the adapter of {shown_name(module)} is not for a matrix {shown((rows, columns))}")
 
@@ -123,7 +134,7 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
     exists, or transformers does not have the architecture."""
     config, rank = adapter.config, adapter.lora.rank
     check_architecture(config, ARCHITECTURES, "adapter of peft")
-    architecture, is_gpt2 = ARCHITECTURES[config.architecture], isinstance(config, GPT2Config)
+    architecture, is_gpt2 = ARCHITECTURES[config.architecture], type(config) is GPT2Config
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     patterns: dict[str, int] = {}  # rank by the last part of a module's name

@@ -1,24 +1,33 @@
 """Rotary positions in config.json: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtgpt.models.llama import LlamaConfig
+from dtgpt.models.rotary import RotaryConfig
 from dtgpt.util.errors import UserError, shown
 
 PLACES = ("rope_scaling", "rope_parameters")  # transformers 5 takes the first of these that is there
 OUTER = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # stored next to these objects
-LLAMA3 = {  # keys of Llama 3.1's scaling -> fields
-    "factor": "rope_factor", "low_freq_factor": "rope_low_frequency", "high_freq_factor": "rope_high_frequency",
-    "original_max_position_embeddings": "rope_original_length",
+LENGTH = "original_max_position_embeddings"
+FIELDS: dict[str, dict[str, str]] = {  # by the kind of scaling: its keys that must be there -> fields
+    "default": {},
+    "linear": {"factor": "rope_factor"},
+    "llama3": {
+        "factor": "rope_factor", "low_freq_factor": "rope_low_frequency", "high_freq_factor": "rope_high_frequency",
+        LENGTH: "rope_original_length",
+    },
+    "yarn": {"factor": "rope_factor", LENGTH: "rope_original_length"},
 }  # fmt: skip
-KINDS = ("default", "llama3")
+BETAS = {"beta_fast": "rope_beta_fast", "beta_slow": "rope_beta_slow"}
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 LARGEST = 1e12  # of any of these numbers
 
 
-def read_rope(settings: dict[str, Any], positions: int, path: Path) -> dict[str, Any]:
-    """Return the fields of `LlamaConfig` for rotary positions. Raise UserError for a kind of scaling that dtgpt does
-    not have, and for values that are missing, impossible or contradict each other."""
+def read_rope(settings: Mapping[str, Any], positions: int, path: Path, theta: float = 10000.0) -> dict[str, Any]:
+    """Return the fields of `RotaryConfig` for rotary positions. theta: the default of the family. Raise UserError for a
+    kind of scaling that dtgpt does not have, and for values that are missing, impossible or contradict each other."""
     first, second = (_collect(settings.get(place), place, path) for place in PLACES)
     rope = {**second, **first}
     outer = {name: settings[name] for name in OUTER if settings.get(name) is not None}
@@ -37,42 +46,110 @@ def read_rope(settings: dict[str, Any], positions: int, path: Path) -> dict[str,
         )
     rope = {**outer, **rope}
     kind = rope.get("rope_type", "default")
-    if kind not in KINDS:
-        raise UserError(f"{path} has rope_type={shown(kind)}; dtgpt has {' and '.join(KINDS)}: give another model")
+    if not isinstance(kind, str) or kind not in FIELDS:
+        raise UserError(f"{path} has rope_type={shown(kind)}; dtgpt has {', '.join(FIELDS)}: give another model")
     fraction = rope.get("partial_rotary_factor", 1)
     if type(fraction) not in (int, float) or fraction != 1:
         raise UserError(
             f"{path} has partial_rotary_factor={shown(fraction)}; dtgpt rotates all columns of a head: "
             "give another model"
         )
-    fields: dict[str, Any] = {"rope_theta": _number(rope, "rope_theta", path) if "rope_theta" in rope else 10000.0}
-    if kind == "llama3":
-        rope.setdefault("original_max_position_embeddings", positions)
-        for name, field in LLAMA3.items():
-            if name not in rope:
-                raise UserError(f"{path} has rope_type='llama3' without {name}; copy config.json again, whole")
-            fields[field] = _number(rope, name, path)
-        length = fields["rope_original_length"]
+    fields: dict[str, Any] = {"rope_theta": _number(rope, "rope_theta", path) if "rope_theta" in rope else theta}
+    if kind == "default":
+        return fields
+    if LENGTH in FIELDS[kind]:
+        rope.setdefault(LENGTH, positions)
+    fields["rope_scaling"] = kind
+    for name, field in FIELDS[kind].items():
+        if name not in rope:
+            raise UserError(f"{path} has rope_type={shown(kind)} without {name}; copy config.json again, whole")
+        fields[field] = _number(rope, name, path)
+    if (length := fields.get("rope_original_length")) is not None:
         if length != int(length):
             raise UserError(
-                f"{path} has original_max_position_embeddings={length}, which is not a whole number; give the file as "
-                "it was written"
+                f"{path} has {LENGTH}={length}, which is not a whole number; give the file as it was written"
             )
         fields["rope_original_length"] = int(length)
+    fields |= _read_yarn(rope, fields["rope_factor"], path) if kind == "yarn" else {}
+    without = kind != "llama3" and fields["rope_factor"] == 1 and not fields.get("rope_attention_factor")
+    return {"rope_theta": fields["rope_theta"]} if without else fields
+
+
+def _read_yarn(rope: dict[str, Any], factor: float, path: Path) -> dict[str, Any]:
+    """Return what YaRN has beside its factor, with the defaults of transformers."""
+    fields: dict[str, Any] = {field: _number(rope, name, path) for name, field in BETAS.items() if name in rope}
+    truncate = rope.get("truncate", True)
+    if type(truncate) is not bool:
+        raise UserError(f"{path} has truncate={shown(truncate)}; the key is true or false: correct it")
+    fields["rope_truncate"] = truncate
+    scales = [_number(rope, name, path) for name in ("mscale", "mscale_all_dim") if rope.get(name)]
+    if "attention_factor" in rope:
+        fields["rope_attention_factor"] = _number(rope, "attention_factor", path)
+    elif len(scales) == 2:
+        over, under = (0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0 for scale in scales)
+        fields["rope_attention_factor"] = over / under
     return fields
 
 
-def write_rope(config: LlamaConfig) -> dict[str, Any]:
+def read_rope_of_kinds(
+    settings: dict[str, Any], positions: int, path: Path, theta: Mapping[str, float], local_theta: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of layers of full attention, and of those with a window, whose base transformers 4 stored as
+    `local_theta`. theta: the defaults of the family by kind. Errors as of `read_rope`."""
+    given = settings.get("rope_parameters")
+    if given is None:
+        given = {}
+    if not isinstance(given, dict) or not all(
+        kind in (FULL, SLIDING) and isinstance(own, dict | None) for kind, own in given.items()
+    ):
+        raise UserError(
+            f"{path} has rope_parameters={shown(given)}, which is not an object for {FULL} and one for {SLIDING}; give "
+            "the file as it was written"
+        )
+    flat = {"rope_parameters": given.get(FULL), **{n: settings.get(n) for n in ("rope_scaling", "rope_theta")}}
+    full = read_rope(flat, positions, path, theta[FULL])
+    local = {"rope_parameters": given.get(SLIDING), "rope_theta": settings.get(local_theta)}
+    sliding = read_rope(local, positions, path, theta[SLIDING])
+    if sliding.keys() != {"rope_theta"}:
+        raise UserError(
+            f"{path} has rope_type={shown(sliding['rope_scaling'])} of {SLIDING}; dtgpt scales positions of {FULL} "
+            "alone: give another model"
+        )
+    if not full.get("rope_truncate", True):  # transformers looks for the key beside these objects, and takes true
+        raise UserError(f"{path} has truncate=False of {FULL}, which transformers does not read; leave it out")
+    return full, sliding
+
+
+def write_rope(config: RotaryConfig) -> dict[str, Any]:
     """Return the keys that transformers 4 reads, and those of 5 with the same values."""
-    theta, scaling = float(config.rope_theta), None
-    if config.rope_factor != 1:
-        numbers = {name: float(getattr(config, field)) for name, field in LLAMA3.items()}
-        original = {"original_max_position_embeddings": config.rope_original_length}
-        scaling = {"rope_type": "llama3", **numbers, **original}
+    theta, scaling = float(config.rope_theta), scaling_of(config)
     return {
         "rope_theta": theta, "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},
     }  # fmt: skip
+
+
+def write_rope_of_kinds(config: RotaryConfig, theta: float, local_theta: str) -> dict[str, Any]:
+    """Return as `write_rope` does for layers of two kinds. theta: the base of those with a window."""
+    made = write_rope(config)
+    kinds = {FULL: made["rope_parameters"], SLIDING: {"rope_theta": float(theta), "rope_type": "default"}}
+    return {**made, local_theta: float(theta), "rope_parameters": kinds}
+
+
+def scaling_of(config: RotaryConfig) -> dict[str, Any] | None:
+    """Return the object `rope_scaling`; None: there is none."""
+    kind = config.rope_scaling
+    if config.rope_factor == 1 and not (kind == "yarn" and config.rope_attention_factor):
+        return None
+    names = FIELDS[kind] | (BETAS if kind == "yarn" else {})
+    made: dict[str, Any] = {name: float(getattr(config, field)) for name, field in names.items()}
+    if LENGTH in made:
+        made[LENGTH] = config.rope_original_length
+    if kind == "yarn":
+        made["truncate"] = config.rope_truncate
+        if config.rope_attention_factor:
+            made["attention_factor"] = config.rope_attention_factor
+    return {"rope_type": kind, **made}
 
 
 def _collect(value: Any, place: str, path: Path) -> dict[str, Any]:

@@ -67,6 +67,17 @@ class MegatronArchitecture(Protocol):
         """Return what a rank of today's Megatron-LM stores for its part of dtgpt's parameter `name`."""
 
 
+def check_fields_written(config: ModelConfig, values: Mapping[str, Any]) -> None:
+    """Raise UserError for a field that has another value than the one in `values`, which Megatron-LM's tree stands
+    for."""
+    for name, value in values.items():
+        if getattr(config, name) != value:
+            raise UserError(
+                f"model.{name}={getattr(config, name)} cannot be written for Megatron-LM, whose models here have "
+                f"{value}; use --to hf"
+            )
+
+
 def check_agreement(args: Namespace, found: Mapping[str, int], path: Path) -> None:
     """Raise UserError where args do not say what was found in the tensors."""
     for name, value in found.items():

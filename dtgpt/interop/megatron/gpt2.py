@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dtgpt.interop.foreign import checked, epsilon, whole_number
-from dtgpt.interop.megatron.architecture import Order, StoredShapes, Values, check_agreement
+from dtgpt.interop.megatron.architecture import Order, StoredShapes, Values, check_agreement, check_fields_written
 from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.util.errors import UserError, shown_name
@@ -108,6 +108,7 @@ def cut_sizes(config: GPT2Config, ranks: int) -> dict[str, int]:
 
 
 def check_export(config: GPT2Config) -> list[str]:
+    check_fields_written(config, {"activation": "gelu_tanh"})
     return []
 
 

@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dtgpt.interop.foreign import checked, epsilon, whole_number
-from dtgpt.interop.megatron.architecture import Order, StoredShapes, Values
+from dtgpt.interop.megatron.architecture import Order, StoredShapes, Values, check_fields_written
 from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.util.errors import UserError, shown
@@ -138,6 +138,9 @@ def cut_sizes(config: LlamaConfig, ranks: int) -> dict[str, int]:
 
 
 def check_export(config: LlamaConfig) -> list[str]:
+    check_fields_written(config, {"activation": "silu", "attention_bias": "none", "window": 0})
+    if config.rope_factor != 1 or config.rotation.amplitude != 1:
+        check_fields_written(config, {"rope_scaling": "llama3"})
     constants = {
         "rope_low_frequency": LOW_FREQUENCY,
         "rope_high_frequency": HIGH_FREQUENCY,

@@ -1,10 +1,12 @@
 """Attention of new tokens over keys and values that a cache keeps by slot: one sequence each, position by position.
 
 A slot holds P positions. Memory behind a sequence's last position is not initialised, or is that of an earlier sequence
-of the slot: it may hold NaN, which never reaches a result.
+of the slot: it may hold NaN, which never reaches a result. With a window W, a slot of a longer sequence has W positions
+and is a ring: position p is at p % W, where it replaces the one that has left the window. Which order they have in
+memory does not matter, since positions are in the keys.
 
 Reference: `attend_rows_reference`. Fast path of one token a sequence: Triton kernels (`cached_kernels`), for heads of
-16, 32, 64 or 128.
+16, 32, 64, 128 or 256, and scores that are not bounded softly.
 Sharding rule: heads may be sharded; a shard holds all heads of q that share its heads of k and v.
 """
 
@@ -14,40 +16,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.attention.core import Backend, causal_attention
+from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule, Backend, causal_attention, softmax_by_rule
 from dtgpt.ops.attention.flash_launch import exact_launch
 from dtgpt.ops.decode.weights import Rotary
 from dtgpt.ops.fast import has_hopper, has_triton, shared_memory
 
 SPLIT = 128  # positions that a kernel takes at once, as in `cached_kernels`
-HEAD_SIZES = (16, 32, 64, 128)  # D that the kernels take
+HEAD_SIZES = (16, 32, 64, 128)  # D that the kernels of whole blocks take
+ROW_SIZES = (*HEAD_SIZES, 256)  # D that those of attention take
 
 
 def attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor,
+    rule: AttentionRule = PLAIN_RULE,
+) -> Tensor:  # fmt: skip
     """Write k and v `[B, N_kv, D]` at (slot, position) of keys and values `[slots, N_kv, P, D]`, and return the
-    attention `[B, N, D]` of q `[B, N, D]`: row i attends to its slot's positions 0..positions[i].
+    attention `[B, N, D]` of q `[B, N, D]`: row i attends to its slot's positions 0..positions[i], or to those of the
+    rule's window, which is at least P.
 
     slots, positions: int64 `[B]`. Rows that share a slot (a scratch slot alone may) have undefined results. The shapes
     on CUDA do not depend on the positions, so that nothing waits for the device.
     """
-    keys[slots, :, positions], values[slots, :, positions] = k, v
-    if has_triton(q) and q.shape[-1] in HEAD_SIZES and stage_bytes(keys) <= shared_memory(q.device):
-        return decode_attention(q.unflatten(1, (k.shape[1], -1)), keys, values, slots, positions)
-    return attend_rows_reference(q, keys, values, slots, positions)
+    places = positions
+    if rule.window is not None:  # once a ring is full, all of it is in the window
+        places, positions = positions % keys.shape[2], positions.clamp(max=keys.shape[2] - 1)
+    keys[slots, :, places], values[slots, :, places] = k, v
+    known = q.shape[-1] in ROW_SIZES and rule.softcap is None
+    if has_triton(q) and known and stage_bytes(keys) <= shared_memory(q.device):
+        return decode_attention(q.unflatten(1, (k.shape[1], -1)), keys, values, slots, positions, rule=rule)
+    return attend_rows_reference(q, keys, values, slots, positions, rule)
 
 
-def attend_rows_reference(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+def attend_rows_reference(
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, rule: AttentionRule = PLAIN_RULE
+) -> Tensor:
     """Return what `attend_rows` does with k and v that are in the cache already, in plain torch: the test oracle."""
     length = keys.shape[2] if q.is_cuda else int(positions.max()) + 1
     behind = torch.arange(length, device=q.device) > positions[:, None]
     # Hidden values are set to zero as well, since their probability of zero times NaN would be NaN.
     seen_keys, seen_values = keys[slots, :, :length], values[slots, :, :length].masked_fill(behind[:, None, :, None], 0)
     grouped = q.unflatten(1, (keys.shape[1], -1))  # [B, N_kv, N / N_kv, D]
-    scores = (grouped @ seen_keys.transpose(-2, -1)).float() / math.sqrt(q.shape[-1])
-    probabilities = scores.masked_fill(behind[:, None, None], -math.inf).softmax(dim=-1)
-    return (probabilities.to(q.dtype) @ seen_values).flatten(1, 2)
+    products = (grouped @ seen_keys.transpose(-2, -1)).float()
+    scores = products / math.sqrt(q.shape[-1]) if rule.scale is None else products * rule.scale
+    probabilities = softmax_by_rule(scores.flatten(1, 2)[:, :, None], behind[:, None, None], rule)
+    return (probabilities.reshape(scores.shape).to(q.dtype) @ seen_values).flatten(1, 2)
 
 
 def write_prompts(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -68,19 +80,32 @@ def write_prompts(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Ten
     )  # fmt: skip
 
 
+def write_rings(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor) -> None:
+    """Write the last positions, as many as there are places, of the first `lengths` tokens of k and v `[B, T, N_kv, D]`
+    to the rings keys and values `[slots, N_kv, P, D]`. slots, lengths: int64 `[B]`; of rows that share a slot one
+    remains."""
+    places, rows = keys.shape[2], torch.arange(len(k), device=k.device)
+    place, newest = torch.arange(min(places, k.shape[1]), device=k.device), lengths[:, None] - 1
+    # The newest position that belongs to each place; where there is none, what is written is never read.
+    position = (newest - (newest - place) % places).clamp(min=0)
+    for kept, new in ((keys, k), (values, v)):
+        kept[:, :, : len(place)].index_copy_(0, slots, new[rows[:, None], position].transpose(1, 2))
+
+
 def stage_bytes(keys: Tensor) -> int:
     """Return the bytes of keys and values of one split, as kernels hold them in shared memory."""
     return 2 * SPLIT * keys.shape[-1] * keys.itemsize
 
 
 def decode_attention(
-    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, rotary: Rotary | None = None
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, rotary: Rotary | None = None,
+    rule: AttentionRule = PLAIN_RULE,
+) -> Tensor:  # fmt: skip
     """Launch the kernels: return the attention `[B, N, D]` of q `[B, N_kv, N / N_kv, D]`, whose last dimension is
     dense, over what `attend_rows` describes, k and v of the new tokens being in the cache.
 
     rotary: normalise and rotate q first, and write k, likewise, and v of the new tokens, which lie behind the q of
-    their group as in a packed projection `[B, N_kv, N / N_kv + 2, D]`.
+    their group as in a packed projection `[B, N_kv, N / N_kv + 2, D]`. rule: its scale and its sinks count here.
     """
     from dtgpt.ops.attention import cached_kernels as kernels  # imported on first use, since it needs Triton
 
@@ -95,14 +120,14 @@ def decode_attention(
     pdl = has_hopper(q.device)
     table, q_norm, k_norm, eps = rotary or (None, None, None, 0.0)
     kernels.split_kernel[(spread.programs, kv_heads, rows)](
-        q, keys, values, slots, positions, partial, state, math.log2(math.e) / math.sqrt(size), *q.stride()[:2],
+        q, keys, values, slots, positions, partial, state, math.log2(math.e) * rule.factor(size), *q.stride()[:2],
         table, q_norm, k_norm, eps, 0 if table is None else table.shape[1],
         KV_HEADS=kv_heads, GROUP=group, QUERIES=max(16, 1 << (group - 1).bit_length()), SIZE=size, LENGTH=length,
         SPLITS=splits, EACH=spread.each, STEP=spread.step, STAGES=2 if room and spread.each * spread.step > 1 else 1,
         PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     kernels.merge_kernel[(heads, rows)](
-        partial, state, positions, out,
+        partial, state, positions, out, rule.sinks,
         HEADS=heads, SIZE=size, SPLITS=splits, BLOCK=1 << (splits - 1).bit_length(), PDL=pdl, num_warps=1,
         launch_pdl=pdl,
     )  # fmt: skip
@@ -151,12 +176,32 @@ def spread_splits(splits: int, rows: int, room: bool) -> Spread:
 
 
 def attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot: int, first: int, backend: Backend = "auto"
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot: int, first: int, backend: Backend = "auto",
+    rule: AttentionRule = PLAIN_RULE,
+) -> Tensor:  # fmt: skip
     """Write k and v `[1, T, N_kv, D]` at the positions from `first` on of one slot of keys and values
     `[slots, N_kv, P, D]`, and return the causal attention `[1, T, N, D]` of q `[1, T, N, D]` over the positions
-    0..first + T - 1, read in place."""
+    0..first + T - 1, read in place where the slot has all of them."""
     last = first + q.shape[1]
+    if last > keys.shape[2]:
+        return _attend_ring_chunk(q, k, v, keys[slot], values[slot], first, backend, rule)
     keys[slot, :, first:last], values[slot, :, first:last] = k[0].transpose(0, 1), v[0].transpose(0, 1)
     seen_keys, seen_values = (kept[slot, :, :last].transpose(0, 1)[None] for kept in (keys, values))
-    return causal_attention(q, seen_keys, seen_values, backend=backend)
+    return causal_attention(q, seen_keys, seen_values, backend=backend, rule=rule)
+
+
+def _attend_ring_chunk(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, first: int, backend: Backend, rule: AttentionRule
+) -> Tensor:
+    """Return what `attend_chunk` does for a slot `[N_kv, P, D]` that is a ring."""
+    places, last = keys.shape[1], first + q.shape[1]
+    if rule.window is None or rule.window > places:
+        raise ValueError(f"{last} positions do not fit into a slot of {places} with a window of {rule.window}")
+    earlier = torch.arange(max(0, first - rule.window + 1), first, device=q.device) % places
+    newest = torch.arange(max(first, last - places), last, device=q.device) % places
+    seen = []
+    for kept, new in ((keys, k), (values, v)):
+        seen.append(torch.cat([kept[:, earlier].transpose(0, 1)[None], new], dim=1))
+        kept[:, newest] = new[0, -len(newest) :].transpose(0, 1)
+    seen_keys, seen_values = seen
+    return causal_attention(q, seen_keys, seen_values, backend=backend, rule=rule)

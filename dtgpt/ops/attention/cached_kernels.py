@@ -8,6 +8,7 @@ products with ones, of the rounded probabilities that also multiply v. A row's r
 import triton
 import triton.language as tl
 
+from dtgpt.ops.attention.flash_tiles import LOG2_E
 from dtgpt.ops.decode.kernels import begin
 
 SPLIT = tl.constexpr(128)
@@ -116,10 +117,11 @@ def write_kernel(
 
 @triton.jit
 def merge_kernel(
-    partial, state, positions, out,
+    partial, state, positions, out, sinks,
     HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one head of one sequence into out `[B, N, D]`. BLOCK: SPLITS, as a power of two."""
+    """Merge the splits of one head of one sequence, and its sink where there are sinks `[N]`, into out `[B, N, D]`.
+    BLOCK: SPLITS, as a power of two."""
     head, row = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, SIZE)
     j = tl.arange(0, BLOCK)
@@ -128,6 +130,10 @@ def merge_kernel(
     cell = (row.to(tl.int64) * HEADS + head) * SPLITS
     largest = tl.max(tl.load(state + 2 * (cell + j), j < used, float("-inf")), 0)
     total, made, everywhere = 0.0, tl.zeros((SIZE,), tl.float32), tl.full((SIZE,), 1.0, tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        largest = tl.maximum(largest, sink)
+        total = tl.exp2(sink - largest)
     for base in range(0, used, 8):
         for step in tl.static_range(8):  # unrolled, so that loads do not wait for each other
             there = base + step < used

@@ -6,12 +6,16 @@ the two matrix products; `flash` computes the probabilities tile by tile and sav
 `sdpa` differ in their last bits from run to run, since its kernels (cuDNN, FlashAttention-2) add up those of q in any
 order; all others give the same bits in every run.
 
+An `AttentionRule` says what differs from layer to layer. Every back end knows the window and the scale. Sinks are known
+to `explicit` and `flash`, softly bounded scores to `explicit` alone: `auto` takes what knows them, the others refuse.
+
 Sharding rule: samples and heads may be sharded; a shard of the heads passes the global index of its first in `start`.
 """
 
 import math
+from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtgpt.ops.attention.flash import LARGEST_HEAD, by_heads, check_inputs, flash_attention, hidden_columns
+from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.ops.fast import has_triton
 from dtgpt.ops.fused_softmax.softmax import scaled_masked_softmax
 from dtgpt.ops.random.dropout import attention_dropout
@@ -27,6 +32,23 @@ from dtgpt.util.errors import UserError
 Backend = Literal["auto", "sdpa", "fused_softmax", "flash", "explicit"]
 # Kernels of PyTorch for a mask. cuDNN's backward computes NaN for some lengths (PyTorch's issue 196678).
 MASKED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class AttentionRule(NamedTuple):
+    """What a layer's attention does beside causality; the defaults change nothing."""
+
+    window: int | None = None  # query i sees the columns i - window + 1 to i; None: all up to i
+    softcap: float | None = None  # scores s become c tanh(s / c), c being this (Gemma Team 2024, Gemma 2, section 2)
+    scale: float | None = None  # factor of q k^T; None: 1 / sqrt(D)
+    # [N]: a logit of each head that takes part in its softmax, without a value (Agarwal et al. 2025, gpt-oss, 2.2)
+    sinks: Tensor | None = None
+
+    def factor(self, head_dim: int) -> float:
+        """Return the factor of the scores."""
+        return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+
+PLAIN_RULE = AttentionRule()
 
 
 def causal_attention(
@@ -38,55 +60,76 @@ def causal_attention(
     start: tuple[int, ...] = (0, 0, 0),
     spans: Tensor | None = None,
     backend: Backend = "auto",
+    rule: AttentionRule = PLAIN_RULE,
 ) -> Tensor:
     """Return causal attention `[B, T, N, D]` of q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`.
 
     N_kv divides N: each head of k and v serves N / N_kv heads of q (grouped-query attention, Ainslie et al. 2023). S >=
     T: query i has the position i + S - T and attends to the columns up to it. key: int64 `[B, 2]` or None (no dropout).
     p: the probability of dropout. The mask's index within a sample is (head, position of the query, column); start:
-    that of the shard's first element. spans: int32 `[B, T, 2]`, bounds [first, end) of each query's document, to which
-    attention is restricted, for S = T; None: one document. Raises ValueError where shapes do not fit.
+    that of the shard's first element. spans: int32 `[B, S, 2]`, bounds [first, end) of the document of each column, at
+    most S, to which attention is restricted; None: one document. rule: what the layer does beside. Raises ValueError
+    where shapes do not fit, or where the back end does not know the rule.
     """
     kept = key if p > 0 else None
-    chosen = backend
+    chosen, has_sinks = backend, rule.sinks is not None
     if backend == "auto":
         kernels = has_triton(q) and q.dtype != torch.float32
-        chosen = choose(kept is not None, kernels, q.shape[-1])
-    if chosen == "flash":
-        return flash_attention(q, k, v, kept, p, start[0], spans)
-    check_inputs(q, k, v, key, spans)
+        chosen = choose(kept is not None, kernels, q.shape[-1], rule.softcap is not None, has_sinks)
+    elif unknown := unknown_to(backend, rule.softcap is not None, has_sinks):
+        raise ValueError(f"the back end {backend} does not know {unknown}")
     queries, columns = q.shape[1], k.shape[1]
-    hidden = None if spans is None else hidden_columns(queries, columns, q.device, spans)
+    window = None if rule.window is None or rule.window >= columns else rule.window
+    if chosen == "flash":
+        if window is not None:
+            spans = spans_of_window(window, len(q), columns, q.device, spans)
+        return flash_attention(q, k, v, kept, p, start[0], spans, rule.scale, rule.sinks)
+    check_inputs(q, k, v, key, spans, rule.sinks)
+    bounded = spans is not None or window is not None
+    hidden = hidden_columns(queries, columns, q.device, spans, window) if bounded else None
     start = (start[0], start[1] + columns - queries, start[2])
     if chosen == "sdpa" and kept is None:
-        return sdpa(q, k, v, hidden)
+        return sdpa(q, k, v, hidden, rule.scale)
     q, k, v = by_heads(q, k, v)
     if chosen == "fused_softmax":
-        scale, mask = 1 / math.sqrt(q.shape[-1]), "causal" if hidden is None else hidden
+        scale, mask = rule.factor(q.shape[-1]), "causal" if hidden is None else _of_samples(hidden, len(q))
         out = scaled_masked_softmax(q @ k.transpose(-2, -1), scale, mask, key=kept, p=p, start=start) @ v
     else:
-        out = explicit(q, k, v, kept, p, start, hidden)
+        out = explicit(q, k, v, kept, p, start, hidden, rule)
     return out.transpose(1, 2)
 
 
-def choose(dropping: bool, kernels: bool, head_dim: int) -> Backend:
-    """Return the back end for a model: `flash` where its kernels serve, which gives the same bits in every run, else
-    `sdpa`, or `explicit` where something drops.
+def _of_samples(hidden: Tensor, batch: int) -> Tensor:
+    """Return a mask as one `[B, 1, T, S]` for samples."""
+    return hidden if hidden.dim() == 4 else hidden.expand(batch, 1, -1, -1).contiguous()
+
+
+def choose(dropping: bool, kernels: bool, head_dim: int, softcap: bool = False, sinks: bool = False) -> Backend:
+    """Return the back end for a layer: `flash` where its kernels serve, which gives the same bits in every run, else
+    `sdpa`, or `explicit` where something drops or `sdpa` does not know the layer's rule.
 
     dropping: whether there is dropout. kernels: whether Triton kernels can run, in 16 bits. Neither depends on the
-    plan. Measured by `benchmarks/op_flash.py` on an H200, forward and backward of flash take 0.91 times as long as
-    cuDNN's at head_dim 64 and 4096 tokens, and 1.10 times as long at 128, where PyTorch has no kernel with reproducible
-    gradients that is as fast.
+    plan. softcap, sinks: whether the layer has them. Measured by `benchmarks/op_flash.py` on an H200, forward and
+    backward of flash take 0.91 times as long as cuDNN's at head_dim 64 and 4096 tokens, and 1.10 times as long at 128,
+    where PyTorch has no kernel with reproducible gradients that is as fast.
     """
-    if kernels and head_dim <= LARGEST_HEAD:
+    if kernels and head_dim <= LARGEST_HEAD and not softcap:
         return "flash"
-    return "explicit" if dropping else "sdpa"
+    return "explicit" if dropping or softcap or sinks else "sdpa"
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+def unknown_to(backend: Backend, softcap: bool, sinks: bool) -> str:
+    """Return what a back end does not know of a layer's rule; empty where it knows all."""
+    if softcap and backend in ("sdpa", "fused_softmax", "flash"):
+        return "softly bounded scores"
+    return "attention sinks" if sinks and backend in ("sdpa", "fused_softmax") else ""
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float | None = None) -> Tensor:
     """Return PyTorch's attention `[B, T, N, D]` of q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`.
 
-    hidden: as of `explicit`. PyTorch chooses a kernel by dtype, D and T, so that the choice is the same in every plan.
+    hidden: as of `explicit`; scale: as of `AttentionRule`. PyTorch chooses a kernel by dtype, D and T, so that the
+    choice is the same in every plan.
     """
     if hidden is None and q.shape[1] < k.shape[1]:  # PyTorch's is_causal puts the first query at the first column
         hidden = hidden_columns(q.shape[1], k.shape[1], q.device)
@@ -94,7 +137,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v)) if grouped else by_heads(q, k, v)
     seen, shared = None if hidden is None else ~hidden, q.shape[1] != k.shape[1]
     with nullcontext() if seen is None else sdpa_kernel(MASKED):
-        out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=shared)
+        out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=shared)
     return out.transpose(1, 2)
 
 
@@ -105,22 +148,39 @@ def reads_groups(device: torch.device, dtype: torch.dtype, masked: bool) -> bool
 
 
 def explicit(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...], hidden: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...],
+    hidden: Tensor | None = None, rule: AttentionRule = PLAIN_RULE,
+) -> Tensor:  # fmt: skip
     """Return attention `[B, N, T, D]` of q `[B, N, T, D]` and k, v `[B, N, S, D]`.
 
-    hidden: True where a query may not attend; None: what causality hides.
+    hidden: True where a query may not attend, the rule's window included; None: what causality hides.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q @ k.transpose(-2, -1)).to(wide) * (1 / math.sqrt(q.shape[-1]))
+    scores = (q @ k.transpose(-2, -1)).to(wide) * rule.factor(q.shape[-1])
     if hidden is None:
         hidden = hidden_columns(q.shape[2], k.shape[2], q.device)
-    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1).to(v.dtype)
+    probabilities = softmax_by_rule(scores, hidden, rule).to(v.dtype)
     return (probabilities if key is None else attention_dropout(probabilities, key, p, start)) @ v
 
 
-def check_backend(backend: str, dropout: float, head_dim: int) -> None:
-    """Raise UserError where a recipe's `attention` does not support its model's dropout or head size."""
+def softmax_by_rule(scores: Tensor, hidden: Tensor, rule: AttentionRule) -> Tensor:
+    """Return the probabilities of scaled scores `[B, N, T, S]`, at least fp32, hidden where True."""
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if rule.sinks is None:
+        return scores.softmax(dim=-1)
+    sinks = rule.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def check_backend(backend: Backend, dropout: float, head_dim: int, rules: Iterable[tuple[bool, bool]] = ()) -> None:
+    """Raise UserError where a recipe's `attention` does not support its model's dropout, head size, or the `rules` of
+    its layers, which are (softcap, sinks) as of `unknown_to`."""
+    if unknown := next(filter(None, (unknown_to(backend, *rule) for rule in rules)), ""):
+        raise UserError(
+            f"attention={backend} does not know {unknown}, which layers of this model have; use --attention auto"
+        )
     if backend == "flash" and head_dim > LARGEST_HEAD:
         raise UserError(
             f"attention=flash takes heads of up to {LARGEST_HEAD}, but those of this model have the size {head_dim}; "

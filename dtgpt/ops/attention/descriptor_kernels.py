@@ -3,17 +3,23 @@
 They compute what `flash_kernels` does without dropout and with S = T, for 16-bit heads on GPUs whose copy engine (TMA)
 moves whole tiles. Threads then hold no addresses, which leaves registers for larger tiles and deeper pipelines.
 
-q and grad are descriptors of `[B, N, T, D]`, k and v of `[B, N / GROUP, T, D]`; sums, spans, c, scale and the strides
-d_b, d_t, d_n are those of `flash_kernels`. lse, out, dq, dk and dv are pointers. D is a power of two, and tiles divide
-T.
+q and grad are descriptors of `[B, N, T, D]`, k and v of `[B, N / GROUP, T, D]`; sums, sinks, spans, c, scale and the
+strides d_b, d_t, d_n are those of `flash_kernels`. lse, out, dq, dk and dv are pointers. D is a power of two, and tiles
+divide T.
 """
 
 import triton
 import triton.language as tl
 
-from dtgpt.ops.attention.flash_tiles import load, load_pairs, program_tile, seen_columns, store, sum_products
-
-LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide all its columns from a query
+from dtgpt.ops.attention.flash_tiles import (
+    first_sums,
+    load,
+    load_pairs,
+    program_tile,
+    seen_columns,
+    store,
+    sum_products,
+)
 
 
 @triton.jit
@@ -54,7 +60,7 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def forward_by_tiles(
-    q, k, v, out, lse, spans, d_b, d_t, d_n, T, N, places, c,
+    q, k, v, out, lse, sinks, spans, d_b, d_t, d_n, T, N, places, c,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
@@ -67,8 +73,7 @@ def forward_by_tiles(
     rows = begin + tl.arange(0, BLOCK_M)
     q_tile = tile_of(q, sample, head, begin, BLOCK_M, D)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total, top = first_sums(sinks, head, BLOCK_M)
     group, clear, starts = head // GROUP, 0, rows
     if SPANS:
         spans += sample.to(tl.int64) * 2 * T

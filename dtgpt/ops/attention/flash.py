@@ -4,7 +4,9 @@ Method: FlashAttention (Dao et al. 2022, algorithm 1) with the loops of FlashAtt
 a running maximum and sum of the softmax instead of a `[T, T]` tensor. Backward computes the probabilities again from
 the saved logarithm of the sum, in one kernel for dk and dv and one for dq. Keep decisions of dropout are drawn once, as
 bits, and saved for backward, since Philox takes longer than reading them. With document bounds, tiles outside of all
-documents of their queries are skipped, so that time falls with the length of documents.
+documents of their queries are skipped, so that time falls with the length of documents. A sliding window is given as
+such bounds, too (`dtgpt.ops.attention.window`). An attention sink begins the running sums of its head, as a first
+column without a value: backward needs nothing else for the others, and its own gradient follows from saved sums.
 
 Reference: `reference`. Fast path: Triton kernels (`flash_kernels`), for heads of up to 128; otherwise the reference.
 Sharding rule: samples and heads may be sharded, each shard a plain tensor. A shard of the heads passes the global index
@@ -16,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from dtgpt.ops.attention.flash_launch import LOG2_E, launch_backward, launch_forward, mask_words
+from dtgpt.ops.attention.flash_launch import LOG2_E, launch_backward, launch_forward, mask_words, sinks_gradient
 from dtgpt.ops.attention.packed import are_packed
 from dtgpt.ops.fast import has_triton
 from dtgpt.ops.random.dropout import (
@@ -32,12 +34,18 @@ from dtgpt.ops.random.dropout import (
 LARGEST_HEAD = 128  # D that the kernels hold in registers
 
 
-def hidden_columns(queries: int, columns: int, device: torch.device, spans: Tensor | None = None) -> Tensor:
-    """Return bool `[T, S]`, or `[B, 1, T, T]` with spans, True where a query may not attend: to columns after its
-    position, which is i + S - T for query i, or before its document. spans: as of `flash_attention`."""
+def hidden_columns(
+    queries: int, columns: int, device: torch.device, spans: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """Return bool `[T, S]`, or `[B, 1, T, S]` with spans, True where a query may not attend: to columns after its
+    position, which is i + S - T for query i, before its document, or further back than `window` columns. spans: as of
+    `flash_attention`."""
     column = torch.arange(columns, device=device)
-    future = column > torch.arange(columns - queries, columns, device=device)[:, None]
-    return future if spans is None else (future | (column < spans[:, :, :1]))[:, None]
+    position = torch.arange(columns - queries, columns, device=device)[:, None]
+    hidden = column > position
+    if window is not None:
+        hidden = hidden | (column <= position - window)
+    return hidden if spans is None else (hidden | (column < spans[:, columns - queries :, :1]))[:, None]
 
 
 def by_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,20 +55,30 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (q, k, v) if group == 1 else (q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
 
 
-def _scores(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _scores(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (scaled scores `[B, N, T, S]`, -inf where hidden, and what `by_heads` does), at least fp32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = by_heads(q.to(wide), k.to(wide), v.to(wide))
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    products = q @ k.transpose(-2, -1)
+    scores = products / math.sqrt(q.shape[-1]) if scale is None else products * scale
     return scores.masked_fill(hidden_columns(q.shape[2], k.shape[2], q.device, spans), -math.inf), q, k, v
 
 
+def _sums(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the logarithm of the sum of exponentials `[B, N, T]`, sinks included."""
+    sums = scores.logsumexp(dim=-1)
+    return sums if sinks is None else torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
+
+
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int = 0, spans: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int = 0, spans: Tensor | None = None,
+    scale: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return what `flash_attention` does, in plain torch: the test oracle."""
-    scores, _, _, values = _scores(q, k, v, spans)
-    probabilities = scores.softmax(dim=-1)
+    scores, _, _, values = _scores(q, k, v, spans, scale)
+    probabilities = scores.softmax(dim=-1) if sinks is None else torch.exp(scores - _sums(scores, sinks)[..., None])
     if key is not None:
         probabilities = attention_dropout(probabilities, key, p, (head_start, k.shape[1] - q.shape[1], 0))
     return (probabilities @ values).to(q.dtype).transpose(1, 2)
@@ -68,7 +86,7 @@ def reference(
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor | None = None, p: float = 0.0, head_start: int = 0,
-    spans: Tensor | None = None,
+    spans: Tensor | None = None, scale: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return softmax(q k^T / sqrt(D)) v `[B, T, N, D]`, over the columns up to the query's position.
 
@@ -76,20 +94,23 @@ def flash_attention(
     heads of q (grouped-query attention, Ainslie et al. 2023), and query i has the position i + S - T. Views of one
     packed tensor are read in place. key: int64 `[B, 2]`, a key for each sample, or None (no dropout). p: the
     probability of dropout. The mask's index within a sample is (head, position of the query, column); head_start:
-    global index of the shard's first head. spans: int32 `[B, T, 2]`, bounds [first, end) of each query's document, to
-    which attention is restricted, for S = T; None: one document. Saves q, k, v, the output, 4 bytes per head and query
-    and, with dropout, bits per head, query and column: about one in the kernels, where S = T. Raises ValueError where
-    shapes do not fit.
+    global index of the shard's first head. spans: int32 `[B, S, 2]`: the first column that the query at each position
+    sees, and the end, at most S, of the queries that see the column there, neither falling from one position to the
+    next; None: all. scale: factor of q k^T; None: 1 / sqrt(D). sinks: `[N]`, logits that take part in the softmax of
+    each head without a value; None: none. Saves q, k, v, the output, 4 bytes per head and query and, with dropout, bits
+    per head, query and column: about one in the kernels, where S = T. Raises ValueError where shapes do not fit.
     """
-    check_inputs(q, k, v, key, spans)
+    check_inputs(q, k, v, key, spans, sinks)
     if threshold(p) == 0:
         key = None
     if has_triton(q) and q.shape[-1] <= LARGEST_HEAD:
-        return _forward(q, k, v, key, p, head_start, spans)[0]
-    return reference(q, k, v, key, p, head_start, spans)
+        return _forward(q, k, v, key, p, head_start, spans, scale, sinks)[0]
+    return reference(q, k, v, key, p, head_start, spans, scale, sinks)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, spans: Tensor | None) -> None:
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, spans: Tensor | None, sinks: Tensor | None = None
+) -> None:
     """Raise ValueError where shapes do not fit."""
     if not (q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3] and _covers(q, k)):
         raise ValueError(
@@ -98,10 +119,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, spans: Ten
         )
     if key is not None and key.shape != (len(q), 2):
         raise ValueError(f"keys have the shape {tuple(key.shape)}; {len(q)} samples need [{len(q)}, 2]")
-    if spans is not None and (spans.shape != (*q.shape[:2], 2) or spans.dtype != torch.int32):
-        raise ValueError(f"spans are {spans.dtype} {tuple(spans.shape)}; they need to be int32 [B, T, 2]")
-    if spans is not None and q.shape[1] != k.shape[1]:
-        raise ValueError(f"spans need as many queries as columns of k, not {q.shape[1]} and {k.shape[1]}")
+    if spans is not None and (spans.shape != (*k.shape[:2], 2) or spans.dtype != torch.int32):
+        raise ValueError(f"spans are {spans.dtype} {tuple(spans.shape)}; they need to be int32 [B, S, 2]")
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks have the shape {tuple(sinks.shape)}; {q.shape[2]} heads need [{q.shape[2]}]")
 
 
 def _covers(q: Tensor, k: Tensor) -> bool:
@@ -110,26 +131,27 @@ def _covers(q: Tensor, k: Tensor) -> bool:
 
 @torch.library.custom_op("dtgpt::flash_forward", mutates_args=(), device_types="cpu")
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None,
+    scale: float | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (output `[B, T, N, D]`, binary logarithm of the sum of exponentials `[B, N, T]`, keep decisions).
 
     Keep decisions are as of `pack_bytes`, uint8 `[B, N, T, ceil(S / 8)]`, here, and as of `flash_mask`, int64
     `[B N, mask_words]`, on a GPU; without a key they are empty.
     """
-    sums = _scores(q, k, v, spans)[0].logsumexp(dim=-1) * LOG2_E
+    sums = _sums(_scores(q, k, v, spans, scale)[0], sinks) * LOG2_E
     kept = q.new_empty(0, dtype=torch.uint8)
     if key is not None:
         heads, (first, columns) = range(head_start, head_start + q.shape[2]), (k.shape[1] - q.shape[1], k.shape[1])
         kept = pack_bytes(attention_mask(key, [heads, range(first, columns), range(columns)], p))
-    return reference(q, k, v, key, p, head_start, spans).contiguous(), sums, kept
+    return reference(q, k, v, key, p, head_start, spans, scale, sinks).contiguous(), sums, kept
 
 
 _forward.register_kernel("cuda", launch_forward)
 
 
 @_forward.register_fake
-def _(q, k, v, key, p, head_start, spans):
+def _(q, k, v, key, p, head_start, spans, scale=None, sinks=None):
     (batch, length, heads, _), columns = q.shape, k.shape[1]
     sums = q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
     if q.device.type == "cuda":
@@ -143,47 +165,53 @@ def _(q, k, v, key, p, head_start, spans):
 @torch.library.custom_op("dtgpt::flash_backward", mutates_args=(), device_types="cpu")
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, kept: Tensor, p: float,
-    spans: Tensor | None, packed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv) or, if `packed`, one buffer `[B, T, N, 3, D]` of all three and two empty tensors."""
-    scores, queries, keys, values = _scores(q, k, v, spans)
+    spans: Tensor | None, packed: bool, scale: float | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv) or, if `packed`, one buffer `[B, T, N, 3, D]` of all three and two empty tensors; then the
+    gradient of the sinks, empty without."""
+    scores, queries, keys, values = _scores(q, k, v, spans, scale)
     grad, out = (x.transpose(1, 2).to(scores.dtype) for x in (grad, out))
     probabilities = torch.exp2(scores * LOG2_E - sums[..., None])
     mask = torch.ones_like(scores)
     if kept.numel():
         mask = unpack_bytes(kept, slice(k.shape[1])).to(scores.dtype) * keep_scale(p)
     d_probabilities = grad @ values.transpose(-2, -1) * mask
-    d_scores = probabilities * (d_probabilities - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    products = (grad * out).sum(-1)
+    d_scores = probabilities * (d_probabilities - products[..., None])
+    d_scores = d_scores / math.sqrt(q.shape[-1]) if scale is None else d_scores * scale
+    d_sinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, sums, products)
     dk, dv = d_scores.transpose(-2, -1) @ queries, (probabilities * mask).transpose(-2, -1) @ grad
     dk, dv = (t.unflatten(1, (k.shape[2], -1)).sum(2) for t in (dk, dv))  # over the queries' heads of a group
     gradients = [t.transpose(1, 2).to(q.dtype) for t in (d_scores @ keys, dk, dv)]
     if packed:
-        return torch.stack(gradients, dim=3), q.new_empty(0), q.new_empty(0)
+        return torch.stack(gradients, dim=3), q.new_empty(0), q.new_empty(0), d_sinks
     dq, dk, dv = (t.contiguous() for t in gradients)
-    return dq, dk, dv
+    return dq, dk, dv, d_sinks
 
 
 _backward.register_kernel("cuda", launch_backward)
 
 
 @_backward.register_fake
-def _(grad, q, k, v, out, sums, kept, p, spans, packed):
+def _(grad, q, k, v, out, sums, kept, p, spans, packed, scale=None, sinks=None):
+    d_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     if packed:
-        return q.new_empty(*q.shape[:3], 3, q.shape[3]), q.new_empty(0), q.new_empty(0)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        return q.new_empty(*q.shape[:3], 3, q.shape[3]), q.new_empty(0), q.new_empty(0), d_sinks
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_sinks
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, _, ctx.p, _, spans = inputs
+    q, k, v, _, ctx.p, _, spans, ctx.scale, sinks = inputs
     ctx.packed = are_packed(q, k, v)
-    ctx.save_for_backward(q, k, v, *output, spans)
+    ctx.save_for_backward(q, k, v, *output, spans, sinks)
     ctx.set_materialize_grads(False)  # the sums and the keep decisions have no gradient
 
 
 def _differentiate(ctx, grad: Tensor, *_):
-    *saved, spans = ctx.saved_tensors
-    made = _backward(grad.contiguous(), *saved, ctx.p, spans, ctx.packed)
-    return *(made[0].unbind(3) if ctx.packed else made), None, None, None, None
+    *saved, spans, sinks = ctx.saved_tensors
+    *made, d_sinks = _backward(grad.contiguous(), *saved, ctx.p, spans, ctx.packed, ctx.scale, sinks)
+    gradients = made[0].unbind(3) if ctx.packed else made
+    return *gradients, None, None, None, None, None, None if sinks is None else d_sinks
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

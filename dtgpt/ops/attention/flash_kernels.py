@@ -13,7 +13,7 @@ share their addresses. Query i has the position i + S - T; earlier is S - T, or 
 
 A tile has BLOCK_M queries or BLOCK_N keys; BLOCK_N is WORD where DROP, and in `keys_kernel` BLOCK_M divides BLOCK_N.
 The D elements of a head are padded to WIDTH, a power of two. BOUND: tiles do not divide T or S. spans: int32
-`[B, T, 2]`, where S = T, bounds [first, end) of the document of each position. rescale: the inverse of the share that
+`[B, S, 2]`, bounds [first, end) of the document of each position. rescale: the inverse of the share that
 dropout keeps.
 """
 
@@ -21,9 +21,15 @@ import triton
 import triton.language as tl
 
 from dtgpt.ops.attention.flash_mask import WORD, first_word, first_word_of_columns, kept, zero_dropped
-from dtgpt.ops.attention.flash_tiles import load, load_pairs, program_tile, seen_columns, store, sum_products
-
-LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide all its columns from a query
+from dtgpt.ops.attention.flash_tiles import (
+    first_sums,
+    load,
+    load_pairs,
+    program_tile,
+    seen_columns,
+    store,
+    sum_products,
+)
 
 
 @triton.jit
@@ -57,11 +63,12 @@ def forward_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def forward_kernel(
-    q, k, v, out, lse, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, T, earlier, N, count, places, c, rescale,
+    q, k, v, out, lse, sinks, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, T, earlier, N, count, places, c, rescale,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse, the binary logarithm of the sum of exponentials. Grid (ceil(T / BLOCK_M) B N)."""
+    """Compute out and lse, the binary logarithm of the sum of exponentials. sinks: `[N]` or None. Grid (ceil(T /
+    BLOCK_M) B N)."""
     S = T if earlier is None else T + earlier
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
@@ -78,11 +85,10 @@ def forward_kernel(
         words += place.to(tl.int64) * 2 * count
     q = load(q + sample * q_b + head * q_n, rows, q_t, T, D, WIDTH, BOUND)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total, top = first_sums(sinks, head, BLOCK_M)
     clear, starts = 0, rows
     if SPANS:
-        spans += sample * 2 * T
+        spans += sample * 2 * S + 2 * (S - T)
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
         starts, _ = load_pairs(spans, rows, T, BOUND)
         acc, total, top = forward_tiles(
@@ -162,9 +168,10 @@ def keys_kernel(
     middle = tl.minimum(after, T)
     clear, ends = T, columns
     if SPANS:
-        spans += sample * 2 * T
-        _, ends = load_pairs(spans, columns, T, BOUND)
-        clear = tl.maximum(tl.load(spans + 2 * begin + 1) // BLOCK_M * BLOCK_M, after)
+        spans += sample * 2 * S
+        _, ends = load_pairs(spans, columns, S, BOUND)
+        ends += T - S
+        clear = tl.maximum((tl.load(spans + 2 * begin + 1) + T - S) // BLOCK_M * BLOCK_M, after)
     for member in range(GROUP):
         query_place = place * GROUP + member  # in B N
         q_base = q + sample * q_b + (head * GROUP + member) * q_n
@@ -182,7 +189,7 @@ def keys_kernel(
             T, S, c, D, WIDTH, BLOCK_M, BLOCK_N, False, False, BOUND, DROP,
         )  # fmt: skip
         if SPANS:
-            end = tl.load(spans + 2 * (middle - 1) + 1)
+            end = tl.load(spans + 2 * (tl.minimum(begin + BLOCK_N, S) - 1) + 1) + T - S
             dk_tile, dv_tile = _key_tiles(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, g_base, bits, pairs, columns, ends, clear, end, q_t, grad_t,
                 T, S, c, D, WIDTH, BLOCK_M, BLOCK_N, False, True, BOUND, DROP,
@@ -248,7 +255,7 @@ def queries_kernel(
     total = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     clear, starts = 0, rows
     if SPANS:
-        spans += sample * 2 * T
+        spans += sample * 2 * S + 2 * (S - T)
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
         starts, _ = load_pairs(spans, rows, T, BOUND)
         total = _query_tiles(

@@ -59,7 +59,10 @@ EXACT_STAGES = 3
 class Call:
     """The arguments that the kernels of one operation share."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, p: float, words: Tensor | None, spans: Tensor | None):
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, p: float, words: Tensor | None, spans: Tensor | None,
+        scale: float | None,
+    ):  # fmt: skip
         """words: keep decisions in the layout of `flash_mask`, or None."""
         from dtgpt.ops.attention import descriptor_kernels, flash_kernels
 
@@ -73,6 +76,7 @@ class Call:
         self.words, self.rescale = words, 1.0 if words is None else keep_scale(p)
         self.count = 0 if words is None else words.shape[1]
         self.spans = None if spans is None else spans.contiguous()
+        self.scale = 1 / math.sqrt(self.size) if scale is None else scale
         gains = words is None and gains_by_tiles(q.dtype, self.heads, self.kv_heads, self.size, q.device)
         self.by_tiles = words is None and takes_tiles(q, k)
         self.launches = launches_of(q.dtype, self.size, self.by_tiles, gains, words is not None)
@@ -88,18 +92,18 @@ class Call:
             SHUFFLE=self.q.is_cuda, SPANS=self.spans is not None,
         )  # fmt: skip
 
-    def forward(self, out: Tensor, sums: Tensor) -> None:
+    def forward(self, out: Tensor, sums: Tensor, sinks: Tensor | None) -> None:
         """Compute the output and the logarithms of the sums."""
         if self.by_tiles:
-            self._run_tiles("forward", (), out, sums, made=out)
+            self._run_tiles("forward", (), out, sums, sinks, made=out)
         else:
-            self._run("forward", out, sums)
+            self._run("forward", out, sums, sinks)
 
     def backward(
         self, grad: Tensor, out: Tensor, sums: Tensor, pairs: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> None:
         """Compute the gradients; pairs: memory `[B, N, T, 2]` for sums of the first kernel."""
-        scale = (1 / math.sqrt(self.size),)
+        scale = (self.scale,)
         if self.by_tiles:
             self._run_tiles("queries", (grad,), out, sums, pairs, dq, made=dq, scale=scale)
             self._run_tiles("keys", (grad,), pairs, dk, dv, made=dk, scale=scale)
@@ -107,7 +111,9 @@ class Call:
             self._run("queries", out, grad, sums, pairs, dq, made=dq, scale=scale)
             self._run("keys", grad, pairs, dk, dv, made=dk, scale=scale)
 
-    def _run(self, name: str, *tensors: Tensor, made: Tensor | None = None, scale: tuple[float, ...] = ()) -> None:
+    def _run(
+        self, name: str, *tensors: Tensor | None, made: Tensor | None = None, scale: tuple[float, ...] = ()
+    ) -> None:
         """Launch a kernel of `flash_kernels`. made: the output with strides of its own."""
         q, k, v = _readable(self.q, self.k, self.v)
         strided = (q, k) if made is None else (q, k, made)
@@ -117,12 +123,12 @@ class Call:
         getattr(self.kernels, f"{name}_kernel")[grid](
             q, k, v, *tensors, None if self.words is None else self.words.view(torch.int32), self.spans,
             *(stride for tensor in strided for stride in tensor.stride()[:3]), *self.sizes, self.count, places,
-            LOG2_E / math.sqrt(self.size), self.rescale, *scale, **self.shape, **constants, BOUND=bound,
+            LOG2_E * self.scale, self.rescale, *scale, **self.shape, **constants, BOUND=bound,
             DROP=self.words is not None,
         )  # fmt: skip
 
     def _run_tiles(
-        self, name: str, read: tuple[Tensor, ...], *tensors: Tensor, made: Tensor, scale: tuple[float, ...] = ()
+        self, name: str, read: tuple[Tensor, ...], *tensors: Tensor | None, made: Tensor, scale: tuple[float, ...] = ()
     ) -> None:
         """Launch a kernel of `descriptor_kernels`. read: what it reads beside q, k and v, in tiles of queries."""
         how = self.launches[name]
@@ -131,7 +137,7 @@ class Call:
         grid, places, constants = self._tiles(name)
         getattr(self.descriptor_kernels, f"{name}_by_tiles")[grid](
             *described, *tensors, self.spans, *made.stride()[:3], self.length, self.heads, places,
-            LOG2_E / math.sqrt(self.size), *scale, D=self.size, **constants,
+            LOG2_E * self.scale, *scale, D=self.size, **constants,
         )  # fmt: skip
 
     def _tiles(self, name: str) -> tuple[tuple[int], int, dict[str, Any]]:
@@ -207,26 +213,27 @@ def mask_words(queries: int, columns: int) -> int:
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None,
+    scale: float | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the kernels of the operation `flash_forward`."""
     (batch, length, heads, _), columns = q.shape, k.shape[1]
     words = q.new_empty(batch * heads, 0 if key is None else mask_words(length, columns), dtype=torch.int64)
-    call = Call(q, k, v, p, None if key is None else words, spans)
+    call = Call(q, k, v, p, None if key is None else words, spans, scale)
     out = q.new_empty(q.shape)
     sums = q.new_empty(batch, heads, length, dtype=torch.float32)
     if key is not None:
         call.draw(key, p, head_start)
-    call.forward(out, sums)
+    call.forward(out, sums, None if sinks is None else sinks.contiguous())
     return out, sums, words
 
 
 def launch_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, kept: Tensor, p: float,
-    spans: Tensor | None, packed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    spans: Tensor | None, packed: bool, scale: float | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the kernels of the operation `flash_backward`."""
-    call = Call(q, k, v, p, kept if kept.numel() else None, spans)
+    call = Call(q, k, v, p, kept if kept.numel() else None, spans, scale)
     pairs = sums.new_empty(*sums.shape, 2)
     if packed:
         gradient = q.new_empty(*q.shape[:3], 3, q.shape[3])
@@ -234,4 +241,13 @@ def launch_backward(
     else:
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     call.backward(grad, out, sums, pairs, dq, dk, dv)
-    return (gradient, q.new_empty(0), q.new_empty(0)) if packed else (dq, dk, dv)
+    # The kernels' sums of products leave out the factor of what dropout keeps.
+    d_sinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, sums, pairs[..., 1] * call.rescale)
+    return (gradient, q.new_empty(0), q.new_empty(0), d_sinks) if packed else (dq, dk, dv, d_sinks)
+
+
+def sinks_gradient(sinks: Tensor, sums: Tensor, products: Tensor) -> Tensor:
+    """Return the gradient of sinks `[N]`: less the probability of each times `products`, the sums of out * grad over D.
+    sums, the binary logarithms of the sums of exponentials, and products: `[B, N, T]`."""
+    shares = torch.exp2(sinks.to(sums.dtype)[:, None] * LOG2_E - sums)
+    return -(shares * products).sum((0, 2)).to(sinks.dtype)

@@ -160,7 +160,7 @@ def draw_kernel(
     place, group = tl.program_id(0), tl.program_id(1)
     end = T
     if SPANS:
-        end = tl.load(spans + 2 * (place // N * T + tl.minimum(group * WORD + WORD, T) - 1) + 1)
+        end = tl.load(spans + 2 * (place // N * S + tl.minimum(group * WORD + WORD, S) - 1) + 1) + T - S
     key += place // N * stride_sample
     k0 = tl.load(key).to(tl.uint32)
     k1 = tl.load(key + stride_word).to(tl.uint32)

@@ -6,6 +6,21 @@ Names of shapes and options are those of the kernels.
 import triton
 import triton.language as tl
 
+LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide all its columns from a query
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def first_sums(sinks, head, BLOCK_M: tl.constexpr):
+    """Return the running sum and maximum `[BLOCK_M]` before the first column: those of the head's sink, a column
+    without a value, where there are sinks `[N]`, scores being in base 2."""
+    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    if sinks is not None:
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+        top = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
+    return total, top
+
 
 @triton.jit
 def load(base, rows, stride, T, D: tl.constexpr, WIDTH: tl.constexpr, BOUND: tl.constexpr):

@@ -2,14 +2,18 @@
 one, with the same result under every plan."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.pointwise.gelu import bias_gelu
+from dtgpt.ops.pointwise.gelu import bias_gelu, local_bias
+from dtgpt.ops.pointwise.relu2 import bias_relu2
 from dtgpt.ops.pointwise.swiglu import swiglu
 
 Name = Literal["gelu", "swiglu"]
+PlainName = Literal["gelu_tanh", "gelu", "relu2", "relu", "silu"]
 
 
 class Activation(NamedTuple):
@@ -21,6 +25,16 @@ class Activation(NamedTuple):
 
 
 FUSED = (Activation("gelu", bias_gelu, True), Activation("swiglu", swiglu, False))  # gelu: the tanh approximation
+
+
+def _of_sum(x: Tensor, bias: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    return function(x + local_bias(x, bias).to(x.dtype))
+
+
+BIASED: dict[PlainName, Callable[[Tensor, Tensor], Tensor]] = {  # of x + bias, without a gate
+    "gelu_tanh": bias_gelu, "gelu": partial(_of_sum, function=F.gelu), "relu2": bias_relu2,
+    "relu": partial(_of_sum, function=F.relu), "silu": partial(_of_sum, function=F.silu),
+}  # fmt: skip
 
 
 def fused_name(function: Callable[..., Tensor], has_bias: bool) -> Name | None:

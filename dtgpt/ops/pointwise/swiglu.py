@@ -14,7 +14,7 @@ from dtgpt.ops.fast import takes_custom_op
 
 def reference(x: Tensor) -> Tensor:
     """Return what `swiglu` does, in plain torch: the test oracle."""
-    gate, up = _wide_pairs(x)
+    gate, up = wide_pairs(x)
     return (F.silu(gate) * up).to(x.dtype)
 
 
@@ -34,7 +34,8 @@ def kernels():
     return swiglu_kernels
 
 
-def _wide_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+def wide_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gate and up `[.., F]` of x `[.., 2 F]`, in fp32 at least."""
     gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
     return gate, up
 
@@ -47,7 +48,7 @@ _swiglu.register_fake(lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 @torch.library.custom_op("dtgpt::swiglu_backward", mutates_args=(), device_types="cpu")
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """Return dx."""
-    gate, up = _wide_pairs(x)
+    gate, up = wide_pairs(x)
     dy, gate_sigmoid = dy.to(gate.dtype), gate.sigmoid()
     slope = gate_sigmoid + gate * gate_sigmoid * (1 - gate_sigmoid)
     return torch.stack([dy * up * slope, dy * gate * gate_sigmoid], dim=-1).flatten(-2).to(x.dtype)

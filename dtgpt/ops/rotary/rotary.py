@@ -14,7 +14,7 @@ from torch import Tensor
 from dtgpt.ops.fast import takes_custom_op
 from dtgpt.ops.norm.norm import norm_reference, reciprocal_root, rms_norm_gradient
 from dtgpt.ops.norm.residual import like
-from dtgpt.ops.rotary.table import Rotation, angle_table
+from dtgpt.ops.rotary.table import Rotation, angle_table, rotation_of
 
 
 def reference(
@@ -57,8 +57,7 @@ def rotary_qkv(
     """
     _check_inputs(qkv, positions, num_positions, q_weight, k_weight)
     if takes_custom_op(qkv, has_parameters=q_weight is not None):
-        numbers = [float(number) for number in rotation]
-        return _rotary(qkv, positions, q_weight, k_weight, eps, numbers, num_positions)
+        return _rotary(qkv, positions, q_weight, k_weight, eps, rotation.numbers, num_positions)
     table = angle_table(rotation, qkv.shape[-1], num_positions, qkv.device)
     return reference(qkv, positions, table, q_weight, k_weight, eps)
 
@@ -96,9 +95,7 @@ def _angles(table: Tensor, positions: Tensor | None, length: int) -> tuple[Tenso
 
 def _table(head_dim: int, rotation: Sequence[float], num_positions: int, device: torch.device) -> Tensor:
     """Return `angle_table`. The ops take the numbers that it follows from, so that they neither save nor trace it."""
-    theta, factor, low, high, original_length, rotated = rotation
-    made = Rotation(theta, factor, low, high, int(original_length), rotated)
-    return angle_table(made, head_dim, num_positions, device)
+    return angle_table(rotation_of(rotation), head_dim, num_positions, device)
 
 
 @torch.library.custom_op("dtgpt::rotary_qkv", mutates_args=(), device_types="cpu")

@@ -1,0 +1,107 @@
+"""What models with rotary positions, grouped queries and a gated MLP have in their configuration: those of LLaMA's
+kind, OLMo 3, Gemma 3."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from dtgpt.models.config import LARGEST_SIZE, SIZE
+from dtgpt.models.inventory import Parameter, Rows
+from dtgpt.models.windows import WindowConfig
+from dtgpt.ops.pointwise.gated import GatedName
+from dtgpt.ops.rotary.table import Rotation, Scaling, amplitude_of_yarn
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig(WindowConfig):
+    """Fields of these architectures. Their fused matrices are called `attn.qkv` and `mlp.gate_up`."""
+
+    continued: ClassVar[frozenset[str]] = frozenset(
+        f"rope_{name}"
+        for name in ("scaling", "factor", "low_frequency", "high_frequency", "original_length", "beta_fast",
+                     "beta_slow", "truncate", "attention_factor")
+    )  # fmt: skip
+
+    num_kv_heads: Annotated[int, "number of heads of keys and values; divides num_heads", SIZE]
+    head_dim: Annotated[int, "size of a head, an even number", SIZE] = 128  # type: ignore[assignment]
+    ffn_hidden_size: Annotated[int, "width of the MLP", SIZE]
+    seq_length: Annotated[int, "number of positions, and tokens of a training sample unless it has fewer", SIZE] = 4096
+    tied: Annotated[bool, "use the token embedding as output projection"] = False  # type: ignore[assignment]
+    norm_eps: Annotated[float, "added to the mean square in RMSNorm", Bounds(above=0, below=1)] = 1e-5
+    activation: Annotated[GatedName, "function of the gate in the MLP; silu: SwiGLU, gelu_tanh: GeGLU"] = "silu"
+    rope_theta: Annotated[float, "base of the frequencies of rotary positions", Bounds(1)] = 10000.0
+    rope_scaling: Annotated[
+        Scaling, "rule by which rope_factor divides frequencies: Llama 3.1's, that of all alike, YaRN's"
+    ] = "llama3"
+    rope_factor: Annotated[
+        float, "scaling of rotary positions: low frequencies, or all, are divided by this; 1: none", Bounds(1)
+    ] = 1.0
+    rope_low_frequency: Annotated[
+        float, "llama3: frequencies with fewer waves than this in rope_original_length are divided", Bounds(above=0)
+    ] = 1.0
+    rope_high_frequency: Annotated[
+        float, "llama3: frequencies with more waves than this in rope_original_length are kept", Bounds(above=0)
+    ] = 4.0
+    rope_original_length: Annotated[int, "number of positions that the model had before rope_factor", SIZE] = 8192
+    rope_beta_fast: Annotated[
+        float, "yarn: frequencies with more waves than this in rope_original_length are kept", Bounds(above=0)
+    ] = 32.0
+    rope_beta_slow: Annotated[
+        float, "yarn: frequencies with fewer waves than this in rope_original_length are divided", Bounds(above=0)
+    ] = 1.0
+    rope_truncate: Annotated[bool, "yarn: round the indices of the frequencies that are blended outwards"] = True
+    rope_attention_factor: Annotated[
+        float, "yarn: factor of cosines and sines; 0: 0.1 ln(rope_factor) + 1", Bounds(0)
+    ] = 0.0
+
+    def check_heads(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise UserError(
+                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
+                f"use one of {', '.join(map(str, divisors))}"
+            )
+        if self.head_dim % 2:
+            raise UserError(
+                f"model.head_dim={self.head_dim} is odd, but rotary positions rotate pairs of columns; use "
+                f"{self.head_dim - 1 or 2} or {self.head_dim + 1}"
+            )
+        if self.num_heads * self.head_dim > LARGEST_SIZE:
+            raise UserError(
+                f"model.num_heads={self.num_heads} times model.head_dim={self.head_dim} is more than {LARGEST_SIZE}; "
+                "use fewer or smaller heads"
+            )
+        if self.rope_low_frequency >= self.rope_high_frequency:
+            raise UserError(
+                f"model.rope_low_frequency={self.rope_low_frequency} is not below "
+                f"model.rope_high_frequency={self.rope_high_frequency}; use 1 and 4, Llama 3.1's values"
+            )
+        if self.rope_beta_slow >= self.rope_beta_fast:
+            raise UserError(
+                f"model.rope_beta_slow={self.rope_beta_slow} is not below model.rope_beta_fast={self.rope_beta_fast}; "
+                "use 1 and 32, YaRN's values"
+            )
+        if self.rope_scaling == "yarn" and self.rope_theta == 1:
+            raise UserError("model.rope_theta=1.0 has one frequency, and YaRN scales them by their index; use 10000")
+
+    @property
+    def cut_by_tp(self) -> dict[str, int]:
+        return {"num_kv_heads": self.num_kv_heads, "ffn_hidden_size": self.ffn_hidden_size}
+
+    @property
+    def rotation(self) -> Rotation:
+        """What the angles of rotary positions follow from."""
+        yarn = self.rope_scaling == "yarn"
+        return Rotation(
+            self.rope_theta, self.rope_factor, self.rope_low_frequency, self.rope_high_frequency,
+            self.rope_original_length, scaling=self.rope_scaling, beta_fast=self.rope_beta_fast,
+            beta_slow=self.rope_beta_slow, truncate=self.rope_truncate,
+            amplitude=(self.rope_attention_factor or amplitude_of_yarn(self.rope_factor)) if yarn else 1.0,
+        )  # fmt: skip
+
+    def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
+        if not parameter.name.endswith("mlp.gate_up.weight"):
+            return super().pieces(parameter, per_head)
+        rows = parameter.shape[0]
+        return [(range(0, rows, 2),), (range(1, rows, 2),)]

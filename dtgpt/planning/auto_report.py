@@ -1,0 +1,49 @@
+"""The report of `dtgpt plan --plan auto`: plans by the time of a step, and why others lost."""
+
+from dtgpt.config.execution import Settings
+from dtgpt.planning.gpus import GIB, Gpu
+from dtgpt.planning.search import Candidate, Ranking, why_slower
+from dtgpt.util.console import aligned, counted, hanging, short_duration
+
+
+def describe_ranking(ranking: Ranking, gpu: Gpu, number: int) -> list[str]:
+    """Return the lines on the plans that fit and on those that would be faster but do not. number: of processes that
+    are there."""
+    best = ranking.best
+    used = best.settings.plan.world
+    ranks = counted(used, "process", "processes")
+    rows = [["plan", "micro", "recompute", "step", "GiB", "slower", "most of it"]]
+    for each in ranking.fitting:
+        slower = each.seconds / best.seconds - 1
+        rows.append(
+            [*_choice(each.settings), short_duration(each.seconds), _gib(each), f"{slower:.1%}", _reason(each, best)]
+        )
+    for each in ranking.too_large:
+        rows.append([*_choice(each.settings), "-", _gib(each), "-", f"does not fit {gpu.size / GIB:.1f} GiB"])
+    lines = [
+        f"plans of {ranks} by the time of a step on {gpu.name}",
+        *aligned(rows, (0, 2, 6)),
+    ]
+    if used < number:
+        lines.append(f"{number - used:,} of {number:,} processes wait: no plan fits more than {used:,} of them")
+    if gpu.measured:
+        lines.append(hanging(f"expected error of a time: {gpu.measured}; plans that are nearer are equal", 2))
+    return [*lines, f"chosen: {options_of(best)}", ""]
+
+
+def options_of(chosen: Candidate) -> str:
+    """Return the options that say the same without `auto`."""
+    plan, micro, recompute = _choice(chosen.settings)
+    return f"--plan {plan} --micro_batch_size {micro} --recompute {recompute}"
+
+
+def _choice(settings: Settings) -> list[str]:
+    return [settings.plan.name, f"{settings.micro_batch_size}", settings.recompute]
+
+
+def _gib(candidate: Candidate) -> str:
+    return f"{candidate.memory.total / GIB:,.1f}"
+
+
+def _reason(candidate: Candidate, best: Candidate) -> str:
+    return "" if candidate is best else why_slower(candidate, best)

@@ -1,0 +1,152 @@
+"""The time of a training step, without a GPU: the operations of each rank, its messages and what of them is hidden, the
+idle time of a pipeline, the optimizer, and the host."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dtgpt.config.execution import Settings
+from dtgpt.models.inventory import inventory
+from dtgpt.parallel.stages import block_ranges
+from dtgpt.planning.gpus import Rates
+from dtgpt.planning.message_time import over_replicas, seconds_over
+from dtgpt.planning.parameters import LocalParameter, gradient_width, trained_on
+from dtgpt.planning.traffic import collectives_of
+from dtgpt.planning.work import START, Operations, Passes, Work
+
+# Seconds of the host for each block and micro-batch without CUDA graphs: notes/plans.md, uncaptured steps of the 345M;
+# compiled blocks steps.md.
+HOST = {"compiled": 3.4e-3, "plain": 4.3e-3, "zero": 10.6e-3, "tp": 14.4e-3, "pp": 6.5e-3}
+NEWTON_SCHULZ = 5  # rounds
+MUON_REACHES = 0.4  # of the rate of products: docs/optimizers.md, 28 ms of the 345M
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by what they are spent on, on the rank that decides."""
+
+    work: Work  # operations of all micro-batches, without what is computed again
+    again: float  # recomputation
+    optimizer: float  # update and norm of the gradient
+    messages: dict[str, float]  # over cp, tp, dp and pp: what is not hidden
+    bubble: float  # the rank waits for other stages
+    host: float  # the GPU waits for the host
+
+    @property
+    def total(self) -> float:
+        return self.work.total + self.again + self.optimizer + sum(self.messages.values()) + self.bubble + self.host
+
+
+def step_time(settings: Settings, rates: Rates) -> StepTime:
+    """Return the time of a training step."""
+    plan, passes, stages = settings.plan, settings.micro_batches, _Stages(settings, rates)
+    sent = {pp: collectives_of(settings, pp * plan.ranks_of_stage) for pp in stages.examples}
+    inside = {pp: seconds_over(("tp", "cp"), sent[pp], settings, rates) / passes for pp in sent}
+    micro = [stages.seconds(pp) + inside[stages.like(pp)] for pp in range(plan.pp)]
+    slowest = micro.index(max(micro))
+    example = stages.like(slowest)
+    trained = trained_on(settings, example * plan.ranks_of_stage)
+    messages = {over: seconds_over((over,), sent[example], settings, rates) for over in ("cp", "tp", "pp")}
+    messages["dp"] = over_replicas(sent[example], settings, rates, stages.passes(slowest), trained)
+    one, again = stages.work(slowest)
+    summed = 10 * sum(p.by_tp for p in trained) / rates.memory  # gradients of a micro-batch added, in fp32
+    work = one * passes + Work(pointwise=summed * (passes - 1))
+    bubble, update = idle_time(settings, micro), update_time(settings, rates, trained)
+    busy = work.total + again * passes + sum(messages.values()) + bubble + update
+    blocks = stages.blocks(slowest) * passes
+    host = (
+        max(0.0, blocks * host_time(settings) - busy) if settings.device.type == "cuda" and not settings.graphs else 0.0
+    )
+    return StepTime(
+        work=work,
+        again=again * passes,
+        optimizer=update,
+        messages=messages,
+        bubble=bubble,
+        host=host,
+    )
+
+
+def host_time(settings: Settings) -> float:
+    """Return the seconds in which the host launches a block, forward and backward, without CUDA graphs."""
+    plan = settings.plan
+    parts = [HOST["compiled" if settings.compile else "plain"]]
+    parts += [HOST["tp"]] * (plan.tp > 1) + [HOST["zero"]] * (plan.zero > 0) + [HOST["pp"]] * (plan.pp > 1)
+    return max(parts)
+
+
+def update_time(settings: Settings, rates: Rates, trained: list[LocalParameter]) -> float:
+    """Return the seconds of the gradient's norm and the update of the weights: each reads and writes its state and the
+    fp32 weights once. Muon multiplies matrices besides (Newton-Schulz, 5 rounds), spread over the ranks of a stage."""
+    optimizer = settings.optimizer
+    if optimizer is None:
+        return 0.0
+    copies = settings.dtype.itemsize if settings.low_precision else 0
+    width = gradient_width(settings)
+    moved = sum(p.local * (2 * optimizer.state_bytes(p.shape, p.role) + 8 + copies + 2 * width) for p in trained)
+    whole = [sorted(p.shape) for p in trained if optimizer.needs_whole(p.shape, p.role)]
+    flops = sum(NEWTON_SCHULZ * (4 * m * m * n + 2 * m**3) for m, n in whole) / settings.plan.ranks_of_stage
+    return 4 * START + moved / rates.memory + flops / (MUON_REACHES * rates.products)
+
+
+def idle_time(settings: Settings, micro: Iterable[float]) -> float:
+    """Return the seconds in which the slowest pipeline rank waits. micro: seconds of a micro-batch on each rank. With n
+    micro-batches, 1F1B and GPipe take n - 1 times the slowest rank and each rank once; v stages a rank wait 1 / v of
+    that (Narayanan et al. 2021, section 2.2), ZBV's none with 2 pp - 1 micro-batches or more (Qi et al. 2024)."""
+    plan, seconds = settings.plan, list(micro)
+    others = sum(seconds) - max(seconds)
+    if plan.schedule == "ZBVZeroBubble":
+        return others * max(0.0, 1 - settings.micro_batches / (2 * plan.pp - 1))
+    return others / plan.stages_of_rank
+
+
+def compute_time(settings: Settings, rates: Rates) -> float:
+    """Return the seconds of a step's operations and its bubble, without messages and optimizer: less than the step."""
+    stages = _Stages(settings, rates)
+    micro = [stages.seconds(pp) for pp in range(settings.plan.pp)]
+    return settings.micro_batches * max(micro) + idle_time(settings, micro)
+
+
+class _Stages:
+    """The operations of each pipeline rank for one micro-batch."""
+
+    def __init__(self, settings: Settings, rates: Rates):
+        plan, parts = settings.plan, inventory(settings.model)
+        operations = Operations(settings, rates)
+        blocks = {index: operations.block(index) for index in parts.counts}
+        ranges = block_ranges(settings.model, plan)
+        self._of_rank: list[list[tuple[int, Passes]]] = []
+        self._ends: list[int] = []
+        for pp in range(plan.pp):
+            counts: dict[int, int] = {}
+            stages = [stage for stage in range(plan.num_stages) if plan.stage_rank(stage) == pp]
+            for stage in stages:
+                for index in ranges[stage]:
+                    counts[parts.examples[index]] = counts.get(parts.examples[index], 0) + 1
+            found = [(count, blocks[index]) for index, count in counts.items()]
+            found += [(1, operations.embedding())] * (0 in stages)
+            found += [(1, operations.head())] * (plan.num_stages - 1 in stages)
+            self._of_rank.append(found)
+            self._ends.append(len(found) - len(counts))
+        self.examples = sorted({0, plan.pp // 2, plan.pp - 1})
+
+    def like(self, pp: int) -> int:
+        """Return the rank in `examples` that sends as this one does."""
+        return pp if pp in self.examples else self.examples[1]
+
+    def seconds(self, pp: int) -> float:
+        return sum(count * part.total for count, part in self._of_rank[pp])
+
+    def passes(self, pp: int) -> tuple[float, float]:
+        """Return the seconds of the forward and of the backward pass."""
+        forward = sum(count * part.forward.total for count, part in self._of_rank[pp])
+        return forward, self.seconds(pp) - forward
+
+    def blocks(self, pp: int) -> int:
+        return sum(count for count, _ in self._of_rank[pp]) - self._ends[pp]
+
+    def work(self, pp: int) -> tuple[Work, float]:
+        """Return the work of a micro-batch, and the seconds of what is computed again."""
+        total, again = Work(), 0.0
+        for count, part in self._of_rank[pp]:
+            total, again = total + (part.forward + part.backward) * count, again + count * part.again.total
+        return total, again

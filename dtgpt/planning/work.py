@@ -1,0 +1,179 @@
+"""The seconds that the operations of a micro-batch take on one rank, from shapes and the rates of a GPU."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from dtgpt.config.execution import Settings
+from dtgpt.models.inventory import inventory
+from dtgpt.models.roles import COLUMNS, MATRICES, Role
+from dtgpt.parallel.coordinates import chunk
+from dtgpt.planning.gpus import Rates
+
+# Seconds of a kernel that its work does not explain: filling the GPU, the tail, the gap. Source: one GPU takes 87.8 ms
+# for 4 micro-batches of 4 samples of the 345M and 76.0 for one of 16 (benchmarks/notes/plans.md and steps.md).
+START, PRODUCT_START = 2.5e-6, 6e-6
+TILE = 128  # rows and columns; a product computes whole tiles
+HALF_LENGTH = 240  # tokens of a sample at which attention reaches half of its rate: diagonal tiles, short loops
+MASKED = 1.21  # attention with dropout, which draws and reads masks: steps.md, 2.5 of 11.7 ms of the 345M
+SPLIT = 1.45  # blocks under ZBVZeroBubble: PyTorch's own operations; notes/plans.md, 125.0 ms where 1F1B takes 96.3
+QUANTISED = 4  # bytes moved for each element that becomes 8 bits in both orders
+# Bytes of a score [T, T] moved in 16 bits, both ways: by the fused softmax (docs/fused_softmax.md, 0.417 + 0.530 ms for
+# 537 million), by one of plain PyTorch, and by the six products around either, which are bound by memory.
+SOFTMAX, PLAIN_SOFTMAX, AROUND = 6.6, 20.0, 12.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a micro-batch, or of a step, on one rank."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    pointwise: float = 0.0  # norms, activations, rotary positions, residuals, embedding
+    loss: float = 0.0  # of logits that exist; their product is among the products
+    quantisation: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def __mul__(self, factor: float) -> "Work":
+        return Work(*(factor * seconds for seconds in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The work of the forward and the backward pass, what is computed again in the latter apart."""
+
+    forward: Work
+    backward: Work
+    again: Work = Work()
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total + self.again.total
+
+
+class Operations:
+    """The operations of one rank for a micro-batch: of a kind of block, of the embedding, of the head."""
+
+    def __init__(self, settings: Settings, rates: Rates):
+        plan, config = settings.plan, settings.model
+        self.settings, self.rates, self.config = settings, rates, config
+        self.tokens = settings.micro_batch_size * settings.local_length
+        self.width, self.tp = settings.dtype.itemsize, plan.tp
+        self.stream = config.hidden_size / (plan.tp if plan.sequence_parallel else 1)  # elements of a token
+        self.rate = rates.products_fp32 if settings.dtype == torch.float32 else rates.products
+
+    def product(self, rows: int, inner: int, columns: int, fp8: bool = False) -> float:
+        """Return the seconds of a product of matrices `[rows, inner]` and `[inner, columns]`."""
+        whole = math.ceil(rows / TILE) * math.ceil(columns / TILE) * TILE**2
+        return PRODUCT_START + 2 * whole * inner / (
+            self.rates.products_fp8 if fp8 and self.rates.products_fp8 else self.rate
+        )
+
+    def moved(self, elements: float, kernels: int = 1, width: float | None = None) -> float:
+        """Return the seconds in which `elements` of each token are read or written."""
+        return kernels * START + self.tokens * elements * (width or self.width) / self.rates.memory
+
+    def block(self, index: int) -> Passes:
+        """Return the passes of block `index`."""
+        settings, config = self.settings, self.config
+        forward, backward, quantised, c, r, biases = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        fp8, trains = settings.fp8, not settings.lora.rank
+        for p in inventory(config).of_block(index):
+            if p.role not in MATRICES:
+                continue
+            rows = len(chunk(range(p.shape[0]), self.tp, 0)) if p.role in COLUMNS else p.shape[0]
+            if len(p.shape) == 1:
+                biases += rows if p.role in COLUMNS else 0
+                continue
+            inner = p.shape[1] if p.role in COLUMNS else len(chunk(range(p.shape[1]), self.tp, 0))
+            forward += self.product(self.tokens, inner, rows, fp8)
+            backward += self.product(self.tokens, rows, inner, fp8)
+            if trains:
+                backward += self.product(rows, self.tokens, inner, fp8)
+            if settings.lora.rank:
+                forward, backward = self._adapted(p, rows, inner, forward, backward)
+            quantised += QUANTISED * (self.tokens * (inner + rows) + 2 * rows * inner) * fp8
+            c, r = (c + rows, r) if p.role is Role.COLUMN else (c, r + inner)
+        core_forward, core_backward, heads = self._cores(index)
+        attended = sum(config.num_heads * core.head_dim for core in inventory(config).cores(index)) / self.tp
+        gate = c + max(r - attended, 0)  # the projection of attention takes its input as it is
+        rotary = 0.0 if config.learns_positions else heads
+        dropped = 2 * self.stream if config.dropout else 0
+        if fp8 and self.tp == 1:  # the activation between the matrices of an MLP writes 8 bits itself
+            quantised -= QUANTISED * self.tokens * (c + r - attended)
+        bytes_8 = quantised / self.rates.memory
+        return self._again(
+            Passes(
+                Work(forward, core_forward, self.moved(9 * self.stream + gate + rotary, 5), 0, bytes_8 / 2),
+                Work(
+                    backward,
+                    core_backward,
+                    self.moved(8 * self.stream + gate + c + rotary + biases + dropped, 11),
+                    0,
+                    bytes_8 / 2,
+                ),
+            )
+        )
+
+    def _adapted(self, p, rows: int, inner: int, forward: float, backward: float) -> tuple[float, float]:
+        """Return the seconds with the products of an adapter."""
+        settings = self.settings
+        if not settings.lora.adapts(p):
+            return forward, backward
+        one = self.product(self.tokens, inner, settings.lora.rank) + self.product(self.tokens, settings.lora.rank, rows)
+        return forward + one, backward + 2 * one
+
+    def _cores(self, index: int) -> tuple[float, float, float]:
+        """Return the seconds of a block's attention cores, forward and backward, and the elements of a token that their
+        queries, keys and values read and write."""
+        settings, config, plan = self.settings, self.config, self.settings.plan
+        length, forward, backward, heads = settings.seq_length, 0.0, 0.0, 0.0
+        share = settings.micro_batch_size * config.num_heads / (plan.tp * plan.cp)
+        for core in inventory(config).cores(index):
+            backend = settings.backend_of(core)
+            seen = core.seen(length) if backend == "flash" else length  # the others compute what a window hides, too
+            flops = share * length * seen * core.head_dim  # of the causal half of one product
+            if backend in ("explicit", "fused_softmax"):
+                softmax = PLAIN_SOFTMAX if backend == "explicit" else SOFTMAX
+                scores = (softmax + AROUND) * self.width / 2 * share * length**2
+                spent = scores / self.rates.memory
+                forward, backward = forward + spent / 3, backward + spent * 2 / 3
+            else:
+                rate = self.rates.attention / (1 + HALF_LENGTH / length)
+                if settings.dtype == torch.float32:
+                    rate *= self.rates.products_fp32 / self.rates.products
+                rate /= MASKED if config.dropout else 1
+                forward, backward = forward + 2 * flops / rate + START, backward + 5 * flops / rate + 3 * START
+            heads += 2 * (config.num_heads + 2 * core.kv_heads) * core.head_dim / plan.tp
+        return forward, backward, heads
+
+    def _again(self, passes: Passes) -> Passes:
+        """Return the passes with what the recipe computes again."""
+        recompute = self.settings.recompute
+        if self.settings.plan.splits_backward:
+            passes = Passes(passes.forward * SPLIT, passes.backward * SPLIT)
+        if recompute == "full":
+            return replace(passes, again=passes.forward)
+        return replace(passes, again=Work(attention=passes.forward.attention)) if recompute == "selective" else passes
+
+    def embedding(self) -> Passes:
+        return Passes(Work(pointwise=self.moved(2 * self.stream, 2)), Work(pointwise=self.moved(4 * self.stream, 3)))
+
+    def head(self) -> Passes:
+        """Return the passes of the last norm, the logits and the loss."""
+        config, settings = self.config, self.settings
+        columns = len(chunk(range(config.padded_vocab_size), self.tp, 0))
+        one = self.product(self.tokens, config.hidden_size, columns)
+        loss = self.moved((6 if settings.plan.splits_backward else 3) * columns, 4)
+        weights = 0 if settings.lora.rank else one
+        return Passes(
+            Work(one, pointwise=self.moved(3 * self.stream, 2), loss=loss),
+            Work(one + weights, pointwise=self.moved(4 * self.stream, 2)),
+        )

@@ -1,0 +1,166 @@
+"""The search for a plan: held to trying every candidate, and what is kept, refused and said."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from dtgpt.cli import main
+from dtgpt.config.plan_choice import parse_alternatives
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.planning.auto import AutoPlan, is_auto
+from dtgpt.planning.fit import fits_into, largest_micro_batch, what_fits
+from dtgpt.planning.gpus import GIB, find_gpu, known_gpu
+from dtgpt.planning.memory import fullest, memory_by_rank
+from dtgpt.planning.step_time import step_time
+from dtgpt.train.settle import load_recipe
+from dtgpt.util.errors import UserError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GPU = replace(known_gpu("H100"), size=0.45 * GIB)
+PLANS = ["dp", "zero1", "zero2", "zero3", "tp2_sp", "tp2_sp_zero1", "tp2_sp_zero3", "tp4_sp", "pp2", "pp2_zero1", "pp4"]
+PLANS += [
+    "pp2_interleaved2",
+    "pp2_interleaved2_zero1",
+    "pp2_gpipe",
+    "pp4_gpipe",
+    "tp2_sp_pp2",
+    "tp2_sp_pp2_interleaved2",
+]
+
+
+@pytest.fixture
+def small(recipe):
+    model = GPT2Config(num_layers=4, hidden_size=512, num_heads=8, seq_length=512, vocab_size=5000)
+    return replace(recipe, model=model, plan="auto", micro_batch_size=1, global_batch_size=16, device="auto")
+
+
+def with_plan(recipe, world, gpu):
+    return AutoPlan(recipe=recipe, world=world, gpu=gpu).settled()
+
+
+def tried(recipe, gpu):
+    """Return the seconds of every candidate that fits, by its choice."""
+    found = {}
+    for plan, micro, recompute in product(PLANS, (1, 2, 4, 8, 16), ("none", "full")):
+        try:
+            settings = replace(recipe, plan=plan, micro_batch_size=micro, recompute=recompute).planned(4)
+        except UserError:
+            continue
+        if fits_into(fullest(memory_by_rank(settings)).total, gpu.size):
+            found[settings.plan.name, micro, recompute] = step_time(settings, gpu.rates).total
+    return found
+
+
+@pytest.mark.slow(4)
+@pytest.mark.parametrize("size", [0.2, 0.45, 4.0])
+def test_the_choice_is_the_fastest_of_all_that_fit(small, size):
+    gpu = replace(GPU, size=size * GIB)
+    every = tried(small, gpu)
+    found = AutoPlan(recipe=small, world=4, gpu=gpu).ranking()
+    for each in found.fitting:
+        own = each.settings
+        assert fits_into(fullest(memory_by_rank(own)).total, gpu.size)
+        assert each.seconds == pytest.approx(step_time(own, gpu.rates).total)
+    assert found.best.seconds <= min(every.values()) * (1 + 1e-9)
+    assert [each.seconds for each in found.fitting] == sorted(each.seconds for each in found.fitting)
+    divisions = [(p.dp, p.tp, p.pp, p.zero) for p in (each.settings.plan for each in found.fitting)]
+    assert len(set(divisions)) == len(divisions) > 2
+    assert all(not fits_into(each.memory.total, gpu.size) for each in found.too_large)
+
+
+@pytest.mark.slow(2)
+def test_the_choice_is_written_as_a_plan_and_kept_while_it_fits(small):
+    chosen = with_plan(small, 4, GPU)
+    assert chosen == with_plan(small, 4, GPU) and is_auto(chosen.plan)
+    assert with_plan(chosen, 4, replace(GPU, size=80 * GIB)) is chosen  # a resume, whatever it would choose now
+    own = chosen.choose_plan(4)
+    assert own.plan.name == chosen.plan.partition(" | ")[0] and own.waiting == 0
+    assert with_plan(chosen, 2, GPU).choose_plan(2).plan.world == 2
+    changed = {name for name, value in vars(small).items() if getattr(chosen, name) != value}
+    assert changed <= {"plan", "micro_batch_size", "recompute"}
+
+
+def test_processes_that_no_plan_can_use_wait(small):
+    odd = replace(small, global_batch_size=2, model=replace(small.model, num_layers=2))
+    chosen = with_plan(odd, 11, replace(GPU, size=4 * GIB))
+    choice = chosen.choose_plan(11)
+    assert choice.plan.world == 8 and choice.waiting == 3
+
+
+def test_a_model_that_no_plan_holds_is_one_sentence(small):
+    with pytest.raises(UserError, match=r"plan=auto finds no plan of 4 processes for H100.*; use more processes"):
+        with_plan(small, 4, replace(GPU, size=0.001 * GIB))
+
+
+@pytest.mark.parametrize(
+    "plan, words",
+    [("auto", "plan=auto is chosen by dtgpt train"), ("auto | dp", "write auto last"), ("| auto", "no plan")],
+)
+def test_auto_is_last_and_for_a_number_of_processes(plan, words):
+    with pytest.raises(UserError, match=words):
+        parse_alternatives(plan)
+
+
+@pytest.mark.slow(3)
+def test_what_fits_is_named_with_its_memory_and_its_cost():
+    """A 70B on 16 H100s."""
+    sizes = {"num_layers": 80, "hidden_size": 8192, "num_heads": 64, "num_kv_heads": 8, "ffn_hidden_size": 28672}
+    words = [word for name, value in sizes.items() for word in (f"--model.{name}", f"{value}")]
+    settings = load_recipe(RECIPES / "llama3_8b.py", ["--plan", "tp8_sp_zero3", *words]).planned(16)
+    first, *_ = what_fits(settings, find_gpu("H100"))
+    assert first.startswith("--recompute full (69.1")
+    other = what_fits(replace(settings, plan=replace(settings.plan, zero=1)), find_gpu("H200"))
+    assert any(line.startswith("--plan dp2_tp8_zero3_sp (") for line in other)
+
+
+@pytest.mark.slow(1)
+def test_changes_keep_the_number_of_gpus_and_fit(small):
+    settings = replace(small, plan="dp4", micro_batch_size=4).planned(4)
+    gpu = replace(GPU, size=0.2 * GIB)
+    assert not fits_into(fullest(memory_by_rank(settings)).total, gpu.size)
+    *changes, last = what_fits(settings, gpu)
+    assert (changes and "longest of this plan" in last) or "no sample" in last
+    for line in changes:
+        words = line.partition(" (")[0].split()
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        own = replace(
+            small,
+            plan=options.get("--plan", "dp4"),
+            micro_batch_size=int(options.get("--micro_batch_size", 4)),
+            recompute=options.get("--recompute", "none"),
+        ).planned(4)
+        assert fits_into(fullest(memory_by_rank(own)).total, gpu.size), line
+    micro = largest_micro_batch(replace(settings, micro_batch_size=1), 0.4 * GIB)
+    assert micro and fits_into(fullest(memory_by_rank(replace(settings, micro_batch_size=micro))).total, 0.4 * GIB)
+
+
+@pytest.mark.slow(4)
+def test_the_command_ranks_plans_and_says_why_others_lost(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", str(RECIPES / "gpt2_345m.py"), "--plan", "auto", "--world", "4", "--gpu", "rtx 4090"])
+    out = capsys.readouterr().out
+    assert not stop.value.code
+    lines = out.splitlines()
+    assert (
+        lines[0].startswith("plans of 4 processes by the time of a step on RTX4090") and lines[1].split()[0] == "plan"
+    )
+    chosen = next(line for line in lines if line.startswith("chosen: --plan "))
+    assert lines[2].split()[0] == chosen.split()[2]
+    assert any("messages over" in line or "bubble" in line for line in lines[3:8])
+    assert "never measured" in out and "GPU hours" in out and "MFU" in out
+
+
+def test_an_old_gpu_is_told_what_runs_there(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", str(RECIPES / "gpt2_tiny.py"), "--plan", "dp", "--gpu", "v100", "--precision", "bf16"])
+    assert "V100 has compute capability 7.0" in capsys.readouterr().err
+
+
+def test_rates_of_another_gpu_and_a_network_without_rates_are_one_sentence(capsys, tmp_path):
+    for words, told in ((["--network", "10", "--gpu", "80"], "names no GPU"), (["--rates", "x"], "cannot be read")):
+        with pytest.raises(SystemExit) as stop:
+            main(["plan", str(RECIPES / "gpt2_tiny.py"), *words])
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and told in said and said.count("\n") == 1

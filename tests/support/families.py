@@ -1,0 +1,77 @@
+"""Small GPT-Neos, OLMo 3s, Gemma 3s, Phi-3s and Qwen2.5s of transformers, and names of parameters there. Used
+by tests only."""
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from dtgpt.interop.hf.model import ARCHITECTURES
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.gemma3 import Gemma3Config
+from dtgpt.models.gpt_neo import GPTNeoConfig
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.models.olmo3 import Olmo3Config
+from tests.interop.test_interop_huggingface import scatter
+
+SIZES = {
+    "vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "bos_token_id": None,
+    "max_position_embeddings": 64, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+GROUPED = {**SIZES, "intermediate_size": 88, "num_key_value_heads": 2}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0,
+    "attention_factor": 1.2,
+}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+MODELS = {
+    "gpt_neo": ("GPTNeo", "GPTNeo", {**SIZES, "attention_types": [[["global", "local"], 2]], "window_size": 5}),
+    "olmo3": ("Olmo3", "Olmo3", {**GROUPED, "sliding_window": 7,
+                                 "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
+    "gemma3": ("Gemma3Text", "Gemma3", {**GROUPED, "head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 3,
+                                        "query_pre_attn_scalar": 20}),
+    "phi3": ("Phi3", "Phi3", {**GROUPED, "sliding_window": 9}),
+    "qwen2": ("Qwen2", "Qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+}  # fmt: skip
+
+
+def their_config(family: str, **settings):
+    name, _, own = MODELS[family]
+    return getattr(transformers, f"{name}Config")(**{**own, **settings})
+
+
+def their_model(family: str, **settings):
+    """Return a model of transformers whose parameters are all away from their initial values."""
+    torch.manual_seed(0)
+    make = getattr(transformers, f"{MODELS[family][1]}ForCausalLM")
+    config = their_config(family, **settings)
+    config._attn_implementation = "eager"
+    return scatter(make(config))
+
+
+def theirs_of(family: str, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights, or gradients, by dtgpt's names under those of transformers."""
+    architecture, out = ARCHITECTURES[their_config(family).model_type], {}
+    for name, tensor in tensors.items():
+        whole = tensor[: config.vocab_size] if name in (config.table_name, config.output_name) else tensor
+        prefix = "" if name == config.output_name else architecture.PREFIX
+        parts = architecture.to_stored(whole, name, config)
+        out |= {prefix + plain: t for plain, t in zip(architecture.stored_names(name), parts, strict=True)}
+    return out
+
+
+def copy_weights(family: str, model: nn.Module, twin: nn.Module) -> None:
+    """Give a model of transformers the weights of dtgpt's."""
+    weights = theirs_of(family, model.config, {name: p.detach() for name, p in model.named_parameters()})
+    missing, unexpected = twin.load_state_dict(weights, strict=False)
+    assert missing in ([], ["lm_head.weight"]) and not unexpected, (missing, unexpected)
+    twin.tie_weights()
+
+
+SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 257}
+SMALL = {**SHAPE, "num_kv_heads": 4, "head_dim": 8, "ffn_hidden_size": 48, "window": 5}
+OURS: dict[str, ModelConfig] = {  # for plans
+    "gpt_neo": GPTNeoConfig(**SHAPE, window=5, dropout=0.1),
+    "olmo3": Olmo3Config(**SMALL, window_pattern="LLG", rope_scaling="yarn", rope_factor=4.0, rope_original_length=8),
+    "gemma3": Gemma3Config(**SMALL, window_pattern="LLG", attention_scalar=10, dropout=0.1),
+    "qwen2": LlamaConfig(**SMALL, window_pattern="GL", attention_bias="all", activation="relu2"),
+}
