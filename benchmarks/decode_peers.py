@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -162,7 +163,7 @@ class StaticCache:
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=position.device) for _ in range(2))
         self.position, self.places = position, torch.arange(length, device=position.device)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: Any = None) -> Tensor:
         """Keep k and v `[B, 1, N_kv, D]`, and return the attention `[B, 1, N, D]` of q."""
         self.keys.index_copy_(2, self.position, k.transpose(1, 2))
         self.values.index_copy_(2, self.position, v.transpose(1, 2))

@@ -29,15 +29,16 @@ pytestmark = pytest.mark.slow(3)
 
 TINY = Path("recipes/gpt2_tiny.py")
 PINNED = (
-    "llama tp4 optimizer=normuon model.num_layers=2 model.num_kv_heads=4 model.num_heads=4 model.head_dim=16 "
-    "model.hidden_size=129 model.ffn_hidden_size=76 model.tied=off model.qk_norm=off model.norm_eps=1e-05 "
-    "model.rope_theta=100.0 model.rope_factor=8.0 model.rope_original_length=64 model.seq_length=16 "
-    "model.vocab_size=615 model.dropout=0.1 model.init_std=0.05 micro_batch_size=2 global_batch_size=6 "
-    "seed=111193 precision=fp32 attention=flash recompute=none graph=off optimizer.lr=0.003 "
-    "optimizer.eps=0.001 optimizer.schedule=linear optimizer.warmup=0.5 optimizer.min_lr=0.0 "
-    "optimizer.clip=1.0 data.reset_position_ids=off data.reset_attention_mask=off data.eod_mask_loss=off "
-    "log.eval_samples=4 log.eval_interval=1 log.sample_interval=0 log.sample_tokens=0 log.temperature=0.7 "
-    "log.top_k=0 steps=none train_samples=27"
+    "olmo3 tp4 optimizer=normuon model.num_layers=2 model.num_kv_heads=4 model.num_heads=4 "
+    "model.head_dim=16 model.hidden_size=129 model.ffn_hidden_size=76 model.tied=off "
+    "model.activation=silu model.norm_eps=1e-05 model.rope_theta=100.0 model.rope_scaling=llama3 "
+    "model.rope_factor=8.0 model.rope_original_length=64 model.window=0 model.window_pattern=GL "
+    "model.seq_length=16 model.vocab_size=615 model.dropout=0.1 model.init_std=0.05 micro_batch_size=2 "
+    "global_batch_size=6 seed=111193 precision=fp32 attention=flash recompute=none graph=off "
+    "optimizer.lr=0.003 optimizer.eps=0.001 optimizer.schedule=linear optimizer.warmup=0.5 "
+    "optimizer.min_lr=0.0 optimizer.clip=1.0 data.reset_position_ids=off data.reset_attention_mask=off "
+    "data.eod_mask_loss=off log.eval_samples=4 log.eval_interval=1 log.sample_interval=0 "
+    "log.sample_tokens=0 log.temperature=0.7 log.top_k=0 steps=none train_samples=27"
 )
 
 
@@ -63,7 +64,20 @@ def test_a_case_is_a_function_of_seed_and_index():
 def test_200_cases_have_every_kind_of_plan_and_option(setting):
     cases = [draw_case(1, index, 4) for index in range(200)]
     found = Counter(kind for case in cases for kind in kinds(case))
-    expected = {"gpt2", "llama", "fp32", "bf16", "one process", "tp", "tp sp", "own cut", "own table"}
+    expected = {
+        "gpt2",
+        "llama",
+        "gpt_neo",
+        "olmo3",
+        "gemma3_text",
+        "fp32",
+        "bf16",
+        "one process",
+        "tp",
+        "tp sp",
+        "own cut",
+        "own table",
+    }
     expected |= {f"{axis} zero{level}" for axis in ("dp", "cp") for level in range(4)} | {"cp, same heads"}
     expected |= {"fp16", "fp8", "two plans", "token files"}
     expected |= {f"pp {schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zbv")}

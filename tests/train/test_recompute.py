@@ -7,7 +7,7 @@ import torch
 
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.models import layers
-from dtgpt.ops.attention.core import causal_attention
+from dtgpt.ops.attention.core import PLAIN_RULE, causal_attention
 from dtgpt.train.record import Record
 from tests.support.ranks import pool
 from tests.support.runs import change, record, training
@@ -74,4 +74,6 @@ def test_the_core_is_computed_once_more(recipe, monkeypatch, recompute, times):
 
     monkeypatch.setattr(layers, "causal_attention", counted)
     training(change(recipe, recompute=recompute, attention="explicit")).train_step()
-    assert calls == [{"backend": "explicit", "spans": None}] * 2 * 2 * times  # blocks, micro-batches
+    assert (
+        calls == [{"backend": "explicit", "spans": None, "rule": PLAIN_RULE}] * 2 * 2 * times
+    )  # blocks, micro-batches
