@@ -96,18 +96,18 @@ class Settings:
     @property
     def attention_backend(self) -> Backend:
         """The back end of a training step."""
-        if self.attention != "auto":
-            return self.attention
-        kernels = self.device.type == "cuda" and self.dtype != torch.float32
-        return choose(self.model.dropout > 0, kernels, self.model.head_dim)
+        return self._backend_for(self.model.head_dim)
 
     def backend_of(self, core: Core) -> Backend:
         """The back end of an attention core in a training step: that of the run, unless the core has a rule which this
         does not know."""
+        return self._backend_for(core.head_dim, core.softcap, core.sinks)
+
+    def _backend_for(self, head_dim: int, softcap: bool = False, sinks: bool = False) -> Backend:
         if self.attention != "auto":
             return self.attention
         kernels = self.device.type == "cuda" and self.dtype != torch.float32
-        return choose(self.model.dropout > 0, kernels, core.head_dim, core.softcap, core.sinks)
+        return choose(self.model.dropout > 0, kernels, head_dim, softcap, sinks)
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:

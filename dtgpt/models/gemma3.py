@@ -23,6 +23,7 @@ from dtgpt.models.layers import (
     Dropout,
     FinalRMSNorm,
     Linear,
+    LossWeights,
     Output,
     RMSNorm,
     add,
@@ -152,5 +153,5 @@ class Head(BoundModule):
         self.norm = FinalRMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
         self.output = Output(config.hidden_size, config.padded_vocab_size, config.vocab_size)
 
-    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: LossWeights = None) -> Tensor:
         return self.output(self.norm(x), targets, loss_weights)

@@ -169,11 +169,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, window: int | None):
         super().__init__()
-        self.head_dim, self.parts, biases = (
-            config.head_dim,
-            config.num_heads // config.num_kv_heads + 2,
-            config.attention_bias,
-        )
+        self.head_dim, self.parts = config.head_dim, config.num_heads // config.num_kv_heads + 2
+        biases = config.attention_bias
         self.rotation, self.num_positions, self.eps = config.rotation, config.seq_length, config.norm_eps
         self.qkv = Linear(config.hidden_size, config.num_kv_heads * self.parts * config.head_dim, bias=biases != "none")
         self.q_norm = HeadNorm(config.head_dim) if config.qk_norm else None
