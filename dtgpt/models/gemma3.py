@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dtgpt.models.binding import BoundModule
-from dtgpt.models.config import LARGEST_SIZE, SIZE
+from dtgpt.models.config import SIZE
 from dtgpt.models.layers import (
     AttentionCore,
     Branch,
@@ -33,7 +33,7 @@ from dtgpt.models.llama import MLP, HeadNorm
 from dtgpt.models.llama import ROLES as LLAMA
 from dtgpt.models.roles import Role, Roles, role_of
 from dtgpt.models.rotary import RotaryConfig
-from dtgpt.models.windows import WINDOW_PATTERN
+from dtgpt.models.windows import Window, WindowPattern
 from dtgpt.ops.pointwise.gated import GatedName
 from dtgpt.ops.rotary.rotary import rotary_qkv
 from dtgpt.ops.rotary.table import Rotation
@@ -60,14 +60,8 @@ class Gemma3Config(RotaryConfig):
         10000.0
     )
     attention_scalar: Annotated[int, "attention scores are divided by the square root of this", SIZE] = 256
-    window: Annotated[
-        int,
-        "tokens, its own included, to which a token attends in a block with a window; 0: all",
-        Bounds(0, LARGEST_SIZE),
-    ] = 512
-    window_pattern: Annotated[str, "successive blocks with a window (L) and without (G), repeated", WINDOW_PATTERN] = (
-        "LLLLLG"
-    )
+    window: Window = 512
+    window_pattern: WindowPattern = "LLLLLG"
 
     def initial_weight(self, name: str) -> tuple[float, float]:
         """Return (mean, standard deviation): zero for norms, whose weights are 1 + w; else as everywhere."""

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dtgpt.models.binding import BoundModule
-from dtgpt.models.config import LARGEST_SIZE, SIZE
+from dtgpt.models.config import SIZE
 from dtgpt.models.gpt2 import MLP, GPT2Config
 from dtgpt.models.layers import (
     AttentionCore,
@@ -23,9 +23,8 @@ from dtgpt.models.layers import (
     Linear,
     add,
 )
-from dtgpt.models.windows import WINDOW_PATTERN, WindowConfig
+from dtgpt.models.windows import Window, WindowConfig, WindowPattern
 from dtgpt.ops.attention.packed import split_qkv
-from dtgpt.util.field_types import Bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +34,8 @@ class GPTNeoConfig(GPT2Config, WindowConfig):
     architecture: ClassVar[str] = "gpt_neo"
 
     seq_length: Annotated[int, "number of positions, and tokens of a training sample unless it has fewer", SIZE] = 2048
-    window: Annotated[
-        int,
-        "tokens, its own included, to which a token attends in a block with a window; 0: all",
-        Bounds(0, LARGEST_SIZE),
-    ] = 256
-    window_pattern: Annotated[str, "successive blocks with a window (L) and without (G), repeated", WINDOW_PATTERN] = (
-        "GL"
-    )
+    window: Window = 256
+    window_pattern: WindowPattern = "GL"
 
     def make_block(self, index: int) -> BoundModule:
         return Block(self, self.window_of(index))

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dtgpt.models.binding import BoundModule
-from dtgpt.models.config import LARGEST_SIZE, SIZE
+from dtgpt.models.config import SIZE
 from dtgpt.models.layers import (
     AttentionCore,
     Branch,
@@ -29,7 +29,7 @@ from dtgpt.models.llama import MLP, Embedding, Head
 from dtgpt.models.llama import ROLES as LLAMA
 from dtgpt.models.roles import Role, Roles
 from dtgpt.models.rotary import RotaryConfig
-from dtgpt.models.windows import WINDOW_PATTERN
+from dtgpt.models.windows import Window, WindowPattern
 from dtgpt.ops.rotary.rotary import rotary_qkv, split_heads
 from dtgpt.ops.rotary.table import Rotation
 from dtgpt.util.field_types import Bounds
@@ -48,14 +48,8 @@ class Olmo3Config(RotaryConfig):
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 100278
     norm_eps: Annotated[float, "added to the mean square in RMSNorm", Bounds(above=0, below=1)] = 1e-6
     rope_theta: Annotated[float, "base of the frequencies of rotary positions", Bounds(1)] = 500000.0
-    window: Annotated[
-        int,
-        "tokens, its own included, to which a token attends in a block with a window; 0: all",
-        Bounds(0, LARGEST_SIZE),
-    ] = 4096
-    window_pattern: Annotated[str, "successive blocks with a window (L) and without (G), repeated", WINDOW_PATTERN] = (
-        "LLLG"
-    )
+    window: Window = 4096
+    window_pattern: WindowPattern = "LLLG"
 
     def make_embedding(self, dtype: torch.dtype) -> Embedding:
         return Embedding(self, dtype)

@@ -9,7 +9,16 @@ from dtgpt.util.field_types import Bounds, Pattern
 
 LOCAL, GLOBAL = "L", "G"  # of `window_pattern`
 MOST_KINDS = 1000  # letters of it
-WINDOW_PATTERN = Pattern(f"[LG]{{1,{MOST_KINDS}}}", "is not a pattern; use a text of L and G, such as LLLLLG")
+Window = Annotated[
+    int,
+    "tokens, its own included, to which a token attends in a block with a window; 0: all",
+    Bounds(0, LARGEST_SIZE),
+]
+WindowPattern = Annotated[
+    str,
+    "successive blocks with a window (L) and without (G), repeated",
+    Pattern(f"[LG]{{1,{MOST_KINDS}}}", "is not a pattern; use a text of L and G, such as LLLLLG"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +26,8 @@ class WindowConfig(ModelConfig):
     """Fields of architectures in which the attention of some blocks has a window. Blocks of both kinds have the same
     modules."""
 
-    window: Annotated[
-        int,
-        "tokens, its own included, to which a token attends in a block with a window; 0: all",
-        Bounds(0, LARGEST_SIZE),
-    ] = 0
-    window_pattern: Annotated[str, "successive blocks with a window (L) and without (G), repeated", WINDOW_PATTERN] = (
-        LOCAL
-    )
+    window: Window = 0
+    window_pattern: WindowPattern = LOCAL
 
     def is_local(self, index: int) -> bool:
         """Return whether block `index` has a window."""
