@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -39,27 +40,13 @@ def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[Lo
     shared by all callers."""
     if plan.table:  # whose styles cannot be compared
         return _parameters_of(config, plan, rank)
-    return _known(config, _Key(**{name: value for name, value in vars(plan).items() if name != "table"}), rank)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Key:
-    """A plan without a table of its own, which can be looked up."""
-
-    dp: int
-    cp: int
-    tp: int
-    pp: int
-    zero: int
-    sequence_parallel: bool
-    schedule: str
-    stages_per_rank: int | None
-    blocks_per_stage: tuple[int, ...] | None
+    return _known(config, tuple((name, value) for name, value in vars(plan).items() if name != "table"), rank)
 
 
 @lru_cache(maxsize=64)
-def _known(config: ModelConfig, key: _Key, rank: int) -> list[LocalParameter]:
-    return _parameters_of(config, ResolvedPlan(**vars(key)), rank)
+def _known(config: ModelConfig, fields: tuple[tuple[str, Any], ...], rank: int) -> list[LocalParameter]:
+    """Return what `parameters_of` does. fields: of a plan without a table of its own."""
+    return _parameters_of(config, ResolvedPlan(**dict(fields)), rank)
 
 
 def _parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[LocalParameter]:
