@@ -76,7 +76,8 @@ class QueryExchange(HeadExchange):
 
     def _whole(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Return the keys and the values of all tokens and some heads, `[B, T, N_kv / heads, D]`. Backward adds the
-        gradients of the ranks that have the same ones, in fp32 and in the order of the ranks."""
+        gradients of the ranks that have the same ones as torch.sum does: in the order of the ranks, in fp32, from
+        addends in the type of the activations."""
         by_heads = torch.stack((k, v)).unflatten(3, (self.heads, -1)).permute(3, 0, 1, 2, 4, 5)
         sent = by_heads.expand(self.parts, *by_heads.shape).flatten(0, 1)
         slices = exchange(sent, self.once, self.once, self.group)  # [cp, 2, B, T / cp, N_kv / heads, D]
