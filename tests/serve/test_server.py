@@ -65,13 +65,14 @@ def metrics_of(http):
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-@pytest.mark.parametrize("path", ["/v1/completion", "/v1/chat/completions", "/api/", "/health%0A"])
+@pytest.mark.parametrize("path", ["/v1/completion", "/v1/chat/completion", "/api/", "/health%0A"])
 def test_an_unknown_path_is_answered_with_those_that_there_are(http, path):
     answer = http.post(path)
     sentence = answer.json()["error"]["message"]
     assert answer.status_code == 404 and "is not a path of this server; use one of /, /api" in sentence
     listed = sentence.rpartition("use one of ")[2].split(", ")
-    assert {"/api", "/completions", "/health", "/metrics", "/tokenize", "/v1/completions", "/v1/models"} < set(listed)
+    known = {"/api", "/completions", "/health", "/metrics", "/tokenize", "/v1/completions", "/v1/models"}
+    assert known | {"/v1/chat/completions"} < set(listed)
     assert all(http.get(one).status_code in (200, 405) for one in listed) and not any("." in one for one in listed)
 
 
