@@ -110,7 +110,10 @@ def _gpu(fp8: bool, own: PlanOptions) -> Gpu:
     if own.network is None:
         return gpu
     if gpu.rates is None:
-        raise UserError(f"--network is {own.network:g}, but --gpu {own.gpu} names no GPU whose other rates are known")
+        raise UserError(
+            f"--network is {own.network:g}, but --gpu {own.gpu or gpu.name} names no GPU whose other rates are known; "
+            "name one, such as --gpu H100"
+        )
     return replace(gpu, rates=replace(gpu.rates, network=own.network * 1e9))
 
 
