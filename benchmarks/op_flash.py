@@ -243,6 +243,8 @@ def windowed(batch: int, length: int, heads: int, kv_heads: int, width: int, win
         "PyTorch, all columns": pytorch,
     }
     both = {k: lambda f=f: torch.autograd.grad(f(), leaves, grad) for k, f in functions.items()}
+    for how in (LARGE_LAUNCHES if width > 128 else GROUPED_LAUNCHES)["forward"]:
+        functions["x".join(map(str, how))] = launched("forward", how, functions["window, its bounds at hand"])
     return [
         Case(f"forward {name}", functions, moved, 2 * product),
         Case(f"forward and backward {name}", both, 3 * moved, 7 * product),

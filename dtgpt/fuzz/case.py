@@ -255,9 +255,10 @@ class Setting:
         return recipe if keeps_bits else replace(recipe, attention="explicit")
 
     def exact_of(self, case: Case) -> Recipe | None:
-        """Return the recipe of a case in 16 bits on one process in fp32; None for other cases."""
+        """Return the recipe of a case in 16 bits on one process in fp32, which tells the size of rounding, so that its
+        sums may have any order; None for other cases."""
         recipe = self.reference_of(case)
-        return None if recipe.precision == "fp32" else replace(recipe, precision="fp32")
+        return None if recipe.precision == "fp32" else replace(recipe, precision="fp32", reduce="fast")
 
     def check(self, case: Case) -> Plan:
         """Return the plan of a case that can be run. Raises UserError, one sentence, for any other."""

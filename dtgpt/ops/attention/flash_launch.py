@@ -60,7 +60,7 @@ LARGE = {
 }  # D > 128
 LARGE_TILES = {
     "forward": FlashLaunch(128, 64, 8, 2),
-    "keys": FlashLaunch(32, 64, 8, 2),
+    "keys": FlashLaunch(64, 64, 8, 2),
     "queries": FlashLaunch(64, 64, 4, 2),
 }
 LARGE_MEMORY = 200_000  # bytes of shared memory that suffice for LARGE and LARGE_TILES
@@ -185,6 +185,7 @@ def launches_of(dtype: torch.dtype, size: int, by_tiles: bool, gains: bool, drop
     return NARROW_DROPPING if drops else NARROW_GROUPED if gains else NARROW
 
 
+@torch.compiler.assume_constant_result
 def largest_head(dtype: torch.dtype, device: torch.device) -> int:
     """Return the largest D that the kernels take: 256 in 16 bits where a program may use as much shared memory as on a
     Hopper GPU, else 128."""
