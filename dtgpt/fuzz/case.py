@@ -22,6 +22,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.gemma3 import Gemma3Config
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.gpt_neo import GPTNeoConfig
+from dtgpt.models.gpt_oss import GptOssConfig
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.olmo3 import Olmo3Config
 from dtgpt.models.roles import Role, patterns_of
@@ -39,6 +40,7 @@ MODELS: dict[str, ModelConfig] = {  # what a case's values change
     "llama": LlamaConfig(**GROUPED),
     "olmo3": Olmo3Config(**GROUPED),
     "gemma3_text": Gemma3Config(**GROUPED),
+    "gpt_oss": GptOssConfig(**GROUPED),
 }
 CUT = {"qkv": Role.QKV, "column": Role.COLUMN}  # the first matrix of a pair
 TABLES = [f"{first}:{style}" for first in CUT for style in ("whole", "gathered", "rows")]
