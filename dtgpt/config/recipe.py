@@ -15,6 +15,7 @@ from dtgpt.config.checks import MOST_STEPS
 from dtgpt.config.dpo import DpoConfig, check_dpo, check_dpo_plan
 from dtgpt.config.execution import Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
+from dtgpt.config.grpo import GrpoConfig, check_grpo, check_grpo_plan
 from dtgpt.config.lora import LoraConfig, check_lora, check_lora_plan
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import OR, PlanChoice, choose_plan, parse_alternatives
@@ -108,6 +109,7 @@ class Recipe:
     ] = None
     lora: LoraConfig = field(default_factory=LoraConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -192,6 +194,7 @@ class Recipe:
         plan.validate(self.model, micro, whole, length)
         check_lora_plan(self.lora, plan)
         check_dpo_plan(self.dpo, plan)
+        check_grpo_plan(self.grpo, plan)
         if self.rampup_batch_size is not None:
             check_rampup(self.rampup_batch_size, self.model, plan, micro, whole, length)
         if self.reduce == "exact" and plan.splits_backward:
@@ -289,6 +292,8 @@ class Recipe:
         scale, config = self.loss_scale, self.optimizer
         check_lora(self.lora.rank, self.model.hidden_size, config.kind, self.precision, self.reduce)
         check_dpo(self.dpo, self.precision)
+        others = {"dpo.beta": self.dpo.beta > 0, "rampup_batch_size": self.rampup_batch_size is not None}
+        check_grpo(self.grpo, self.global_batch_size, self.model.dropout, self.precision, others)
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"

@@ -129,7 +129,14 @@ class Report:
 
     def sample(self, step: int, text: str) -> None:
         say(f"---- sample at step {step}\n{text}\n----")
-        path = sample_path(self.run, step)
+        self._keep(sample_path(self.run, step), text)
+
+    def answers(self, step: int, best: str, worst: str) -> None:
+        """Keep the answers of a step with the largest and the smallest reward."""
+        self._keep(self.run / "answers" / f"step_{step:08d}.txt", f"best: {best}\nworst: {worst}")
+
+    def _keep(self, path: Path, text: str) -> None:
+        """Write a text into a folder of the run, or say why not."""
         folder = path.parent
         try:
             if folder.is_symlink():
@@ -223,6 +230,8 @@ class NullReport:
     def tasks(self, *_) -> None: ...
 
     def sample(self, *_) -> None: ...
+
+    def answers(self, *_) -> None: ...
 
     def finish(self, *_) -> None: ...
 

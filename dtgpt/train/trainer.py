@@ -37,6 +37,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.run.sinks import TIMED
 from dtgpt.train import evaluate
+from dtgpt.train.rollouts import Rollouts
 from dtgpt.util.timers import Timers
 
 SHOWN = 3  # held-out chats that a sample has
@@ -104,6 +105,12 @@ class Trainer:
         options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
         self.overfits = data.overfit
         self.masks = DocumentMasks(dataset.tokenizer.end_of_text, *options)
+        self.rollouts: Rollouts | None = None
+        if recipe.grpo.group:
+            self.rollouts = Rollouts(
+                grpo=recipe.grpo, stages=self.stages, mesh=mesh, settings=settings, tokenizer=dataset.tokenizer,
+                seed=recipe.seed,
+            )  # fmt: skip
         self.before_update: Callable[[], None] = lambda: None  # whoever still reads the weights waits here
 
     def train_step(self) -> StepResult:
@@ -114,16 +121,17 @@ class Trainer:
         """Leave the gradient of the next global batch in the shards. Returns the mean loss over this rank's samples, 0
         where the head is on another rank."""
         self._expect(self.sizes.at(self.step) // (self.settings.micro_batch_size * self.settings.plan.dp))
+        if self.rollouts is not None and self.step == self.rollouts.grpo.after:
+            self.graphs.restart()  # batches have weights from here on
         self.graphs.next_step()
         if self.objective is not None:
             self.objective.totals.zero_()
         if not self.graphs.captured:
             self.shards.drop_gradients()
         with self.timers.measure("data", host=True):
-            read = self.batches.take(self.step)
-        weighted = self._make_batch(*read)
+            batch = self._next_batch()
         with self.timers.measure("forward_backward"):
-            return self.engine.gradients(self.micro_batches, weighted)
+            return self.engine.gradients(self.micro_batches, batch)
 
     def update(self, loss: Tensor) -> StepResult:
         """Clip the gradients that `gradients` left in the shards, and step."""
@@ -188,8 +196,14 @@ class Trainer:
         self.optimizer.follow(self.schedule.rates(self.steps, sizes))
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's samples of a step, on the device, as `gradients` takes them."""
+        """Return this rank's samples of a step, on the device, as `gradients` takes them from the data."""
         return self._make_batch(*(value.to(self.mesh.device) for value in self._read_batch(step)))
+
+    def _next_batch(self) -> Batch:
+        """Return this rank's part of the next global batch: of the data, or of answers to prompts."""
+        if self.rollouts is None or self.step < self.rollouts.grpo.after:
+            return self._make_batch(*self.batches.take(self.step))
+        return self.rollouts.batch(self.step)
 
     def _make_batch(
         self, windows: Tensor, sample_ids: Tensor, step_key: Tensor, reference: Tensor | None = None

@@ -1,0 +1,68 @@
+"""What ranks do in tests/train/test_rollouts.py."""
+
+import os
+import signal
+from dataclasses import dataclass
+from unittest import mock
+
+from dtgpt.config.grpo import GrpoConfig
+from dtgpt.config.recipe import Recipe
+from dtgpt.optim.update import Update
+from dtgpt.parallel.engine import SingleStageEngine
+from dtgpt.train.loop import train
+from dtgpt.train.startup import open_trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vowels(GrpoConfig):
+    """Any text as a prompt; its reward is the fraction of bytes below 100, another one for each."""
+
+    def prompt(self, index: int) -> str:
+        return "ab"[: 1 + index % 2] + str(index)
+
+    def reward(self, index: int, answer: str) -> float:
+        return sum(ord(character) < 100 for character in answer) / (1 + len(answer))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fatal(Vowels):
+    """A reward that ends the process at a prompt."""
+
+    def reward(self, index: int, answer: str) -> float:
+        if index == 7:
+            die()
+        return super().reward(index, answer)
+
+
+def die(*_, **__) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_die(recipe: Recipe, moment: str) -> None:
+    """Train until the process kills itself in the fourth step: in a rollout, in the backward pass, or in the update."""
+    if moment == "rollout":
+        train(recipe)
+    owner, name = {"backward": (SingleStageEngine, "gradients"), "update": (Update, "apply")}[moment]
+    plain, calls = getattr(owner, name), []
+
+    def counted(*arguments):
+        calls.append(0)
+        return die() if len(calls) == 4 else plain(*arguments)
+
+    with mock.patch.object(owner, name, counted):
+        train(recipe)
+
+
+def train_answers(recipe: Recipe, steps: int) -> tuple[list[float], list[list[int]]]:
+    """Return the losses of steps, and the ids of all answers."""
+    with open_trainer(recipe) as trainer:
+        losses, ids, draw = [], [], trainer.rollouts.draw
+
+        def kept(step):
+            found = draw(step)
+            ids.extend(answer.ids for answer in found)
+            return found
+
+        with mock.patch.object(trainer.rollouts, "draw", kept):
+            losses = [trainer.mean_loss(trainer.train_step()) for _ in range(steps)]
+        return losses, ids
