@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from dtgpt.config.execution import MOST_SLOTS, Switch
 from dtgpt.config.fp8 import FP8
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -11,6 +12,7 @@ if TYPE_CHECKING:  # a recipe has this section
     from dtgpt.config.plan import ResolvedPlan
 
 MOST = 128  # answers to a prompt, as many as the engine gives
+Message = dict[str, str]  # with the keys role and content
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +27,37 @@ class GrpoConfig:
         int, "answers to each prompt, of which global_batch_size is a multiple; 0: no reinforcement", Bounds(0, MOST)
     ] = 0
     max_new_tokens: Annotated[int, "largest number of tokens in an answer", Bounds(1)] = 64
-    stop: Annotated[str, "text that ends an answer, beside an end of text; empty: none"] = ""
+    stop: Annotated[str, "text that ends an answer, beside an end of text or of a turn; empty: none"] = ""
     loss: Annotated[
         Literal["dr_grpo", "grpo", "dapo"],
         "mean over tokens: dr_grpo divides sums by max_new_tokens, grpo those of an answer by its length, dapo all by "
         "the number of tokens of the step; the last two divide A by the standard deviation of its group",
     ] = "dr_grpo"
-    after: Annotated[int, "steps of training on the data before the first answers", Bounds(0)] = 0
+    slots: Annotated[
+        int | None,
+        "answers that are drawn at the same time, for which memory is kept; none: all of a step, up to 256",
+        Bounds(1, MOST_SLOTS),
+    ] = None
+    exact: Annotated[
+        Switch,
+        "draw answers with the bits of training's log-probabilities; auto: where GPU, plan and model can",
+    ] = "auto"
 
-    def prompt(self, index: int) -> str:
-        """Return the text of a prompt, a function of its index: 0, 1, ... over all steps of the run."""
+    def prepare(self) -> None:
+        """Read what prompts need. Called on rank 0 before a run begins; raises UserError where it is missing."""
+
+    def prompt(self, index: int) -> str | list[Message]:
+        """Return a prompt, a function of its index: 0, 1, ... over all steps of the run. It is a text, or the messages
+        of a chat, `{"role": "user", "content": "..."}`, which the tokenizer's template renders."""
         raise NotImplementedError(f"{type(self).__name__} needs a method prompt(self, index)")
 
     def reward(self, index: int, answer: str) -> float:
         """Return the reward of an answer to `prompt(index)`: its text, without what ended it."""
         raise NotImplementedError(f"{type(self).__name__} needs a method reward(self, index, answer)")
+
+    def slots_for(self, answers: int) -> int:
+        """Return how many of the answers of a step are drawn at the same time; 0 without reinforcement."""
+        return min(self.slots or MOST_SLOTS, answers) if self.group else 0
 
 
 def check_grpo(
@@ -58,6 +76,11 @@ def check_grpo(
         raise UserError(
             f"grpo.group={grpo.group} does not make global_batch_size={global_batch_size} groups of two or more "
             "answers; use a divisor of it above 1"
+        )
+    if grpo.slots is not None and grpo.slots < grpo.group:
+        raise UserError(
+            f"grpo.slots={grpo.slots} is below grpo.group={grpo.group}, whose answers are drawn together; use "
+            f"{grpo.group} or more"
         )
     if dropout:
         raise UserError(
@@ -79,3 +102,10 @@ def check_grpo_plan(grpo: GrpoConfig, plan: "ResolvedPlan") -> None:
             f"grpo.group={grpo.group}, but the plan {plan.name} cuts samples over cp={plan.cp}, for which answers are "
             "not tested; leave cp out"
         )
+
+
+def grpo_notes(grpo: GrpoConfig, replicas: int) -> list[str]:
+    """Return what a user should know of a run with answers."""
+    if not grpo.group or replicas == 1:
+        return []
+    return [f"each of {replicas} replicas draws all answers of a step: more replicas train faster, but draw no faster"]

@@ -30,7 +30,7 @@ from dtgpt.train.processes import Group, join, run_watched, wait_for_others
 from dtgpt.train.rollouts import RolloutsFailed, describe
 from dtgpt.train.tasks import TaskEvaluation
 from dtgpt.train.trainer import StepResult, Trainer
-from dtgpt.util.console import say
+from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import peak_memory
 from dtgpt.util.process import Process
@@ -189,17 +189,20 @@ class Loop:
         return stopping or self.interrupted()
 
     def _train_step(self) -> StepResult:
-        """Take a step. Where answers or their rewards fail, save what was done before, and raise the error."""
+        """Take a step. Where prompts or rewards of the recipe fail, save what was done before, and raise their error."""
         try:
             return self.trainer.train_step()
         except RolloutsFailed as failure:
             step, folder = self.trainer.step, self.saver.checkpoints
-            self.saver.before_update()
-            if not folder.is_dir() or step not in map(step_of, list_checkpoints(folder)):
+            self.saver.wait()
+            saved = self.mesh.on_rank_0(lambda: step in map(step_of, list_checkpoints(folder)))
+            if not saved:
                 self._save(must=True)
-            if failure.cause is not None:
-                raise failure.cause from None
-            raise UserError(f"step {step + 1}: {failure}; go on with --resume {folder.parent}") from None
+            again = f"step {step + 1}: {failure}; go on with --resume {folder.parent}"
+            if failure.__cause__ is None:
+                raise UserError(again) from None
+            say_error(again)
+            raise failure.__cause__ from None
 
     def _due(self, first: int, save: bool) -> Due:
         """Return what the step just taken calls for; `first`: where this process began; `save`: at any rate."""
@@ -262,7 +265,7 @@ class Loop:
             "memory_gib": self.mesh.max(peak_memory(self.mesh.device)),
             "batch_size": trainer.sizes.at(trainer.step - 1),
             **self.interval.preferences(),
-            **({} if trainer.rollouts is None else trainer.rollouts.metrics),
+            **({} if trainer.rollouts is None else trainer.rollouts.figures()),
             **trainer.optimizer.metrics(),
             **trainer.times(),
         }

@@ -8,9 +8,10 @@ rewards; every rank gets the answers, and takes its part of them.
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -19,24 +20,28 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.grpo import GrpoConfig
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.broadcast import broadcast_json
+from dtgpt.inference.chat import ChatPrompts
+from dtgpt.inference.completion import Completion
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.memory import MOST_SLOTS
+from dtgpt.inference.load import check_blocks
+from dtgpt.inference.memory import free_memory, slots_that_fit
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
+from dtgpt.ops.fast import has_triton
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
+from dtgpt.util.process import Process
 
 STD_EPS = 1e-4  # added to the standard deviation of a group, as in TRL
 
 
 class RolloutsFailed(UserError):
-    """Answers or rewards could not be made. `cause`: the error of the reward function, on rank 0."""
-
-    cause: BaseException | None = None
+    """Prompts or rewards could not be made: on rank 0 because of an error of the recipe's method, its `__cause__`."""
 
 
 class Answer(NamedTuple):
@@ -44,16 +49,16 @@ class Answer(NamedTuple):
 
     prompt: str
     prompt_ids: list[int]
-    ids: list[int]  # with the token that ends it
+    ids: list[int]  # with the token that ends it, at least one
+    logprobs: list[float]  # of each of `ids`, as the engine drew it
     text: str
-    entropy: float  # sum of the negative log-probabilities of `ids`
     ended: bool  # not by the number of tokens
     reward: float
 
 
 @dataclass(kw_only=True)
 class Rollouts:
-    """The answers of each step. `metrics`: of the last step."""
+    """The answers of each step."""
 
     grpo: GrpoConfig
     stages: list[Decoder]
@@ -61,19 +66,34 @@ class Rollouts:
     settings: Settings
     tokenizer: Tokenizer
     seed: int
+    timeout: float  # seconds that a process waits for another
 
     def __post_init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-        self.best_and_worst: tuple[Answer, Answer] | None = None
+        """Raise UserError where answers cannot be drawn as the recipe wants them."""
+        self.best_and_worst: tuple[Answer, Answer] | None = None  # of the last step
+        self._figures: dict[str, float] = {}
+        self._scoring, self._tokens, self._drawn_at = 0.0, 0, 0.0
+        if not self.tokenizer.spells:
+            raise UserError(
+                f"grpo.group={self.grpo.group} rewards texts, which the tokens of {self.tokenizer.name} do not have; "
+                "give a tokenizer"
+            )
+        reason = why_not_exact(self.settings)
+        if self.grpo.exact == "on" and reason:
+            raise UserError(f"grpo.exact=on, but {reason}; use --grpo.exact auto")
+        self.exact = self.grpo.exact != "off" and reason is None
+        self.mesh.on_rank_0(self.grpo.prepare)
 
     def batch(self, step: int) -> Batch:
         """Return this rank's part of the batch of a step, `[B, T]`, whose loss weights are advantages. Raises
         RolloutsFailed on every rank."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)  # the update before is not part of the time that answers take
         begin = time.perf_counter()
         answers = self.draw(step)
-        seconds = time.perf_counter() - begin
+        self._drawn_at = time.perf_counter()
+        self._measure(answers, self._drawn_at - begin - self._scoring)
         advantages = advantages_of(torch.tensor([a.reward for a in answers], dtype=torch.float64), self.grpo)
-        self._measure(answers, seconds)
         length, count = self.settings.seq_length, sum(len(answer.ids) for answer in answers)
         own = len(answers) // self.mesh.plan.dp
         part = slice(self.mesh.place.dp * own, (self.mesh.place.dp + 1) * own)
@@ -91,84 +111,166 @@ class Rollouts:
     @torch.no_grad()
     def draw(self, step: int) -> list[Answer]:
         """Return the answers of a step with their rewards, group by group, the same on every rank."""
-        count = self.settings.global_batch_size
-        prompts = range(step * (count // self.grpo.group), (step + 1) * (count // self.grpo.group))
-        config = self.settings.model
-        vocab_size = min(self.tokenizer.vocab_size, config.vocab_size)
+        count = self.settings.global_batch_size // self.grpo.group
+        prompts = range(step * count, (step + 1) * count)
         with torch.compiler.set_stance("force_eager"):  # single tokens would be compiled anew
-            slots = max(min(count, MOST_SLOTS), self.grpo.group)
-            engine = Engine(self.stages, self.mesh, config, self.settings.dtype, slots=slots, vocab_size=vocab_size)
             if self.mesh.rank:
-                engine.follow()
-                return self._received(broadcast_json(self.mesh))
-            session, cause = Session(engine, self.tokenizer, special_ids(self.tokenizer)), None
-            try:
-                found: dict[str, Any] = {"answers": self._answers(session, prompts)}
-            except NotFinite as error:
-                found = {"failed": f"answers cannot be drawn ({error}); go on from an earlier checkpoint, with a lower "
-                         "optimizer.lr"}  # fmt: skip
-            except UserError as error:
-                found = {"failed": str(error)}
-            except Exception as error:
-                found, cause = {"failed": f"the reward function failed: {type(error).__name__}: {error}"}, error
-            session.close()
-            return self._received(broadcast_json(self.mesh, found), cause)
-
-    def _received(self, found: dict[str, Any], cause: BaseException | None = None) -> list[Answer]:
+                self.engine.follow()
+                found, failure = broadcast_json(self.mesh), None
+            else:
+                found, failure = self._lead(prompts)
+                broadcast_json(self.mesh, found)
+        if "diverged" in found:
+            raise UserError(f"step {step + 1}: {found['diverged']}")
         if "failed" in found:
-            failure = RolloutsFailed(found["failed"])
-            failure.cause = cause
-            raise failure
+            raise RolloutsFailed(found["failed"]) from (failure and failure.__cause__)
         return [Answer(*values) for values in found["answers"]]
 
-    def _answers(self, session: Session, prompts: range) -> list[Answer]:
-        """Return the answers to prompts, on rank 0."""
-        grpo = self.grpo
-        texts = [grpo.prompt(index) for index in prompts]
-        stops = (grpo.stop,) if grpo.stop else ()
-        options = Options(
-            max_new_tokens=grpo.max_new_tokens, num_return_sequences=grpo.group, seed=self.seed, stop_strings=stops
-        )
-        all_ids = [self._encoded(text) for text in texts]
-        jobs = [PromptJob(ids, options, index) for ids, index in zip(all_ids, prompts, strict=True)]
-        answers = []
-        for index, text, ids, completions in zip(prompts, texts, all_ids, session.run(jobs), strict=True):
-            for found in completions:
-                reward = self._reward(index, found.text or "")
-                ended = found.finish_reason == "stop"
-                entropy = -math.fsum(found.logprobs)
-                answers.append(Answer(text, ids, found.ids, found.text or "", entropy, ended, reward))
-        return answers
+    def figures(self) -> dict[str, float]:
+        """Return what a record says of the answers of the last step. To be called when the device has done the step."""
+        if not self._figures:
+            return {}
+        seconds = time.perf_counter() - self._drawn_at
+        return {
+            **self._figures,
+            "training_seconds": seconds,
+            "training_tokens_per_second": self._tokens / seconds,
+        }
 
-    def _encoded(self, text: str) -> list[int]:
-        ids, new = encode(text, self.tokenizer, self.settings.model), self.grpo.max_new_tokens
-        if len(ids) + new > self.settings.seq_length:
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine of the run. Its cache has the positions of a sample. Raises UserError where it has no memory."""
+        settings, mesh, slots = self.settings, self.mesh, self.settings.slots
+        config = replace(settings.model, seq_length=settings.seq_length)
+        local_world = Process.from_environment().local_world
+
+        def fitting() -> int:
+            return slots_that_fit(free_memory(mesh.device, local_world), config, mesh.plan, settings.dtype)
+
+        if (fits := min(mesh.turns(fitting, lambda rank: True))) < slots:
             raise UserError(
-                f"a prompt of {len(ids)} tokens and grpo.max_new_tokens={new} are longer than a sample of "
-                f"{self.settings.seq_length}; use shorter prompts, a smaller --grpo.max_new_tokens or a larger "
-                "--seq_length"
+                f"memory has room for {counted(fits, 'answer')} of {settings.seq_length:,} positions at the same time, "
+                f"but {slots} are to be drawn; use a smaller --grpo.slots, which makes drawing slower"
             )
-        return ids
+        plan, vocab_size = mesh.plan, min(self.tokenizer.vocab_size, config.vocab_size)
+        alone = plan.tp == plan.pp == 1 and not plan.zero and not settings.lora.rank  # a step sends no messages
+        return Engine(
+            self.stages, mesh, config, settings.dtype, slots=slots, vocab_size=vocab_size, timeout=self.timeout,
+            graphs=settings.graphs and alone, exact=self.exact,
+        )  # fmt: skip
 
-    def _reward(self, index: int, text: str) -> float:
-        reward = self.grpo.reward(index, text)
-        if not math.isfinite(reward):
-            raise UserError(f"the reward of answer {text[:80]!r} to prompt {index} is {reward}; return a finite number")
-        return float(reward)
+    @cached_property
+    def _chat(self) -> ChatPrompts:
+        """What renders prompts that are chats, on rank 0."""
+        chat = ChatPrompts(self.tokenizer, self.settings.model)
+        self.mesh.before_end.append(chat.close)
+        return chat
+
+    def _lead(self, prompts: range) -> tuple[dict[str, Any], RolloutsFailed | None]:
+        """Draw and reward the answers to prompts, on rank 0. Return what other ranks need to know."""
+        session, failure = Session(self.engine, self.tokenizer, special_ids(self.tokenizer)), None
+        try:
+            asked = [self._asked(index) for index in prompts]
+            drawn = list(session.run([job for _, job in asked]))
+        except (RolloutsFailed, NotFinite) as error:
+            failure = error
+        session.close()
+        if isinstance(failure, NotFinite):
+            return {"diverged": f"{failure}, a lower --optimizer.lr"}, None
+        if failure is not None:
+            return {"failed": str(failure)}, failure
+        begin = time.perf_counter()
+        try:
+            answers = [
+                self._rewarded(job, text, found)
+                for (text, job), completions in zip(asked, drawn, strict=True)
+                for found in completions
+            ]
+        except RolloutsFailed as error:
+            return {"failed": str(error)}, error
+        self._scoring = time.perf_counter() - begin
+        return {"answers": answers}, None
+
+    def _asked(self, index: int) -> tuple[str, PromptJob]:
+        """Return the text of a prompt, for people, and the job that answers it."""
+        grpo, prompt = self.grpo, _of_recipe(self.grpo.prompt, index)
+        stops = [grpo.stop] if grpo.stop else []
+        try:
+            if isinstance(prompt, str):
+                ids, text = encode(prompt, self.tokenizer, self.settings.model), prompt
+            else:
+                ids, text = self._chat.encode(prompt), f"{prompt[-1]['content']}\n"
+                stops += self._chat.stops
+        except UserError as error:
+            raise RolloutsFailed(f"prompt {index}: {error}") from None
+        if len(ids) + grpo.max_new_tokens > self.settings.seq_length:
+            raise RolloutsFailed(
+                f"prompt {index} has {counted(len(ids), 'token')}, which with grpo.max_new_tokens="
+                f"{grpo.max_new_tokens} are more than the {self.settings.seq_length} of a sample; use shorter prompts, "
+                "a smaller --grpo.max_new_tokens or a larger --seq_length"
+            )
+        options = Options(
+            max_new_tokens=grpo.max_new_tokens, num_return_sequences=grpo.group, seed=self.seed,
+            stop_strings=tuple(stops),
+        )  # fmt: skip
+        return text, PromptJob(ids, options, index)
+
+    def _rewarded(self, job: PromptJob, prompt: str, found: Completion) -> Answer:
+        index, text = job.prompt_index, found.text or ""
+        reward = _of_recipe(self.grpo.reward, index, text)
+        value = float(reward) if isinstance(reward, SupportsFloat) else math.nan
+        if not math.isfinite(value):
+            raise RolloutsFailed(
+                f"the reward of answer {text[:80]!r} to prompt {index} is {reward!r}; return a finite number"
+            )
+        return Answer(prompt, job.ids, found.ids, found.logprobs, text, found.finish_reason == "stop", value)
 
     def _measure(self, answers: Sequence[Answer], seconds: float) -> None:
+        """Keep the figures of a step, whose answers took so many seconds to draw."""
         rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
         groups, count = rewards.view(-1, self.grpo.group), sum(len(answer.ids) for answer in answers)
         self.best_and_worst = answers[int(rewards.argmax())], answers[int(rewards.argmin())]
-        self.metrics = {
+        self._tokens = count + sum(len(answer.prompt_ids) for answer in answers)
+        self._figures = {
             "reward": rewards.mean().item(),
             "answer_tokens": count / len(answers),
             "answers_ended": sum(answer.ended for answer in answers) / len(answers),
-            "entropy": math.fsum(answer.entropy for answer in answers) / count,
+            "entropy": -math.fsum(logprob for answer in answers for logprob in answer.logprobs) / count,
             "groups_without_signal": (groups == groups[:, :1]).all(1).double().mean().item(),
-            "rollout_tokens_per_second": count / seconds,
             "rollout_seconds": seconds,
+            "scoring_seconds": self._scoring,
+            "rollout_tokens_per_second": count / seconds,
         }
+
+
+def _of_recipe(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a method of the recipe returns. Raise RolloutsFailed where it raises anything."""
+    try:
+        return method(*arguments)
+    except UserError as error:  # a sentence of the recipe's own
+        raise RolloutsFailed(str(error)) from None
+    except Exception as error:
+        raise RolloutsFailed(f"grpo.{method.__name__} failed with {type(error).__name__}: {error}") from error
+
+
+def why_not_exact(settings: Settings) -> str | None:
+    """Return why answers cannot have the bits of training's log-probabilities; None where they can."""
+    device, plan = settings.device, settings.plan
+    if not has_triton(torch.empty(0, device=device)):
+        return f"device={device.type} chooses the order of sums by the number of rows, or has no Triton"
+    if plan.tp > 1:
+        return f"tp={plan.tp} sums over ranks in pieces of other sizes"
+    if plan.zero or plan.splits_backward or settings.lora.rank:
+        named = {"ZeRO": plan.zero > 0, f"the schedule {plan.schedule}": plan.splits_backward}
+        what = next((name for name, there in named.items() if there), f"lora.rank={settings.lora.rank}")
+        return f"{what} has weights in another form than the kernels for it read"
+    if settings.attention_backend != "flash":
+        return f"attention={settings.attention_backend} here, and the kernels for it have the bits of flash"
+    try:
+        check_blocks(settings.model)
+    except UserError:
+        return f"there are no kernels for it that run blocks of this {settings.model.architecture} model"
+    return None
 
 
 def advantages_of(rewards: Tensor, grpo: GrpoConfig) -> Tensor:

@@ -109,7 +109,7 @@ class Trainer:
         if recipe.grpo.group:
             self.rollouts = Rollouts(
                 grpo=recipe.grpo, stages=self.stages, mesh=mesh, settings=settings, tokenizer=dataset.tokenizer,
-                seed=recipe.seed,
+                seed=recipe.seed, timeout=recipe.timeout,
             )  # fmt: skip
         self.before_update: Callable[[], None] = lambda: None  # whoever still reads the weights waits here
 
@@ -121,15 +121,17 @@ class Trainer:
         """Leave the gradient of the next global batch in the shards. Returns the mean loss over this rank's samples, 0
         where the head is on another rank."""
         self._expect(self.sizes.at(self.step) // (self.settings.micro_batch_size * self.settings.plan.dp))
-        if self.rollouts is not None and self.step == self.rollouts.grpo.after:
-            self.graphs.restart()  # batches have weights from here on
         self.graphs.next_step()
         if self.objective is not None:
             self.objective.totals.zero_()
         if not self.graphs.captured:
             self.shards.drop_gradients()
-        with self.timers.measure("data", host=True):
-            batch = self._next_batch()
+        if self.rollouts is not None:
+            batch = self.rollouts.batch(self.step)
+        else:
+            with self.timers.measure("data", host=True):
+                read = self.batches.take(self.step)
+            batch = self._make_batch(*read)
         with self.timers.measure("forward_backward"):
             return self.engine.gradients(self.micro_batches, batch)
 
@@ -196,14 +198,10 @@ class Trainer:
         self.optimizer.follow(self.schedule.rates(self.steps, sizes))
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's samples of a step, on the device, as `gradients` takes them from the data."""
+        """Return this rank's samples of a step, on the device, as `gradients` takes them."""
+        if self.rollouts is not None:
+            return self.rollouts.batch(step)
         return self._make_batch(*(value.to(self.mesh.device) for value in self._read_batch(step)))
-
-    def _next_batch(self) -> Batch:
-        """Return this rank's part of the next global batch: of the data, or of answers to prompts."""
-        if self.rollouts is None or self.step < self.rollouts.grpo.after:
-            return self._make_batch(*self.batches.take(self.step))
-        return self.rollouts.batch(self.step)
 
     def _make_batch(
         self, windows: Tensor, sample_ids: Tensor, step_key: Tensor, reference: Tensor | None = None
