@@ -15,29 +15,37 @@ from dtgpt.config.grpo import GrpoConfig
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.random.philox import fold_words
+from dtgpt.train.loop import train
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sums(GrpoConfig):
     def prompt(self, index: int) -> str:
-        a, b = numbers(index)
-        return f"\n{a}+{b}="
+        return "\n{}+{}=".format(*divmod(37 * index % 100, 10))  # each of 100 sums in turn
 
     def reward(self, index: int, answer: str) -> float:
-        return float(answer == str(sum(numbers(index))))
+        return float(answer == str(sum(divmod(37 * index % 100, 10))))
 
 
-def numbers(index: int) -> list[int]:
-    return [word % 10 for word in fold_words(1, "sum", index)]
-
-
-def recipe(base: str | None = "runs/grpo_arithmetic_base-001") -> Recipe:
+def recipe() -> Recipe:
     model = LlamaConfig(num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_hidden_size=192,
-                        seq_length=16, vocab_size=257)  # fmt: skip
+                        seq_length=8, vocab_size=257)  # fmt: skip
     return Recipe(
-        name="grpo_arithmetic", model=model, init_from=base, grpo=Sums(group=16, max_new_tokens=4, stop="\n"),
-        data=DataConfig(path="runs/sums.txt", tokenizer="bytes"), seq_length=8, micro_batch_size=256,
-        global_batch_size=256, optimizer=OptimizerConfig(lr=1e-3, schedule="constant", warmup=10, weight_decay=0.0),
-        steps=400, log=LogConfig(interval=10, eval_interval=0, sample_tokens=0),
+        name="grpo_arithmetic", model=model, init_from="runs/grpo_arithmetic_base-001",
+        grpo=Sums(group=16, max_new_tokens=3, stop="\n"), data=DataConfig(path="runs/sums.txt", tokenizer="bytes"),
+        optimizer=OptimizerConfig(lr=1e-3, schedule="constant", warmup=10, weight_decay=0.0), steps=400,
+        micro_batch_size=256, global_batch_size=256, log=LogConfig(eval_interval=0, sample_tokens=0),
     )  # fmt: skip
+
+
+def made() -> Recipe:
+    """Train a base that has seen how sums are written, where it is not there yet, and return the recipe."""
+    Path("runs").mkdir(exist_ok=True)
+    Path("runs/sums.txt").write_text("".join(f"\n{i % 10}+{i // 10 % 10}={i % 10 + i // 10 % 10}" for i in range(9999)))
+    if train(replace(recipe(), name="grpo_arithmetic_base", init_from=None, grpo=Sums(), resume="auto", steps=60)):
+        raise KeyboardInterrupt
+    return recipe()
+
+
+if __name__ == "__main__":
+    run_recipe(recipe if "RANK" in os.environ or "--help" in sys.argv else made, __doc__)

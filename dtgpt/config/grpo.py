@@ -44,7 +44,7 @@ class GrpoConfig:
     ] = "auto"
 
     def prepare(self) -> None:
-        """Read what prompts need. Called on rank 0 before a run begins; raises UserError where it is missing."""
+        """Read what prompts need. Called on each rank before a run begins; raises UserError where it is missing."""
 
     def prompt(self, index: int) -> str | list[Message]:
         """Return a prompt, a function of its index: 0, 1, ... over all steps of the run. It is a text, or the messages
@@ -55,9 +55,18 @@ class GrpoConfig:
         """Return the reward of an answer to `prompt(index)`: its text, without what ended it."""
         raise NotImplementedError(f"{type(self).__name__} needs a method reward(self, index, answer)")
 
-    def slots_for(self, answers: int) -> int:
-        """Return how many of the answers of a step are drawn at the same time; 0 without reinforcement."""
-        return min(self.slots or MOST_SLOTS, answers) if self.group else 0
+    def slots_for(self, answers: int, plan: "ResolvedPlan") -> int:
+        """Return how many of the answers of a step a rank draws at the same time; 0 without reinforcement."""
+        if not self.group:
+            return 0
+        groups = -(-answers // (self.group * (plan.dp if draws_alone(plan) else 1)))
+        return min(self.slots or MOST_SLOTS, groups * self.group)
+
+
+def draws_alone(plan: "ResolvedPlan") -> bool:
+    """Return whether each rank draws the answers of a part of the prompts by itself, since it holds the whole model.
+    Else all ranks draw all answers together."""
+    return plan.tp == plan.pp == 1 and not plan.zero
 
 
 def check_grpo(
@@ -104,8 +113,11 @@ def check_grpo_plan(grpo: GrpoConfig, plan: "ResolvedPlan") -> None:
         )
 
 
-def grpo_notes(grpo: GrpoConfig, replicas: int) -> list[str]:
+def grpo_notes(grpo: GrpoConfig, plan: "ResolvedPlan") -> list[str]:
     """Return what a user should know of a run with answers."""
-    if not grpo.group or replicas == 1:
+    if not grpo.group or plan.dp == 1 or draws_alone(plan):
         return []
-    return [f"each of {replicas} replicas draws all answers of a step: more replicas train faster, but draw no faster"]
+    return [
+        f"under {plan.name} each of {plan.dp} replicas draws all answers of a step; under a plan without tp, pp and "
+        "ZeRO they share them"
+    ]

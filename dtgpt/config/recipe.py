@@ -241,7 +241,7 @@ class Recipe:
             masks_documents=self.data.reset_attention_mask,
             optimizer=self.optimizer,
             lora=self.lora,
-            slots=self.grpo.slots_for(self.global_batch_size),
+            slots=self.grpo.slots_for(self.global_batch_size, plan),
         )
         if made.reduce == "exact" and device.type == "cuda" and made.attention_backend == "sdpa":
             raise UserError(
@@ -327,4 +327,4 @@ class Recipe:
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
         if self.precision == FP8:
             found += fp8_notes(self.model, choice.plan, self.micro_batch_size, self.sample_length, device_type)
-        return found + grpo_notes(self.grpo, choice.plan.dp)
+        return found + grpo_notes(self.grpo, choice.plan)

@@ -102,7 +102,9 @@ def _memory(settings: Settings, memories: dict[int, Memory]) -> list[str]:
         group = plan.ranks_of_stage
         label = f"{rank}" if group == 1 else f"{rank}-{rank + group - 1}"
         count = parameters(sum(p.local for p in parameters_of(settings.model, plan, rank))).split(" param")[0]
-        rows.append([label, count, *(_figure(n / unit) for n in (*(getattr(memory, part) for part in parts), memory.total))])
+        rows.append(
+            [label, count, *(_figure(n / unit) for n in (*(getattr(memory, part) for part in parts), memory.total))]
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for label, *cells in rows:  # one blank between columns: 80 of them are few
         lines.append(" ".join([label.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]))

@@ -189,7 +189,7 @@ class Loop:
         return stopping or self.interrupted()
 
     def _train_step(self) -> StepResult:
-        """Take a step. Where prompts or rewards of the recipe fail, save what was done before, and raise their error."""
+        """Take a step. Where prompts or rewards of the recipe fail, save what was done before and raise their error."""
         try:
             return self.trainer.train_step()
         except RolloutsFailed as failure:

@@ -2,8 +2,9 @@
 without its biases, Liu et al. 2025).
 
 The engine draws with the trainer's own weights. A draw is a function of (seed, number of the prompt, number of the
-answer, weights): a run that goes on has the answers of one that was not stopped. Rank 0 leads the engine and computes
-rewards; every rank gets the answers, and takes its part of them.
+answer, weights): a run that goes on has the answers of one that was not stopped. A rank that holds the whole model has
+an engine of its own, which answers a part of the prompts; under other plans rank 0 leads one engine on all ranks. The
+rank that leads computes rewards. Every rank gets all answers, and takes its part of them.
 """
 
 import math
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.grpo import GrpoConfig
+from dtgpt.config.grpo import GrpoConfig, draws_alone
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.broadcast import broadcast_json
 from dtgpt.inference.chat import ChatPrompts
@@ -31,17 +33,17 @@ from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.fast import has_triton
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import TRITON
 from dtgpt.util.process import Process
 
 STD_EPS = 1e-4  # added to the standard deviation of a group, as in TRL
 
 
 class RolloutsFailed(UserError):
-    """Prompts or rewards could not be made: on rank 0 because of an error of the recipe's method, its `__cause__`."""
+    """Prompts or rewards could not be made. `__cause__`, on the rank that met it: an error of the recipe's method."""
 
 
 class Answer(NamedTuple):
@@ -82,7 +84,8 @@ class Rollouts:
         if self.grpo.exact == "on" and reason:
             raise UserError(f"grpo.exact=on, but {reason}; use --grpo.exact auto")
         self.exact = self.grpo.exact != "off" and reason is None
-        self.mesh.on_rank_0(self.grpo.prepare)
+        self.alone = draws_alone(self.mesh.plan)
+        self.mesh.turns(self.grpo.prepare, lambda rank: self.alone or rank == 0)
 
     def batch(self, step: int) -> Batch:
         """Return this rank's part of the batch of a step, `[B, T]`, whose loss weights are advantages. Raises
@@ -111,20 +114,28 @@ class Rollouts:
     @torch.no_grad()
     def draw(self, step: int) -> list[Answer]:
         """Return the answers of a step with their rewards, group by group, the same on every rank."""
-        count = self.settings.global_batch_size // self.grpo.group
+        mesh, group, failure = self.mesh, self.grpo.group, None
+        count = self.settings.global_batch_size // group
         prompts = range(step * count, (step + 1) * count)
         with torch.compiler.set_stance("force_eager"):  # single tokens would be compiled anew
-            if self.mesh.rank:
+            if self.alone:
+                found, failure = self._lead(prompts[mesh.rank :: mesh.world])
+                parts = mesh.gather(found)
+            elif mesh.rank:
                 self.engine.follow()
-                found, failure = broadcast_json(self.mesh), None
+                parts = [broadcast_json(mesh)]
             else:
                 found, failure = self._lead(prompts)
-                broadcast_json(self.mesh, found)
-        if "diverged" in found:
-            raise UserError(f"step {step + 1}: {found['diverged']}")
-        if "failed" in found:
-            raise RolloutsFailed(found["failed"]) from (failure and failure.__cause__)
-        return [Answer(*values) for values in found["answers"]]
+                parts = [broadcast_json(mesh, found)]
+        for part in parts:
+            if "diverged" in part:
+                raise UserError(f"step {step + 1}: {part['diverged']}")
+        for part in parts:
+            if "failed" in part:
+                raise RolloutsFailed(part["failed"]) from (failure and failure.__cause__)
+        # Part i has the groups i, i + n, i + 2 n ... of n parts.
+        groups = [(parts[index % len(parts)]["answers"], index // len(parts) * group) for index in range(count)]
+        return [Answer(*values) for answers, first in groups for values in answers[first : first + group]]
 
     def figures(self) -> dict[str, float]:
         """Return what a record says of the answers of the last step. To be called when the device has done the step."""
@@ -139,35 +150,39 @@ class Rollouts:
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine of the run. Its cache has the positions of a sample. Raises UserError where it has no memory."""
-        settings, mesh, slots = self.settings, self.mesh, self.settings.slots
+        """The engine of the run, or of this rank. Its cache has the positions of a sample. Raises UserError where it
+        has no memory."""
+        settings, slots = self.settings, self.settings.slots
+        mesh = Mesh(ResolvedPlan(dp=1), self.mesh.device) if self.alone else self.mesh
         config = replace(settings.model, seq_length=settings.seq_length)
         local_world = Process.from_environment().local_world
 
         def fitting() -> int:
             return slots_that_fit(free_memory(mesh.device, local_world), config, mesh.plan, settings.dtype)
 
-        if (fits := min(mesh.turns(fitting, lambda rank: True))) < slots:
+        if (fits := min(self.mesh.turns(fitting, lambda rank: True))) < slots:
             raise UserError(
                 f"memory has room for {counted(fits, 'answer')} of {settings.seq_length:,} positions at the same time, "
                 f"but {slots} are to be drawn; use a smaller --grpo.slots, which makes drawing slower"
             )
-        plan, vocab_size = mesh.plan, min(self.tokenizer.vocab_size, config.vocab_size)
-        alone = plan.tp == plan.pp == 1 and not plan.zero and not settings.lora.rank  # a step sends no messages
-        return Engine(
-            self.stages, mesh, config, settings.dtype, slots=slots, vocab_size=vocab_size, timeout=self.timeout,
-            graphs=settings.graphs and alone, exact=self.exact,
+        engine = Engine(
+            self.stages, mesh, config, settings.dtype, slots=slots,
+            vocab_size=min(self.tokenizer.vocab_size, config.vocab_size), timeout=self.timeout,
+            graphs=settings.graphs and self.alone and not settings.lora.rank, exact=self.exact,
         )  # fmt: skip
+        if mesh is not self.mesh:
+            self.mesh.before_end += mesh.before_end
+        return engine
 
     @cached_property
     def _chat(self) -> ChatPrompts:
-        """What renders prompts that are chats, on rank 0."""
+        """What renders prompts that are chats."""
         chat = ChatPrompts(self.tokenizer, self.settings.model)
         self.mesh.before_end.append(chat.close)
         return chat
 
     def _lead(self, prompts: range) -> tuple[dict[str, Any], RolloutsFailed | None]:
-        """Draw and reward the answers to prompts, on rank 0. Return what other ranks need to know."""
+        """Draw and reward the answers to prompts, on the rank that leads. Return what other ranks need to know."""
         session, failure = Session(self.engine, self.tokenizer, special_ids(self.tokenizer)), None
         try:
             asked = [self._asked(index) for index in prompts]
@@ -256,7 +271,7 @@ def _of_recipe(method: Callable[..., Any], *arguments: Any) -> Any:
 def why_not_exact(settings: Settings) -> str | None:
     """Return why answers cannot have the bits of training's log-probabilities; None where they can."""
     device, plan = settings.device, settings.plan
-    if not has_triton(torch.empty(0, device=device)):
+    if device.type != "cuda" or not TRITON:
         return f"device={device.type} chooses the order of sums by the number of rows, or has no Triton"
     if plan.tp > 1:
         return f"tp={plan.tp} sums over ranks in pieces of other sizes"

@@ -7,15 +7,15 @@ from unittest import mock
 
 from dtgpt.config.grpo import GrpoConfig
 from dtgpt.config.recipe import Recipe
+from dtgpt.inference.engine import Engine
 from dtgpt.optim.update import Update
-from dtgpt.parallel.engine import SingleStageEngine
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vowels(GrpoConfig):
-    """Any text as a prompt; its reward is the fraction of bytes below 100, another one for each."""
+class Low(GrpoConfig):
+    """Short texts as prompts; the reward is about the fraction of characters below 100, and differs in most groups."""
 
     def prompt(self, index: int) -> str:
         return "ab"[: 1 + index % 2] + str(index)
@@ -25,8 +25,8 @@ class Vowels(GrpoConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fatal(Vowels):
-    """A reward that ends the process at a prompt."""
+class Fatal(Low):
+    """A reward that ends the process at a prompt of the fourth step."""
 
     def reward(self, index: int, answer: str) -> float:
         if index == 7:
@@ -39,15 +39,17 @@ def die(*_, **__) -> None:
 
 
 def train_and_die(recipe: Recipe, moment: str) -> None:
-    """Train until the process kills itself in the fourth step: in a rollout, in the backward pass, or in the update."""
-    if moment == "rollout":
+    """Train until the process kills itself in the fourth step: while the engine draws, in the reward, or in the
+    update."""
+    if moment == "scoring":
         train(recipe)
-    owner, name = {"backward": (SingleStageEngine, "gradients"), "update": (Update, "apply")}[moment]
+    draws = recipe.grpo.max_new_tokens  # at least so many rounds in each step
+    owner, name, last = {"rollout": (Engine, "step", 3 * draws + 2), "update": (Update, "apply", 4)}[moment]
     plain, calls = getattr(owner, name), []
 
     def counted(*arguments):
         calls.append(0)
-        return die() if len(calls) == 4 else plain(*arguments)
+        return die() if len(calls) == last else plain(*arguments)
 
     with mock.patch.object(owner, name, counted):
         train(recipe)
