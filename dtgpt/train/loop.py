@@ -21,13 +21,14 @@ from dtgpt.run.folder import AUTO, RunLock, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
+from dtgpt.train.answers import describe
 from dtgpt.train.checkpoints import restore, state_of
 from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.job import Job, find_resume_point, make_job
 from dtgpt.train.preferences import find_reference, held_out_figures, save_reference
 from dtgpt.train.processes import Group, join, run_watched, wait_for_others
-from dtgpt.train.rollouts import RolloutsFailed, describe
+from dtgpt.train.rollouts import RolloutsFailed
 from dtgpt.train.tasks import TaskEvaluation
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say, say_error

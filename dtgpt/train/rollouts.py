@@ -9,13 +9,13 @@ rank that leads computes rewards. Every rank gets all answers, and takes its par
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, SupportsFloat
+from operator import attrgetter
+from typing import Any, SupportsFloat
 
 import torch
-from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.grpo import GrpoConfig, draws_alone
@@ -34,28 +34,17 @@ from dtgpt.inference.session import PromptJob, Session
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.train.answers import Answer, figures_of, weighted_rows
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import TRITON
 from dtgpt.util.process import Process
 
-STD_EPS = 1e-4  # added to the standard deviation of a group, as in TRL
+REWARD = attrgetter("reward")
 
 
 class RolloutsFailed(UserError):
     """Prompts or rewards could not be made. `__cause__`, on the rank that met it: an error of the recipe's method."""
-
-
-class Answer(NamedTuple):
-    """An answer, as JSON keeps it."""
-
-    prompt: str
-    prompt_ids: list[int]
-    ids: list[int]  # with the token that ends it, at least one
-    logprobs: list[float]  # of each of `ids`, as the engine drew it
-    text: str
-    ended: bool  # not by the number of tokens
-    reward: float
 
 
 @dataclass(kw_only=True)
@@ -95,18 +84,17 @@ class Rollouts:
         begin = time.perf_counter()
         answers = self.draw(step)
         self._drawn_at = time.perf_counter()
-        self._measure(answers, self._drawn_at - begin - self._scoring)
-        advantages = advantages_of(torch.tensor([a.reward for a in answers], dtype=torch.float64), self.grpo)
-        length, count = self.settings.seq_length, sum(len(answer.ids) for answer in answers)
+        seconds = self._drawn_at - begin - self._scoring
+        self._figures = figures_of(answers, self.grpo.group) | {
+            "rollout_seconds": seconds,
+            "scoring_seconds": self._scoring,
+            "rollout_tokens_per_second": sum(len(answer.ids) for answer in answers) / seconds,
+        }
+        self._tokens = sum(len(answer.prompt_ids) + len(answer.ids) for answer in answers)
+        self.best_and_worst = max(answers, key=REWARD), min(answers, key=REWARD)
         own = len(answers) // self.mesh.plan.dp
         part = slice(self.mesh.place.dp * own, (self.mesh.place.dp + 1) * own)
-        tokens = torch.zeros(own, length + 1, dtype=torch.int64)
-        weights = torch.zeros(own, length)
-        for row, (answer, advantage) in enumerate(zip(answers[part], advantages[part].tolist(), strict=True)):
-            ids, first = [*answer.prompt_ids, *answer.ids], len(answer.prompt_ids)
-            tokens[row, : len(ids)] = torch.tensor(ids)
-            divisor = {"dr_grpo": self.grpo.max_new_tokens, "grpo": len(answer.ids), "dapo": count / len(answers)}
-            weights[row, first - 1 : len(ids) - 1] = advantage * length / divisor[self.grpo.loss]
+        tokens, weights = weighted_rows(answers, part, self.grpo, self.settings.seq_length)
         device = self.mesh.device
         tokens = tokens.to(device)
         return Batch(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), loss_weights=weights.to(device))
@@ -114,7 +102,8 @@ class Rollouts:
     @torch.no_grad()
     def draw(self, step: int) -> list[Answer]:
         """Return the answers of a step with their rewards, group by group, the same on every rank."""
-        mesh, group, failure = self.mesh, self.grpo.group, None
+        mesh, group = self.mesh, self.grpo.group
+        failure: RolloutsFailed | None = None
         count = self.settings.global_batch_size // group
         prompts = range(step * count, (step + 1) * count)
         with torch.compiler.set_stance("force_eager"):  # single tokens would be compiled anew
@@ -183,7 +172,8 @@ class Rollouts:
 
     def _lead(self, prompts: range) -> tuple[dict[str, Any], RolloutsFailed | None]:
         """Draw and reward the answers to prompts, on the rank that leads. Return what other ranks need to know."""
-        session, failure = Session(self.engine, self.tokenizer, special_ids(self.tokenizer)), None
+        session = Session(self.engine, self.tokenizer, special_ids(self.tokenizer))
+        failure: RolloutsFailed | NotFinite | None = None
         try:
             asked = [self._asked(index) for index in prompts]
             drawn = list(session.run([job for _, job in asked]))
@@ -240,23 +230,6 @@ class Rollouts:
             )
         return Answer(prompt, job.ids, found.ids, found.logprobs, text, found.finish_reason == "stop", value)
 
-    def _measure(self, answers: Sequence[Answer], seconds: float) -> None:
-        """Keep the figures of a step, whose answers took so many seconds to draw."""
-        rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-        groups, count = rewards.view(-1, self.grpo.group), sum(len(answer.ids) for answer in answers)
-        self.best_and_worst = answers[int(rewards.argmax())], answers[int(rewards.argmin())]
-        self._tokens = count + sum(len(answer.prompt_ids) for answer in answers)
-        self._figures = {
-            "reward": rewards.mean().item(),
-            "answer_tokens": count / len(answers),
-            "answers_ended": sum(answer.ended for answer in answers) / len(answers),
-            "entropy": -math.fsum(logprob for answer in answers for logprob in answer.logprobs) / count,
-            "groups_without_signal": (groups == groups[:, :1]).all(1).double().mean().item(),
-            "rollout_seconds": seconds,
-            "scoring_seconds": self._scoring,
-            "rollout_tokens_per_second": count / seconds,
-        }
-
 
 def _of_recipe(method: Callable[..., Any], *arguments: Any) -> Any:
     """Return what a method of the recipe returns. Raise RolloutsFailed where it raises anything."""
@@ -286,17 +259,3 @@ def why_not_exact(settings: Settings) -> str | None:
     except UserError:
         return f"there are no kernels for it that run blocks of this {settings.model.architecture} model"
     return None
-
-
-def advantages_of(rewards: Tensor, grpo: GrpoConfig) -> Tensor:
-    """Return the advantages of answers from their rewards, both fp64 `[B]`, group by group."""
-    groups = rewards.view(-1, grpo.group)
-    relative = groups - groups.mean(1, keepdim=True)
-    if grpo.loss != "dr_grpo":
-        relative = relative / (groups.std(1, keepdim=True) + STD_EPS)
-    return relative.flatten()
-
-
-def describe(answer: Answer) -> str:
-    """Return an answer as a text for the run folder."""
-    return f"reward {answer.reward:g}\n{answer.prompt}{answer.text}\n"
