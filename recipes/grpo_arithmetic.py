@@ -1,4 +1,4 @@
-"""Reinforcement learning on sums: a small model that writes sums, mostly wrong ones, learns from rewards alone.
+"""Reinforcement learning on sums: a small model that adds, mostly wrong, learns from rewards alone.
 
 hardware   2 CPU cores
 command    python recipes/grpo_arithmetic.py
@@ -7,7 +7,7 @@ expect     NOT MEASURED
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from dtgpt.cli import run_recipe
@@ -18,7 +18,6 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.train.loop import train
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sums(GrpoConfig):
     def prompt(self, index: int) -> str:
         return "\n{}+{}=".format(*divmod(37 * index % 100, 10))  # each of 100 sums in turn
@@ -27,25 +26,22 @@ class Sums(GrpoConfig):
         return float(answer == str(sum(divmod(37 * index % 100, 10))))
 
 
-def recipe() -> Recipe:
-    model = LlamaConfig(num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_hidden_size=192,
-                        seq_length=8, vocab_size=257)  # fmt: skip
-    return Recipe(
-        name="grpo_arithmetic", model=model, init_from="runs/grpo_arithmetic_base-001",
-        grpo=Sums(group=16, max_new_tokens=3, stop="\n"), data=DataConfig(path="runs/sums.txt", tokenizer="bytes"),
-        optimizer=OptimizerConfig(lr=1e-3, schedule="constant", warmup=10, weight_decay=0.0), steps=400,
-        micro_batch_size=256, global_batch_size=256, log=LogConfig(eval_interval=0, sample_tokens=0),
-    )  # fmt: skip
+def recipe(steps: int = 400, lr: float = 1e-3, **changes) -> Recipe:
+    return replace(Recipe(
+        name="grpo_arithmetic", init_from="runs/sums-001", grpo=Sums(group=16, max_new_tokens=3, stop="\n"),
+        model=LlamaConfig(num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_hidden_size=192,
+                          seq_length=8, vocab_size=257), log=LogConfig(eval_interval=0, sample_tokens=0),
+        optimizer=OptimizerConfig(lr=lr, schedule="constant", warmup=10, weight_decay=0.0), steps=steps,
+        micro_batch_size=256, global_batch_size=256, data=DataConfig(path="runs/sums.txt", tokenizer="bytes"),
+    ), **changes)  # fmt: skip
 
 
-def made() -> Recipe:
-    """Train a base that has seen how sums are written, where it is not there yet, and return the recipe."""
+def with_base() -> Recipe:
     Path("runs").mkdir(exist_ok=True)
-    Path("runs/sums.txt").write_text("".join(f"\n{i % 10}+{i // 10 % 10}={i % 10 + i // 10 % 10}" for i in range(9999)))
-    if train(replace(recipe(), name="grpo_arithmetic_base", init_from=None, grpo=Sums(), resume="auto", steps=60)):
-        raise KeyboardInterrupt
-    return recipe()
+    Path("runs/sums.txt").write_text("".join(f"\n{i // 10 % 10}+{i % 10}={i // 10 % 10 + i % 10}" for i in range(9999)))
+    base = recipe(100, 4e-3, name="sums", init_from=None, grpo=Sums(), resume="auto")  # where it is not there yet
+    return sys.exit(1) if train(base) else recipe()
 
 
 if __name__ == "__main__":
-    run_recipe(recipe if "RANK" in os.environ or "--help" in sys.argv else made, __doc__)
+    run_recipe(recipe if "RANK" in os.environ or "--help" in sys.argv else with_base, __doc__)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
@@ -41,17 +42,19 @@ def die(*_, **__) -> None:
 def train_and_die(recipe: Recipe, moment: str) -> None:
     """Train until the process kills itself in the fourth step: while the engine draws, in the reward, or in the
     update."""
-    if moment == "scoring":
-        train(recipe)
-    draws = recipe.grpo.max_new_tokens  # at least so many rounds in each step
-    owner, name, last = {"rollout": (Engine, "step", 3 * draws + 2), "update": (Update, "apply", 4)}[moment]
-    plain, calls = getattr(owner, name), []
+    plain, calls = {"rollout": Engine.step, "update": Update.apply}.get(moment), []
 
-    def counted(*arguments):
+    def draw(engine):
+        """Die in the second round of the prompts of the fourth step."""
+        calls.extend(active.request.prompt_index for active in engine._requests.values())
+        return die() if calls.count(7) == 2 else plain(engine)
+
+    def apply(*arguments):
         calls.append(0)
-        return die() if len(calls) == last else plain(*arguments)
+        return die() if len(calls) == 4 else plain(*arguments)
 
-    with mock.patch.object(owner, name, counted):
+    patches = {"rollout": (Engine, "step", draw), "update": (Update, "apply", apply)}
+    with mock.patch.object(*patches[moment]) if moment in patches else nullcontext():
         train(recipe)
 
 
