@@ -77,7 +77,8 @@ class TensorBoard:
 
     def text(self, step: int, name: str, text: str) -> None:
         """Show a text as it is, by its step."""
-        self._write([text_event(step, name, "\n".join(f"    {line}" for line in text.splitlines()))])
+        plain = text.encode(errors="replace").decode()
+        self._write([text_event(step, name, "\n".join(f"    {line}" for line in plain.splitlines()))])
 
     def close(self, failed: bool) -> None:
         self._file.close()

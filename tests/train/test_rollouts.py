@@ -9,14 +9,15 @@ import torch
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.grpo import GrpoConfig
 from dtgpt.config.lora import LoraConfig
-from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.chat import ChatPrompts
 from dtgpt.interop.open import open_config
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.ops.loss.cross_entropy import to_loss_and_gradient_
+from dtgpt.planning.gpus import find_gpu
 from dtgpt.planning.memory import memory_of
+from dtgpt.planning.report import describe_plan
 from dtgpt.run.sinks import read_records
 from dtgpt.train.compare import compare
 from dtgpt.train.loop import train
@@ -369,4 +370,13 @@ def test_the_plan_counts_the_answers_that_are_drawn_together(grpo):
         taken = sum(memory.nbytes for memory in (*held, *runner.state.sequences))
         assert trainer.rollouts.engine.slots == 8 == settings.slots
         assert memory_of(settings, 0).cache == taken
-    assert memory_of(change(grpo, grpo=GrpoConfig()).settings(ResolvedPlan(dp=1), torch.device("cpu")), 0).cache == 0
+    plain = change(grpo, grpo=GrpoConfig())
+    for run, said in ((grpo, True), (plain, False)):
+        settings = replace(run, device="cuda").planned(1)
+        report = describe_plan(settings, "test", [], find_gpu("H200"))
+        assert (memory_of(settings, 0).cache > 0) == said == (" cache " in report)
+        assert ("without the time in which answers are drawn" in report) == said
+    shared = replace(grpo, plan="dp2_zero3", micro_batch_size=2)
+    (note,) = shared.notes(shared.planned_choice(2), "cpu")
+    assert "each of 2 replicas draws all answers" in note and grpo.notes(grpo.planned_choice(1), "cpu") == []
+    assert shared.planned(2).slots == 8 and replace(shared, plan="dp2").planned(2).slots == 4
