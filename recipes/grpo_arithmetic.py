@@ -32,14 +32,14 @@ def recipe(steps: int = 400, lr: float = 1e-3, **changes) -> Recipe:
         model=LlamaConfig(num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_hidden_size=192,
                           seq_length=8, vocab_size=257), log=LogConfig(eval_interval=0, sample_tokens=0),
         optimizer=OptimizerConfig(lr=lr, schedule="constant", warmup=10, weight_decay=0.0), steps=steps,
-        micro_batch_size=400, global_batch_size=400, data=DataConfig(path="runs/sums.txt", tokenizer="bytes"),
+        micro_batch_size=256, global_batch_size=256, data=DataConfig(path="runs/sums.txt", tokenizer="bytes"),
     ), **changes)  # fmt: skip
 
 
 def with_base() -> Recipe:
     Path("runs").mkdir(exist_ok=True)
     Path("runs/sums.txt").write_text("".join(f"\n{i // 10 % 10}+{i % 10}={i // 10 % 10 + i % 10}" for i in range(9999)))
-    base = recipe(80, 4e-3, name="sums", init_from=None, grpo=Sums(), resume="auto")  # where it is not there yet
+    base = recipe(100, 4e-3, name="sums", init_from=None, grpo=Sums(), resume="auto")  # where it is not there yet
     return sys.exit(1) if train(base) else recipe()
 
 

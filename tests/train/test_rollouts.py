@@ -20,6 +20,7 @@ from dtgpt.planning.memory import memory_of
 from dtgpt.planning.report import describe_plan
 from dtgpt.run.sinks import read_records
 from dtgpt.train.compare import compare
+from dtgpt.train.job import ResumePoint, make_job
 from dtgpt.train.loop import train
 from dtgpt.train.rollouts import why_not_exact
 from dtgpt.train.startup import open_trainer
@@ -380,3 +381,4 @@ def test_the_plan_counts_the_answers_that_are_drawn_together(grpo):
     (note,) = shared.notes(shared.planned_choice(2), "cpu")
     assert "each of 2 replicas draws all answers" in note and grpo.notes(grpo.planned_choice(1), "cpu") == []
     assert shared.planned(2).slots == 8 and replace(shared, plan="dp2").planned(2).slots == 4
+    assert make_job(replace(grpo, plan="auto"), ResumePoint(), world=2).choice.plan.cp == 1
