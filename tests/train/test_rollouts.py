@@ -159,7 +159,7 @@ def test_log_probabilities_of_answers_are_those_of_captured_steps_to_the_bit(grp
 def test_captured_steps_have_the_answers_and_losses_of_others(grpo):
     cuda = on_cuda(grpo, steps=8, micro_batch_size=8, global_batch_size=16)
     cuda = replace(cuda, precision="bf16", grpo=replace(grpo.grpo, group=8, max_new_tokens=24))
-    captured, plain = (train_answers(replace(cuda, graph=graph), 5) for graph in ("on", "off"))
+    captured, plain = (train_answers(replace(cuda, graph=graph, compile="off"), 5) for graph in ("on", "off"))
     assert captured[1] == plain[1]
     assert captured[0] == pytest.approx(plain[0], abs=1e-6)
 
