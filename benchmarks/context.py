@@ -2,16 +2,19 @@
 
     python benchmarks/context.py                                       # two GPUs: checks, then the 1B and the 8B
     python benchmarks/context.py --checks                              # checks alone
+    python benchmarks/context.py --longest 32768 --steps 2             # measures of samples up to a length alone
     python benchmarks/context.py --device cpu --checks --plans cp2     # a try of this file, over gloo
 
 A step has one sample on one GPU and on two, so that twice the tokens/s is linear. benchmarks/train_step.py measures and
-says which plans do not fit.
+says which plans do not fit. The text is that of Python's standard library, as bytes.
 """
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,13 +51,18 @@ def check(plans: list[str], device: str) -> bool:
     return all(done)
 
 
-def measure() -> bool:
+def measure(longest: int, steps: int) -> bool:
     """Return whether all steps could be measured."""
-    common = ["benchmarks/train_step.py", "--micro_batch_size", "1", "--steps", "4", "--warmup", "3", "--dropout", "0"]
+    common = ["benchmarks/train_step.py", "--micro_batch_size", "1", "--dropout", "0"]
+    common += ["--steps", str(steps), "--warmup", "2", "--data.tokenizer", "bytes", "--data.held_out", "0"]
     done = []
-    for model, length, plans, options in MEASURES:
-        words = ["--model", model, "--plans", *plans, "--model.seq_length", str(length), *options.split()]
-        done.append(run([*common, *words]))
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "text.txt"
+        sources = sorted(Path(os.__file__).parent.glob("*.py"))
+        text.write_text("".join(source.read_text(errors="replace") for source in sources))
+        for model, length, plans, options in (case for case in MEASURES if case[1] <= longest):
+            words = ["--model", model, "--plans", *plans, "--model.seq_length", str(length), *options.split()]
+            done.append(run([*common, "--data.path", str(text), *words]))
     return all(done)
 
 
@@ -63,11 +71,13 @@ def main() -> int:
     parser.add_argument("--checks", action="store_true", help="measure nothing")
     parser.add_argument("--plans", nargs="+", default=PLANS, help="plans to check")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--longest", type=int, help="measure samples of at most so many tokens, and check nothing")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each")
     args = parser.parse_args()
-    if not check(args.plans, args.device):
+    if args.longest is None and not check(args.plans, args.device):
         print("a plan is wrong: nothing is measured", file=sys.stderr)
         return 1
-    return 0 if args.checks or measure() else 1
+    return 0 if args.checks or measure(args.longest or sys.maxsize, args.steps) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Attention with dropout and the choices of its kernels, at the sizes of GPT-2 345M and 1558M; groups of heads and long
-samples, at those of LLaMA and Qwen3; documents kept apart.
+samples, at those of LLaMA and Qwen3; documents kept apart; sliding windows.
 
-python benchmarks/op_flash.py [--documents | --grouped]      (these alone)
+python benchmarks/op_flash.py [--documents | --grouped | --windows]      (these alone)
 """
 
 import math
@@ -17,21 +17,35 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dtgpt.data.document_masks import document_bounds
 from dtgpt.ops.attention import flash, flash_launch
+from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.attention.packed import split_qkv
+from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.ops.random.philox import fold, root_key
 
 LENGTH, WIDTH, P = 1024, 64, 0.1
 SIZES = [(16, 16), (32, 16), (8, 25)]  # B, N
+WINDOWS = [(1, 32768, n, n // 4, width) for width in (64, 128, 256) for n in (8, 32)]  # B, T, N, G, D
 LAUNCHES = {
     "forward": [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 2)],
     "keys": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (32, 64, 4, 3), (64, 64, 8, 2)],
     "queries": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 2)],
 }
-GROUPED = [(4, 4096, 32, 8, 64), (2, 4096, 32, 8, 128), (1, 8192, 32, 8, 128), (8, 1024, 16, 8, 128)]  # B, T, N, G, D
+GROUPED = [
+    (4, 4096, 32, 8, 64),
+    (2, 4096, 32, 8, 128),
+    (1, 8192, 32, 8, 128),
+    (8, 1024, 16, 8, 128),
+    (2, 4096, 16, 4, 256),
+]  # B, T, N, G, D
 GROUPED_LAUNCHES = {
     "forward": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2)],
     "keys": [(64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 2)],
     "queries": [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2)],
+}
+LARGE_LAUNCHES = {  # D of 256
+    "forward": [(128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 1)],
+    "keys": [(32, 64, 8, 2), (32, 64, 8, 3), (64, 64, 8, 1), (64, 64, 8, 2)],
+    "queries": [(64, 64, 4, 2), (128, 64, 8, 1), (64, 64, 8, 2), (64, 32, 4, 2)],
 }
 Work = Callable[[], object]
 
@@ -39,6 +53,7 @@ Work = Callable[[], object]
 def launched(name: str, how: tuple[int, ...], work: Work, band: int = flash_launch.BAND) -> Work:
     """With a kernel launched that way."""
     tables = [flash_launch.NARROW, flash_launch.NARROW_DROPPING, flash_launch.NARROW_TILES, flash_launch.WIDE_TILES]
+    tables.append(flash_launch.LARGE_TILES)
 
     def run() -> object:
         before, band_before = [table[name] for table in tables], flash_launch.BAND
@@ -108,16 +123,16 @@ def parts(batch: int, heads: int) -> list[Case]:
     out, sums, words = flash_launch.launch_forward(*qkv, x.key, P, 0, None)
     pairs, cases = sums.new_empty(*sums.shape, 2), []
     dq, dk, dv = torch.empty_like(x.qkv).unbind(3)
-    call = flash_launch.Call(*qkv, P, words, None)
+    call = flash_launch.Call(*qkv, P, words, None, None)
     cases.append(Case(f"masks {x.name}", {"draw": lambda: call.draw(x.key, P, 0)}, words.nbytes))
     call.backward(x.grad, out, sums, pairs, dq, dk, dv)
-    tensors = {"forward": (out, sums), "keys": (x.grad, pairs, dk, dv), "queries": (out, x.grad, sums, pairs, dq)}
+    tensors = {"forward": (out, sums, None), "keys": (x.grad, pairs, dk, dv), "queries": (out, x.grad, sums, pairs, dq)}
     made = {"forward": None, "keys": dk, "queries": dq}
     for name, share in (("forward", 1), ("keys", 2), ("queries", 1.5)):
         scales = () if name == "forward" else (1 / math.sqrt(WIDTH),)
         variants = {}
         for p in (0.0, P):
-            site = call if p else flash_launch.Call(*qkv, 0.0, None, None)
+            site = call if p else flash_launch.Call(*qkv, 0.0, None, None, None)
 
             def work(site=site, name=name, scales=scales) -> None:
                 site._run(name, *tensors[name], made=made[name], scale=scales)
@@ -198,21 +213,55 @@ def grouped(batch: int, length: int, heads: int, kv_heads: int, width: int) -> l
         Case(f"forward {name}", functions, moved, 2 * product),
         Case(f"forward and backward {name}", both, 3 * moved, 7 * product),
     ]
-    for kernel, launches in GROUPED_LAUNCHES.items() if length == 4096 else ():
+    tried = LARGE_LAUNCHES if width > 128 else GROUPED_LAUNCHES
+    for kernel, launches in tried.items() if length == 4096 else ():
         work, products = (forward, 2) if kernel == "forward" else (backward, 5)
         variants = {"x".join(map(str, how)): launched(kernel, how, work) for how in launches}
         cases.append(Case(f"launches of {kernel} in {work.__name__} {name}", variants, moved, products * product))
     return cases
 
 
+def windowed(batch: int, length: int, heads: int, kv_heads: int, width: int, window: int = 1024) -> list[Case]:
+    """A window, all columns, and PyTorch's own, which sees all. The floor is that of the columns of a window."""
+    sizes = [(batch, length, n, width) for n in (heads, kv_heads, kv_heads)]
+    leaves = [torch.randn(size, device="cuda").bfloat16().requires_grad_() for size in sizes]
+    grad = torch.randn(sizes[0], device="cuda").bfloat16()
+    spans = spans_of_window(window, batch, length, grad.device)
+    pairs, seen = length * (length + 1) / 2, window * (window + 1) / 2 + (length - window) * window
+    product = 2 * batch * heads * seen * width
+    moved = sum(t.nbytes for t in leaves) + grad.nbytes
+    name = f"B{batch} T{length} N{heads} G{kv_heads} D{width}, window of {window}: {seen / pairs:.4f} of the columns"
+
+    def pytorch() -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in leaves)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    functions = {
+        "window": lambda: causal_attention(*leaves, backend="flash", rule=AttentionRule(window=window)),
+        "window, its bounds at hand": lambda: flash.flash_attention(*leaves, spans=spans),
+        "all columns": lambda: causal_attention(*leaves, backend="flash"),
+        "PyTorch, all columns": pytorch,
+    }
+    both = {k: lambda f=f: torch.autograd.grad(f(), leaves, grad) for k, f in functions.items()}
+    for how in (LARGE_LAUNCHES if width > 128 else GROUPED_LAUNCHES)["forward"]:
+        functions["x".join(map(str, how))] = launched("forward", how, functions["window, its bounds at hand"])
+    return [
+        Case(f"forward {name}", functions, moved, 2 * product),
+        Case(f"forward and backward {name}", both, 3 * moved, 7 * product),
+    ]
+
+
 def cases(arguments: list[str]) -> list[Case]:
+    if "--windows" in arguments:
+        return [case for shape in WINDOWS for case in windowed(*shape)]
     if "--grouped" in arguments:
         return [case for shape in GROUPED for case in grouped(*shape)]
     kept_apart = [apart(16, 16, mean) for mean in (4096, 512, 128)]
     if "--documents" in arguments:
         return kept_apart
     packed = parts(16, 16) + [case for size in SIZES for case in whole(*size)]
-    return packed + [case for shape in GROUPED for case in grouped(*shape)] + kept_apart
+    whole_windows = [case for shape in WINDOWS for case in windowed(*shape)]
+    return packed + [case for shape in GROUPED for case in grouped(*shape)] + kept_apart + whole_windows
 
 
 if __name__ == "__main__":

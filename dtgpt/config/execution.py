@@ -11,7 +11,7 @@ from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Core
-from dtgpt.ops.attention.core import Backend, choose
+from dtgpt.ops.attention.core import Backend, choose, in_kernels
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import why_no_compiler
@@ -108,8 +108,8 @@ class Settings:
     def _backend_for(self, head_dim: int, softcap: bool = False, sinks: bool = False) -> Backend:
         if self.attention != "auto":
             return self.attention
-        kernels = self.device.type == "cuda" and self.dtype != torch.float32
-        return choose(self.model.dropout > 0, kernels, head_dim, softcap, sinks)
+        kernels = in_kernels(self.device, self.dtype, head_dim)
+        return choose(self.model.dropout > 0, kernels, softcap, sinks)
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:

@@ -22,6 +22,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.gemma3 import Gemma3Config
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.gpt_neo import GPTNeoConfig
+from dtgpt.models.gpt_oss import GptOssConfig
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.olmo3 import Olmo3Config
 from dtgpt.models.roles import Role, patterns_of
@@ -39,6 +40,7 @@ MODELS: dict[str, ModelConfig] = {  # what a case's values change
     "llama": LlamaConfig(**GROUPED),
     "olmo3": Olmo3Config(**GROUPED),
     "gemma3_text": Gemma3Config(**GROUPED),
+    "gpt_oss": GptOssConfig(**GROUPED),
 }
 CUT = {"qkv": Role.QKV, "column": Role.COLUMN}  # the first matrix of a pair
 TABLES = [f"{first}:{style}" for first in CUT for style in ("whole", "gathered", "rows")]
@@ -255,9 +257,10 @@ class Setting:
         return recipe if keeps_bits else replace(recipe, attention="explicit")
 
     def exact_of(self, case: Case) -> Recipe | None:
-        """Return the recipe of a case in 16 bits on one process in fp32; None for other cases."""
+        """Return the recipe of a case in 16 bits on one process in fp32, which tells the size of rounding, so that its
+        sums may have any order; None for other cases."""
         recipe = self.reference_of(case)
-        return None if recipe.precision == "fp32" else replace(recipe, precision="fp32")
+        return None if recipe.precision == "fp32" else replace(recipe, precision="fp32", reduce="fast")
 
     def check(self, case: Case) -> Plan:
         """Return the plan of a case that can be run. Raises UserError, one sentence, for any other."""

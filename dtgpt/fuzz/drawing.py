@@ -11,9 +11,12 @@ from dtgpt.config.plan import SCHEDULES, Plan, divisors
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.fuzz.case import MODELS, TABLES, Case, First
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.rotary import RotaryConfig
 from dtgpt.models.windows import WindowConfig
+from dtgpt.ops.attention.core import Backend, unknown_to
 from dtgpt.ops.random.philox import fold_words
 from dtgpt.optim.kinds import KINDS
 
@@ -61,7 +64,8 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     stages = max(each.num_stages for each in both)
     layers = draws.between("layers", 1, 4) if careless else stages + draws.below("more layers", 3)
     model = _model(draws, architecture, both, careless)
-    values = {"model.num_layers": layers, **model, **_batch(draws, both, careless), **_training(draws, careless)}
+    values = {"model.num_layers": layers, **model, **_batch(draws, both, careless)}
+    values |= _training(draws, MODELS[architecture], careless)
     values |= _length(draws, values)
     prepared = draws.chance("token files", 4)
     if prepared:
@@ -164,7 +168,7 @@ def _grouped(draws: Draws, tp: int, least: int) -> dict[str, Any]:
         "hidden_size": least + draws.between("width", 9, 47),
         "ffn_hidden_size": tp * draws.between("width of a rank's MLP", 3, 30),
         "tied": draws.chance("tied", 2),
-        "activation": draws.pick("activation", ("silu", "silu", "gelu_tanh", "gelu", "relu2")),
+        "activation": draws.pick("activation", ("silu", "silu", "gelu_tanh", "gelu", "relu2", "clamped_swiglu")),
         "norm_eps": draws.pick("epsilon", (1e-5, 1e-6)),
         "rope_theta": draws.pick("theta", (100.0, 10000.0, 500000.0)),
     }
@@ -216,10 +220,13 @@ def _length(draws: Draws, values: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps}
 
 
-def _training(draws: Draws, careless: bool) -> dict[str, Any]:
-    back_ends = ["auto", "explicit", "fused_softmax", "flash"]
+def _training(draws: Draws, blank: ModelConfig, careless: bool) -> dict[str, Any]:
+    back_ends: list[Backend] = ["auto", "explicit", "fused_softmax", "flash"]
     if careless or draws.pick("dropout", (0.0, 0.1, 0.25, 0.5)) == 0:
         back_ends.append("sdpa")
+    if not careless:
+        cores = inventory(blank).kinds_of_cores()
+        back_ends = [b for b in back_ends if not any(unknown_to(b, core.softcap, core.sinks) for core in cores)]
     precision = draws.pick("precision", ("fp32",) * 9 + ("bf16", "fp16", "fp8"))
     values = {
         "seed": draws.below("seed of the run", 1 << 20),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import NoneType
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -140,7 +140,8 @@ def check_blocks(config: ModelConfig) -> None:
     parts = inventory(config)
     kinds = set(parts.examples)
     with torch.device("meta"):
-        known = all(hasattr(config.make_block(index), "decode_weights") for index in kinds)
+        blocks: list[Any] = [config.make_block(index) for index in kinds]
+        known = all(hasattr(block, "decode_weights") and block.decode_weights().activation for block in blocks)
     cores = [core for index in kinds for core in parts.cores(index)]
     if not known or any(core.head_dim not in HEAD_SIZES or not core.is_plain for core in cores):
         raise UserError(NO_KERNELS)

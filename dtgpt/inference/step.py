@@ -29,8 +29,8 @@ from dtgpt.parallel.pipeline import run_in_turn
 from dtgpt.util.errors import UserError
 
 NO_KERNELS = (
-    "exact=True has kernels for GPT-2 and LLaMA blocks with heads of 16, 32, 64 or 128 that see all earlier tokens, "
-    "and this model has others; leave exact out"
+    "exact=True has kernels for GPT-2 and LLaMA blocks, with tanh-GELU or SwiGLU, whose heads have 16, 32, 64 or 128 "
+    "columns and see all earlier tokens, and this model has others; leave exact out"
 )
 SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
 

@@ -65,9 +65,11 @@ def with_adapter(source: Source, path: Path, adapter: Path, mesh: Mesh | None = 
     """Return `source`, the model at `path`, with an adapter merged into its weights: that of a run or a checkpoint of
     dtgpt, or a folder of Hugging Face's peft. Raise UserError where it is none, or one for another model."""
     if (adapter / ADAPTER_CONFIG).is_file():
+        from dtgpt.interop.hf.model import HuggingFace
         from dtgpt.interop.hf.peft import Peft
 
-        return Merged(source, Peft(adapter, source.config))
+        kind = source.kind if isinstance(source, HuggingFace) else None
+        return Merged(source, Peft(adapter, source.config, kind))
     return merged(source, path, open_adapter(adapter, mesh))
 
 

@@ -1,5 +1,5 @@
 """What models with rotary positions, grouped queries and a gated MLP have in their configuration: those of LLaMA's
-kind, OLMo 3, Gemma 3."""
+kind, OLMo 3, Gemma 3, GPT-OSS."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

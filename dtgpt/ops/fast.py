@@ -38,8 +38,9 @@ def has_float8(device: torch.device) -> bool:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that one program may use, or those of a Hopper GPU where torch does not say."""
-    properties = torch.cuda.get_device_properties(device)
+    """Return the bytes of shared memory that one program may use, or those of a Hopper GPU where torch does not say or
+    where there is no GPU, as when a plan is made for one."""
+    properties = torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
     return getattr(properties, "shared_memory_per_block_optin", 232448)
 
 

@@ -15,10 +15,11 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.mesh import Mesh
 from tests.inference.test_inference import LENGTH, VOCABULARY, their_model
 from tests.support import bodies_evaluation as bodies
+from tests.support import families
 from tests.support.ranks import pool
 from tests.support.runs import change
 
-pytestmark = pytest.mark.slow(14)
+pytestmark = pytest.mark.slow(16)
 
 PLANS = {"tp2": 2, "pp2": 2, "dp2": 2, "tp2_pp2": 4, "dp2_tp2": 4, "pp2_zbv": 2}
 TRAINING = {"dp2_zero3": 2, "pp2_zbv": 2, "tp2_sp_pp2": 4}
@@ -76,6 +77,17 @@ def test_scores_are_those_of_transformers(theirs, folder, tokens, monkeypatch):
         assert own.greedy.tolist() == greedy.tolist() and own.all_greedy == greedy.all()
         assert own.logprob == pytest.approx(logprobs.sum(), rel=1e-5)
     assert sum(own.greedy[-1] for own in found) >= 4
+
+
+@pytest.mark.parametrize("family", families.MODELS)
+def test_scores_of_other_families_are_those_of_transformers(family, tmp_path):
+    model = families.their_model(family, max_position_embeddings=LENGTH)
+    model.save_pretrained(tmp_path / "model")
+    given = likely(model, samples(131))
+    found = scorer_of(dtgpt.load(tmp_path / "model", device="cpu"), 40).score(given)
+    for own, (logprobs, greedy) in zip(found, expected(model, given), strict=True):
+        np.testing.assert_allclose(own.logprobs, logprobs, rtol=1e-5, atol=1e-5)
+        assert own.greedy.tolist() == greedy.tolist()
 
 
 @pytest.mark.parametrize("plan", PLANS)

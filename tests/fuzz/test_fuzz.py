@@ -70,6 +70,7 @@ def test_200_cases_have_every_kind_of_plan_and_option(setting):
         "gpt_neo",
         "olmo3",
         "gemma3_text",
+        "gpt_oss",
         "fp32",
         "bf16",
         "one process",

@@ -26,6 +26,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.bodies_engine import poison
+from tests.support.families import OURS
 from tests.support.other_architecture import OtherConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -40,6 +41,8 @@ CONFIGS = {
     "gpt2 whose MLP is wide": replace(GPT2, hidden_size=1024, num_heads=16),  # cuBLAS splits its last product
     "llama": LLAMA,
     "qwen3": replace(LLAMA, head_dim=128, qk_norm=True, norm_eps=1e-6, tied=True),
+    "qwen2.5": replace(LLAMA, attention_bias="qkv"),
+    "yarn": replace(LLAMA, rope_scaling="yarn"),
     "heads that share nothing": replace(LLAMA, num_heads=2, head_dim=128),
 }
 
@@ -156,9 +159,17 @@ def test_a_device_without_kernels_is_refused(tmp_path):
         dtgpt.load(tmp_path, device="cpu", exact=True)
 
 
-@pytest.mark.parametrize("config", [OtherConfig(num_layers=2, hidden_size=64, num_heads=2), replace(GPT2, num_heads=1)])
+WITHOUT = {
+    "other": OtherConfig(num_layers=2, hidden_size=64, num_heads=2), "heads of 256": replace(GPT2, num_heads=1),
+    "relu": replace(GPT2, activation="relu"), "relu2": replace(LLAMA, activation="relu2"),
+    "window": replace(LLAMA, window=64), **OURS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", WITHOUT.values(), ids=WITHOUT)
 def test_a_model_without_decode_kernels_is_refused(config):
     load.check_blocks(GPT2)
+    load.check_blocks(replace(LLAMA, attention_bias="all", rope_scaling="yarn"))
     with pytest.raises(UserError, match=r"exact=True has kernels for GPT-2 and LLaMA blocks.*leave exact out"):
         load.check_blocks(config)
 

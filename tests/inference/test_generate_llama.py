@@ -28,12 +28,13 @@ from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support import bodies_engine as bodies
 from tests.support.engines import CPU, engine_of
+from tests.support.families import OURS
 from tests.support.llama_twins import twin_of
 from tests.support.ranks import pool
 from tests.support.runs import change, training
 from tests.support.server import client, served
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(23)
 
 LLAMA = LlamaConfig(
     num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, seq_length=48,
@@ -185,12 +186,16 @@ def test_generate_and_eval(folder, tmp_path, capsys):
     assert results["model"]["positions"] == 24 and len(results["results"]) == 1
 
 
-def test_a_server_and_samples_of_training(recipe):
-    model = build_model(WITH_TEXT["llama"], CPU, torch.float32, root_key(0))
+SERVED = {"llama": WITH_TEXT["llama"], **{name: replace(config, seq_length=48) for name, config in OURS.items()}}
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_server_and_samples_of_training(recipe, family):
+    model = build_model(SERVED[family], CPU, torch.float32, root_key(0))
     with served(model) as service, client(make_app(service)) as http:
         answer = http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5, "ignore_eos": True}).json()
         assert answer["usage"]["completion_tokens"] == 5
-    recipe = replace(change(recipe, log={"prompt": "7 and"}), model=replace(WITH_TEXT["llama"], dropout=0.1))
+    recipe = replace(change(recipe, log={"prompt": "7 and"}), model=replace(SERVED[family], dropout=0.1))
     trainer = training(recipe)
     for _ in range(2):
         assert trainer.sample().startswith("7 and")

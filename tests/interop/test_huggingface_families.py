@@ -1,20 +1,25 @@
-"""Folders of GPT-Neo, OLMo 3, Gemma 3, Phi-3 and Qwen2.5, read and written; the other side is transformers itself."""
+"""Folders of GPT-Neo, OLMo 3, Gemma 3, GPT-OSS, Phi-3 and Qwen2.5, read and written; the other side is transformers
+itself."""
 
 import json
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace, save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.ops.random.philox import root_key
+from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory, same_logits, scatter
 from tests.support.families import MODELS, OURS, their_config, their_model
 from tests.support.sources import check_parts, filled, refused
 
-pytestmark = pytest.mark.slow(6)
+pytestmark = pytest.mark.slow(8)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -29,15 +34,18 @@ def test_logits_are_those_of_transformers_there_and_back(tmp_path, family):
     if family != "phi3":  # which is written as a Mistral
         before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "again"))
         assert before.keys() == after.keys()
-        assert all(torch.equal(t.view(torch.int32), after[n].view(torch.int32)) for n, t in before.items())
+        kept = {name for name in before if ".router." not in name}
+        assert all(torch.equal(before[n].view(torch.int32), after[n].view(torch.int32)) for n in kept)
+        assert not any(t.any() for name, t in after.items() if name not in kept)  # routers of one expert
     assert HuggingFace(tmp_path / "again").config == source.config
     back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not any(info.values()) and same_logits(ours, back.eval())
 
 
-@pytest.mark.parametrize("family", ["gpt_neo", "olmo3", "gemma3"])
-def test_a_model_of_dtgpt_is_one_of_transformers(tmp_path, family):
-    ours = scatter(build_model(OURS[family], torch.device("cpu"), torch.float32, root_key(3)))
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("family", ["gpt_neo", "olmo3", "gemma3", "gpt_oss"])
+def test_a_model_of_dtgpt_is_one_of_transformers(tmp_path, family, window):
+    ours = scatter(build_model(replace(OURS[family], window=window), torch.device("cpu"), torch.float32, root_key(3)))
     save_huggingface(InMemory(ours), tmp_path / "out")
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()) and same_logits(ours, theirs.eval())
@@ -52,6 +60,13 @@ def older(family, settings):
     return settings | ({"rope_local_base_freq": sliding["rope_theta"]} if family == "gemma3" else {})
 
 
+def test_layers_of_gpt_neo_count_rather_than_their_short_form(tmp_path):
+    settings = their_config("gpt_neo").to_dict() | {"attention_types": [[["local"], 4]]}
+    read = ARCHITECTURES["gpt_neo"].read_config
+    assert read(settings, tmp_path).window_pattern == "GL"
+    assert read(settings | {"attention_layers": None}, tmp_path).window_pattern == "L"
+
+
 @pytest.mark.parametrize("family", ["olmo3", "gemma3"])
 def test_configurations_of_both_generations_are_one_model(tmp_path, family):
     new = their_config(family).to_dict()
@@ -61,6 +76,22 @@ def test_configurations_of_both_generations_are_one_model(tmp_path, family):
     assert (
         read(json.loads(json.dumps(new)) | {"layer_types": None, "sliding_window_pattern": 4}, tmp_path).num_layers == 4
     )
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_keys_that_are_missing_mean_what_they_mean_in_transformers(tmp_path, family):
+    whole, found = their_config(family).to_dict(), {}
+
+    def read(settings):
+        with suppress(UserError):
+            return ARCHITECTURES[whole["model_type"]].read_config(json.loads(json.dumps(settings)), tmp_path)
+
+    for name in whole.keys() - {"model_type"}:
+        given = {key: value for key, value in whole.items() if key != name}
+        with suppress(ValueError, StrictDataclassClassValidationError):  # lists of another length
+            theirs = type(their_config(family)).from_dict(json.loads(json.dumps(given))).to_dict()
+            found[name] = read(given) == read(theirs)
+    assert all(found.values()) and len(found) > 15, found
 
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
@@ -73,11 +104,14 @@ def test_a_scaling_of_gemma_is_that_of_its_global_layers(tmp_path):
     assert (local.theta, local.factor, full.theta, full.factor, full.scaling) == (1e4, 1.0, 1e6, 8.0, "linear")
 
 
+SHORT = {"attention_layers": None}  # so that attention_types count
 OTHERS = [
-    ("gpt_neo", {"attention_types": [[["global", "sparse"], 2]]}, "attention_types="),
-    ("gpt_neo", {"attention_types": [[["global"], 3]]}, "attention_types of 3 layers and num_layers=4"),
-    ("gpt_neo", {"attention_types": [[["local"], 10**12]]}, "attention_types="),
-    ("gpt_neo", {"window_size": 0}, "window_size=0"), ("gpt_neo", {"attention_types": 3}, "attention_types=3"),
+    ("gpt_neo", {**SHORT, "attention_types": [[["global", "sparse"], 2]]}, "attention_types="),
+    ("gpt_neo", {**SHORT, "attention_types": [[["global"], 3]]}, "attention_types of 3 layers and num_layers=4"),
+    ("gpt_neo", {**SHORT, "attention_types": [[["local"], 10**12]]}, "attention_types="),
+    ("gpt_neo", {"attention_layers": ["local"] * 3}, "attention_layers of 3 layers and num_layers=4"),
+    ("gpt_neo", {"attention_layers": ["sparse"] * 4}, "attention_layers=['sparse', "),
+    ("gpt_neo", {"window_size": 0}, "window_size=0"), ("gpt_neo", {**SHORT, "attention_types": 3}, "attention_types=3"),
     ("gpt_neo", {"intermediate_size": 100}, "intermediate_size=100"),
     ("gpt_neo", {"activation_function": "tanh"}, "activation_function='tanh'"),
     ("gpt_neo", {"tie_word_embeddings": False}, "tie_word_embeddings=false"),
@@ -94,6 +128,16 @@ OTHERS = [
     ("gemma3", {"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "model_type='gemma3'"),
     ("gemma3", {"hidden_activation": "tanh"}, "hidden_activation='tanh'"),
     ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+    ("gemma3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}}},
+     "partial_rotary_factor=0.5"),
+    ("gpt_oss", {"num_local_experts": 32, "num_experts_per_tok": 4}, "num_local_experts=32; dtgpt's GPT-OSS is dense"),
+    ("gpt_oss", {"num_local_experts": True}, "num_local_experts=true"),
+    ("gpt_oss", {"num_experts": 8}, "num_experts=8"), ("gpt_oss", {"num_experts_per_tok": 2}, "num_experts_per_tok=2"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config={'quant_method': 'mxfp4'}"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=false"), ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act="),
+    ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit=null"), ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+    ("gpt_oss", {"rope_parameters": {"full_attention": {}}}, "rope_parameters="),
     ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}, "longrope for Phi-3"),
     ("phi3", {"partial_rotary_factor": 0.75, "rope_parameters": None}, "partial_rotary_factor=0.75"),
 ]  # fmt: skip
@@ -111,6 +155,7 @@ NUMBERS = {
     "gpt_neo": ("num_layers", "hidden_size", "num_heads", "window_size", "vocab_size", "layer_norm_epsilon"),
     "olmo3": ("num_hidden_layers", "hidden_size", "num_key_value_heads", "sliding_window", "rms_norm_eps"),
     "gemma3": ("num_hidden_layers", "head_dim", "query_pre_attn_scalar", "sliding_window", "num_attention_heads"),
+    "gpt_oss": ("num_hidden_layers", "intermediate_size", "num_key_value_heads", "swiglu_limit", "num_experts_per_tok"),
 }
 
 

@@ -26,6 +26,7 @@ from dtgpt.planning.activations import block_activations
 from dtgpt.planning.gpus import known_gpu
 from dtgpt.planning.report import describe_plan
 from tests.support import bodies_architecture, bodies_engine
+from tests.support.families import OURS
 from tests.support.mixed_blocks import MixedConfig
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
@@ -39,6 +40,8 @@ MODELS = {
     "mixed": MixedConfig(**SHAPE | {"num_layers": 5}, dropout=0.1),
     "windowed": WindowedConfig(**SHAPE | {"num_layers": 4}, dropout=0.1),
 }
+TEXTS = [(model, *how) for model in ("mixed", "windowed") for how in (("pp2_zbv", False), ("dp2_zero3", True))]
+TEXTS += [(model, "tp2_pp2", False) for model in ("mixed", "windowed", *OURS)]
 PLANS = {
     "other": ["tp2_sp", "pp2_zbv", "dp2_tp2_sp_zero2"],  # LLaMA goes through the others: test_llama_parity.py
     "mixed": ["dp2", "dp2_zero1", "dp2_zero3", "tp2", "tp2_sp", "pp2", "pp2_zbv", "tp2_pp2", "dp2_tp2_sp_zero2"],
@@ -157,11 +160,10 @@ def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how
     assert found == pytest.approx(expected, rel=1e-3 if "precision" in how else 1e-6)
 
 
-@pytest.mark.slow(1)
-@pytest.mark.parametrize("kind", [MixedConfig, WindowedConfig])
-@pytest.mark.parametrize("plan, training", [("tp2_pp2", False), ("pp2_zbv", False), ("dp2_zero3", True)])
-def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training, kind):
-    config = kind(**SHAPE | {"num_layers": 5, "vocab_size": 61}, init_std=0.3)
+@pytest.mark.slow(5)
+@pytest.mark.parametrize("model, plan, training", TEXTS)
+def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training, model):
+    config = replace((MODELS | OURS)[model], num_layers=5, vocab_size=61, dropout=0.0, init_std=0.3)
     model, prompts = build_model(config, CPU, torch.float32, bodies_engine.KEY), [[5], [3, 4, 5, 6, 7, 8], [9, 2]]
     sampling = Sampling(max_new_tokens=6, temperature=0, ends=False)
     asked = [Request(ids=ids, sampling=sampling, choices=1 + (len(ids) > 2)) for ids in prompts]

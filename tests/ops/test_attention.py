@@ -10,8 +10,8 @@ import torch
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.data.document_masks import document_bounds
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.attention import flash
-from dtgpt.ops.attention.core import Backend, causal_attention, check_backend, choose
+from dtgpt.ops.attention import flash, flash_launch
+from dtgpt.ops.attention.core import Backend, causal_attention, check_backend, choose, in_kernels
 from dtgpt.ops.attention.packed import split_qkv
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.planning.activations import core_bytes
@@ -120,15 +120,21 @@ def test_shapes_that_do_not_fit_are_refused(backend):
             causal_attention(q, k, k, backend=backend)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 160, 256])
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("dropping", [False, True])
-def test_the_fastest_back_end_with_the_same_bits_in_every_run_is_chosen(dropping, kernels, head_dim):
+def test_the_fastest_back_end_with_the_same_bits_in_every_run_is_chosen(dropping, kernels):
     """PyTorch's own never where something drops: it draws masks from a generator."""
-    if kernels and head_dim <= 128:
-        assert choose(dropping, kernels, head_dim) == "flash"
-    else:
-        assert choose(dropping, kernels, head_dim) == ("explicit" if dropping else "sdpa")
+    without = "explicit" if dropping else "sdpa"
+    assert choose(dropping, kernels) == ("flash" if kernels else without)
+
+
+@pytest.mark.parametrize("memory, largest", [(232448, 256), (166912, 128), (101376, 128)])  # of H200, A100, RTX 4090
+def test_kernels_take_the_heads_for_which_a_gpu_has_memory(memory, largest, monkeypatch):
+    monkeypatch.setattr(flash_launch, "shared_memory", lambda device: memory)
+    cuda = torch.device("cuda")
+    for size in (64, 80, 128, 160, 256, 320):
+        assert in_kernels(cuda, torch.bfloat16, size) == in_kernels(cuda, torch.float16, size) == (size <= largest)
+        assert not in_kernels(cuda, torch.float32, size) and not in_kernels(torch.device("cpu"), torch.bfloat16, size)
 
 
 def test_pytorchs_own_never_draws_a_mask():
@@ -162,10 +168,10 @@ def test_training_has_the_same_curve_on_every_back_end(recipe):
 
 def test_heads_that_the_kernel_cannot_hold_are_refused():
     with pytest.raises(
-        UserError, match="heads of up to 128, but those of this model have the size 160; use --attention"
+        UserError, match="heads of up to 256, but those of this model have the size 320; use --attention"
     ):
-        check_backend("flash", 0.1, 160)
-    check_backend("auto", 0.1, 160)
+        check_backend("flash", 0.1, 320)
+    check_backend("auto", 0.1, 320)
 
 
 @pytest.mark.parametrize("backend", ["explicit", "fused_softmax", "sdpa"])

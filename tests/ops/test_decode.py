@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference, write_prompts
+from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
 from dtgpt.ops.decode.blocks import embed, run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.norm.norm import norm_reference
@@ -187,10 +188,11 @@ def test_prompts_are_written_where_the_reference_writes_them(length, dim):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 32), (6, 1, 128), (2, 2, 16)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 32), (6, 1, 128), (2, 2, 16), (4, 1, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 20])
-def test_attention_over_slots(heads, kv_heads, dim, dtype, rows):
+@pytest.mark.parametrize("ruled", [False, True])
+def test_attention_over_slots(heads, kv_heads, dim, dtype, rows, ruled):
     torch.manual_seed(0)
     q, k, v = (random(rows, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     keys, values = (torch.full((rows + 1, kv_heads, LENGTH, dim), math.nan, dtype=dtype, device=CUDA) for _ in range(2))
@@ -199,6 +201,7 @@ def test_attention_over_slots(heads, kv_heads, dim, dtype, rows):
     for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
         for kept in (keys, values):
             kept[slot, :, :position] = random(kv_heads, position, dim, dtype=dtype)
-    made = attend_rows(q, k, v, keys, values, slots, positions)
-    expected = attend_rows_reference(q.double(), keys.double(), values.double(), slots, positions)
-    assert (made.double() - expected).norm() / expected.norm() < (1e-6 if dtype == torch.float32 else 1e-2)
+    rule = AttentionRule(scale=0.2, sinks=random(heads, dtype=torch.float32)) if ruled else PLAIN_RULE
+    made = attend_rows(q, k, v, keys, values, slots, positions, rule)
+    expected = attend_rows_reference(q.double(), keys.double(), values.double(), slots, positions, rule)
+    assert (made.double() - expected).norm() / expected.norm() < (2e-6 if dtype == torch.float32 else 1e-2)

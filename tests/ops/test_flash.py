@@ -189,6 +189,7 @@ def test_the_kernels_in_the_interpreter():
     # Read by descriptors: 16 bits, no dropout, whole tiles; then not, for lack of whole tiles
     cases += ", ((1, 128, 2, 64), h, 0.0, 0, 'cpu', 0.0, 1), ((1, 256, 2, 64), h, 0.0, 0, 'cpu', 0.03, 1)"
     cases += ", ((1, 128, 2, 128), h, 0.0, 0, 'cpu', 0.03, 2), ((1, 70, 4, 64), h, 0.0, 0, 'cpu', 0.02, 2)"
+    cases += ", ((1, 128, 1, 256), h, 0.0, 0, 'cpu', 0.03)"
     # Windows and sinks, by descriptors and not, with documents and dropout
     cases += ", ((1, 256, 1, 128), h, 0.0, {'window': 70, 'sinks': 2.0, 'scale': 0.2})"
     cases += ", ((2, 150, 2, 16), f, 0.3, 1, 'cpu', 0.0, 1, {'window': 33, 'sinks': 0.5})"
@@ -213,7 +214,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [((2, 1024, 3, 64), BF16, 0.1), ((1, 1024, 2, 64), BF16, 0.0), ((2, 1, 2, 64), BF16, 0.5)]
 SHAPES += [((1, length, 2, 64), BF16, 0.2) for length in (31, 77, 129, 1000, 4095)]
 SHAPES += [((1, 200, 5, 80), BF16, 0.1), ((2, 256, 2, 128), FP16, 0.1), ((1, 100, 2, 16), FP16, 0.0)]
-SHAPES += [((2, 70, 2, 64), FP32, 0.3)]
+SHAPES += [((2, 70, 2, 64), FP32, 0.3), ((1, 300, 2, 256), BF16, 0.1), ((1, 512, 2, 256), FP16, 0.0)]
+SHAPES += [((1, 77, 3, 160), BF16, 0.2), ((1, 200, 1, 192), BF16, 0.0)]
 
 
 @pytest.mark.cuda
@@ -232,6 +234,7 @@ def test_the_kernels_serve_groups_of_heads_and_earlier_columns(length, width, p,
 
 GROUPED = [((2, 1024, 8, 64), BF16, 2), ((1, 4096, 4, 64), FP16, 1), ((1, 4096, 4, 128), BF16, 1)]
 GROUPED += [((2, 1024, 2, 128), FP16, 2), ((1, 4095, 4, 64), BF16, 1), ((1, 300, 6, 72), BF16, 3)]
+GROUPED += [((1, 1024, 4, 256), BF16, 1), ((2, 333, 2, 256), BF16, 1)]
 
 
 @pytest.mark.cuda
@@ -309,7 +312,7 @@ def test_large_scores_do_not_overflow():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("size, kv_heads", [(64, 0), (64, 2), (128, 1)])
+@pytest.mark.parametrize("size, kv_heads", [(64, 0), (64, 2), (128, 1), (256, 1), (256, 0)])
 def test_every_run_gives_the_same_bits_eager_compiled_and_in_a_graph_with_new_keys(size, kv_heads):
     """Groups of heads drop nothing, which other kernels compute: there, the key scales the queries."""
     stream = torch.cuda.Stream()  # autograd waits for the stream on which leaves were made: one that can be captured
@@ -367,7 +370,8 @@ def test_models_get_the_kernels_that_are_meant_for_them(model, expected, monkeyp
     [
         (4096, 4096, 64, 2, BF16, True), (4096, 4096, 128, 4, FP16, True), (128, 128, 128, 1, BF16, True),
         (4096, 4096, 64, 4, BF16, False), (4096, 4096, 64, 2, FP32, False), (4000, 4000, 64, 2, BF16, False),
-        (128, 256, 64, 2, BF16, False), (4096, 4096, 96, 2, BF16, False), (4096, 4096, 32, 2, BF16, False),
+        (128, 256, 64, 2, BF16, False), (4096, 4096, 256, 1, BF16, True), (4096, 4096, 96, 2, BF16, False),
+        (4096, 4096, 32, 2, BF16, False),
     ],
 )  # fmt: skip
 def test_descriptors_serve_whole_tiles_only(length, columns, size, kv_heads, dtype, expected, monkeypatch):

@@ -76,7 +76,7 @@ def test_the_kernels_in_the_interpreter():
 OF_GATE = {
     "silu": lambda x: x / (1 + torch.exp(-x)), "gelu": lambda x: x * torch.special.ndtr(x),
     "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "relu2": lambda x: x.clamp(min=0) ** 2,
+    "relu2": lambda x: x.clamp(min=0) ** 2, "clamped_swiglu": lambda x: x / (1 + torch.exp(-1.702 * x)),
 }  # fmt: skip
 
 
@@ -85,9 +85,11 @@ OF_GATE = {
 def test_a_gate_has_the_function_of_its_name(name, dtype):
     def formula(x):
         gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+        if name == "clamped_swiglu":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
         return OF_GATE[name](gate) * up
 
-    x = [(2 * torch.randn(2, 7, 42)).to(dtype)]
+    x = [((4 if name == "clamped_swiglu" else 2) * torch.randn(2, 7, 42)).to(dtype)]
     check(GATED[name], formula, x)
     with custom_ops():
         check(GATED[name], formula, x)

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("family, plan", [("olmo3", "tp2"), ("olmo3", "tp2_sp"), ("gemma3", "tp2_sp")])
+@pytest.mark.parametrize("family, plan", [("olmo3", "tp2"), ("olmo3", "tp2_sp"), ("gpt_oss", "tp2_sp")])
 def test_the_messages_are_those_that_are_sent(recipe, family, plan, recompute):
     recipe = replace(recipe, model=OURS[family], plan=plan, micro_batch_size=2, recompute=recompute)
     known = parse_plan(plan)

@@ -105,7 +105,11 @@ def check(
     expected = torch.autograd.grad(true, wide, cotangent.double())
     for name, one, other in zip("qkvs", found, expected, strict=False):
         assert one.dtype == dtype
-        if name == "v" or ((columns or length) > 1 and documents < 1):  # one column has the probability 1
+        if name == "s":  # a sum over all queries, of either sign: it is held against the size of its addends
+            shares = 1 - truth(*wide[:2], torch.ones_like(wide[2]), None, 0.0, head_start, ends, rule)
+            addends = shares[..., 0] * (true * cotangent).sum(-1)
+            assert (one - other).norm() < TOLERANCE[dtype] * addends.norm()
+        elif name == "v" or ((columns or length) > 1 and documents < 1):  # one column has the probability 1
             assert error(one, other) < TOLERANCE[dtype], name
         else:
             assert one.abs().max() < 0.05

@@ -1,4 +1,4 @@
-"""What ranks do in tests/train/test_lora.py."""
+"""What ranks do in tests/train/test_lora.py, with adapters or without."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +11,9 @@ from dtgpt.train.checkpoints import state_of
 from dtgpt.train.startup import open_trainer
 
 
-def train_adapters(recipe: Recipe, run: Path, last: int) -> tuple[list[float], dict[str, Tensor | None]]:
-    """Go on from the newest checkpoint of `run`, if there is one, to step `last`, and save. Return (losses, whole
-    adapters on rank 0)."""
+def train_and_save(recipe: Recipe, run: Path, last: int) -> tuple[list[float], dict[str, Tensor | None]]:
+    """Go on from the newest checkpoint of `run`, if there is one, to step `last`, and save. Return (losses, what is
+    trained, whole, on rank 0)."""
     checkpoints = run / "checkpoints"
     with open_trainer(recipe, run if checkpoints.exists() else None) as trainer:
         losses = [trainer.mean_loss(trainer.train_step()) for _ in range(last - trainer.step)]

@@ -1,5 +1,5 @@
-"""Small GPT-Neos, OLMo 3s, Gemma 3s, Phi-3s and Qwen2.5s of transformers, and names of parameters there. Used
-by tests only."""
+"""Small GPT-Neos, OLMo 3s, Gemma 3s, Phi-3s, Qwen2.5s and GPT-OSS of transformers, and names of parameters there.
+Used by tests only."""
 
 import torch
 import transformers
@@ -9,6 +9,7 @@ from dtgpt.interop.hf.model import ARCHITECTURES
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gemma3 import Gemma3Config
 from dtgpt.models.gpt_neo import GPTNeoConfig
+from dtgpt.models.gpt_oss import GptOssConfig
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.olmo3 import Olmo3Config
 from tests.interop.test_interop_huggingface import scatter
@@ -30,6 +31,8 @@ MODELS = {
     "gemma3": ("Gemma3Text", "Gemma3", {**GROUPED, "head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 3,
                                         "query_pre_attn_scalar": 20}),
     "phi3": ("Phi3", "Phi3", {**GROUPED, "sliding_window": 9}),
+    "gpt_oss": ("GptOss", "GptOss", {**GROUPED, "head_dim": 16, "sliding_window": 7, "num_local_experts": 1,
+                                     "num_experts_per_tok": 1, "rope_parameters": {**YARN, "truncate": False}}),
     "qwen2": ("Qwen2", "Qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
 }  # fmt: skip
 
@@ -41,11 +44,15 @@ def their_config(family: str, **settings):
 
 def their_model(family: str, **settings):
     """Return a model of transformers whose parameters are all away from their initial values."""
-    torch.manual_seed(0)
-    make = getattr(transformers, f"{MODELS[family][1]}ForCausalLM")
+    return scatter(initial_model(family, seed=0, **settings))
+
+
+def initial_model(family: str, seed: int, **settings):
+    """Return a model of transformers with its initial values."""
+    torch.manual_seed(seed)
     config = their_config(family, **settings)
     config._attn_implementation = "eager"
-    return scatter(make(config))
+    return getattr(transformers, f"{MODELS[family][1]}ForCausalLM")(config)
 
 
 def theirs_of(family: str, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -73,5 +80,6 @@ OURS: dict[str, ModelConfig] = {  # for plans
     "gpt_neo": GPTNeoConfig(**SHAPE, window=5, dropout=0.1),
     "olmo3": Olmo3Config(**SMALL, window_pattern="LLG", rope_scaling="yarn", rope_factor=4.0, rope_original_length=8),
     "gemma3": Gemma3Config(**SMALL, window_pattern="LLG", attention_scalar=10, dropout=0.1),
+    "gpt_oss": GptOssConfig(**SMALL | {"num_kv_heads": 2}, rope_factor=4.0, rope_original_length=8, dropout=0.1),
     "qwen2": LlamaConfig(**SMALL, window_pattern="GL", attention_bias="all", activation="relu2"),
 }

@@ -24,11 +24,12 @@ from dtgpt.train.record import Tracing
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trace import Key
 from dtgpt.util.errors import UserError
-from tests.support.bodies_lora import train_adapters
+from tests.support.bodies_lora import train_and_save
+from tests.support.families import MODELS, initial_model
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(28)
 
 STEPS, RANK = 4, 4
 LORA = LoraConfig(rank=RANK, alpha=16.0)
@@ -43,7 +44,9 @@ TOKENS = (torch.arange(24) * 10).view(2, 12)
 def save_base(kind: str, folder: Path, seed: int = 0) -> Path:
     """A model as transformers saves it, with weights that matter."""
     torch.manual_seed(seed)
-    if kind == "llama":
+    if kind in MODELS:
+        model = initial_model(kind, seed, vocab_size=257, max_position_embeddings=16)
+    elif kind == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **LLAMA))
     else:
         config = transformers.GPT2Config(**SIZES, n_embd=32, n_layer=2, n_head=2, n_positions=16)
@@ -65,7 +68,7 @@ def opened_by_peft(base: str, adapter: Path, **options) -> nn.Module:
     return peft.PeftModel.from_pretrained(model, str(adapter), **options)
 
 
-@pytest.fixture(params=["llama", "gpt2"])
+@pytest.fixture
 def kind(request):
     return request.param
 
@@ -79,18 +82,22 @@ def lora(recipe, kind, tmp_path):
     return replace(recipe, model=config, init_from=str(base), lora=LORA, optimizer=optimizer, steps=STEPS)
 
 
-PLANS = {"llama": ["tp2_sp", "pp2", "cp2"], "gpt2": ["tp2", "dp2_zero3"]}
+PLANS = {
+    "llama": ["tp2_sp", "pp2", "cp2"], "gpt2": ["tp2", "dp2_zero3"], "gpt_neo": ["pp2"], "olmo3": ["tp2_sp"],
+    "gemma3": ["cp2"], "gpt_oss": ["tp2_sp"],
+}  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", PLANS, indirect=True)
 def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(lora, kind, tmp_path):
-    losses, weights = train_adapters(lora, tmp_path / "one", STEPS)
+    losses, weights = train_and_save(lora, tmp_path / "one", STEPS)
     assert losses[-1] < losses[0] - 0.05
-    assert len(weights) == 2 * 4 * 2  # A and B of four matrices in two blocks
+    assert len(weights) == 2 * 4 * lora.model.num_layers  # A and B of four matrices in each block
     assert all(name.endswith((".lora.a", ".lora.b")) for name in weights)
     for plan in PLANS[kind]:
         run = tmp_path / plan
-        found = pool().run(parse_plan(plan).world, train_adapters, replace(lora, plan=plan), run, 2)[0][0]
-        found += train_adapters(replace(lora, micro_batch_size=2, init_from=None), run, STEPS)[0]  # as one process
+        found = pool().run(parse_plan(plan).world, train_and_save, replace(lora, plan=plan), run, 2)[0][0]
+        found += train_and_save(replace(lora, micro_batch_size=2, init_from=None), run, STEPS)[0]  # as one process
         assert found == pytest.approx(losses, abs=1e-6), plan
 
 
@@ -100,7 +107,7 @@ def test_training_follows_peft(lora, tmp_path):
     # The first gradients are tiny: without an epsilon of their size, Adam makes rounding a step of full size.
     lora = replace(lora, steps=50, optimizer=replace(lora.optimizer, lr=2e-3, eps=1e-5))
     run = tmp_path / "run"
-    train_adapters(lora, run, 0)  # the adapters of the first step
+    train_and_save(lora, run, 0)  # the adapters of the first step
     convert(run / "checkpoints" / "step_00000000", tmp_path / "peft", ConvertOptions(to="peft"))
     model = opened_by_peft(lora.init_from, tmp_path / "peft", is_trainable=True)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -123,9 +130,10 @@ def test_training_follows_peft(lora, tmp_path):
         assert planned.weights + planned.optimizer == held + frozen
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "phi3"], indirect=True)
 def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path):
     run = tmp_path / "run"
-    train_adapters(lora, run, STEPS)
+    train_and_save(lora, run, STEPS)
     checkpoint = run / "checkpoints" / f"step_{STEPS:08d}"
     assert sum(file.stat().st_size for file in checkpoint.glob("weights*")) < 60_000  # of adapters alone
     ours = dtgpt.load(lora.init_from, adapter=checkpoint, device="cpu")(TOKENS)
@@ -143,9 +151,9 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     with pytest.raises(UserError, match=r"is an adapter for another model than .*other: its base was .*base, with"):
         dtgpt.load(other, adapter=checkpoint)
     with pytest.raises(UserError, match="was trained on adapters, and the recipe trains the weights"):
-        train_adapters(replace(lora, lora=LoraConfig()), run, STEPS)
+        train_and_save(replace(lora, lora=LoraConfig()), run, STEPS)
     with pytest.raises(UserError, match=r"has other adapters: alpha 16.0 there, 8.0 here"):
-        train_adapters(replace(lora, lora=replace(LORA, alpha=8.0)), run, STEPS)
+        train_and_save(replace(lora, lora=replace(LORA, alpha=8.0)), run, STEPS)
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(UserError, match="has use_dora=True; dtgpt reads adapters of LORA without it"):
@@ -165,9 +173,13 @@ VARIANTS = {
                "alpha_pattern": {"o_proj": 3.0, "1.self_attn.q_proj": 5.0}}],
     "gpt2": [{"target_modules": ["c_attn", "c_fc", "mlp.c_proj"], "fan_in_fan_out": True,
               "alpha_pattern": {"c_attn": 3}}],
+    "gpt_neo": [{"target_modules": "all-linear"}], "olmo3": [{"target_modules": "all-linear"}],
+    "gpt_oss": [{"target_modules": ["q_proj", "k_proj", "o_proj"]}],
+    "phi3": [{"target_modules": "all-linear", "rank_pattern": {"qkv_proj": 6}}],
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", VARIANTS)
 def test_adapters_that_peft_made_are_read(kind, tmp_path):
     base = save_base(kind, tmp_path / "base")
     for number, given in enumerate(VARIANTS[kind]):
@@ -183,6 +195,19 @@ def test_adapters_that_peft_made_are_read(kind, tmp_path):
         ours = dtgpt.load(base, adapter=tmp_path / f"{number}", device="cpu")(TOKENS)
         assert (ours - logits_of(base)).abs().max() > 0.05
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * ours.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss"], indirect=True)
+def test_adapters_of_experts_are_merged_and_not_written_for_peft(lora, tmp_path):
+    train_and_save(lora, tmp_path / "run", 1)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
+    with pytest.raises(
+        UserError, match=r"has an adapter of blocks.0.mlp.gate_up.weight, which transformers keeps in a"
+    ):
+        convert(checkpoint, tmp_path / "peft", ConvertOptions(to="peft"))
+    convert(checkpoint, tmp_path / "merged", ConvertOptions(to="hf"))
+    ours = dtgpt.load(lora.init_from, adapter=checkpoint, device="cpu")(TOKENS)
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), ours, rtol=0, atol=1e-6 * ours.abs().max().item())
 
 
 @pytest.mark.parametrize("kind", ["llama"], indirect=True)

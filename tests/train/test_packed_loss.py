@@ -16,6 +16,7 @@ from dtgpt.interop.open import open_config
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.train.startup import open_trainer
 from tests.support.chats import conversation, write_tokenizer
+from tests.support.families import OURS
 from tests.support.runs import change
 
 pytest.importorskip("jinja2")
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.slow(4)
 LENGTHS = (5, 6, 6)  # of chats, which fill a sample of 16 + 1 tokens
 
 
-def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(recipe):
+@pytest.mark.parametrize("family", ["gpt2", *OURS])
+def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(recipe, family):
     tokens = torch.randint(256, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     marks = torch.tensor([BEGINS if i == 0 else COUNTS * (i > 2) for n in LENGTHS for i in range(n)])
     packed = torch.stack([tokens, marks], -1)
@@ -32,7 +34,8 @@ def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(recipe):
     for row, chat in enumerate(packed.split(LENGTHS)):
         alone[row, : len(chat)] = chat
     results = []
-    with open_trainer(replace(recipe, model=replace(recipe.model, dropout=0.0))) as trainer:
+    model = replace(OURS.get(family, recipe.model), dropout=0.0)
+    with open_trainer(replace(recipe, model=model)) as trainer:
         for windows in (packed[None], alone):
             batch = trainer.masks.batch(windows)
             (model,), weights = trainer.stages, batch.loss_weights

@@ -74,22 +74,21 @@ def read_config(settings: dict[str, Any], path: Path) -> GPTNeoConfig:
 
 
 def _read_pattern(settings: dict[str, Any], layers: int, path: Path) -> str:
-    """Return the pattern of `attention_types`, a list of [kinds, how often they are repeated]."""
-    given, local = settings.get("attention_types"), []
-    pairs: Any = [[KINDS, 12]] if given is None else given
+    """Return the pattern of `attention_types`, a list of [kinds, how often they are repeated], or of its long form
+    `attention_layers`, which transformers saves beside it and takes if it is there."""
+    name = "attention_types" if settings.get("attention_layers") is None else "attention_layers"
+    given, local = settings.get(name), []
+    pairs: Any = [[KINDS, 12]] if given is None else given if name == "attention_types" else [[given, 1]]
     try:
         for kinds, times in pairs:
             if type(times) is not int or not 0 <= times <= MOST_KINDS or not all(kind in KINDS for kind in kinds):
                 raise ValueError
             local += [kind == KINDS[1] for kind in kinds] * times
     except (TypeError, ValueError):
-        raise UserError(
-            f"{path} has attention_types={shown(given)}; dtgpt reads a list such as [[['global', 'local'], 12]]"
-        ) from None
+        known = {"attention_types": "[[['global', 'local'], 12]]", "attention_layers": "['global', 'local']"}[name]
+        raise UserError(f"{path} has {name}={shown(given)}; dtgpt reads a list such as {known}") from None
     if len(local) != layers:
-        raise UserError(
-            f"{path} has attention_types of {len(local)} layers and num_layers={layers}; give the file as it was"
-        )
+        raise UserError(f"{path} has {name} of {len(local)} layers and num_layers={layers}; give the file as it was")
     return shortest_pattern(local)
 
 

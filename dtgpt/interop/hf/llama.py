@@ -44,6 +44,7 @@ class Family(NamedTuple):
     eps: float = 1e-6
     slides_by_layer: bool = False  # whether `use_sliding_window` and `layer_types` say which layers have the window
     biases: Literal["none", "qkv"] = "none"  # of attention, whatever config.json says
+    hidden: int = 4096
     reads_biases: bool = False  # whether `attention_bias` asks for those of queries, keys, values and the output
 
 
@@ -52,7 +53,7 @@ FAMILIES = {
     "mistral": Family(8, None, 14336, 131072, 32000, window=4096),
     "qwen2": Family(32, None, 22016, 32768, 151936, window=4096, slides_by_layer=True, biases="qkv"),
     "qwen3": Family(32, 128, 22016, 32768, 151936, window=4096, slides_by_layer=True, reads_biases=True),
-    "phi3": Family(None, None, 8192, 4096, 32064, eps=1e-5),
+    "phi3": Family(None, None, 8192, 4096, 32064, eps=1e-5, hidden=3072),
 }
 
 
@@ -88,7 +89,7 @@ def read_config(settings: dict[str, Any], path: Path) -> LlamaConfig:
     """Return the shape that config.json describes, with transformers' defaults. Raise UserError for options that dtgpt
     does not have."""
     family = FAMILIES[settings["model_type"]]
-    width = whole_number(settings, ("hidden_size",), 4096, path)
+    width = whole_number(settings, ("hidden_size",), family.hidden, path)
     heads = whole_number(settings, ("num_attention_heads",), 32, path)
     positions = whole_number(settings, ("max_position_embeddings",), family.positions, path)
     layers = whole_number(settings, ("num_hidden_layers",), 32, path)
@@ -180,8 +181,8 @@ def read_pattern(settings: dict[str, Any], layers: int, window: int, pattern: st
 
 
 def write_pattern(config: WindowConfig) -> dict[str, Any]:
-    """Return the keys that `read_pattern` reads."""
-    return {"sliding_window": config.window or None, "layer_types": write_kinds(config)}
+    """Return the keys that `read_pattern` reads. transformers asks for a window that no layer uses, too."""
+    return {"sliding_window": config.window or config.seq_length, "layer_types": write_kinds(config)}
 
 
 def write_kinds(config: WindowConfig) -> list[str]:

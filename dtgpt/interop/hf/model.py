@@ -27,7 +27,7 @@ from dtgpt.interop.foreign import (
     plain_names,
     untied,
 )
-from dtgpt.interop.hf import gemma3, gpt2, gpt_neo, llama, olmo3, phi3
+from dtgpt.interop.hf import gemma3, gpt2, gpt_neo, gpt_oss, llama, olmo3, phi3
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.inventory import Shape
@@ -64,7 +64,7 @@ class Architecture(Protocol):
 # By `model_type`; dtgpt's name of an architecture is one of these, by which a model is written.
 ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": gpt2, "gpt_neo": gpt_neo, **dict.fromkeys(llama.FAMILIES, llama), "phi3": phi3, "olmo3": olmo3,
-    "gemma3_text": gemma3,
+    "gemma3_text": gemma3, "gpt_oss": gpt_oss,
 }  # fmt: skip
 
 

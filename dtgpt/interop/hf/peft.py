@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtgpt.checkpoint.adapter import SavedAdapter
 from dtgpt.interop.foreign import check_architecture
-from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, read_object, with_file
+from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, Architecture, read_object, with_file
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import inventory
@@ -36,8 +36,10 @@ class Peft:
     """A folder of peft: an `Addend` of a model of this shape. Raises UserError where it is none, is for another model,
     or has more than plain LoRA."""
 
-    def __init__(self, folder: Path, config: ModelConfig):
+    def __init__(self, folder: Path, config: ModelConfig, kind: str | None = None):
+        """kind: the model_type of the base, whose names count; None: that by which dtgpt writes such a model."""
         check_architecture(config, ARCHITECTURES, "adapter of peft")
+        self._architecture = architecture = ARCHITECTURES[kind or config.architecture]
         self.config, self.folder, self.path = config, folder, folder / WEIGHTS
         self.settings = read_object(folder / CONFIG)
         self._check_settings()
@@ -46,11 +48,13 @@ class Peft:
             lambda file: {name: file.get_tensor(name) for name in file.keys()},  # noqa: SIM118
         )
         self._used: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        architecture, unknown = ARCHITECTURES[config.architecture], set(self._tensors)
+        unknown = set(self._tensors)
         for parameter in inventory(config).parameters():
             if parameter.block is None or len(parameter.shape) != 2:
                 continue
             stored = architecture.to_stored(torch.empty(parameter.shape, device="meta"), parameter.name, config)
+            if any(t.dim() != 2 for t in stored):  # of experts, whose adapters have another form
+                continue
             plain = architecture.stored_names(parameter.name)
             found = [(f"{OUTER}{architecture.PREFIX}{name}".removesuffix(".weight"), tuple(t.shape))
                      for name, t in zip(plain, stored, strict=True)]  # fmt: skip
@@ -75,7 +79,7 @@ class Peft:
                 continue
             addend = self._scale(module, len(a)) * b.float() @ a.float()
             addends.append(addend.T if type(self.config) is GPT2Config else addend)  # whose matrices are [in, out]
-        return ARCHITECTURES[self.config.architecture].from_stored(addends, name, self.config, part)
+        return self._architecture.from_stored(addends, name, self.config, part)
 
     def _check_settings(self) -> None:
         path, settings = self.folder / CONFIG, self.settings
@@ -129,12 +133,23 @@ def _pair(module: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
+def _architecture_of(adapter: SavedAdapter) -> Architecture:
+    """Return what names the modules of an adapter's base: a folder of transformers, if it is still there; else as dtgpt
+    would write it."""
+    path = Path(adapter.facts["base"]) / "config.json"
+    own = ARCHITECTURES[adapter.config.architecture]
+    found = ARCHITECTURES.get(str(read_object(path).get("model_type"))) if path.is_file() else None
+    if found is None or found.write_config is not own.write_config:  # another model is there by now
+        return own
+    return found
+
+
 def save_peft(adapter: SavedAdapter, folder: Path) -> None:
     """Write adapters as a new folder that peft's `PeftModel.from_pretrained` takes. Raise UserError where the folder
     exists, or transformers does not have the architecture."""
     config, rank = adapter.config, adapter.lora.rank
     check_architecture(config, ARCHITECTURES, "adapter of peft")
-    architecture, is_gpt2 = ARCHITECTURES[config.architecture], type(config) is GPT2Config
+    architecture, is_gpt2 = _architecture_of(adapter), type(config) is GPT2Config
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     patterns: dict[str, int] = {}  # rank by the last part of a module's name
@@ -144,6 +159,11 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
         if len(plain) == 1:  # one matrix there, whose rank is the sum
             b = spread(b, matrix_of_rows(parameter, config), count)
         stored = architecture.to_stored(b, name, config)
+        if any(t.dim() != 2 for t in stored):
+            raise UserError(
+                f"{adapter.checkpoint.folder} has an adapter of {name}, which transformers keeps in a stack of "
+                "experts, whose adapters dtgpt does not write for peft; write the merged model with --to hf"
+            )
         for index, (module, part) in enumerate(zip(plain, stored, strict=True)):
             module = module.removesuffix(".weight")
             own = a if len(plain) == 1 else a[index * rank : (index + 1) * rank]

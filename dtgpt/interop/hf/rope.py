@@ -106,8 +106,8 @@ def read_rope_of_kinds(
             f"{path} has rope_parameters={shown(given)}, which is not an object for {FULL} and one for {SLIDING}; give "
             "the file as it was written"
         )
-    flat = {"rope_parameters": given.get(FULL), **{n: settings.get(n) for n in ("rope_scaling", "rope_theta")}}
-    full = read_rope(flat, positions, path, theta[FULL])
+    outer = {name: settings.get(name) for name in ("rope_scaling", "rope_theta", "partial_rotary_factor")}
+    full = read_rope({"rope_parameters": given.get(FULL), **outer}, positions, path, theta[FULL])
     local = {"rope_parameters": given.get(SLIDING), "rope_theta": settings.get(local_theta)}
     sliding = read_rope(local, positions, path, theta[SLIDING])
     if sliding.keys() != {"rope_theta"}:

@@ -6,7 +6,7 @@ and is a ring: position p is at p % W, where it replaces the one that has left t
 memory does not matter, since positions are in the keys.
 
 Reference: `attend_rows_reference`. Fast path of one token a sequence: Triton kernels (`cached_kernels`), for heads of
-16, 32, 64 or 128, and scores that are not bounded softly.
+16, 32, 64, 128 or 256, and scores that are not bounded softly.
 Sharding rule: heads may be sharded; a shard holds all heads of q that share its heads of k and v.
 """
 
@@ -22,7 +22,8 @@ from dtgpt.ops.decode.weights import Rotary
 from dtgpt.ops.fast import has_hopper, has_triton, shared_memory
 
 SPLIT = 128  # positions that a kernel takes at once, as in `cached_kernels`
-HEAD_SIZES = (16, 32, 64, 128)  # D that the kernels take
+HEAD_SIZES = (16, 32, 64, 128)  # D that the kernels of whole blocks take
+ROW_SIZES = (*HEAD_SIZES, 256)  # D that those of attention take
 
 
 def attend_rows(
@@ -40,7 +41,7 @@ def attend_rows(
     if rule.window is not None:  # once a ring is full, all of it is in the window
         places, positions = positions % keys.shape[2], positions.clamp(max=keys.shape[2] - 1)
     keys[slots, :, places], values[slots, :, places] = k, v
-    known = q.shape[-1] in HEAD_SIZES and rule.softcap is None
+    known = q.shape[-1] in ROW_SIZES and rule.softcap is None
     if has_triton(q) and known and stage_bytes(keys) <= shared_memory(q.device):
         return decode_attention(q.unflatten(1, (k.shape[1], -1)), keys, values, slots, positions, rule=rule)
     return attend_rows_reference(q, keys, values, slots, positions, rule)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtgpt.ops.attention.flash import LARGEST_HEAD, by_heads, check_inputs, flash_attention, hidden_columns
+from dtgpt.ops.attention.flash_launch import largest_head
 from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.ops.fast import has_triton
 from dtgpt.ops.fused_softmax.softmax import scaled_masked_softmax
@@ -74,8 +75,8 @@ def causal_attention(
     kept = key if p > 0 else None
     chosen, has_sinks = backend, rule.sinks is not None
     if backend == "auto":
-        kernels = has_triton(q) and q.dtype != torch.float32
-        chosen = choose(kept is not None, kernels, q.shape[-1], rule.softcap is not None, has_sinks)
+        kernels = has_triton(q) and in_kernels(q.device, q.dtype, q.shape[-1])
+        chosen = choose(kept is not None, kernels, rule.softcap is not None, has_sinks)
     elif unknown := unknown_to(backend, rule.softcap is not None, has_sinks):
         raise ValueError(f"the back end {backend} does not know {unknown}")
     queries, columns = q.shape[1], k.shape[1]
@@ -104,16 +105,22 @@ def _of_samples(hidden: Tensor, batch: int) -> Tensor:
     return hidden if hidden.dim() == 4 else hidden.expand(batch, 1, -1, -1).contiguous()
 
 
-def choose(dropping: bool, kernels: bool, head_dim: int, softcap: bool = False, sinks: bool = False) -> Backend:
+def in_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether `auto` takes Triton kernels for such heads on such a device, where it has Triton. It does not
+    depend on the plan."""
+    return device.type == "cuda" and dtype != torch.float32 and head_dim <= largest_head(dtype, device)
+
+
+def choose(dropping: bool, kernels: bool, softcap: bool = False, sinks: bool = False) -> Backend:
     """Return the back end for a layer: `flash` where its kernels serve, which gives the same bits in every run, else
     `sdpa`, or `explicit` where something drops or `sdpa` does not know the layer's rule.
 
-    dropping: whether there is dropout. kernels: whether Triton kernels can run, in 16 bits. Neither depends on the
-    plan. softcap, sinks: whether the layer has them. Measured by `benchmarks/op_flash.py` on an H200, forward and
-    backward of flash take 0.91 times as long as cuDNN's at head_dim 64 and 4096 tokens, and 1.10 times as long at 128,
-    where PyTorch has no kernel with reproducible gradients that is as fast.
+    dropping: whether there is dropout. kernels: as of `in_kernels`. softcap, sinks: whether the layer has them.
+    Measured by `benchmarks/op_flash.py` on an H200, forward and backward of flash take 0.91 times as long as cuDNN's at
+    head_dim 64 and 4096 tokens, and 1.10 times as long at 128, where PyTorch has no kernel with reproducible gradients
+    that is as fast.
     """
-    if kernels and head_dim <= LARGEST_HEAD and not softcap:
+    if kernels and not softcap:
         return "flash"
     return "explicit" if dropping or softcap or sinks else "sdpa"
 

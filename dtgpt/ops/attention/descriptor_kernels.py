@@ -16,6 +16,7 @@ from dtgpt.ops.attention.flash_tiles import (
     load,
     load_pairs,
     program_tile,
+    seen,
     seen_columns,
     store,
     sum_products,
@@ -29,24 +30,20 @@ def tile_of(source, sample, head, first, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def seen(scores, rows, starts, columns, DIAGONAL: tl.constexpr, SPANS: tl.constexpr, hidden: tl.constexpr):
-    """Return scores, or `hidden` where a query at the position `rows` may not attend to a column."""
-    if DIAGONAL:
-        scores = tl.where(rows[:, None] >= columns[None, :], scores, hidden)
-    if SPANS:
-        scores = tl.where(starts[:, None] <= columns[None, :], scores, hidden)
-    return scores
-
-
-@triton.jit
 def _forward_tiles(
-    acc, total, top, q, k, v, sample, head, rows, starts, begin, end, c,
+    acc, total, top, q, k, v, sample, head, rows, starts, begin, clear, middle, end, c,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
+    """DIAGONAL: all of these tiles are on the diagonal. SPANS: those before `clear` and from `middle` on hide columns,
+    in one loop, so that its pipeline fills once."""
     for first in range(begin, end, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)
         scores = tl.dot(q, tile_of(k, sample, head, first, BLOCK_N, D).T, input_precision="ieee")
-        scores = seen(scores, rows, starts, columns, DIAGONAL, SPANS, float("-inf"))
+        if SPANS:
+            if (first < clear) | (first >= middle):
+                scores = seen(scores, rows, starts, columns, True, True, float("-inf"))
+        else:
+            scores = seen(scores, rows, starts, columns, DIAGONAL, False, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * c)
         p = tl.math.exp2(scores * c - higher[:, None])
         shrink = tl.math.exp2(top - higher)
@@ -74,21 +71,22 @@ def forward_by_tiles(
     q_tile = tile_of(q, sample, head, begin, BLOCK_M, D)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     total, top = first_sums(sinks, head, BLOCK_M)
-    group, clear, starts = head // GROUP, 0, rows
+    group = head // GROUP
     if SPANS:
         spans += sample.to(tl.int64) * 2 * T
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
         starts, _ = load_pairs(spans, rows, T, False)
         acc, total, top = _forward_tiles(
-            acc, total, top, q_tile, k, v, sample, group, rows, starts, first, clear, c,
+            acc, total, top, q_tile, k, v, sample, group, rows, starts, first, clear, middle, end, c,
             D, BLOCK_N, False, True,
         )  # fmt: skip
-    acc, total, top = _forward_tiles(
-        acc, total, top, q_tile, k, v, sample, group, rows, starts, clear, middle, c, D, BLOCK_N, False, False
-    )
-    acc, total, top = _forward_tiles(
-        acc, total, top, q_tile, k, v, sample, group, rows, starts, middle, end, c, D, BLOCK_N, True, SPANS
-    )
+    else:
+        acc, total, top = _forward_tiles(
+            acc, total, top, q_tile, k, v, sample, group, rows, rows, 0, 0, 0, middle, c, D, BLOCK_N, False, False
+        )
+        acc, total, top = _forward_tiles(
+            acc, total, top, q_tile, k, v, sample, group, rows, rows, middle, 0, 0, end, c, D, BLOCK_N, True, False
+        )
     tl.store(lse + place.to(tl.int64) * T + rows, top + tl.math.log2(total), mask=rows < T)
     store(out + sample.to(tl.int64) * d_b + head * d_n, rows, d_t, acc * (1.0 / total)[:, None], T, D, D)
 
@@ -151,15 +149,21 @@ def keys_by_tiles(
 
 @triton.jit
 def _query_tiles(
-    dq, q, g, k, v, sample, head, level, delta, rows, starts, begin, end, c,
+    dq, q, g, k, v, sample, head, level, delta, rows, starts, begin, clear, middle, end, c,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
+    """DIAGONAL, SPANS: as of `_forward_tiles`."""
     for first in range(begin, end, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)
         k_tile = tile_of(k, sample, head, first, BLOCK_N, D)
         scores = tl.dot(q, k_tile.T, input_precision="ieee")
         dp = tl.dot(g, tile_of(v, sample, head, first, BLOCK_N, D).T, input_precision="ieee")
-        p = seen(tl.math.exp2(scores * c - level[:, None]), rows, starts, columns, DIAGONAL, SPANS, 0.0)
+        p = tl.math.exp2(scores * c - level[:, None])
+        if SPANS:
+            if (first < clear) | (first >= middle):
+                p = seen(p, rows, starts, columns, True, True, 0.0)
+        else:
+            p = seen(p, rows, starts, columns, DIAGONAL, False, 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
     return dq
@@ -183,21 +187,22 @@ def queries_by_tiles(
     o = load(out + sample.to(tl.int64) * T * N * D + head * D, rows, N * D, T, D, D, False)
     level, delta = sum_products(o, g_tile, lse, sums, place.to(tl.int64), rows, T, 1.0)
     total = tl.zeros([BLOCK_M, D], tl.float32)
-    group, clear, starts = head // GROUP, 0, rows
+    group = head // GROUP
     if SPANS:
         spans += sample.to(tl.int64) * 2 * T
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
         starts, _ = load_pairs(spans, rows, T, False)
         total = _query_tiles(
-            total, q_tile, g_tile, k, v, sample, group, level, delta, rows, starts, first, clear, c,
+            total, q_tile, g_tile, k, v, sample, group, level, delta, rows, starts, first, clear, middle, end, c,
             D, BLOCK_N, False, True,
         )  # fmt: skip
-    total = _query_tiles(
-        total, q_tile, g_tile, k, v, sample, group, level, delta, rows, starts, clear, middle, c,
-        D, BLOCK_N, False, False,
-    )  # fmt: skip
-    total = _query_tiles(
-        total, q_tile, g_tile, k, v, sample, group, level, delta, rows, starts, middle, end, c,
-        D, BLOCK_N, True, SPANS,
-    )  # fmt: skip
+    else:
+        total = _query_tiles(
+            total, q_tile, g_tile, k, v, sample, group, level, delta, rows, rows, 0, 0, 0, middle, c,
+            D, BLOCK_N, False, False,
+        )  # fmt: skip
+        total = _query_tiles(
+            total, q_tile, g_tile, k, v, sample, group, level, delta, rows, rows, middle, 0, 0, end, c,
+            D, BLOCK_N, True, False,
+        )  # fmt: skip
     store(dq + sample.to(tl.int64) * d_b + head * d_n, rows, d_t, total * scale, T, D, D)

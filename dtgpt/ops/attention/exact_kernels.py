@@ -41,11 +41,11 @@ def exact_kernel(
     at = position + r * 0  # all heads of the group are at one position
     middle, end = position // BLOCK_N * BLOCK_N, position + 1
     acc, total, top = forward_tiles(
-        acc, total, top, query, keys + base, values + base, keys, at, at, 0, middle, SIZE, end, end, scale,
+        acc, total, top, query, keys + base, values + base, keys, at, at, 0, 0, 0, middle, SIZE, end, end, scale,
         SIZE, WIDTH, BLOCK_N, False, False, False, False,
     )  # fmt: skip
     acc, total, top = forward_tiles(
-        acc, total, top, query, keys + base, values + base, keys, at, at, middle, end, SIZE, end, end, scale,
+        acc, total, top, query, keys + base, values + base, keys, at, at, middle, 0, 0, end, SIZE, end, end, scale,
         SIZE, WIDTH, BLOCK_N, True, False, True, False,
     )  # fmt: skip
     made = acc * (1.0 / total)[:, None]

@@ -8,7 +8,8 @@ documents of their queries are skipped, so that time falls with the length of do
 such bounds, too (`dtgpt.ops.attention.window`). An attention sink begins the running sums of its head, as a first
 column without a value: backward needs nothing else for the others, and its own gradient follows from saved sums.
 
-Reference: `reference`. Fast path: Triton kernels (`flash_kernels`), for heads of up to 128; otherwise the reference.
+Reference: `reference`. Fast path: Triton kernels (`flash_kernels`), for heads of up to `largest_head`; otherwise the
+reference.
 Sharding rule: samples and heads may be sharded, each shard a plain tensor. A shard of the heads passes the global index
 of its first head as `head_start`; it holds all heads of q that share its heads of k and v.
 """
@@ -18,7 +19,14 @@ import math
 import torch
 from torch import Tensor
 
-from dtgpt.ops.attention.flash_launch import LOG2_E, launch_backward, launch_forward, mask_words, sinks_gradient
+from dtgpt.ops.attention.flash_launch import (
+    LOG2_E,
+    largest_head,
+    launch_backward,
+    launch_forward,
+    mask_words,
+    sinks_gradient,
+)
 from dtgpt.ops.attention.packed import are_packed
 from dtgpt.ops.fast import has_triton
 from dtgpt.ops.random.dropout import (
@@ -31,7 +39,7 @@ from dtgpt.ops.random.dropout import (
     unpack_bytes,
 )
 
-LARGEST_HEAD = 128  # D that the kernels hold in registers
+LARGEST_HEAD = 256  # D that the kernels hold in registers; fewer in fp32 and on smaller GPUs: `largest_head`
 
 
 def hidden_columns(
@@ -103,7 +111,7 @@ def flash_attention(
     check_inputs(q, k, v, key, spans, sinks)
     if threshold(p) == 0:
         key = None
-    if has_triton(q) and q.shape[-1] <= LARGEST_HEAD:
+    if has_triton(q) and q.shape[-1] <= largest_head(q.dtype, q.device):
         return _forward(q, k, v, key, p, head_start, spans, scale, sinks)[0]
     return reference(q, k, v, key, p, head_start, spans, scale, sinks)
 

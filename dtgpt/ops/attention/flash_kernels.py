@@ -26,6 +26,7 @@ from dtgpt.ops.attention.flash_tiles import (
     load,
     load_pairs,
     program_tile,
+    seen,
     seen_columns,
     store,
     sum_products,
@@ -34,25 +35,28 @@ from dtgpt.ops.attention.flash_tiles import (
 
 @triton.jit
 def forward_tiles(
-    acc, total, top, q, k_base, v_base, words, rows, starts, begin, end, stride, T, S, c,
+    acc, total, top, q, k_base, v_base, words, rows, starts, begin, clear, middle, end, stride, T, S, c,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, SPANS: tl.constexpr,
     BOUND: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
+    """DIAGONAL: all of these tiles are on the diagonal. SPANS: those before `clear` and from `middle` on hide columns,
+    in one loop, so that its pipeline fills once."""
     for first in range(begin, end, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)
-        k = load(k_base, columns, stride, S, D, WIDTH, BOUND and DIAGONAL)
+        k = load(k_base, columns, stride, S, D, WIDTH, BOUND and (DIAGONAL or SPANS))
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if DIAGONAL:
-            scores = tl.where((rows + (S - T))[:, None] >= columns[None, :], scores, float("-inf"))
         if SPANS:
-            scores = tl.where(starts[:, None] <= columns[None, :], scores, float("-inf"))
+            if (first < clear) | (first >= middle):
+                scores = seen(scores, rows + (S - T), starts, columns, True, True, float("-inf"))
+        else:
+            scores = seen(scores, rows + (S - T), starts, columns, DIAGONAL, False, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * c)
         p = tl.math.exp2(scores * c - higher[:, None])
         shrink = tl.math.exp2(top - higher)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         top = higher
-        v = load(v_base, columns, stride, S, D, WIDTH, BOUND and DIAGONAL)
+        v = load(v_base, columns, stride, S, D, WIDTH, BOUND and (DIAGONAL or SPANS))
         p = p.to(v.dtype)
         if DROP:
             low, high = load_pairs(words + 2 * first_word(first // WORD, T, S), rows, T, BOUND)
@@ -86,23 +90,23 @@ def forward_kernel(
     q = load(q + sample * q_b + head * q_n, rows, q_t, T, D, WIDTH, BOUND)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     total, top = first_sums(sinks, head, BLOCK_M)
-    clear, starts = 0, rows
     if SPANS:
         spans += sample * 2 * S + 2 * (S - T)
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
         starts, _ = load_pairs(spans, rows, T, BOUND)
         acc, total, top = forward_tiles(
-            acc, total, top, q, k, v, words, rows, starts, first, clear, k_t, T, S, c,
+            acc, total, top, q, k, v, words, rows, starts, first, clear, middle, end, k_t, T, S, c,
             D, WIDTH, BLOCK_N, False, True, BOUND, DROP,
         )  # fmt: skip
-    acc, total, top = forward_tiles(
-        acc, total, top, q, k, v, words, rows, starts, clear, middle, k_t, T, S, c,
-        D, WIDTH, BLOCK_N, False, False, BOUND, DROP,
-    )  # fmt: skip
-    acc, total, top = forward_tiles(
-        acc, total, top, q, k, v, words, rows, starts, middle, end, k_t, T, S, c,
-        D, WIDTH, BLOCK_N, True, SPANS, BOUND, DROP,
-    )  # fmt: skip
+    else:
+        acc, total, top = forward_tiles(
+            acc, total, top, q, k, v, words, rows, rows, 0, 0, 0, middle, k_t, T, S, c,
+            D, WIDTH, BLOCK_N, False, False, BOUND, DROP,
+        )  # fmt: skip
+        acc, total, top = forward_tiles(
+            acc, total, top, q, k, v, words, rows, rows, middle, 0, 0, end, k_t, T, S, c,
+            D, WIDTH, BLOCK_N, True, False, BOUND, DROP,
+        )  # fmt: skip
     tl.store(lse + place * T + rows, top + tl.math.log2(total), mask=rows < T)
     store(out + sample * T * N * D + head * D, rows, N * D, acc * (rescale / total)[:, None], T, D, WIDTH)
 
@@ -200,21 +204,23 @@ def keys_kernel(
 
 @triton.jit
 def _query_tiles(
-    dq, q, g, k_base, v_base, words, level, delta, rows, starts, begin, end, stride, T, S, c,
+    dq, q, g, k_base, v_base, words, level, delta, rows, starts, begin, clear, middle, end, stride, T, S, c,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, SPANS: tl.constexpr,
     BOUND: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
+    """DIAGONAL, SPANS: as of `forward_tiles`."""
     for first in range(begin, end, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)
-        k = load(k_base, columns, stride, S, D, WIDTH, BOUND and DIAGONAL)
-        v = load(v_base, columns, stride, S, D, WIDTH, BOUND and DIAGONAL)
+        k = load(k_base, columns, stride, S, D, WIDTH, BOUND and (DIAGONAL or SPANS))
+        v = load(v_base, columns, stride, S, D, WIDTH, BOUND and (DIAGONAL or SPANS))
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(g, tl.trans(v), input_precision="ieee")
         p = tl.math.exp2(scores * c - level[:, None])
-        if DIAGONAL:
-            p = tl.where((rows + (S - T))[:, None] >= columns[None, :], p, 0.0)
         if SPANS:
-            p = tl.where(starts[:, None] <= columns[None, :], p, 0.0)
+            if (first < clear) | (first >= middle):
+                p = seen(p, rows + (S - T), starts, columns, True, True, 0.0)
+        else:
+            p = seen(p, rows + (S - T), starts, columns, DIAGONAL, False, 0.0)
         if DROP:
             low, high = load_pairs(words + 2 * first_word(first // WORD, T, S), rows, T, BOUND)
             dp = tl.where(kept(low[:, None], high[:, None], tl.arange(0, BLOCK_N)[None, :]), dp, 0.0)
@@ -253,21 +259,21 @@ def queries_kernel(
         load(out + base, rows, N * D, T, D, WIDTH, BOUND), g, lse, sums, place, rows, T, rescale
     )
     total = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    clear, starts = 0, rows
     if SPANS:
         spans += sample * 2 * S + 2 * (S - T)
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
         starts, _ = load_pairs(spans, rows, T, BOUND)
         total = _query_tiles(
-            total, q, g, k, v, words, level, delta, rows, starts, first, clear, k_t, T, S, c,
+            total, q, g, k, v, words, level, delta, rows, starts, first, clear, middle, end, k_t, T, S, c,
             D, WIDTH, BLOCK_N, False, True, BOUND, DROP,
         )  # fmt: skip
-    total = _query_tiles(
-        total, q, g, k, v, words, level, delta, rows, starts, clear, middle, k_t, T, S, c,
-        D, WIDTH, BLOCK_N, False, False, BOUND, DROP,
-    )  # fmt: skip
-    total = _query_tiles(
-        total, q, g, k, v, words, level, delta, rows, starts, middle, end, k_t, T, S, c,
-        D, WIDTH, BLOCK_N, True, SPANS, BOUND, DROP,
-    )  # fmt: skip
+    else:
+        total = _query_tiles(
+            total, q, g, k, v, words, level, delta, rows, rows, 0, 0, 0, middle, k_t, T, S, c,
+            D, WIDTH, BLOCK_N, False, False, BOUND, DROP,
+        )  # fmt: skip
+        total = _query_tiles(
+            total, q, g, k, v, words, level, delta, rows, rows, middle, 0, 0, end, k_t, T, S, c,
+            D, WIDTH, BLOCK_N, True, False, BOUND, DROP,
+        )  # fmt: skip
     store(dq + sample * d_b + head * d_n, rows, d_t, total * (scale * rescale), T, D, WIDTH)

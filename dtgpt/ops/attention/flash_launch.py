@@ -1,8 +1,8 @@
 """How the kernels of `dtgpt.ops.attention.flash` are launched: which, with which tiles, and on what memory.
 
 `descriptor_kernels` serve training without dropout where the GPU copies whole tiles: 16-bit heads of 64 that share keys
-and heads of 128, and lengths that tiles divide. `flash_kernels` serve all else, heads of 64 that share no keys as fast.
-The choice depends on the model and the GPU, never on the number of samples and heads.
+and heads of 128 and 256, and lengths that tiles divide. `flash_kernels` serve all else, heads of 64 that share no keys
+as fast. The choice depends on the model and the GPU, never on the number of samples and heads.
 """
 
 import math
@@ -53,6 +53,17 @@ WIDE_TILES = {
     "keys": FlashLaunch(64, 64, 4, 2),
     "queries": FlashLaunch(64, 64, 4, 2),
 }
+LARGE = {
+    "forward": FlashLaunch(128, 64, 8, 2),
+    "keys": FlashLaunch(32, 64, 8, 2),
+    "queries": FlashLaunch(64, 64, 8, 1),
+}  # D > 128
+LARGE_TILES = {
+    "forward": FlashLaunch(128, 64, 8, 2),
+    "keys": FlashLaunch(64, 64, 8, 2),
+    "queries": FlashLaunch(64, 64, 4, 2),
+}
+LARGE_MEMORY = 200_000  # bytes of shared memory that suffice for LARGE and LARGE_TILES
 EXACT_STAGES = 3
 
 
@@ -158,7 +169,7 @@ def takes_tiles(q: Tensor, k: Tensor) -> bool:
 
 def gains_by_tiles(dtype: torch.dtype, heads: int, kv_heads: int, size: int, device: torch.device) -> bool:
     """Return whether `descriptor_kernels` serve lengths that tiles divide, of such heads without dropout."""
-    gains = size == 128 or (size == 64 and kv_heads < heads)
+    gains = size in (128, 256) or (size == 64 and kv_heads < heads)
     return dtype.itemsize == 2 and gains and has_hopper(device)
 
 
@@ -168,10 +179,17 @@ def launches_of(dtype: torch.dtype, size: int, by_tiles: bool, gains: bool, drop
     if dtype == torch.float32:
         return SINGLE
     if by_tiles:
-        return NARROW_TILES if size <= 64 else WIDE_TILES
+        return NARROW_TILES if size <= 64 else WIDE_TILES if size <= 128 else LARGE_TILES
     if size > 64:
-        return WIDE
+        return WIDE if size <= 128 else LARGE
     return NARROW_DROPPING if drops else NARROW_GROUPED if gains else NARROW
+
+
+@torch.compiler.assume_constant_result
+def largest_head(dtype: torch.dtype, device: torch.device) -> int:
+    """Return the largest D that the kernels take: 256 in 16 bits where a program may use as much shared memory as on a
+    Hopper GPU, else 128."""
+    return 256 if dtype.itemsize == 2 and shared_memory(device) >= LARGE_MEMORY else 128
 
 
 def exact_launch(dtype: torch.dtype, heads: int, kv_heads: int, size: int, device: torch.device) -> FlashLaunch:

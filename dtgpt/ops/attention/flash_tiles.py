@@ -72,6 +72,16 @@ def program_tile(tiles, places, BAND: tl.constexpr):
 
 
 @triton.jit
+def seen(scores, rows, starts, columns, DIAGONAL: tl.constexpr, SPANS: tl.constexpr, hidden: tl.constexpr):
+    """Return scores, or `hidden` where a query at the position `rows` may not attend to a column."""
+    if DIAGONAL:
+        scores = tl.where(rows[:, None] >= columns[None, :], scores, hidden)
+    if SPANS:
+        scores = tl.where(starts[:, None] <= columns[None, :], scores, hidden)
+    return scores
+
+
+@triton.jit
 def seen_columns(spans, begin, middle, T, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return (first column tile that any query of this tile sees, first that all of them see), at most `middle`."""
     first = tl.load(spans + 2 * begin)

@@ -1,0 +1,114 @@
+"""GPT-OSS (Agarwal et al. 2025) with one expert, which is a dense model: sinks in the softmax of each head, a window of
+128 tokens in each second block, positions scaled by YaRN, biases of all matrices, a clamped SwiGLU.
+
+Shapes: B samples, T positions, H hidden size, N heads of size D, G heads of keys and values, R = N / G, F width of the
+MLP, V padded vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from dtgpt.models.binding import BoundModule
+from dtgpt.models.config import SIZE
+from dtgpt.models.layers import AttentionCore, Branch, Context, DeferredBiasLinear, Dropout, Linear, RMSNorm, add
+from dtgpt.models.llama import ROLES as LLAMA
+from dtgpt.models.llama import Embedding, Head
+from dtgpt.models.roles import Role, Roles
+from dtgpt.models.rotary import RotaryConfig
+from dtgpt.models.windows import Window, WindowPattern
+from dtgpt.ops.pointwise.gated import GATED, GatedName
+from dtgpt.ops.rotary.rotary import rotary_qkv
+from dtgpt.ops.rotary.table import Scaling
+from dtgpt.util.field_types import Bounds
+
+ROLES: Roles = {**LLAMA, "blocks.*.attn.core": Role.SINKS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(RotaryConfig):
+    """The shape of a GPT-OSS with one expert."""
+
+    architecture: ClassVar[str] = "gpt_oss"
+    roles: ClassVar[Roles] = ROLES
+
+    head_dim: Annotated[int, "size of a head, an even number", SIZE] = 64  # type: ignore[assignment]
+    vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 201088
+    activation: Annotated[GatedName, "function of the gate in the MLP; clamped_swiglu: gpt-oss's SwiGLU"] = (
+        "clamped_swiglu"
+    )
+    rope_theta: Annotated[float, "base of the frequencies of rotary positions", Bounds(1)] = 150000.0
+    rope_scaling: Annotated[
+        Scaling, "rule by which rope_factor divides frequencies: Llama 3.1's, that of all alike, YaRN's"
+    ] = "yarn"
+    rope_factor: Annotated[
+        float, "scaling of rotary positions: low frequencies, or all, are divided by this; 1: none", Bounds(1)
+    ] = 32.0
+    rope_original_length: Annotated[int, "number of positions that the model had before rope_factor", SIZE] = 4096
+    rope_truncate: Annotated[bool, "yarn: round the indices of the frequencies that are blended outwards"] = False
+    window: Window = 128
+    window_pattern: WindowPattern = "LG"
+
+    def make_embedding(self, dtype: torch.dtype) -> Embedding:
+        return Embedding(self, dtype)
+
+    def make_block(self, index: int) -> "Block":
+        return Block(self, self.window_of(index))
+
+    def make_head(self) -> Head:
+        return Head(self)
+
+
+class Block(BoundModule):
+    """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x)))."""
+
+    def __init__(self, config: GptOssConfig, window: int | None):
+        super().__init__()
+        self.norm_1 = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn = Attention(config, window)
+        self.drop_1 = Dropout(config.dropout, index=1)
+        self.norm_2 = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = MLP(config)
+        self.drop_2 = Dropout(config.dropout, index=2)
+
+    def compute(self, x: Tensor, context: Context) -> Tensor:
+        keys = context.dropout_keys
+        x, h = self.norm_1(x)
+        x, h = self.norm_2(x, self.attn(h, context), self.drop_1.site(keys))
+        return add(x, self.mlp(h), self.drop_2.site(keys))
+
+
+class Attention(nn.Module):
+    """Causal self-attention `[B, T, H]` -> `[B, T, H]`; QKV as in LLaMA."""
+
+    def __init__(self, config: GptOssConfig, window: int | None):
+        super().__init__()
+        self.head_dim, self.parts = config.head_dim, config.num_heads // config.num_kv_heads + 2
+        self.rotation, self.num_positions = config.rotation, config.seq_length
+        self.qkv = Linear(config.hidden_size, config.num_kv_heads * self.parts * config.head_dim)
+        self.dropout = Dropout(config.dropout, index=0)
+        self.core = AttentionCore(window=window, sinks=config.num_heads)
+        self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size)
+
+    def forward(self, x: Tensor, context: Context) -> Branch:
+        qkv = rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
+        q, k, v = rotary_qkv(qkv, context.positions, self.rotation, self.num_positions)
+        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
+        return Branch(self.proj(heads.flatten(-2)), self.proj.bias)
+
+
+class MLP(nn.Module):
+    """One expert: a clamped SwiGLU, or another function of the gate, `[B, T, H]` -> `[B, T, F]` -> `[B, T, H]`. Rows of
+    the first matrix: gate 0, up 0, gate 1, up 1, ..."""
+
+    def __init__(self, config: GptOssConfig):
+        super().__init__()
+        self.activation = GATED[config.activation]
+        self.gate_up = Linear(config.hidden_size, 2 * config.ffn_hidden_size)
+        self.down = DeferredBiasLinear(config.ffn_hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Branch:
+        return Branch(self.down(self.activation(self.gate_up(x))), self.down.bias)
