@@ -2,7 +2,8 @@
 
 hardware   2 CPU cores
 command    python recipes/grpo_arithmetic.py
-expect     NOT MEASURED
+expect     3 min 39 s, 222 s of user CPU time: 100 steps on sums, then 400 with answers. reward: 0.25 in the first of
+           them, 0.49 in steps 51 to 100, 0.72 in 151 to 200, 0.84 in 351 to 400
 """
 
 import os
