@@ -35,6 +35,23 @@ class Fatal(Low):
         return super().reward(index, answer)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failing(Low):
+    """A reward or a prompt that is wrong from a prompt on."""
+
+    how: str = "raises"
+    at: int = 7
+
+    def prompt(self, index: int) -> str:
+        return "a" * 12 if index == self.at and self.how == "long" else super().prompt(index)
+
+    def reward(self, index: int, answer: str) -> float:
+        if index == self.at and self.how == "raises":
+            raise KeyError("no answer known")
+        wrong = {"nan": float("nan"), "none": None}
+        return wrong[self.how] if index == self.at and self.how in wrong else super().reward(index, answer)
+
+
 def die(*_, **__) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -71,3 +88,12 @@ def train_answers(recipe: Recipe, steps: int) -> tuple[list[float], list[list[in
         with mock.patch.object(trainer.rollouts, "draw", kept):
             losses = [trainer.mean_loss(trainer.train_step()) for _ in range(steps)]
         return losses, ids
+
+
+def failure_of(recipe: Recipe) -> tuple[str, str]:
+    """Return the class and the text of the error with which a run ends on this rank."""
+    try:
+        train(recipe)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
