@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, SupportsFloat
 
@@ -154,11 +154,18 @@ class Rollouts:
                 f"memory has room for {counted(fits, 'answer')} of {settings.seq_length:,} positions at the same time, "
                 f"but {slots} are to be drawn; use a smaller --grpo.slots, which makes drawing slower"
             )
-        engine = Engine(
-            self.stages, mesh, config, settings.dtype, slots=slots,
-            vocab_size=min(self.tokenizer.vocab_size, config.vocab_size), timeout=self.timeout,
-            graphs=settings.graphs and self.alone and not settings.lora.rank, exact=self.exact,
+        graphs = settings.graphs and self.alone and not settings.lora.rank
+        make = partial(
+            Engine, self.stages, mesh, config, settings.dtype, slots=slots,
+            vocab_size=min(self.tokenizer.vocab_size, config.vocab_size), timeout=self.timeout, graphs=graphs,
         )  # fmt: skip
+        try:
+            engine = make(exact=self.exact)
+        except UserError:  # the kernels do not know a function in the blocks
+            if not self.exact or self.grpo.exact == "on":
+                raise
+            self.exact = False
+            engine = make(exact=False)
         if mesh is not self.mesh:
             self.mesh.before_end += mesh.before_end
         return engine

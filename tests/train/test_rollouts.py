@@ -348,6 +348,17 @@ def test_answers_are_exact_where_training_has_the_kernels(grpo, monkeypatch, pla
     assert reason is None if words is None else words in reason
 
 
+def test_where_kernels_turn_out_to_be_missing_answers_are_drawn_without_them(grpo, monkeypatch):
+    monkeypatch.setattr("dtgpt.train.rollouts.why_not_exact", lambda settings: None)
+    with open_trainer(grpo) as trainer:
+        assert trainer.rollouts.exact
+        trainer.train_step()
+        assert not trainer.rollouts.exact
+    wanted = replace(grpo, grpo=replace(grpo.grpo, exact="on"))
+    with open_trainer(wanted) as trainer, pytest.raises(UserError, match="exact=True has kernels for GPT-2 and LLaMA"):
+        trainer.train_step()
+
+
 def test_the_plan_counts_the_answers_that_are_drawn_together(grpo):
     with open_trainer(change(grpo, model={"seq_length": 64}, seq_length=16)) as trainer:
         trainer.rollouts.draw(0)
