@@ -28,7 +28,7 @@ def recipe() -> Recipe:
     return Recipe(
         name="sft_tiny", model=model, init_from=BASE,
         data=DataConfig(path=f"{CHATS}_chat_document", split="95,5,0"),
-        optimizer=OptimizerConfig(lr=2e-3, min_lr=1e-4, warmup=0.05), steps=200, micro_batch_size=16,
+        optimizer=OptimizerConfig(lr=2e-3, min_lr=1e-4, warmup=0.05), steps=150, micro_batch_size=16,
         global_batch_size=16, log=LogConfig(interval=25, eval_interval=50, sample_interval=50, sample_tokens=40),
     )  # fmt: skip
 
@@ -38,7 +38,7 @@ def made() -> Recipe:
     from dtgpt.data.chats.examples import prepare_examples
     from dtgpt.train.loop import train
 
-    if train(replace(recipe(), name="sft_tiny_base", init_from=None, resume="auto", data=DataConfig(), steps=150)):
+    if train(replace(recipe(), name="sft_tiny_base", init_from=None, resume="auto", data=DataConfig(), steps=100)):
         raise KeyboardInterrupt
     prepare_examples(Path(CHATS), Path(BASE) / "tokenizer.json")
     return recipe()

@@ -15,7 +15,7 @@ from dtgpt.planning.gpus import Rates
 # for 4 micro-batches of 4 samples of the 345M and 76.0 for one of 16 (benchmarks/notes/plans.md and steps.md).
 START, PRODUCT_START = 2.5e-6, 6e-6
 TILE = 128  # rows and columns; a product computes whole tiles
-HALF_LENGTH = 240  # tokens of a sample at which attention reaches half of its rate: diagonal tiles, short loops
+HALF_LENGTH = 610  # tokens of a sample at which attention reaches half of its rate: diagonal tiles, short loops
 MASKED = 1.21  # attention with dropout, which draws and reads masks: steps.md, 2.5 of 11.7 ms of the 345M
 SPLIT = 1.45  # blocks under ZBVZeroBubble: PyTorch's own operations; notes/plans.md, 125.0 ms where 1F1B takes 96.3
 QUANTISED = 4  # bytes moved for each element that becomes 8 bits in both orders

@@ -46,7 +46,7 @@ def test_measured_steps_are_predicted_as_well_as_reports_and_the_page_say():
     assert len(sizes["H200"]) == count
     assert statistics.median(sizes["H200"]) <= (median + 0.5) / 100 and max(sizes["H200"]) <= (most + 0.5) / 100
     assert sorted(sizes["H200"])[-2] < 0.12
-    assert len(sizes["H100"]) == 3 and max(sizes["H100"]) < 0.075
+    assert len(sizes["H100"]) == 3 and max(sizes["H100"]) < 0.105
 
 
 @pytest.mark.parametrize("name", ["gpt2_345m", "llama32_1b"])

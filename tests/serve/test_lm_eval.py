@@ -1,17 +1,20 @@
-"""lm_eval's `local-completions` against a live server, offline on local tasks: its numbers are those of transformers
-for the same random weights."""
+"""lm_eval's `local-completions` and `local-chat-completions` against a live server, offline on local tasks: numbers are
+those of transformers for the same random weights, answers of chats those that another client gets."""
 
 import json
 import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from dtgpt.data.tokenizers.open import open_tokenizer
+from tests.support.chats import write_tokenizer
 from tests.support.hugging_face import hugging_face_twin
-from tests.support.server import live_server, served, tiny_model
+from tests.support.server import http_client, live_server, served, tiny_model
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.long  # a minute; what lm_eval asks for is tested in test_openai_answers.py
@@ -91,6 +94,15 @@ def rolling(twin, text: str) -> float:
     return total
 
 
+def run_lm_eval(folder: Path, options: list[str]) -> None:
+    """Run lm_eval's command on the tasks in a folder; its samples are in out/."""
+    command = [sys.executable, "-m", "lm_eval", "run", *options, "--include_path", str(folder)]
+    command += ["--log_samples", "--output_path", str(folder / "out")]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder), "NO_PROXY": "*"}
+    ended = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def samples(twin, tmp_path_factory):
     """What lm_eval logged of each task, by its own command in a process of its own."""
@@ -112,13 +124,7 @@ def samples(twin, tmp_path_factory):
         (folder / f"{name}.yaml").write_text(f"{head}test_split: test{TASKS[name]}\n")
     with served(make_model()) as service, live_server(service) as address:
         arguments = f"model=tiny,base_url={address}/v1/completions,max_length={POSITIONS},num_concurrent=4"
-        command = [
-            sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", arguments,
-            "--include_path", str(folder), "--tasks", *TASKS, "--log_samples", "--output_path", str(folder / "out"),
-        ]  # fmt: skip
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder), "NO_PROXY": "*"}
-        ended = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=400)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+        run_lm_eval(folder, ["--model", "local-completions", "--model_args", arguments, "--tasks", *TASKS])
     files = {name: next((folder / "out").rglob(f"samples_{name}_*.jsonl")) for name in TASKS}
     read = {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()}
     results = json.loads(next((folder / "out").rglob("results_*.json")).read_text())["results"]
@@ -158,3 +164,24 @@ def test_generated_texts(samples, twin):
     for sample in samples[0]["write"]:
         ((prompt, options),) = asked(sample)
         assert sample["resps"] == [[greedy(twin, prompt, 20).split("STOP")[0]]] and options["max_gen_toks"] == 20
+
+
+def test_a_chat_model_answers_what_a_client_gets(tmp_path):
+    """`local-chat-completions`, by lm_eval's own command."""
+    tokenizer = open_tokenizer(str(write_tokenizer(tmp_path)))
+    model = tiny_model(seq_length=256, vocab_size=320, init_std=0.3)
+    questions = ["Hello", "Who wrote été?"]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps({"text": question}) + "\n" for question in questions))
+    head = f"task: talk\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/talk.jsonl}}}}\n"
+    (tmp_path / "talk.yaml").write_text(f"{head}test_split: test{TASKS['write']}\n")
+    with served(model, tokenizer) as service, live_server(service) as address:
+        arguments = f"model=tiny,base_url={address}/v1/chat/completions,max_length=256"
+        command = ["--model", "local-chat-completions", "--model_args", arguments, "--apply_chat_template"]
+        run_lm_eval(tmp_path, [*command, "--tasks", "talk"])
+        with http_client(address) as client:
+            asked = {"max_tokens": 20, "temperature": 0, "stop": ["STOP"], "model": "tiny"}
+            chats = [[{"role": "user", "content": question}] for question in questions]
+            answers = [client.post("/v1/chat/completions", json={"messages": chat, **asked}).json() for chat in chats]
+    samples = [json.loads(line) for line in next((tmp_path / "out").rglob("samples_talk_*.jsonl")).open()]
+    found = [sample["resps"] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
+    assert found == [[[answer["choices"][0]["message"]["content"]]] for answer in answers]
