@@ -2,10 +2,10 @@
 
 import torch
 
-from dtgpt.inference.cache import core_sizes
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
+from dtgpt.parallel.cache_sizes import core_sizes
 
 TINY = GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=128, vocab_size=257)
 TINY_LLAMA = LlamaConfig(

@@ -11,7 +11,6 @@ from timing import capture
 from torch import Tensor
 from transformers_model import transformers_model
 
-from dtgpt.inference.cache import core_sizes
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
@@ -20,6 +19,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import build_model
 from dtgpt.models.layers import AttentionCore
 from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel.cache_sizes import core_sizes
 
 LEAD = 24  # tokens before those that are timed: caches warm, and all rows of the engine under way
 

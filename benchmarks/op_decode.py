@@ -16,12 +16,12 @@ from decode_models import MODELS
 from timing import COPY_RATE, capture
 from torch import Tensor, nn
 
-from dtgpt.inference.cache import core_sizes
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.attention.cached import decode_attention
 from dtgpt.ops.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights
+from dtgpt.parallel.cache_sizes import core_sizes
 
 CUDA = torch.device("cuda")
 WEIGHTS = 600_000_000  # bytes of the weights of all layers together, at least: many times a cache

@@ -20,6 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} 
 Recompute = Literal["none", "selective", "full"]
 Reduce = Literal["fast", "exact"]
 Switch = Literal["auto", "on", "off"]
+MOST_SLOTS = 256  # sequences that are generated at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Settings:
     masks_documents: bool = False  # tokens attend to their own document only
     optimizer: OptimizerConfig | None = None  # None: nothing is trained
     lora: LoraConfig = field(default_factory=LoraConfig)  # of rank 0: the weights are trained
+    slots: int = 0  # answers that are drawn at the same time, whose keys and values are kept beside training
 
     @property
     def local_length(self) -> int:

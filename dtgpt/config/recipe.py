@@ -15,6 +15,7 @@ from dtgpt.config.checks import MOST_STEPS
 from dtgpt.config.dpo import DpoConfig, check_dpo, check_dpo_plan
 from dtgpt.config.execution import Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
+from dtgpt.config.grpo import GrpoConfig, check_grpo, check_grpo_plan, grpo_notes
 from dtgpt.config.lora import LoraConfig, check_lora, check_lora_plan
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import OR, PlanChoice, choose_plan, parse_alternatives
@@ -108,6 +109,7 @@ class Recipe:
     ] = None
     lora: LoraConfig = field(default_factory=LoraConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -192,6 +194,7 @@ class Recipe:
         plan.validate(self.model, micro, whole, length)
         check_lora_plan(self.lora, plan)
         check_dpo_plan(self.dpo, plan)
+        check_grpo_plan(self.grpo, plan)
         if self.rampup_batch_size is not None:
             check_rampup(self.rampup_batch_size, self.model, plan, micro, whole, length)
         if self.reduce == "exact" and plan.splits_backward:
@@ -238,6 +241,7 @@ class Recipe:
             masks_documents=self.data.reset_attention_mask,
             optimizer=self.optimizer,
             lora=self.lora,
+            slots=self.grpo.slots_for(self.global_batch_size, plan),
         )
         if made.reduce == "exact" and device.type == "cuda" and made.attention_backend == "sdpa":
             raise UserError(
@@ -289,6 +293,10 @@ class Recipe:
         scale, config = self.loss_scale, self.optimizer
         check_lora(self.lora.rank, self.model.hidden_size, config.kind, self.precision, self.reduce)
         check_dpo(self.dpo, self.precision)
+        others = {"dpo.beta": self.dpo.beta > 0, "rampup_batch_size": self.rampup_batch_size is not None}
+        by_data = "overfit", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
+        others |= {f"data.{name}": getattr(self.data, name) for name in by_data}
+        check_grpo(self.grpo, self.global_batch_size, self.model.dropout, self.precision, others)
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
@@ -319,4 +327,4 @@ class Recipe:
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
         if self.precision == FP8:
             found += fp8_notes(self.model, choice.plan, self.micro_batch_size, self.sample_length, device_type)
-        return found
+        return found + grpo_notes(self.grpo, choice.plan)

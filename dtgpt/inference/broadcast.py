@@ -15,7 +15,7 @@ def broadcast_json(mesh: Mesh, value: Any = None) -> Any:
     """Return the value of rank 0 on every rank: texts, numbers, and lists and dicts of these."""
     if mesh.world == 1:
         return value
-    body = torch.tensor(list(json.dumps(value).encode()) if mesh.rank == 0 else [], dtype=torch.uint8)
+    body = torch.frombuffer(bytearray(json.dumps(value).encode() if mesh.rank == 0 else b" "), dtype=torch.uint8)
     size = torch.tensor(len(body))
     dist.broadcast(size, 0, group=mesh.commands)
     if mesh.rank:

@@ -13,11 +13,10 @@ from dtgpt.config.plan import Plan
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.inventory import attention_cores, inventory
+from dtgpt.models.inventory import attention_cores
 from dtgpt.ops.attention.cached import attend_chunk, attend_rows, write_prompts, write_rings
 from dtgpt.ops.attention.core import AttentionRule, Backend, causal_attention
-from dtgpt.parallel.tensor import degrees_of_heads
-from dtgpt.util.errors import UserError
+from dtgpt.parallel.cache_sizes import CoreSize, block_core_sizes
 
 
 class Chunk(NamedTuple):
@@ -109,42 +108,5 @@ class LayerCache:
         return torch.cat([attended, torch.zeros_like(padding)], dim=1) if padding.shape[1] else attended
 
 
-class CoreSize(NamedTuple):
-    """The sizes of what a rank keeps of an attention core for each sequence."""
-
-    heads: int  # N_kv
-    dim: int  # D
-    positions: int  # P: those of the model, or of the core's window
-
-    @property
-    def elements(self) -> int:
-        """The number of elements of keys and values."""
-        return 2 * self.heads * self.dim * self.positions
-
-
 def _memory(slots: int, size: CoreSize, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(slots + 1, size.heads, size.positions, size.dim, dtype=dtype, device=device)
-
-
-def block_core_sizes(config: ModelConfig, plan: Plan) -> list[list[CoreSize]]:
-    """Return the size of each attention core of each block on a rank under `plan`, whose table may leave the heads of
-    some whole. Raise UserError where tp does not divide the heads of keys and values."""
-    parts, degrees = inventory(config), degrees_of_heads(config, plan)
-    sizes: dict[tuple[int, int], list[CoreSize]] = {}  # by kind of block and degree
-    for key in dict.fromkeys(zip(parts.examples, degrees, strict=True)):
-        sizes[key] = core_sizes(config, *key)
-    return [sizes[key] for key in zip(parts.examples, degrees, strict=True)]
-
-
-def core_sizes(config: ModelConfig, block: int, tp: int) -> list[CoreSize]:
-    """Return the size of each attention core of a block, on one of `tp` ranks. Raise UserError where tp does not
-    divide the heads of keys and values."""
-    cores = inventory(config).cores(block)
-    for heads in (core.kv_heads for core in cores):
-        if heads % tp:
-            raise UserError(
-                f"the cache has {heads} heads of keys and values, which cannot be split over tp={tp}; use a tp that "
-                f"divides {heads}"
-            )
-    length = config.seq_length
-    return [CoreSize(core.kv_heads // tp, core.head_dim, min(core.window or length, length)) for core in cores]

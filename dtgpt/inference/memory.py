@@ -7,30 +7,18 @@ from pathlib import Path
 
 import torch
 
+from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.inference.cache import block_core_sizes
 from dtgpt.models.config import ModelConfig
-from dtgpt.ops.sampling.sequences import PARAMETERS
-from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.stages import block_ranges
+from dtgpt.parallel.cache_sizes import slot_bytes
 from dtgpt.util.errors import UserError
 
-MOST_SLOTS = 256
 SHARE = 0.9  # of free memory: the rest is for activations and for the allocator's own use
 
 
 def bytes_per_slot(config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype) -> int:
     """Return the bytes of one sequence on the rank that holds most of it."""
     return max(slot_bytes(config, plan, dtype, rank) for rank in range(0, plan.world, plan.ranks_of_stage))
-
-
-def slot_bytes(config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype, rank: int) -> int:
-    """Return the bytes of one sequence on a rank: keys and values of its blocks, and state."""
-    ranges = block_ranges(config, plan)
-    sizes = block_core_sizes(config, plan)
-    held = [size for stage in RankCoordinates(plan, rank).stages for block in ranges[stage] for size in sizes[block]]
-    state = 8 * (PARAMETERS + 2 + config.seq_length)
-    return dtype.itemsize * sum(size.elements for size in held) + state
 
 
 def slots_that_fit(free: int, config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype) -> int:

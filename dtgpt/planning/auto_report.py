@@ -3,6 +3,7 @@
 from dtgpt.config.execution import Settings
 from dtgpt.planning.gpus import GIB, Gpu
 from dtgpt.planning.search import Candidate, Ranking, why_slower
+from dtgpt.planning.step_time import left_out
 from dtgpt.util.console import aligned, counted, hanging, short_duration
 
 
@@ -23,6 +24,7 @@ def describe_ranking(ranking: Ranking, gpu: Gpu, number: int) -> list[str]:
     lines = [
         f"plans of {ranks} by the time of a step on {gpu.name}",
         *aligned(rows, (0, 2, 6)),
+        *left_out(best.settings),
     ]
     if used < number:
         lines.append(f"{number - used:,} of {number:,} processes wait: no plan fits more than {used:,} of them")

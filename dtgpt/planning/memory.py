@@ -8,6 +8,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
+from dtgpt.parallel.cache_sizes import slot_bytes
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.planning.activations import (
     block_activations,
@@ -41,6 +42,7 @@ class Memory:
     activations: int
     edges: int  # buffers of the pipeline
     working: int  # of the operation that runs at that moment
+    cache: int = 0  # keys and values of answers that are drawn between steps
 
     @property
     def total(self) -> int:
@@ -75,6 +77,7 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
         head += 2 * _logits(settings)
         gathered = round(gathered * in_flight / len(place.stages))
     common = {
+        "cache": _cache(settings, rank),
         "weights": 4 * local + frozen_bytes(settings, rank),
         "optimizer": optimizer_bytes(trained, settings),
         "gathered": gathered,
@@ -100,6 +103,14 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
     end = _end_of_step(trained, settings, gathered)
     late = Memory(**(common | end | {"working": end["working"] + sent}), gradients=full, activations=0)
     return max(early, late, key=lambda memory: memory.total)
+
+
+def _cache(settings: Settings, rank: int) -> int:
+    """Return the bytes of the answers that are drawn at the same time, and of the scratch slot."""
+    if not settings.slots:
+        return 0
+    config = replace(settings.model, seq_length=settings.seq_length)
+    return (settings.slots + 1) * slot_bytes(config, settings.plan, settings.dtype, rank)
 
 
 def _end_of_step(held: list[LocalParameter], settings: Settings, gathered: int) -> dict[str, int]:

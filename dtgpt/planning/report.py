@@ -6,7 +6,7 @@ from dtgpt.planning.fit import fits_into, largest_micro_batch, longest_sequence,
 from dtgpt.planning.gpus import GIB, Gpu
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.parameters import GPUS_OF_HOST, parameters_of
-from dtgpt.planning.step_time import StepTime, step_time
+from dtgpt.planning.step_time import StepTime, left_out, step_time
 from dtgpt.planning.traffic import bubble, collectives_of
 from dtgpt.util.console import byte_size, counted, hanging, parameters, short_duration
 
@@ -49,6 +49,7 @@ def _time(settings: Settings, time: StepTime, gpu: Gpu, steps: int) -> list[str]
     lines = [
         f"step    {short_duration(time.total)} on {gpu.name}: {rate:,.0f} tokens/s, {rate / world:,.0f} a GPU{mfu}",
         f"        {spent}",
+        *(f"        {line}" for line in left_out(settings)),
         f"        expected error: {gpu.measured}{'; of several hosts none was measured' * (world > GPUS_OF_HOST)}",
         f"run     {counted(steps, 'step')}: {hours:,.1f} hours, {hours * world:,.0f} GPU hours",
     ]
@@ -93,15 +94,17 @@ def describe_mesh(name: str, settings: Settings) -> list[str]:
 
 def _memory(settings: Settings, memories: dict[int, Memory]) -> list[str]:
     plan = settings.plan
-    columns = [SHORT.get(name, name) for name in vars(memories[0])]
+    parts = [name for name in vars(memories[0]) if name != "cache" or settings.slots]
     unit, name = (GIB, "GiB") if fullest(memories).total >= GIB else (GIB / 1024, "MiB")
     lines = [f"{name} by pipeline rank" if plan.pp > 1 else f"{name} on each rank"]
-    rows = [["ranks", "params", *columns, "total"]]
+    rows = [["ranks", "params", *(SHORT.get(part, part) for part in parts), "total"]]
     for rank, memory in memories.items():
         group = plan.ranks_of_stage
         label = f"{rank}" if group == 1 else f"{rank}-{rank + group - 1}"
         count = parameters(sum(p.local for p in parameters_of(settings.model, plan, rank))).split(" param")[0]
-        rows.append([label, count, *(_figure(n / unit) for n in (*vars(memory).values(), memory.total))])
+        rows.append(
+            [label, count, *(_figure(n / unit) for n in (*(getattr(memory, part) for part in parts), memory.total))]
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for label, *cells in rows:  # one blank between columns: 80 of them are few
         lines.append(" ".join([label.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]))

@@ -65,6 +65,11 @@ def step_time(settings: Settings, rates: Rates) -> StepTime:
     )
 
 
+def left_out(settings: Settings) -> list[str]:
+    """Return a line on what times of a step leave out; [] where that is nothing."""
+    return ["without the time in which answers are drawn and rewarded"] if settings.slots else []
+
+
 def host_time(settings: Settings) -> float:
     """Return the seconds in which the host launches a block, forward and backward, without CUDA graphs."""
     plan = settings.plan

@@ -7,7 +7,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.planning.fit import fits_into, longest_sequence
 from dtgpt.planning.gpus import GIB, Gpu
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
-from dtgpt.planning.step_time import step_time
+from dtgpt.planning.step_time import left_out, step_time
 from dtgpt.planning.traffic import bubble, sent_bytes
 from dtgpt.util.console import aligned, byte_size, hanging, parameters, short_duration
 
@@ -49,6 +49,7 @@ def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str]
             if timed
             else []
         ),
+        *(left_out(cases[0].settings) if timed else []),
     ]
     return "\n".join([*lines, *[""] * bool(notes), *(hanging(note, 2) for note in notes)])
 
@@ -66,7 +67,7 @@ def _heading(name: str, settings: Settings) -> list[str]:
 
 def _parts(memory: Memory) -> list[int]:
     """Return weights (masters, and what matmuls read), moments, gradients, activations and the rest, in bytes."""
-    weights, rest = memory.weights + memory.gathered, memory.edges + memory.working
+    weights, rest = memory.weights + memory.gathered, memory.edges + memory.working + memory.cache
     return [weights, memory.optimizer, memory.gradients, memory.activations, rest]
 
 

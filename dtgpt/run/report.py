@@ -129,7 +129,20 @@ class Report:
 
     def sample(self, step: int, text: str) -> None:
         say(f"---- sample at step {step}\n{text}\n----")
-        path = sample_path(self.run, step)
+        self._keep(sample_path(self.run, step), text)
+
+    def answers(self, step: int, best: str, worst: str) -> None:
+        """Keep the answers of a step with the largest and the smallest reward, and show them in TensorBoard."""
+        self._keep(self.run / "answers" / f"step_{step:08d}.txt", f"best: {best}\nworst: {worst}")
+        for sink in (sink for sink in self.sinks if isinstance(sink, TensorBoard)):
+            try:
+                sink.text(step, "best answer", best)
+                sink.text(step, "worst answer", worst)
+            except OSError as error:  # a full disk costs a text, not the run
+                say(f"the answers of step {step} are missing from TensorBoard ({error})", warning=True)
+
+    def _keep(self, path: Path, text: str) -> None:
+        """Write a text into a folder of the run, or say why not."""
         folder = path.parent
         try:
             if folder.is_symlink():
@@ -137,7 +150,7 @@ class Report:
             folder.mkdir(exist_ok=True)
             write_text(path, text.encode(errors="replace").decode())
         except OSError as error:
-            say(f"this sample is not in {folder} ({error})", warning=True)
+            say(f"the text of this step is not in {folder} ({error})", warning=True)
 
     def __enter__(self) -> "Report":
         return self
@@ -223,6 +236,8 @@ class NullReport:
     def tasks(self, *_) -> None: ...
 
     def sample(self, *_) -> None: ...
+
+    def answers(self, *_) -> None: ...
 
     def finish(self, *_) -> None: ...
 

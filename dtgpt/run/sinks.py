@@ -151,6 +151,8 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "loss": lambda r: f"loss {r['loss']:.4f}",
     "ppl": lambda r: f"ppl {r['ppl']:.4g}",
     "bits_per_byte": lambda r: f"bits/byte {r['bits_per_byte']:.3f}",
+    "reward": lambda r: f"reward {r['reward']:.3f}",
+    "answer_tokens": lambda r: f"length {r['answer_tokens']:.1f}",
     "reward_accuracy": lambda r: f"accuracy {r['reward_accuracy']:.3f}",
     "reward_margin": lambda r: f"margin {r['reward_margin']:.3f}",
     "grad_norm": lambda r: f"gnorm {r['grad_norm']:.2f}",
@@ -167,7 +169,8 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 TIMED = ("forward_backward", "forward", "backward", "optimizer", "data")  # parts of a step that have timers
 LEAST = (
-    "memory_gib", "bits_per_byte", "tokens_per_second_per_device", "mfu", "reward_margin", "grad_norm", "eta_seconds",
+    "memory_gib", "bits_per_byte", "tokens_per_second_per_device", "mfu", "answer_tokens", "reward_margin", "grad_norm",
+    "eta_seconds",
 )  # fmt: skip
 
 

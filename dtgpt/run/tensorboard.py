@@ -75,6 +75,11 @@ class TensorBoard:
     def write(self, record: dict[str, Any]) -> None:
         self._write(list(scalar_events(record)))
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Show a text as it is, by its step."""
+        plain = text.encode(errors="replace").decode()
+        self._write([text_event(step, name, "\n".join(f"    {line}" for line in plain.splitlines()))])
+
     def close(self, failed: bool) -> None:
         self._file.close()
 
@@ -108,12 +113,15 @@ def version_event() -> Any:
 
 def recipe_event(recipe: dict[str, Any], step: int) -> Any:
     """Return the event of a table of options and values."""
+    rows = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in recipe.items()]
+    return text_event(step, "recipe", "\n".join(["| option | value |", "|---|---|", *rows]))
+
+
+def text_event(step: int, name: str, markdown: str) -> Any:
     from tensorboard.compat.proto.event_pb2 import Event
     from torch.utils.tensorboard.summary import text
 
-    rows = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in recipe.items()]
-    summary = text("recipe", "\n".join(["| option | value |", "|---|---|", *rows]))
-    return Event(wall_time=time.time(), step=step, summary=summary)
+    return Event(wall_time=time.time(), step=step, summary=text(name, markdown))
 
 
 def scalar_events(record: dict[str, Any]) -> Iterator[Any]:

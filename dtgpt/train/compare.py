@@ -62,6 +62,11 @@ def compare(
         raise UserError(f"--steps {steps} is more than the recipe's {most}; use {most} or fewer")
     if recipe.resume:
         raise UserError("dtgpt compare begins with initial weights; leave --resume out")
+    if recipe.grpo.group:
+        raise UserError(
+            f"grpo.group={recipe.grpo.group}, but dtgpt compare holds steps on data against each other, and a drawn "
+            "token that differs by rounding changes all after it; use --grpo.group 0"
+        )
     plans = {name: fitting_plan(name, names, recipe.plans) for name in [REFERENCE, *names]}
     for name, plan in plans.items():
         try:

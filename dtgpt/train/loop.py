@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_checkpoint
-from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
+from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
 from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.chats.pairs import PairDataset
@@ -21,15 +21,17 @@ from dtgpt.run.folder import AUTO, RunLock, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
+from dtgpt.train.answers import describe
 from dtgpt.train.checkpoints import restore, state_of
 from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.job import Job, find_resume_point, make_job
 from dtgpt.train.preferences import find_reference, held_out_figures, save_reference
 from dtgpt.train.processes import Group, join, run_watched, wait_for_others
+from dtgpt.train.rollouts import RolloutsFailed
 from dtgpt.train.tasks import TaskEvaluation
 from dtgpt.train.trainer import StepResult, Trainer
-from dtgpt.util.console import say
+from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import peak_memory
 from dtgpt.util.process import Process
@@ -172,7 +174,7 @@ class Loop:
         """Train to the end of the recipe; return whether the run was asked to end before."""
         trainer, first, stopping = self.trainer, self.trainer.step, self.interrupted()
         while trainer.step < trainer.steps and not stopping:
-            result = trainer.train_step()
+            result = self._train_step()
             self.interval.add(result.loss, None if trainer.objective is None else trainer.objective.totals)
             if self.watch:
                 self.watch.step = trainer.step
@@ -186,6 +188,22 @@ class Loop:
                 if due.save:
                     self.clock.restart()
         return stopping or self.interrupted()
+
+    def _train_step(self) -> StepResult:
+        """Take a step. Where prompts or rewards of the recipe fail, save what was done before and raise their error."""
+        try:
+            return self.trainer.train_step()
+        except RolloutsFailed as failure:
+            step, folder = self.trainer.step, self.saver.checkpoints
+            self.saver.wait()
+            saved = self.mesh.on_rank_0(lambda: step in map(step_of, list_checkpoints(folder)))
+            if not saved:
+                self._save(must=True)
+            again = f"step {step + 1}: {failure}; go on with --resume {folder.parent}"
+            if failure.__cause__ is None:
+                raise UserError(again) from None
+            say_error(again)
+            raise failure.__cause__ from None
 
     def _due(self, first: int, save: bool) -> Due:
         """Return what the step just taken calls for; `first`: where this process began; `save`: at any rate."""
@@ -248,10 +266,13 @@ class Loop:
             "memory_gib": self.mesh.max(peak_memory(self.mesh.device)),
             "batch_size": trainer.sizes.at(trainer.step - 1),
             **self.interval.preferences(),
+            **({} if trainer.rollouts is None else trainer.rollouts.figures()),
             **trainer.optimizer.metrics(),
             **trainer.times(),
         }
         self.report.step(trainer.step, metrics, record)
+        if record and trainer.rollouts is not None and trainer.rollouts.best_and_worst is not None:
+            self.report.answers(trainer.step, *map(describe, trainer.rollouts.best_and_worst))
 
     def _report_held_out(self, part: Part) -> None:
         if self.trainer.objective is not None:

@@ -37,6 +37,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.run.sinks import TIMED
 from dtgpt.train import evaluate
+from dtgpt.train.rollouts import Rollouts
 from dtgpt.util.timers import Timers
 
 SHOWN = 3  # held-out chats that a sample has
@@ -104,6 +105,12 @@ class Trainer:
         options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
         self.overfits = data.overfit
         self.masks = DocumentMasks(dataset.tokenizer.end_of_text, *options)
+        self.rollouts: Rollouts | None = None
+        if recipe.grpo.group:
+            self.rollouts = Rollouts(
+                grpo=recipe.grpo, stages=self.stages, mesh=mesh, settings=settings, tokenizer=dataset.tokenizer,
+                seed=recipe.seed, timeout=recipe.timeout,
+            )  # fmt: skip
         self.before_update: Callable[[], None] = lambda: None  # whoever still reads the weights waits here
 
     def train_step(self) -> StepResult:
@@ -119,11 +126,14 @@ class Trainer:
             self.objective.totals.zero_()
         if not self.graphs.captured:
             self.shards.drop_gradients()
-        with self.timers.measure("data", host=True):
-            read = self.batches.take(self.step)
-        weighted = self._make_batch(*read)
+        if self.rollouts is not None:
+            batch = self.rollouts.batch(self.step)
+        else:
+            with self.timers.measure("data", host=True):
+                read = self.batches.take(self.step)
+            batch = self._make_batch(*read)
         with self.timers.measure("forward_backward"):
-            return self.engine.gradients(self.micro_batches, weighted)
+            return self.engine.gradients(self.micro_batches, batch)
 
     def update(self, loss: Tensor) -> StepResult:
         """Clip the gradients that `gradients` left in the shards, and step."""
@@ -189,6 +199,8 @@ class Trainer:
 
     def batch(self, step: int) -> Batch:
         """Return this rank's samples of a step, on the device, as `gradients` takes them."""
+        if self.rollouts is not None:
+            return self.rollouts.batch(step)
         return self._make_batch(*(value.to(self.mesh.device) for value in self._read_batch(step)))
 
     def _make_batch(

@@ -109,7 +109,7 @@ OPTIONS = {
         "iterations-to-skip N, phase-transition-iterations N": no("a run takes all steps, with the data in one order"),
         "sft, sft-*": no("chats are data of their own; see docs/finetuning.md"),
         "perform-rl-step, rl-*, no-rl-*, grpo-*, langrl-*, refit-method NAME, logits-*, freeze-all-layers": no(
-            "reinforcement learning and distillation are not available"
+            "the task of reinforcement learning is a Python class here (docs/reinforcement.md); no distillation"
         ),
     },
     "Optimizer": {

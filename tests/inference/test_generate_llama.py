@@ -15,7 +15,6 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference import generator
 from dtgpt.inference.beam import Beams
-from dtgpt.inference.cache import core_sizes
 from dtgpt.inference.memory import bytes_per_slot
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
@@ -23,6 +22,7 @@ from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel.cache_sizes import core_sizes
 from dtgpt.serve.app import make_app
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory

@@ -1,0 +1,99 @@
+"""What ranks do in tests/train/test_rollouts.py."""
+
+import os
+import signal
+from contextlib import nullcontext
+from dataclasses import dataclass
+from unittest import mock
+
+from dtgpt.config.grpo import GrpoConfig
+from dtgpt.config.recipe import Recipe
+from dtgpt.inference.engine import Engine
+from dtgpt.optim.update import Update
+from dtgpt.train.loop import train
+from dtgpt.train.startup import open_trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Low(GrpoConfig):
+    """Short texts as prompts; the reward is about the fraction of characters below 100, and differs in most groups."""
+
+    def prompt(self, index: int) -> str:
+        return "ab"[: 1 + index % 2] + str(index)
+
+    def reward(self, index: int, answer: str) -> float:
+        return sum(ord(character) < 100 for character in answer) / (1 + len(answer))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fatal(Low):
+    """A reward that ends the process at a prompt of the fourth step."""
+
+    def reward(self, index: int, answer: str) -> float:
+        if index == 7:
+            die()
+        return super().reward(index, answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing(Low):
+    """A reward or a prompt that is wrong from a prompt on."""
+
+    how: str = "raises"
+    at: int = 7
+
+    def prompt(self, index: int) -> str:
+        return "a" * 12 if index == self.at and self.how == "long" else super().prompt(index)
+
+    def reward(self, index: int, answer: str) -> float:
+        if index == self.at and self.how == "raises":
+            raise KeyError("no answer known")
+        wrong = {"nan": float("nan"), "none": None}
+        return wrong[self.how] if index == self.at and self.how in wrong else super().reward(index, answer)
+
+
+def die(*_, **__) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_die(recipe: Recipe, moment: str) -> None:
+    """Train until the process kills itself in the fourth step: while the engine draws, in the reward, or in the
+    update."""
+    plain, calls = {"rollout": Engine.step, "update": Update.apply}.get(moment), []
+
+    def draw(engine):
+        """Die in the second round of the prompts of the fourth step."""
+        calls.extend(active.request.prompt_index for active in engine._requests.values())
+        return die() if calls.count(7) == 2 else plain(engine)
+
+    def apply(*arguments):
+        calls.append(0)
+        return die() if len(calls) == 4 else plain(*arguments)
+
+    patches = {"rollout": (Engine, "step", draw), "update": (Update, "apply", apply)}
+    with mock.patch.object(*patches[moment]) if moment in patches else nullcontext():
+        train(recipe)
+
+
+def train_answers(recipe: Recipe, steps: int) -> tuple[list[float], list[list[int]]]:
+    """Return the losses of steps, and the ids of all answers."""
+    with open_trainer(recipe) as trainer:
+        losses, ids, draw = [], [], trainer.rollouts.draw
+
+        def kept(step):
+            found = draw(step)
+            ids.extend(answer.ids for answer in found)
+            return found
+
+        with mock.patch.object(trainer.rollouts, "draw", kept):
+            losses = [trainer.mean_loss(trainer.train_step()) for _ in range(steps)]
+        return losses, ids
+
+
+def failure_of(recipe: Recipe) -> tuple[str, str]:
+    """Return the class and the text of the error with which a run ends on this rank."""
+    try:
+        train(recipe)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
