@@ -30,6 +30,7 @@ from tests.support.families import OURS
 from tests.support.mixed_blocks import MixedConfig
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
+from tests.support.week import of_the_week
 from tests.support.windowed_blocks import WindowedConfig
 
 CPU = torch.device("cpu")
@@ -69,7 +70,9 @@ def references():
 
 
 @pytest.mark.slow(4)
-@pytest.mark.parametrize("model, plan", [(model, plan) for model, plans in PLANS.items() for plan in plans])
+@pytest.mark.parametrize(
+    "model, plan", of_the_week([(model, plan) for model, plans in PLANS.items() for plan in plans], 3)
+)
 def test_every_plan_follows_one_process(other, references, model, plan):
     recipe = replace(other, model=MODELS[model])
     expected, whole_weights = references(recipe)
@@ -152,7 +155,9 @@ def test_the_memory_of_each_kind_of_block_is_what_autograd_keeps(other, recomput
 
 @pytest.mark.slow(6)
 @pytest.mark.parametrize("model", ["mixed", "windowed"])
-@pytest.mark.parametrize("how", [{"precision": "fp8"}, {"recompute": "full"}, {"recompute": "selective"}])
+@pytest.mark.parametrize(
+    "how", of_the_week([{"precision": "fp8"}, {"recompute": "full"}, {"recompute": "selective"}], 3)
+)
 def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how, model):
     recipe = replace(other, model=MODELS[model], **how)
     expected, _ = references(replace(recipe, recompute="none"))

@@ -17,6 +17,7 @@ from tests.support.families import MODELS, OURS, copy_weights, their_config, the
 from tests.support.ranks import pool
 from tests.support.runs import training
 from tests.support.sources import filled
+from tests.support.week import of_the_week
 
 pytestmark = pytest.mark.slow(52)
 
@@ -123,7 +124,9 @@ def recipe_of(recipe, family):
     return replace(recipe, model=OURS[family], optimizer=optimizer, micro_batch_size=2, plan="single")
 
 
-@pytest.mark.parametrize("family, plan", [(family, plan) for family, plans in PLANS.items() for plan in plans])
+@pytest.mark.parametrize(
+    "family, plan", of_the_week([(family, plan) for family, plans in PLANS.items() for plan in plans], 3)
+)
 def test_every_plan_follows_one_process(recipe, references, family, plan):
     own = recipe_of(recipe, family)
     expected, whole_weights = references(own)

@@ -17,6 +17,7 @@ from dtgpt.util.errors import UserError
 from tests.support.bodies_exact import bits_of_steps, check_fixed_point, check_squares, norm_with_a_large_gradient
 from tests.support.families import OURS
 from tests.support.ranks import pool
+from tests.support.week import of_the_week
 
 GPT2 = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, dropout=0.1)
 OVERFLOWS = LossScaleConfig(initial=2.0**18, hysteresis=1)  # in the first steps
@@ -35,22 +36,21 @@ def bits(recipe, plan: str) -> dict[str, str]:
     return pool().run(parse_plan(plan, {}).world, bits_of_steps, replace(recipe, plan=plan))[0]
 
 
+BITS = [
+    ("single", ["dp2", "dp3_zero2", "pp2", "dp2_pp2_interleaved_zero3"], {}),
+    ("single", ["dp3", "dp3_zero3", "dp2_pp2_zero1"], {"precision": "bf16"}),
+    ("single", ["dp2_zero1", "pp4_gpipe"], {"precision": "bf16", "model": LLAMA}),
+    ("single", ["dp2_zero1", "dp2_pp2"], {"precision": "fp16", "micro_batch_size": 3, "loss_scale": OVERFLOWS}),
+    ("tp2_sp", ["dp2_tp2_sp_zero2"], {"model": replace(GPT2, num_layers=1), "micro_batch_size": 6}),
+    ("single", ["dp2_zero1", "dp2_pp2_zero3"], {"optimizer": MuonConfig(lr=6e-3), "model": LLAMA}),
+    ("single", ["dp2_zero3"], {"model": OURS["gpt_oss"]}),
+    ("single", ["pp2"], {"precision": "bf16", "model": OURS["gemma3"]}),
+    ("single", ["dp3_zero3", "pp2"], {"optimizer": NorMuonConfig(lr=6e-3), "precision": "bf16"}),
+]
+
+
 @pytest.mark.slow(17)
-@pytest.mark.parametrize(
-    "reference, plans, changes",
-    [
-        ("single", ["dp2", "dp3_zero2", "pp2", "dp2_pp2_interleaved_zero3"], {}),
-        ("single", ["dp3", "dp3_zero3", "dp2_pp2_zero1"], {"precision": "bf16"}),
-        ("single", ["dp2_zero1", "pp4_gpipe"], {"precision": "bf16", "model": LLAMA}),
-        ("single", ["dp2_zero1", "dp2_pp2"], {"precision": "fp16", "micro_batch_size": 3, "loss_scale": OVERFLOWS}),
-        ("tp2_sp", ["dp2_tp2_sp_zero2"], {"model": replace(GPT2, num_layers=1), "micro_batch_size": 6}),
-        ("single", ["dp2_zero1", "dp2_pp2_zero3"], {"optimizer": MuonConfig(lr=6e-3), "model": LLAMA}),
-        ("single", ["dp2_zero3"], {"model": OURS["gpt_oss"]}),
-        ("single", ["pp2"], {"precision": "bf16", "model": OURS["gemma3"]}),
-        ("single", ["dp3_zero3", "pp2"], {"optimizer": NorMuonConfig(lr=6e-3), "precision": "bf16"}),
-    ],
-    ids=["fp32", "bf16", "llama", "fp16", "tp2_sp", "muon", "gpt_oss", "gemma3", "normuon"],
-)
+@pytest.mark.parametrize("reference, plans, changes", of_the_week(BITS, 2))
 def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
     recipe = replace(exact, **changes)
     expected = bits(recipe, reference)

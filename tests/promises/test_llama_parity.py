@@ -20,6 +20,7 @@ from tests.support.bodies_llama import Seen, train_and_evaluate
 from tests.support.ranks import pool
 from tests.support.runs import change
 from tests.support.runs import record as record_of
+from tests.support.week import of_the_week
 
 pytestmark = pytest.mark.slow(30)
 
@@ -34,13 +35,9 @@ RARE = [
     ("cp2_tp2_sp", False), ("cp4_zero3", True), ("dp2_cp2_pp2_zbv", True),
     ("tp4", True), ("pp4_zbv", True), ("dp2_zero1", True), ("tp2_sp_pp2_zbv", True),
 ]  # fmt: skip
-GATHERED = [("cp2_zero3", 1), ("cp4", 2), ("cp2_tp2_sp", 2), ("cp2_pp2_zbv", 1)]  # plan, heads of keys and values
-GATHERED += [
-    pytest.param(plan, groups, marks=pytest.mark.long)
-    for plan, groups in (
-        ("cp4_zero2", 1), ("dp2_cp2", 1), ("cp2_tp2", 2), ("cp2_pp2_gpipe", 1), ("cp2_pp2_1f1b", 1),
-        ("cp2_pp2_interleaved", 1),
-    )
+GATHERED = [  # plan, heads of keys and values
+    ("cp2_zero3", 1), ("cp4", 2), ("cp2_tp2_sp", 2), ("cp2_pp2_zbv", 1), ("cp4_zero2", 1), ("dp2_cp2", 1),
+    ("cp2_tp2", 2), ("cp2_pp2_gpipe", 1), ("cp2_pp2_1f1b", 1), ("cp2_pp2_interleaved", 1),
 ]  # fmt: skip
 NARROW = ["dp2", "tp2_sp", "pp2_zbv"]
 
@@ -94,7 +91,7 @@ def test_the_plan_follows_one_process(recipe, plan, tied):
         assert rank.sample == expected.sample and rank.held == rank.planned
 
 
-@pytest.mark.parametrize(("plan", "groups"), GATHERED)
+@pytest.mark.parametrize(("plan", "groups"), of_the_week(GATHERED, 4))
 def test_more_context_ranks_than_heads_of_keys_follow_one_process(recipe, plan, groups):
     plan = parse_plan(plan)
     recipe = sized_for(recipe, plan, tied=False)
