@@ -14,8 +14,6 @@ import time
 
 import torch
 import transformers
-import trl
-from datasets import Dataset
 from decode_models import MODELS
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers_model import transformers_model
@@ -58,6 +56,9 @@ def main() -> None:
     parser.add_argument("--micro_batch_size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
+    import trl  # not installed by an extra
+    from datasets import Dataset
+
     batch, on_gpu, times, generated = args.prompts * args.group, torch.cuda.is_available(), Times(), []
     model = transformers_model(MODELS[args.model], dtype=torch.bfloat16 if on_gpu else torch.float32)
     prompts = [f"{index} {'and so on ' * args.prompt}"[: args.prompt] for index in range(args.prompts * args.steps)]

@@ -166,7 +166,7 @@ def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how
 
 
 @pytest.mark.slow(5)
-@pytest.mark.parametrize("model, plan, training", TEXTS)
+@pytest.mark.parametrize("model, plan, training", of_the_week(TEXTS, 3))
 def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training, model):
     config = replace((MODELS | OURS)[model], num_layers=5, vocab_size=61, dropout=0.0, init_std=0.3)
     model, prompts = build_model(config, CPU, torch.float32, bodies_engine.KEY), [[5], [3, 4, 5, 6, 7, 8], [9, 2]]
