@@ -2,8 +2,8 @@
 
 hardware   2 CPU cores; the extras chat and data
 command    python recipes/sft_tiny.py
-expect     half as many steps as gpt2_tiny.py, of its size: a minute. A base is trained on text included in Python,
-           and chats about days, sums and capitals are made. Then the loss on answers falls from 5.3 to below 0.1, and
+expect     1 min 39 s, 124 s of CPU time. A base is trained on text included in Python, and chats about days, sums and
+           capitals are made. Then the loss on answers falls from 5.3 to 0.13, that of held-out chats to 0.40, and
            samples/ has held-out questions with the model's answers.
 talk       dtgpt chat runs/sft_tiny-001 --temperature 0
            > What is the capital of Japan?
