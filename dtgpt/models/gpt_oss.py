@@ -12,9 +12,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import SIZE
-from dtgpt.models.layers import AttentionCore, Branch, Context, DeferredBiasLinear, Dropout, Linear, RMSNorm, add
+from dtgpt.models.layers import AttentionCore, Branch, Context, DeferredBiasLinear, Dropout, Linear, PreNormBlock
 from dtgpt.models.llama import ROLES as LLAMA
 from dtgpt.models.llama import Embedding, Head
 from dtgpt.models.roles import Role, Roles
@@ -62,23 +61,9 @@ class GptOssConfig(RotaryConfig):
         return Head(self)
 
 
-class Block(BoundModule):
-    """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x)))."""
-
+class Block(PreNormBlock):
     def __init__(self, config: GptOssConfig, window: int | None):
-        super().__init__()
-        self.norm_1 = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = Attention(config, window)
-        self.drop_1 = Dropout(config.dropout, index=1)
-        self.norm_2 = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = MLP(config)
-        self.drop_2 = Dropout(config.dropout, index=2)
-
-    def compute(self, x: Tensor, context: Context) -> Tensor:
-        keys = context.dropout_keys
-        x, h = self.norm_1(x)
-        x, h = self.norm_2(x, self.attn(h, context), self.drop_1.site(keys))
-        return add(x, self.mlp(h), self.drop_2.site(keys))
+        super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config, window), MLP(config))
 
 
 class Attention(nn.Module):

@@ -198,6 +198,26 @@ class Dropout(nn.Module):
         return f"p={self.p}" + (f", start={self.bound.start}" if self.bound.start else "")
 
 
+class PreNormBlock(BoundModule):
+    """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attn(norm(x))), then x = x + dropout(mlp(norm(x))), by RMSNorm."""
+
+    def __init__(self, hidden_size: int, eps: float, dropout: float, attn: nn.Module, mlp: nn.Module):
+        """attn: (`[B, T, H]`, context) -> Branch; mlp: `[B, T, H]` -> Branch."""
+        super().__init__()
+        self.norm_1 = RMSNorm(hidden_size, eps=eps)
+        self.attn: Any = attn
+        self.drop_1 = Dropout(dropout, index=1)
+        self.norm_2 = RMSNorm(hidden_size, eps=eps)
+        self.mlp: Any = mlp
+        self.drop_2 = Dropout(dropout, index=2)
+
+    def compute(self, x: Tensor, context: Context) -> Tensor:
+        keys = context.dropout_keys
+        x, h = self.norm_1(x)
+        x, h = self.norm_2(x, self.attn(h, context), self.drop_1.site(keys))
+        return add(x, self.mlp(h), self.drop_2.site(keys))
+
+
 class AttentionCore(BoundModule):
     """Causal attention without its projections. The plan's build sets the back end, inference the cache.
 

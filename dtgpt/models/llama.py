@@ -27,8 +27,7 @@ from dtgpt.models.layers import (
     Linear,
     LossWeights,
     Output,
-    RMSNorm,
-    add,
+    PreNormBlock,
     mlp,
 )
 from dtgpt.models.roles import Role, Roles
@@ -125,23 +124,9 @@ class Embedding(BoundModule):
         return EmbeddingWeights(self.tokens.weight, None)
 
 
-class Block(BoundModule):
-    """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x)))."""
-
+class Block(PreNormBlock):
     def __init__(self, config: LlamaConfig, window: int | None):
-        super().__init__()
-        self.norm_1 = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = Attention(config, window)
-        self.drop_1 = Dropout(config.dropout, index=1)
-        self.norm_2 = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = MLP(config)
-        self.drop_2 = Dropout(config.dropout, index=2)
-
-    def compute(self, x: Tensor, context: Context) -> Tensor:
-        keys = context.dropout_keys
-        x, h = self.norm_1(x)
-        x, h = self.norm_2(x, self.attn(h, context), self.drop_1.site(keys))
-        return add(x, self.mlp(h), self.drop_2.site(keys))
+        super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config, window), MLP(config))
 
     def decode_weights(self) -> BlockWeights:
         """Return what `dtgpt.ops.decode` needs to run this block."""

@@ -29,8 +29,7 @@ from dtgpt.models.layers import (
     Linear,
     LossWeights,
     Output,
-    RMSNorm,
-    add,
+    PreNormBlock,
     mlp,
 )
 from dtgpt.models.roles import Role, Roles, role_of
@@ -129,23 +128,9 @@ class Embedding(BoundModule):
         return self.drop(self.norm(self.tokens(tokens).to(self.dtype)), context.dropout_keys)
 
 
-class Block(BoundModule):
-    """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x)))."""
-
+class Block(PreNormBlock):
     def __init__(self, config: Track3Config):
-        super().__init__()
-        self.norm_1 = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = Attention(config)
-        self.drop_1 = Dropout(config.dropout, index=1)
-        self.norm_2 = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = MLP(config)
-        self.drop_2 = Dropout(config.dropout, index=2)
-
-    def compute(self, x: Tensor, context: Context) -> Tensor:
-        keys = context.dropout_keys
-        x, h = self.norm_1(x)
-        x, h = self.norm_2(x, self.attn(h, context), self.drop_1.site(keys))
-        return add(x, self.mlp(h), self.drop_2.site(keys))
+        super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config), MLP(config))
 
 
 @cache  # without bound: CUDA graphs read the memory of what they were captured with
