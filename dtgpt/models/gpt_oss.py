@@ -62,6 +62,8 @@ class GptOssConfig(RotaryConfig):
 
 
 class Block(PreNormBlock):
+    """GPT-OSS's attention and MLP, each after an RMSNorm and added to its input, `[B, T, H]` -> `[B, T, H]`."""
+
     def __init__(self, config: GptOssConfig, window: int | None):
         super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config, window), MLP(config))
 

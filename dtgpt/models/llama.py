@@ -125,6 +125,8 @@ class Embedding(BoundModule):
 
 
 class Block(PreNormBlock):
+    """LLaMA's attention and MLP, each after an RMSNorm and added to its input, `[B, T, H]` -> `[B, T, H]`."""
+
     def __init__(self, config: LlamaConfig, window: int | None):
         super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config, window), MLP(config))
 
