@@ -62,7 +62,7 @@ class GptOssConfig(RotaryConfig):
 
 
 class Block(PreNormBlock):
-    """GPT-OSS's attention and MLP, each after an RMSNorm and added to its input, `[B, T, H]` -> `[B, T, H]`."""
+    """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then the same with the MLP."""
 
     def __init__(self, config: GptOssConfig, window: int | None):
         super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config, window), MLP(config))

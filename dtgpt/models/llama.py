@@ -125,7 +125,7 @@ class Embedding(BoundModule):
 
 
 class Block(PreNormBlock):
-    """LLaMA's attention and MLP, each after an RMSNorm and added to its input, `[B, T, H]` -> `[B, T, H]`."""
+    """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then the same with the MLP."""
 
     def __init__(self, config: LlamaConfig, window: int | None):
         super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config, window), MLP(config))

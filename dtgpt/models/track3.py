@@ -129,6 +129,8 @@ class Embedding(BoundModule):
 
 
 class Block(PreNormBlock):
+    """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then the same with the MLP."""
+
     def __init__(self, config: Track3Config):
         super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config), MLP(config))
 
