@@ -1,15 +1,12 @@
 """The recipe's section of preferences (DPO; Rafailov et al. 2023), and what a run with them cannot have."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from dtgpt.config.fp8 import FP8
 from dtgpt.ops.loss.preference import Kind
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
-
-if TYPE_CHECKING:  # a recipe has this section
-    from dtgpt.config.plan import ResolvedPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +41,4 @@ def check_dpo(dpo: DpoConfig, precision: str) -> None:
         raise UserError(
             f"dpo.beta={dpo.beta:g}, but scales of fp8 change from step to step, and log-probabilities with them; use "
             "--precision bf16"
-        )
-
-
-def check_dpo_plan(dpo: DpoConfig, plan: "ResolvedPlan") -> None:
-    """Raise UserError where a run with preferences cannot have this plan."""
-    if dpo.beta and plan.cp > 1:
-        raise UserError(
-            f"dpo.beta={dpo.beta:g}, but the plan {plan.name} cuts samples over cp={plan.cp}, and the loss takes whole "
-            "answers; leave cp out"
         )

@@ -59,7 +59,7 @@ class GrpoConfig:
         """Return how many of the answers of a step a rank draws at the same time; 0 without reinforcement."""
         if not self.group:
             return 0
-        groups = -(-answers // (self.group * (plan.dp if draws_alone(plan) else 1)))
+        groups = -(-answers // (self.group * (plan.data_ranks if draws_alone(plan) else 1)))
         return min(self.slots or MOST_SLOTS, groups * self.group)
 
 
@@ -104,20 +104,11 @@ def check_grpo(
         raise UserError(f"grpo.group={grpo.group} cannot be combined with {named}; leave one out")
 
 
-def check_grpo_plan(grpo: GrpoConfig, plan: "ResolvedPlan") -> None:
-    """Raise UserError where a run with answers cannot have this plan."""
-    if grpo.group and plan.cp > 1:
-        raise UserError(
-            f"grpo.group={grpo.group}, but the plan {plan.name} cuts samples over cp={plan.cp}, for which answers are "
-            "not tested; leave cp out"
-        )
-
-
 def grpo_notes(grpo: GrpoConfig, plan: "ResolvedPlan") -> list[str]:
     """Return what a user should know of a run with answers."""
-    if not grpo.group or plan.dp == 1 or draws_alone(plan):
+    if not grpo.group or plan.data_ranks == 1 or draws_alone(plan):
         return []
     return [
-        f"under {plan.name} each of {plan.dp} replicas draws all answers of a step; under a plan without tp, pp and "
-        "ZeRO they share them"
+        f"under {plan.name} each of {plan.data_ranks} ranks of dp x cp draws all answers of a step; under a plan "
+        "without tp, pp and ZeRO they share them"
     ]

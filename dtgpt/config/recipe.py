@@ -12,10 +12,10 @@ import torch
 from dtgpt.config import checks
 from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
-from dtgpt.config.dpo import DpoConfig, check_dpo, check_dpo_plan
+from dtgpt.config.dpo import DpoConfig, check_dpo
 from dtgpt.config.execution import Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
-from dtgpt.config.grpo import GrpoConfig, check_grpo, check_grpo_plan, grpo_notes
+from dtgpt.config.grpo import GrpoConfig, check_grpo, grpo_notes
 from dtgpt.config.lora import LoraConfig, check_lora, check_lora_plan
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import OR, PlanChoice, choose_plan, parse_alternatives
@@ -193,8 +193,6 @@ class Recipe:
         micro, whole, length = self.micro_batch_size, self.global_batch_size, self.sample_length
         plan.validate(self.model, micro, whole, length)
         check_lora_plan(self.lora, plan)
-        check_dpo_plan(self.dpo, plan)
-        check_grpo_plan(self.grpo, plan)
         if self.rampup_batch_size is not None:
             check_rampup(self.rampup_batch_size, self.model, plan, micro, whole, length)
         if self.reduce == "exact" and plan.splits_backward:

@@ -17,7 +17,7 @@ class Batch(NamedTuple):
     positions: Tensor | None = None  # int64 [B, T]; None: 0, 1, ...
     document_bounds: Tensor | None = None  # int32 [B, T, 2]: first position and end of what each token may attend to
     loss_weights: Tensor | None = None  # fp32 [B, T]: factor of each token's loss; with answers [B, P]: of each pair's
-    answers: Tensor | None = None  # bool [B, 2 P, T]: the targets of each answer, of which two are a pair
+    answers: Tensor | None = None  # bool [B, T, 2 P]: the targets of each answer, of which two are a pair
     reference: Tensor | None = None  # fp64 [B, 2 P]: log-probabilities of answers before training; None: to be returned
 
     @property

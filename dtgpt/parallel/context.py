@@ -42,7 +42,8 @@ def slice_of(batch: Batch, place: RankCoordinates) -> Batch:
         tokens=batch.tokens.chunk(ranks, dim=1)[place.cp].contiguous(),
         targets=own(batch.targets),
         positions=own(positions),
-        loss_weights=own(batch.loss_weights),
+        loss_weights=own(batch.loss_weights) if batch.answers is None else batch.loss_weights,  # of pairs
+        answers=own(batch.answers),
     )
 
 

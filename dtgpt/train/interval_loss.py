@@ -22,6 +22,7 @@ class IntervalLoss:
 
     def __init__(self, mesh: Mesh):
         self._mesh, self._copies = mesh, mesh.copies_of_loss
+        self._copies_of_pairs = mesh.plan.cp * mesh.plan.tp  # ranks that have the same pairs in a step
         self._sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._totals = torch.zeros(len(FIGURES), dtype=torch.float64, device=mesh.device)
         self.steps = 0
@@ -52,7 +53,7 @@ class IntervalLoss:
     def state(self) -> dict[str, Any]:
         """Return numbers for a checkpoint, the same on every rank."""
         total, *preferences = self._mesh.sum(self._sum, *self._totals).tolist()
-        own = {"preferences": [each / self._mesh.plan.tp for each in preferences]} if any(preferences) else {}
+        own = {"preferences": [each / self._copies_of_pairs for each in preferences]} if any(preferences) else {}
         return {KEY: {"sum": total, "copies": self._copies, "steps": self.steps, **own}}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -61,8 +62,8 @@ class IntervalLoss:
             total, copies = saved["sum"], saved["copies"]
             whole = total if copies == self._copies else total * self._copies / copies
             self._sum.fill_(whole if self._mesh.rank == 0 else 0.0)
-            if "preferences" in saved and self._mesh.rank == 0:  # tensor parallel ranks repeat those of a step
-                self._totals.copy_(torch.tensor(saved["preferences"], dtype=torch.float64) * self._mesh.plan.tp)
+            if "preferences" in saved and self._mesh.rank == 0:
+                self._totals.copy_(torch.tensor(saved["preferences"], dtype=torch.float64) * self._copies_of_pairs)
             self.steps = saved["steps"]
 
 

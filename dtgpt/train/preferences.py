@@ -13,6 +13,7 @@ from dtgpt.data.chats.packed import PackedPart
 from dtgpt.data.chats.pairs import PairDataset, with_answers
 from dtgpt.data.dataset import Part
 from dtgpt.ops.loss.preference import figures_of
+from dtgpt.parallel.context import slice_of
 from dtgpt.train.trainer import Trainer, never
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
@@ -60,8 +61,8 @@ def score(
         numbers = np.arange(begin, min(begin + size, samples))
         windows = to_device(part.windows(numbers), mesh.device)
         batch = with_answers(trainer.masks.batch(windows), windows, data.answers, None)
-        sums = trainer.engine.mean_loss(batch)
-        if sums is not None and turn < len(begins) and place.tp == 0:
+        sums = trainer.engine.mean_loss(slice_of(batch, place))
+        if sums is not None and turn < len(begins) and place.tp == place.cp == 0:
             counts = np.diff(part.bounds[begin : numbers[-1] + 2])
             there = torch.arange(data.answers) < torch.from_numpy(counts)[:, None]
             bounds = slice(int(part.bounds[begin]), int(part.bounds[numbers[-1] + 1]))

@@ -33,6 +33,7 @@ from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.answers import Answer, figures_of, weighted_rows
 from dtgpt.util.console import counted
@@ -97,7 +98,8 @@ class Rollouts:
         tokens, weights = weighted_rows(answers, part, self.grpo, self.settings.seq_length)
         device = self.mesh.device
         tokens = tokens.to(device)
-        return Batch(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), loss_weights=weights.to(device))
+        batch = Batch(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), loss_weights=weights.to(device))
+        return slice_of(batch, self.mesh.place)
 
     @torch.no_grad()
     def draw(self, step: int) -> list[Answer]:
@@ -255,6 +257,8 @@ def why_not_exact(settings: Settings) -> str | None:
         return f"device={device.type} chooses the order of sums by the number of rows, or has no Triton"
     if plan.tp > 1:
         return f"tp={plan.tp} sums over ranks in pieces of other sizes"
+    if plan.cp > 1:
+        return f"cp={plan.cp} computes slices of samples, with which the kernels for it are not tested"
     if plan.zero or plan.splits_backward or settings.lora.rank:
         named = {"ZeRO": plan.zero > 0, f"the schedule {plan.schedule}": plan.splits_backward}
         what = next((name for name, there in named.items() if there), f"lora.rank={settings.lora.rank}")

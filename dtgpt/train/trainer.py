@@ -98,7 +98,7 @@ class Trainer:
         scale_gradients(self.stages, self.optimizer.gradient_scale)
         self.objective: PreferenceLoss | None = None
         if (dpo := recipe.dpo).beta:
-            self.objective = PreferenceLoss(dpo.loss, dpo.beta, dpo.label_smoothing, mesh.device)
+            self.objective = PreferenceLoss(dpo.loss, dpo.beta, dpo.label_smoothing, mesh.device, mesh.cp_group)
             set_objective(self.stages, self.objective)
         self.batches = Prefetcher(self._read_batch, mesh.device)
         data = recipe.data
@@ -207,10 +207,10 @@ class Trainer:
         self, windows: Tensor, sample_ids: Tensor, step_key: Tensor, reference: Tensor | None = None
     ) -> Batch:
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
-        batch = slice_of(self.masks.batch(windows, keys), self.mesh.place)
+        batch = self.masks.batch(windows, keys)
         if reference is not None:
             batch = with_answers(batch, windows, reference.shape[1], reference)
-        return self._with_global_weights(batch)
+        return self._with_global_weights(slice_of(batch, self.mesh.place))
 
     def _with_global_weights(self, batch: Batch) -> Batch:
         """Scale the loss weights, of tokens or of pairs, so that the mean loss is that over the weights of the whole

@@ -19,7 +19,7 @@ def case():
     targets = torch.randint(V - 2, (B, T), generator=g)
     number = torch.tensor([-1, 0, 0, 0, 1, 1, -1, 2, 2, 3, 3, 3]).repeat(B, 1)
     number[2, 7:] = -1
-    answers = number[:, None] == torch.arange(2 * P)[:, None]
+    answers = number[..., None] == torch.arange(2 * P)
     weights = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]) * 6 / 5
     reference = -5 * torch.rand(B, 2 * P, generator=g, dtype=torch.float64)
     return x, weight, targets, Pairs(weights, answers, reference)
@@ -33,7 +33,7 @@ def by_the_formula(x, weight, targets, pairs, kind, beta, smooth):
         for p in range(P):
             if pairs.weights[b, p] == 0:
                 continue
-            rows = [pairs.answers[b, 2 * p + i] for i in (0, 1)]
+            rows = [pairs.answers[b, :, 2 * p + i] for i in (0, 1)]
             c, r = (each[b][row].sum() - pairs.reference[b, 2 * p + i] for i, row in enumerate(rows))
             correct += int(c > r)
             if kind == "ipo":
@@ -67,7 +67,7 @@ def test_without_a_reference_the_log_probabilities_of_answers_are_returned(case)
         PreferenceLoss("sigmoid", 0.1, 0.0, torch.device("cpu")),
     )  # fmt: skip
     each = F.log_softmax((x.double() @ weight.double().T)[..., : V - 2], -1).gather(-1, targets[..., None])[..., 0]
-    expected = (each[:, None] * pairs.answers).sum(-1)
+    expected = (each[..., None] * pairs.answers).sum(1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
     again = preference_loss(
         x, weight, targets, V - 2, pairs._replace(reference=found),

@@ -75,10 +75,10 @@ def train_and_die(recipe: Recipe, moment: str) -> None:
         train(recipe)
 
 
-def train_answers(recipe: Recipe, steps: int) -> tuple[list[float], list[list[int]]]:
-    """Return the losses of steps, and the ids of all answers."""
+def train_answers(recipe: Recipe, steps: int) -> tuple[list[float], list[list[int]], list[float]]:
+    """Return the losses of steps, the ids of all answers, and the norms of gradients."""
     with open_trainer(recipe) as trainer:
-        losses, ids, draw = [], [], trainer.rollouts.draw
+        ids, draw = [], trainer.rollouts.draw
 
         def kept(step):
             found = draw(step)
@@ -86,8 +86,8 @@ def train_answers(recipe: Recipe, steps: int) -> tuple[list[float], list[list[in
             return found
 
         with mock.patch.object(trainer.rollouts, "draw", kept):
-            losses = [trainer.mean_loss(trainer.train_step()) for _ in range(steps)]
-        return losses, ids
+            results = [trainer.train_step() for _ in range(steps)]
+        return [trainer.mean_loss(result) for result in results], ids, [result.norm.item() for result in results]
 
 
 def failure_of(recipe: Recipe) -> tuple[str, str]:

@@ -30,6 +30,7 @@ from tests.support.bodies_preferences import train_pairs
 from tests.support.chats import text, write_tokenizer
 from tests.support.ranks import pool
 from tests.support.runs import change, constant, newest_run
+from tests.support.week import of_the_week
 
 pytest.importorskip("jinja2")
 pytestmark = pytest.mark.slow(25)
@@ -143,7 +144,8 @@ def dpo(recipe, prepared, base):
     )  # fmt: skip
 
 
-PLANS = {"single": 4, "dp2_zero3": 1, "tp2_sp": 4, "pp2": 2}
+PLANS = {"single": 4, "dp2_zero3": 1, "tp2_sp": 4, "pp2": 2, "cp2": 4}
+WITH_SLICES = [("cp4", 2), ("cp2_tp2", 8), ("cp2_pp2", 4), ("cp2_zero3", 8), ("dp2_cp2", 2)]
 
 
 def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(dpo, tmp_path):
@@ -151,12 +153,25 @@ def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(dpo, t
     assert expected[0] == pytest.approx(np.log(2), rel=1e-7) and expected[-1] < expected[0] - 0.01
     assert figures[0]["reward_margin"] == 0.0  # the reference has the bits of the first step
     for plan, size in PLANS.items():
-        run, given = tmp_path / plan, replace(dpo, plan=plan, micro_batch_size=size)
-        first = pool().run(parse_plan(plan).world, train_pairs, given, run, 2)[0]
-        second = train_pairs(replace(dpo, init_from=None), run, STEPS)
-        assert first[0] + second[0] == pytest.approx(expected, abs=1e-6), plan
-        for found, wanted in zip(first[1][:-1] + second[1], figures, strict=True):
-            assert found == pytest.approx(wanted, abs=1e-5), plan
+        assert_follows(replace(dpo, plan=plan, micro_batch_size=size), tmp_path / plan, expected, figures)
+
+
+@pytest.mark.parametrize(("plan", "size"), of_the_week(WITH_SLICES, each=5))
+def test_ranks_with_slices_of_answers_follow_one_process_by_means_over_tokens(dpo, tmp_path, plan, size):
+    dpo = replace(dpo, dpo=DpoConfig(beta=BETA, loss="ipo"))
+    expected, figures = train_pairs(dpo, tmp_path / "one", STEPS)
+    assert figures[0]["reward_margin"] == 0.0 and figures[-1]["loss"] < (1 / (2 * BETA)) ** 2
+    assert_follows(replace(dpo, plan=plan, micro_batch_size=size), tmp_path / plan, expected, figures)
+
+
+def assert_follows(given, run, expected, figures):
+    """Train two steps under a plan, go on with one process, and hold all of it against these values."""
+    first = pool().run(parse_plan(given.plan).world, train_pairs, given, run, 2)[0]
+    second = train_pairs(replace(given, plan="single", micro_batch_size=2, init_from=None), run, STEPS)
+    assert first[0] + second[0] == pytest.approx(expected, abs=1e-6), given.plan
+    assert first[1][0]["reward_margin"] == 0.0
+    for found, wanted in zip(first[1][:-1] + second[1], figures, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-5), given.plan
 
 
 def answers_of(windows):
@@ -211,10 +226,8 @@ def test_adapters_prefer_relative_to_their_base(dpo, tmp_path):
     with_adapters = replace(dpo, lora=LoraConfig(rank=4), optimizer=replace(dpo.optimizer, lr=1e-2))
     expected, figures = train_pairs(with_adapters, tmp_path / "one", STEPS)
     assert figures[0]["reward_margin"] == 0.0 and expected[-1] < expected[0] - 0.01
-    run = tmp_path / "two"
-    found = pool().run(2, train_pairs, replace(with_adapters, plan="tp2"), run, 2)[0][0]
-    found += train_pairs(replace(with_adapters, init_from=None), run, STEPS)[0]
-    assert found == pytest.approx(expected, abs=1e-6)
+    for plan in ("tp2", "cp2"):
+        assert_follows(replace(with_adapters, plan=plan), tmp_path / plan, expected, figures)
 
 
 def test_a_run_reports_preferences_and_goes_on(dpo, capsys, tmp_path):
@@ -253,8 +266,6 @@ def test_what_pairs_cannot_be_trained_with_is_refused(dpo, folder, prepared, tmp
     for words, changes in refused.items():
         with pytest.raises(UserError, match=words), open_trainer(replace(dpo, **changes)):
             pass
-    with pytest.raises(UserError, match="cuts samples over cp=2, and the loss takes whole answers"):
-        replace(dpo, plan="cp2").plan_for(2)
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     given = {"input": tmp_path / "chat.jsonl", "tokenizer": str(folder), "output_prefix": tmp_path / "c", "workers": 1}
     prepare(PrepareConfig(chat=True, **given))

@@ -20,7 +20,6 @@ from dtgpt.planning.memory import memory_of
 from dtgpt.planning.report import describe_plan
 from dtgpt.run.sinks import read_records
 from dtgpt.train.compare import compare
-from dtgpt.train.job import ResumePoint, make_job
 from dtgpt.train.loop import train
 from dtgpt.train.rollouts import why_not_exact
 from dtgpt.train.startup import open_trainer
@@ -29,6 +28,7 @@ from tests.support.bodies_grpo import Failing, Fatal, Low, failure_of, train_and
 from tests.support.chats import write_tokenizer
 from tests.support.ranks import RankFailed, pool
 from tests.support.runs import change, constant, newest_run, on_cuda
+from tests.support.week import of_the_week
 from tests.train.test_lora import save_base
 
 pytestmark = pytest.mark.slow(30)
@@ -46,17 +46,29 @@ def grpo(recipe):
     )  # fmt: skip
 
 
-PLANS = {"dp2": 2, "dp2_zero3": 4, "pp2": 2, "tp2": 4}  # and the size of micro-batches
+PLANS = {"dp2": 2, "dp2_zero3": 4, "pp2": 2, "tp2": 4, "cp2": 4}  # and the size of micro-batches
+WITH_SLICES = [("cp4", 2), ("cp2_tp2", 4), ("cp2_pp2", 2), ("cp2_zero3", 8), ("dp2_cp2", 2)]
 
 
 def test_every_plan_draws_the_answers_and_has_the_losses_of_one_process(grpo):
-    losses, ids = train_answers(grpo, STEPS)
-    assert len(ids) == 8 * STEPS and len(set(map(tuple, ids))) > 16
+    expected = train_answers(grpo, STEPS)
+    assert len(expected[1]) == 8 * STEPS and len(set(map(tuple, expected[1]))) > 16
     for plan, size in PLANS.items():
-        parted = replace(grpo, plan=plan, micro_batch_size=size)
-        found = pool().run(parse_plan(plan).world, train_answers, parted, STEPS)[0]
-        assert found[1] == ids, plan
-        assert found[0] == pytest.approx(losses, abs=1e-6), plan
+        assert_follows(replace(grpo, plan=plan, micro_batch_size=size), expected)
+
+
+@pytest.mark.parametrize(("plan", "size"), of_the_week(WITH_SLICES, each=5))
+def test_ranks_with_slices_of_answers_follow_one_process(grpo, plan, size):
+    assert_follows(replace(grpo, plan=plan, micro_batch_size=size), train_answers(grpo, STEPS))
+
+
+def assert_follows(parted, expected):
+    losses, ids, norms = expected
+    found = pool().run(parse_plan(parted.plan).world, train_answers, parted, STEPS)
+    for own_losses, own_ids, own_norms in found:
+        assert own_ids == ids, parted.plan
+        assert own_losses == pytest.approx(losses, abs=1e-6), parted.plan
+        assert own_norms == pytest.approx(norms, rel=1e-5), parted.plan
 
 
 def test_all_ranks_end_where_a_reward_fails_on_one(grpo):
@@ -321,8 +333,6 @@ def test_what_answers_cannot_be_combined_with_is_refused(grpo, tmp_path, monkeyp
     for words, changes in refused.items():
         with pytest.raises(UserError, match=words):
             replace(grpo, **changes).validate()
-    with pytest.raises(UserError, match="cuts samples over cp=2"):
-        replace(grpo, plan="cp2").plan_for(2)
     with pytest.raises(UserError, match=r"dtgpt compare holds steps on data.*use --grpo\.group 0"):
         compare(grpo, tmp_path, ["dp2"], 2, None, [])
     exact = replace(grpo, grpo=replace(grpo.grpo, exact="on"))
@@ -339,6 +349,7 @@ def test_what_answers_cannot_be_combined_with_is_refused(grpo, tmp_path, monkeyp
         ("single", {}, None),
         ("pp2", {}, None),
         ("tp2", {}, "tp=2 sums"),
+        ("cp2", {}, "cp=2 computes slices"),
         ("dp2_zero1", {}, "ZeRO has"),
         ("single", {"lora": LoraConfig(rank=2)}, "lora.rank=2 has"),
         ("single", {"attention": "explicit"}, "attention=explicit here"),
@@ -379,6 +390,7 @@ def test_the_plan_counts_the_answers_that_are_drawn_together(grpo):
         assert ("without the time in which answers are drawn" in report) == said
     shared = replace(grpo, plan="dp2_zero3", micro_batch_size=2)
     (note,) = shared.notes(shared.planned_choice(2), "cpu")
-    assert "each of 2 replicas draws all answers" in note and grpo.notes(grpo.planned_choice(1), "cpu") == []
-    assert shared.planned(2).slots == 8 and replace(shared, plan="dp2").planned(2).slots == 4
-    assert make_job(replace(grpo, plan="auto"), ResumePoint(), world=2).choice.plan.cp == 1
+    assert "each of 2 ranks of dp x cp draws all answers" in note and grpo.notes(grpo.planned_choice(1), "cpu") == []
+    assert shared.planned(2).slots == 8
+    for plan in ("dp2", "cp2"):
+        assert replace(shared, plan=plan).planned(2).slots == 4

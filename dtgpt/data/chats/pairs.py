@@ -76,9 +76,9 @@ def with_answers(batch: Batch, windows: Tensor, answers: int, reference: Tensor 
     answers: 2 P; reference: `[B, 2 P]`."""
     number = ((windows[..., 1] & BEGINS) > 0).cumsum(1)[:, 1:] - 1
     assert batch.loss_weights is not None
-    of_answer = number[:, None] == torch.arange(answers, device=windows.device)[:, None]
-    of_answer &= batch.loss_weights[:, None] > 0
-    there = of_answer.any(-1)
+    of_answer = number[..., None] == torch.arange(answers, device=windows.device)
+    of_answer &= batch.loss_weights[..., None] > 0
+    there = of_answer.any(1)
     weights = (there[:, 0::2] & there[:, 1::2]).float()
     return batch._replace(loss_weights=weights, answers=of_answer, reference=reference)
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from dtgpt.ops.fast import is_apart
 from dtgpt.ops.loss import cross_entropy as passes
-from dtgpt.ops.loss.preference import Pairs, PreferenceLoss, log_probabilities
+from dtgpt.ops.loss.preference import Pairs, PreferenceLoss
 from dtgpt.ops.pointwise.linear import linear, takes_chain
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def preference_loss(
         place = (vocab_size, start, group)
         losses = _row_losses(x.flatten(0, -2), local, local_bias, targets.flatten(), *place, cap).view_as(targets)
     if pairs.reference is None:
-        return log_probabilities(losses, pairs.answers)
+        return objective.sums(losses, pairs.answers)[0]
     value, weights = objective(losses, pairs)
     return _Valued.apply(
         head_loss(x, weight, targets, vocab_size, scale=scale, weights=weights, bias=bias, cap=cap), value

@@ -4,11 +4,15 @@
 The loss couples the answers of a pair, but its gradient with respect to the log-probability of a token is a factor for
 each answer. So the log-probabilities come first, without a gradient, then these factors, and then the head's usual loss
 with the factors as weights of tokens: `dtgpt.ops.loss.head` makes the gradients as it always does.
+
+Sharding rule: ranks of context parallelism each have some tokens of every sample. They gather the log-probabilities of
+their parts of the answers, and each has the losses of whole pairs, and the factors of its own tokens.
 """
 
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,14 +24,8 @@ class Pairs(NamedTuple):
     """The pairs of a batch: answer 2 i is chosen, answer 2 i + 1 is rejected in pair i of a sample."""
 
     weights: Tensor  # fp32 [B, P], factors of the losses; 0: the sample has fewer pairs
-    answers: Tensor  # bool [B, 2 P, T]: the targets of each answer
+    answers: Tensor  # bool [B, T, 2 P]: the targets of each answer
     reference: Tensor | None  # fp64 [B, 2 P], log-probabilities before training; None: those of now are asked for
-
-
-def log_probabilities(losses: Tensor, answers: Tensor) -> Tensor:
-    """Return those of the answers, fp64 `[B, 2 P]`, from the losses of all targets, `[B, T]`. The order of the sum does
-    not depend on what else is in the batch."""
-    return -losses.double()[:, None, :].masked_fill(~answers, 0.0).sum(-1)
 
 
 def losses_and_slopes(
@@ -45,10 +43,15 @@ def losses_and_slopes(
 
 class PreferenceLoss:
     """The mean loss of pairs. `totals` fp64 `[4]`: sums of FIGURES since they were set to zero: pairs, those whose
-    chosen answer has the larger reward, and rewards, which are beta times relative log-probabilities."""
+    chosen answer has the larger reward, and rewards, which are beta times relative log-probabilities.
 
-    def __init__(self, kind: Kind, beta: float, label_smoothing: float, device: torch.device):
-        self.kind, self.beta, self.label_smoothing = kind, beta, label_smoothing
+    group: the ranks that have the other tokens of this rank's samples; None: it has all of them."""
+
+    def __init__(
+        self, kind: Kind, beta: float, label_smoothing: float, device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ):  # fmt: skip
+        self.kind, self.beta, self.label_smoothing, self.group = kind, beta, label_smoothing, group
         self.totals = torch.zeros(len(FIGURES), dtype=torch.float64, device=device)
 
     def __call__(self, losses: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -56,21 +59,39 @@ class PreferenceLoss:
         by which the head's mean loss has its gradient. losses: `[B, T]` of the targets."""
         weights, answers, reference = pairs
         assert reference is not None
-        relative, counts = log_probabilities(losses, answers) - reference, answers.sum(-1).clamp(min=1)
+        log_probabilities, counts = self.sums(losses, answers)
+        relative = log_probabilities - reference
         each, slopes = self.of_pairs(relative, counts)
         self._count(relative, weights > 0)
-        slopes = slopes * weights * (losses.shape[1] / weights.shape[1])  # the head's mean is over T, and not over P
+        # The head's mean is over this rank's targets, and gradients are the mean over the ranks of a sample: together
+        # over the T of the whole sample, and not over P.
+        length = losses.shape[1] * (1 if self.group is None else self.group.size())
+        slopes = slopes * weights * (length / weights.shape[1])
         factors = torch.stack([-slopes, slopes], -1).flatten(1)
         if self.kind == "ipo":
             factors = factors / counts
-        by_token = (answers * factors[:, :, None]).sum(1)
+        by_token = (answers * factors[:, None, :]).sum(-1)
         return (each * weights).mean().float(), by_token.float()
+
+    def sums(self, losses: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of the answers, and their numbers of tokens, 1 at least, both fp64 `[B, 2 P]`, from
+        the losses of this rank's targets `[B, T]`. The order of the sums does not depend on what else is in the batch.
+        """
+        of_answer = answers.mT
+        log_probabilities = -losses.double()[:, None, :].masked_fill(~of_answer, 0.0).sum(-1)
+        own = torch.stack([log_probabilities, of_answer.sum(-1).double()])
+        if self.group is not None:
+            parts = own.new_zeros(self.group.size(), *own.shape)
+            parts[self.group.rank()] = own
+            dist.all_reduce(parts, group=self.group)  # of a number and zeros: the order of sums is ours
+            own = parts.sum(0)
+        return own[0], own[1].clamp(min=1)
 
     def of_batch(self, losses: Tensor, pairs: Pairs) -> Tensor:
         """Return the losses of pairs `[B, P]`, without their weights, for autograd."""
         assert pairs.reference is not None
-        relative = log_probabilities(losses, pairs.answers) - pairs.reference
-        return self.of_pairs(relative, pairs.answers.sum(-1).clamp(min=1))[0]
+        log_probabilities, counts = self.sums(losses, pairs.answers)
+        return self.of_pairs(log_probabilities - pairs.reference, counts)[0]
 
     def of_pairs(self, relative: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and slopes `[B, P]` of answers `[B, 2 P]`, which have `counts` tokens."""
