@@ -68,7 +68,7 @@ def references():
     return of
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(16)
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("model, plan", [(model, plan) for model, plans in PLANS.items() for plan in plans])
 def test_every_plan_follows_one_process(other, references, model, plan):
