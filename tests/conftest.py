@@ -22,7 +22,7 @@ from dtgpt.util.environment import child_environment
 from dtgpt.util.hardware import why_no_compiler
 from tests.support.budgets import budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures
-from tests.support.week import VARIABLE, seed_of_the_week
+from tests.support.week import VARIABLE, seed_of_the_week, take_turns
 
 torch.set_num_threads(1)
 os.environ.update(child_environment())  # processes that tests start, in any folder, import the code under test
@@ -52,7 +52,14 @@ def pytest_report_header():
     return f"random cases: seed of the week {seed_of_the_week()} ({VARIABLE} repeats another one)"
 
 
-def pytest_collection_modifyitems(items):
+def is_whole(config) -> bool:
+    """Return whether all tests were asked for, not some by name."""
+    return list(config.args) == config.getini("testpaths") and not config.option.keyword
+
+
+def pytest_collection_modifyitems(config, items):
+    if is_whole(config):  # tests that are asked for by name run in any week
+        take_turns(items)
     for item in items:
         item.user_properties.append(("budget", budget_of(item)))
         is_quick = item.get_closest_marker("slow") is None or item.name in QUICK_THOUGH_SLOW
@@ -69,8 +76,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter, config):
     """Say which marks `slow` are missing or wrong, after all tests or the quick ones."""
-    whole = config.args_source is config.ArgsSource.TESTPATHS and not config.option.keyword
-    if whole and config.option.markexpr in ("not long", "quick"):
+    if is_whole(config) and config.option.markexpr in ("not long", "quick"):
         reports = [report for kind in terminalreporter.stats.values() for report in kind]
         found = [(*dict(r.user_properties)["budget"], r.duration) for r in reports if hasattr(r, "user_properties")]
         times, all_ran = slowness(config.option.numprocesses or 1), config.option.markexpr != "quick"

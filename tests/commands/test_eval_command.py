@@ -25,7 +25,7 @@ from tests.support import bodies_evaluation as bodies
 from tests.support.hugging_face import hugging_face_twin
 from tests.support.ranks import pool
 
-pytestmark = pytest.mark.slow(12)
+pytestmark = pytest.mark.slow(3)
 
 CONFIG = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=48, vocab_size=257, init_std=0.4)
 BYTES = make_tokenizer("bytes", [], 0)

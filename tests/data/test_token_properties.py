@@ -20,7 +20,7 @@ from tests.data.test_blend import naive_order, pairs_of
 from tests.data.test_indexed import same, write
 from tests.data.test_samples import INDICES
 
-pytestmark = pytest.mark.slow(30)
+pytestmark = pytest.mark.slow(4)
 
 quick = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 SEEDS = st.sampled_from([0, 1234, 2**32 - 1]) | st.integers(0, 2**32 - 1)

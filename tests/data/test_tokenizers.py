@@ -390,7 +390,7 @@ def test_a_damaged_model_is_one_sentence(tmp_path, changes):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow(1)
 def test_tokens_that_no_merge_makes_on_purpose_are_taken(tmp_path, capsys):
     vocab, merges = gpt2_files(tmp_path)
     ids = json.loads(vocab.read_text())

@@ -290,7 +290,6 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.slow(7)
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(options=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
 def test_any_value_of_any_option_is_taken_or_refused_in_one_sentence(model, options):

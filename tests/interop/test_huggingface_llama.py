@@ -216,6 +216,7 @@ def test_a_model_is_continued_at_more_positions(recipe, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("plan", ["tp2", "dp2_zero3"])
 def test_a_run_begins_with_a_folder_under_any_plan(recipe, tmp_path, plan):
     their_model("qwen3", vocab_size=257, num_key_value_heads=2, hidden_size=40).save_pretrained(tmp_path / "qwen3")

@@ -88,7 +88,7 @@ def test_a_run_is_its_checkpoints_and_the_newest_of_them_in_full(run, inspect):
     assert "\n".join(lines[3:]) + "\n" == inspect(newest(run))
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["single", "tp2"])
 def test_a_checkpoint_says_step_plan_sizes_and_the_digest_of_every_file(recipe, inspect, plan):
     target = change(recipe, plan=plan)

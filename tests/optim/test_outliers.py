@@ -233,7 +233,6 @@ def test_a_cuda_graph_replays_the_detector():
 
 
 @pytest.mark.cuda
-@pytest.mark.slow(10)
 def test_captured_steps_skip_the_outlier(watched):
     own = {"device": "cuda", "precision": "fp32", "compile": "off"}
     on_gpu = change(watched, **own, model={"hidden_size": 128, "seq_length": 64})

@@ -68,6 +68,7 @@ def test_a_run_scores_and_writes_texts_as_one_process(recipe, heads):
         assert scores == pytest.approx(expected, rel=1e-5) and written == text
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("writer, reader", [("cp2_zero1", "dp2_tp2_zero3"), ("tp2", "cp4_zero3")])
 def test_another_plan_reads_the_checkpoint(recipe, tmp_path, writer, reader):
     worlds = [parse_plan(plan).world for plan in (writer, reader)]
@@ -115,6 +116,7 @@ def test_a_plan_counts_half_of_the_activations(recipe):
     assert block_activations(two, 0) <= block_activations(one, 0) / 2 + copies
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("plan, groups, recompute", [
     ("cp2", 4, "none"), ("cp2", 1, "full"), ("cp4_tp2", 4, "selective"), ("cp2_pp2", 1, "none"),
 ])  # fmt: skip

@@ -25,7 +25,6 @@ from dtgpt.train.settle import load_recipe
 from dtgpt.util.errors import UserError
 from tests.support import bodies_dryrun
 from tests.support.ranks import pool
-from tests.support.week import of_the_week
 
 CPU = torch.device("cpu")
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -86,7 +85,8 @@ MESSAGES += ["dp2_pp2", "dp2_pp2_zero3", "dp2_pp2_zbv_zero1", "dp2_pp2_interleav
 
 
 @pytest.mark.slow(25)
-@pytest.mark.parametrize("plan", of_the_week(MESSAGES, 2))
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("plan", MESSAGES)
 def test_the_messages_are_those_that_are_sent(recipe, plan):
     recipe = replace(planned(recipe, plan), model=replace(recipe.model, num_layers=4))
     known = parse_plan(plan)

@@ -32,7 +32,6 @@ def rows_of(text: str, header: str) -> list[list[str]]:
     return [line.split() for line in iter(lambda: next(lines, ""), "")]
 
 
-@pytest.mark.slow(3)
 def test_each_plan_and_world_has_a_line_with_the_numbers_of_its_own_report(capsys):
     plans = ["--plans", "tp8_sp_pp16_zero1", "tp8_sp_zero3", "--world", "1024", "1000", "--gpu", "80"]
     text = output_of(capsys, str(LLAMA), *plans)

@@ -46,6 +46,7 @@ def test_nothing_imports_upwards_or_from_a_room_beside():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow(1)
 def test_no_file_outside_models_and_interop_names_a_module_of_an_architecture():
     names = {"wte", "wpe", "ln_1", "ln_2", "ln_f", "attn", "mlp", "lm_head", "drop_1", "drop_2", "c_attn", "c_proj"}
     found = []

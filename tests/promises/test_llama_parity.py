@@ -20,7 +20,6 @@ from tests.support.bodies_llama import Seen, train_and_evaluate
 from tests.support.ranks import pool
 from tests.support.runs import change
 from tests.support.runs import record as record_of
-from tests.support.week import of_the_week
 
 pytestmark = pytest.mark.slow(30)
 
@@ -91,7 +90,8 @@ def test_the_plan_follows_one_process(recipe, plan, tied):
         assert rank.sample == expected.sample and rank.held == rank.planned
 
 
-@pytest.mark.parametrize(("plan", "groups"), of_the_week(GATHERED, 4))
+@pytest.mark.turns(4)
+@pytest.mark.parametrize(("plan", "groups"), GATHERED)
 def test_more_context_ranks_than_heads_of_keys_follow_one_process(recipe, plan, groups):
     plan = parse_plan(plan)
     recipe = sized_for(recipe, plan, tied=False)
