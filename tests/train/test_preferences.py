@@ -30,7 +30,6 @@ from tests.support.bodies_preferences import train_pairs
 from tests.support.chats import text, write_tokenizer
 from tests.support.ranks import pool
 from tests.support.runs import change, constant, newest_run
-from tests.support.week import of_the_week
 
 pytest.importorskip("jinja2")
 pytestmark = pytest.mark.slow(25)
@@ -156,7 +155,8 @@ def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(dpo, t
         assert_follows(replace(dpo, plan=plan, micro_batch_size=size), tmp_path / plan, expected, figures)
 
 
-@pytest.mark.parametrize(("plan", "size"), of_the_week(WITH_SLICES, each=5))
+@pytest.mark.turns(5)
+@pytest.mark.parametrize(("plan", "size"), WITH_SLICES)
 def test_ranks_with_slices_of_answers_follow_one_process_by_means_over_tokens(dpo, tmp_path, plan, size):
     dpo = replace(dpo, dpo=DpoConfig(beta=BETA, loss="ipo"))
     expected, figures = train_pairs(dpo, tmp_path / "one", STEPS)

@@ -28,7 +28,6 @@ from tests.support.bodies_grpo import Failing, Fatal, Low, failure_of, train_and
 from tests.support.chats import write_tokenizer
 from tests.support.ranks import RankFailed, pool
 from tests.support.runs import change, constant, newest_run, on_cuda
-from tests.support.week import of_the_week
 from tests.train.test_lora import save_base
 
 pytestmark = pytest.mark.slow(30)
@@ -57,7 +56,8 @@ def test_every_plan_draws_the_answers_and_has_the_losses_of_one_process(grpo):
         assert_follows(replace(grpo, plan=plan, micro_batch_size=size), expected)
 
 
-@pytest.mark.parametrize(("plan", "size"), of_the_week(WITH_SLICES, each=5))
+@pytest.mark.turns(5)
+@pytest.mark.parametrize(("plan", "size"), WITH_SLICES)
 def test_ranks_with_slices_of_answers_follow_one_process(grpo, plan, size):
     assert_follows(replace(grpo, plan=plan, micro_batch_size=size), train_answers(grpo, STEPS))
 
