@@ -32,7 +32,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, constant, newest_run
 
 pytest.importorskip("jinja2")
-pytestmark = pytest.mark.slow(25)
+pytestmark = pytest.mark.slow(33)
 
 STEPS, LENGTH, BETA = 4, 128, 0.3
 

@@ -30,7 +30,7 @@ from tests.support.ranks import RankFailed, pool
 from tests.support.runs import change, constant, newest_run, on_cuda
 from tests.train.test_lora import save_base
 
-pytestmark = pytest.mark.slow(30)
+pytestmark = pytest.mark.slow(36)
 
 STEPS, NEW, TOKENS = 3, 6, 257
 
