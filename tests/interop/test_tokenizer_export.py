@@ -238,6 +238,7 @@ def test_a_tokenizer_goes_along_through_all_formats(run, tmp_path):
     assert tokenizer_beside(tmp_path / "ours").ranks == known.ranks
 
 
+@pytest.mark.turns(3)
 def test_a_tokenizer_is_named_for_a_model_that_has_none(run, tmp_path, capsys):
     (tmp_path / "bare").mkdir()
     for path in run.iterdir():

@@ -94,6 +94,7 @@ def test_50_steps_agree_with_transformers_and_torch_adamw(recipe, tmp_path, fami
         assert loss == pytest.approx(their_loss.item(), rel=TOLERANCE), step
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("family", ["gpt_neo", "olmo3", "gemma3", "gpt_oss", "qwen2"])
 def test_greedy_texts_of_100_tokens_are_those_of_transformers(tmp_path, family):
     positions = {"max_position_embeddings": 128}
@@ -138,6 +139,7 @@ def test_every_plan_follows_one_process(recipe, references, family, plan):
         assert sorted(held) == sorted(planned)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "family, plan", [("gpt_neo", "pp2"), ("olmo3", "tp2"), ("gemma3", "tp2_sp"), ("gpt_oss", "tp2_sp")]
 )

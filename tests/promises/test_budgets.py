@@ -24,8 +24,13 @@ NAME = "tests/promises/test_budgets.py::test_missing_and_wrong_marks_are_told"
 )
 def test_missing_and_wrong_marks_are_told(request, budget, seconds, times, told):
     assert budget_of(request.node) == (NAME, LIMIT)
-    phases = [(NAME, budget, seconds / 2)] * 2
+    phases = [(NAME, budget, True, seconds / 2)] * 2
     assert wrong_marks(phases, times) == ([f"{NAME} {told}"] if told else [])
+
+
+def test_a_part_of_the_cases_says_nothing_of_a_mark_that_is_too_large():
+    assert wrong_marks([(NAME, 20.0, False, 1.0)], 1) == []
+    assert wrong_marks([(NAME, 20.0, False, 90.0)], 1)
 
 
 class Item:
@@ -48,8 +53,8 @@ def test_what_shares_a_mark_takes_turns_by_week(monkeypatch):
         monkeypatch.setenv(VARIABLE, str(week))
         cases = [Item(f"tests/test_a.py::test_plan[{n}]", "function") for n in range(4)]
         others = [Item(f"tests/test_a.py::test_{n}", "file") for n in range(3)]
-        take_turns([*cases, Item("tests/test_a.py::test_free", "nothing"), *others])
+        left_out = take_turns([*cases, Item("tests/test_a.py::test_free", "nothing"), *others])
         turns += [item.nodeid.partition("::")[2] for item in (*cases, *others) if not item.added]
-        assert all(item.added in ([], ["long"]) for item in (*cases, *others))
+        assert left_out == [item for item in (*cases, *others) if item.added == ["long"]]
         assert sum(not item.added for item in others) == 1
     assert sorted(turns) == ["test_0", "test_1", "test_2", *(f"test_plan[{n}]" for n in range(4))]

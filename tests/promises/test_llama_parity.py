@@ -78,6 +78,7 @@ def run(recipe: Recipe, plan: Plan) -> list[Seen]:
     return pool().run(plan.world, train_and_evaluate, recipe, STEPS)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("plan", "tied"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in RARE)])
 def test_the_plan_follows_one_process(recipe, plan, tied):
     plan = parse_plan(plan)
@@ -130,6 +131,7 @@ OWN = {
 }  # fmt: skip
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", OWN)
 def test_a_table_of_the_recipe_follows_one_process(recipe, name):
     recipe = sized_for(recipe, Plan(tp=2), tied=False)

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from datetime import date
+from zlib import crc32
 
 import pytest
 
@@ -15,16 +16,19 @@ def seed_of_the_week() -> int:
     return int(os.environ.get(VARIABLE) or f"{year}{week:02}")
 
 
-def take_turns(items) -> None:
+def take_turns(items) -> list:
     """Mark as `long` those of the tests that share a mark `turns(weeks)`, the one nearest to each, whose week it is
-    not. All would together take too long for every run."""
-    week, places = seed_of_the_week(), Counter[tuple[str, str]]()
+    not, and return them. All would together take too long for every run."""
+    week, places, waiting = seed_of_the_week(), Counter[str](), []
     for item in items:
         if (found := next(item.iter_markers_with_node("turns"), None)) is None:
             continue
         node, mark = found
         # A mark of a function is a mark of each of its cases.
         sharing = item.nodeid.partition("[")[0] if node is item else node.nodeid
-        if (week + places[sharing]) % mark.args[0]:
+        first = crc32(sharing.encode())  # so that not all first cases have the same week
+        if (week + first + places[sharing]) % mark.args[0]:
             item.add_marker(pytest.mark.long)
+            waiting.append(item)
         places[sharing] += 1
+    return waiting
