@@ -291,7 +291,7 @@ class Recipe:
                 "off or --precision bf16"
             )
         scale, config = self.loss_scale, self.optimizer
-        check_lora(self.lora.rank, self.model.hidden_size, config.kind, self.precision, self.reduce)
+        check_lora(self.lora, self.model.hidden_size, config.kind, self.precision, self.reduce)
         check_dpo(self.dpo, self.precision)
         others = {"dpo.beta": self.dpo.beta > 0, "rampup_batch_size": self.rampup_batch_size is not None}
         by_data = "overfit", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
