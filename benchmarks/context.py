@@ -27,9 +27,10 @@ CHECKS = [  # recipe, options; on a GPU in the precision of training, and captur
 ]
 PLANS = ["cp2", "cp2_zero1", "cp2_zero3"]
 MEASURES = [  # model, tokens of a sample, plans, options
-    ("llama32_1b", 32_768, ["single", "cp2"], ""),
+    ("llama32_1b", 32_768, ["single", "cp2", "cp2_zero1"], ""),
     ("llama32_1b", 131_072, ["single", "cp2_zero3"], "--recompute full"),
     ("llama32_1b", 1_000_000, ["cp2_zero3"], "--recompute full"),
+    ("llama3_8b", 32_768, ["cp2_zero3"], ""),
     ("llama3_8b", 32_768, ["cp2_zero3"], "--recompute full"),
     ("llama3_8b", 65_536, ["cp2_zero3"], "--recompute full"),
     ("llama3_8b", 131_072, ["cp2_zero3"], "--recompute full"),

@@ -276,7 +276,6 @@ def compare(name: str, device: torch.device, folder: Path | None = None) -> dict
     return found
 
 
-@pytest.mark.slow(4)
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_transport_has_the_bits_of_gloo(tmp_path, name):
     for found in pool().run(2, compare, name, torch.device("cpu"), tmp_path):

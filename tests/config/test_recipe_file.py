@@ -107,7 +107,6 @@ def test_a_file_that_cannot_be_run_is_one_sentence(tmp_path, text, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.slow(2)
 def test_a_recipe_run_as_a_script_says_the_same(tmp_path):
     path = write(tmp_path / "mine.py", "return tiny(steps='ten')")
     done = run_program([path], tmp_path)

@@ -78,7 +78,8 @@ def test_leftovers_of_killed_preparations_are_removed_and_others_kept(tmp_path, 
     assert capsys.readouterr().err.count("is removed") == 2
 
 
-@pytest.mark.slow(5)
+@pytest.mark.turns(3)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("former", [False, True])
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_a_preparation_killed_between_its_renames_loses_nothing(tmp_path, capsys, former, renames):

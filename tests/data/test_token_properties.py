@@ -20,7 +20,7 @@ from tests.data.test_blend import naive_order, pairs_of
 from tests.data.test_indexed import same, write
 from tests.data.test_samples import INDICES
 
-pytestmark = pytest.mark.slow(30)
+pytestmark = pytest.mark.slow(4)
 
 quick = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 SEEDS = st.sampled_from([0, 1234, 2**32 - 1]) | st.integers(0, 2**32 - 1)
@@ -53,6 +53,7 @@ def test_any_documents_survive(documents, block):
         same(dataset, documents)
 
 
+@pytest.mark.turns(3)
 @quick
 @given(st.lists(typed_documents(("<u2",)), min_size=1, max_size=4), BLOCKS)
 def test_joined_datasets_are_those_written_at_once(parts, block):
@@ -206,6 +207,7 @@ def test_any_exhaustive_order_is_that_of_the_plain_loop(sizes):
     assert sorted(order) == [(i, k) for i, size in enumerate(sizes) for k in range(size)]
 
 
+@pytest.mark.turns(4)
 @quick
 @given(st.lists(st.tuples(LENGTHS, st.floats(0.01, 1.0)), min_size=2, max_size=4), st.integers(0, 60), SEEDS)
 def test_a_blend_takes_the_samples_of_each_dataset_in_their_order(datasets, count, seed):

@@ -54,6 +54,7 @@ def model(folder):
     return dtgpt.load(folder, device="cpu", tokenizer=BYTES)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("changes", [{}, {"choices": 2}, {"beams": Beams(width=2)}, {"ids": [1] * 6},
@@ -106,7 +107,6 @@ def test_all_ranks_raise_it_and_go_on(folder, plan):
     assert pool().run(2, bodies.not_finite, folder, plan) == [[LOGITS] * 3 + [3]] * 2
 
 
-@pytest.mark.slow(2)
 def test_weights_are_told_apart_from_what_pads_them(tmp_path):
     mesh = Mesh(Plan().for_world(1), CPU)
     model = build_model(CONFIG, CPU, torch.float32, root_key(1))

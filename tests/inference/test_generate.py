@@ -290,7 +290,6 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.slow(7)
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(options=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
 def test_any_value_of_any_option_is_taken_or_refused_in_one_sentence(model, options):
@@ -304,6 +303,7 @@ def test_names_of_other_programs_lead_to_options_that_exist():
     assert set(ELSEWHERE.values()) <= set(NAMES) and not set(ELSEWHERE) & set(NAMES)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.slow(2)
 def test_a_model_with_gpt2s_vocabulary_ends_without_its_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", None)  # nothing is fetched

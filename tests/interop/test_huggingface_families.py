@@ -19,9 +19,10 @@ from tests.interop.test_interop_huggingface import InMemory, same_logits, scatte
 from tests.support.families import MODELS, OURS, their_config, their_model
 from tests.support.sources import check_parts, filled, refused
 
-pytestmark = pytest.mark.slow(8)
+pytestmark = pytest.mark.slow(2)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_transformers_there_and_back(tmp_path, family):
     theirs = their_model(family)

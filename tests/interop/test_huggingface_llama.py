@@ -42,6 +42,7 @@ def folder(tmp_path):
     return tmp_path / "llama"
 
 
+@pytest.mark.turns(4)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_those_of_transformers_there_and_back(tmp_path, kind):
@@ -216,6 +217,7 @@ def test_a_model_is_continued_at_more_positions(recipe, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("plan", ["tp2", "dp2_zero3"])
 def test_a_run_begins_with_a_folder_under_any_plan(recipe, tmp_path, plan):
     their_model("qwen3", vocab_size=257, num_key_value_heads=2, hidden_size=40).save_pretrained(tmp_path / "qwen3")

@@ -64,7 +64,6 @@ def trained(recipe, path, **changes):
     return recipe, newest_run(recipe)
 
 
-@pytest.mark.slow(3)
 @pytest.mark.parametrize("way", RUNS)
 def test_what_a_folder_says_comes_back(recipe, theirs, tmp_path, way, capsys):
     source = theirs

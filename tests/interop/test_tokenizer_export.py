@@ -28,7 +28,6 @@ from dtgpt.util.storage import write_json
 from tests.data.test_tokenizers import HELLO, random_texts, save_tokenizer_json
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.vocabularies import cut_by_pattern, gpt2_files, rank_file, sentencepiece_model, tokenizer_json
-from tests.support.week import of_the_week
 
 pytestmark = pytest.mark.slow(14)
 
@@ -101,7 +100,8 @@ def exported(tokenizer, folder, model_type="gpt2"):
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", of_the_week([*KINDS], 2))
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("kind", [*KINDS])
 def test_transformers_gives_the_same_ids_and_text(tmp_path, kind):
     known = make(kind, tmp_path)
     theirs = exported(known, tmp_path / "out", MODEL_TYPES.get(kind, "gpt2"))
@@ -136,7 +136,8 @@ def is_edge(code: int) -> bool:
     return len({category(chr(c)) for c in range(max(0, code - 1), code + 2)}) > 1
 
 
-@pytest.mark.parametrize("pattern", of_the_week([*PATTERNS, CL100K], 2))
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("pattern", [*PATTERNS, CL100K])
 def test_every_character_is_cut_alike(tmp_path, pattern):
     ranks = [bytes([a]) for a in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]
     known = ByteLevel("pairs", pattern, ranks)
@@ -237,6 +238,7 @@ def test_a_tokenizer_goes_along_through_all_formats(run, tmp_path):
     assert tokenizer_beside(tmp_path / "ours").ranks == known.ranks
 
 
+@pytest.mark.turns(3)
 def test_a_tokenizer_is_named_for_a_model_that_has_none(run, tmp_path, capsys):
     (tmp_path / "bare").mkdir()
     for path in run.iterdir():

@@ -40,7 +40,6 @@ def test_without_torchrun_nobody_waits_long_for_a_process_that_has_died(port, mo
     assert time.monotonic() - begin < 60
 
 
-@pytest.mark.slow(2)
 def test_a_store_that_is_gone_at_once_is_one_sentence(port, monkeypatch, capfd):
     """It answers the first connection alone. torch would print C++ frames before it raises its error."""
     monkeypatch.setattr(rendezvous, "ALONE", 1.0)

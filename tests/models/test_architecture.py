@@ -30,7 +30,6 @@ from tests.support.families import OURS
 from tests.support.mixed_blocks import MixedConfig
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
-from tests.support.week import of_the_week
 from tests.support.windowed_blocks import WindowedConfig
 
 CPU = torch.device("cpu")
@@ -69,10 +68,9 @@ def references():
     return of
 
 
-@pytest.mark.slow(4)
-@pytest.mark.parametrize(
-    "model, plan", of_the_week([(model, plan) for model, plans in PLANS.items() for plan in plans], 3)
-)
+@pytest.mark.slow(16)
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("model, plan", [(model, plan) for model, plans in PLANS.items() for plan in plans])
 def test_every_plan_follows_one_process(other, references, model, plan):
     recipe = replace(other, model=MODELS[model])
     expected, whole_weights = references(recipe)
@@ -155,9 +153,8 @@ def test_the_memory_of_each_kind_of_block_is_what_autograd_keeps(other, recomput
 
 @pytest.mark.slow(6)
 @pytest.mark.parametrize("model", ["mixed", "windowed"])
-@pytest.mark.parametrize(
-    "how", of_the_week([{"precision": "fp8"}, {"recompute": "full"}, {"recompute": "selective"}], 3)
-)
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("how", [{"precision": "fp8"}, {"recompute": "full"}, {"recompute": "selective"}])
 def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how, model):
     recipe = replace(other, model=MODELS[model], **how)
     expected, _ = references(replace(recipe, recompute="none"))
@@ -166,7 +163,8 @@ def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how
 
 
 @pytest.mark.slow(5)
-@pytest.mark.parametrize("model, plan, training", of_the_week(TEXTS, 3))
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("model, plan, training", TEXTS)
 def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training, model):
     config = replace((MODELS | OURS)[model], num_layers=5, vocab_size=61, dropout=0.0, init_std=0.3)
     model, prompts = build_model(config, CPU, torch.float32, bodies_engine.KEY), [[5], [3, 4, 5, 6, 7, 8], [9, 2]]

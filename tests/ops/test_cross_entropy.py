@@ -45,7 +45,6 @@ def check(case: Case, results: list) -> None:
     assert (found[..., case.vocab_size :] == 0).all()
 
 
-@pytest.mark.slow(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_a_cut_vocabulary_has_the_loss_and_gradient_of_the_whole(world, dtype):
@@ -54,7 +53,6 @@ def test_a_cut_vocabulary_has_the_loss_and_gradient_of_the_whole(world, dtype):
         check(case, list(results))
 
 
-@pytest.mark.slow(2)
 @pytest.mark.parametrize("world, width", [(5, 384), (4, 390), (3, 256), (4, 128)])
 def test_an_uneven_cut_is_no_special_case(world, width):
     case = make_case(width - 100, width)

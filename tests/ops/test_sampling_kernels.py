@@ -19,8 +19,6 @@ from tests.support.bodies_sampling import (
     variant_for,
 )
 
-pytestmark = pytest.mark.slow(10)
-
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_the_kernels_in_the_interpreter():

@@ -34,7 +34,6 @@ def knows(backend: str, rule: AttentionRule) -> bool:
     return not unknown_to(backend, rule.softcap is not None, rule.sinks is not None)
 
 
-@pytest.mark.slow(5)
 @pytest.mark.parametrize("p, documents", [(0.0, False), (0.0, True), (0.3, False)])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", RULES)

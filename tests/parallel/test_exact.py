@@ -17,7 +17,6 @@ from dtgpt.util.errors import UserError
 from tests.support.bodies_exact import bits_of_steps, check_fixed_point, check_squares, norm_with_a_large_gradient
 from tests.support.families import OURS
 from tests.support.ranks import pool
-from tests.support.week import of_the_week
 
 GPT2 = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, dropout=0.1)
 OVERFLOWS = LossScaleConfig(initial=2.0**18, hysteresis=1)  # in the first steps
@@ -50,7 +49,8 @@ BITS = [
 
 
 @pytest.mark.slow(17)
-@pytest.mark.parametrize("reference, plans, changes", of_the_week(BITS, 2))
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("reference, plans, changes", BITS)
 def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
     recipe = replace(exact, **changes)
     expected = bits(recipe, reference)
@@ -60,7 +60,7 @@ def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
         assert [name for name in expected if found[name] != expected[name]] == [], plan
 
 
-@pytest.mark.slow(3)
+@pytest.mark.turns(3)
 def test_a_gradient_that_does_not_fit_makes_the_norm_not_a_number_on_all_ranks(exact):
     run = functools.partial(pool().run, 2, norm_with_a_large_gradient)
     for plan in ("dp2", "dp2_zero3"):

@@ -73,7 +73,6 @@ def test_a_bucket_is_taken_when_all_have_arrived_in_whatever_order(order):
     assert [total.tolist() for total in bucket.sums] == [[3.0], [23.0] * 2, [43.0] * 3]
 
 
-@pytest.mark.slow(3)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_replicas_are_summed_once_and_while_backward_goes_on(dtype, count):

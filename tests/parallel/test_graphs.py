@@ -16,8 +16,6 @@ from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.runs import change, losses, newest_run, on_cuda, training
 
-pytestmark = pytest.mark.slow(10)
-
 CUDA = torch.device("cuda")
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -103,7 +103,6 @@ def test_what_ranks_decide_together_is_the_same_on_all(world):
         assert answer["on_rank_0"] == "by 0"
 
 
-@pytest.mark.slow(3)
 @pytest.mark.parametrize("world, failing", [(2, 0), (4, 2)])
 @pytest.mark.parametrize(
     "error", [UserError("no; mend it"), OSError(28, "No space left on device"), OSError(), SafetensorError("cut off")]

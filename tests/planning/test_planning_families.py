@@ -10,14 +10,14 @@ from dtgpt.planning.traffic import collectives_of
 from tests.support import bodies_dryrun
 from tests.support.families import OURS
 from tests.support.ranks import pool
-from tests.support.week import of_the_week
 
 pytestmark = pytest.mark.slow(4)
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("recompute", of_the_week(["none", "full"], 2))
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family, plan", [("olmo3", "tp2"), ("olmo3", "tp2_sp"), ("gpt_oss", "tp2_sp")])
 def test_the_messages_are_those_that_are_sent(recipe, family, plan, recompute):
     recipe = replace(recipe, model=OURS[family], plan=plan, micro_batch_size=2, recompute=recompute)

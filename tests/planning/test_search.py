@@ -53,7 +53,7 @@ def tried(recipe, gpu):
     return found
 
 
-@pytest.mark.slow(4)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("size", [0.2, 0.45, 4.0])
 def test_the_choice_is_the_fastest_of_all_that_fit(small, size):
     gpu = replace(GPU, size=size * GIB)
@@ -70,7 +70,6 @@ def test_the_choice_is_the_fastest_of_all_that_fit(small, size):
     assert all(not fits_into(each.memory.total, gpu.size) for each in found.too_large)
 
 
-@pytest.mark.slow(2)
 def test_the_choice_is_written_as_a_plan_and_kept_while_it_fits(small):
     chosen = with_plan(small, 4, GPU)
     assert chosen == with_plan(small, 4, GPU) and is_auto(chosen.plan)
@@ -103,7 +102,6 @@ def test_auto_is_last_and_for_a_number_of_processes(plan, words):
         parse_alternatives(plan)
 
 
-@pytest.mark.slow(3)
 def test_what_fits_is_named_with_its_memory_and_its_cost():
     """A 70B on 16 H100s."""
     sizes = {"num_layers": 80, "hidden_size": 8192, "num_heads": 64, "num_kv_heads": 8, "ffn_hidden_size": 28672}
@@ -136,7 +134,7 @@ def test_changes_keep_the_number_of_gpus_and_fit(small):
     assert micro and fits_into(fullest(memory_by_rank(replace(settings, micro_batch_size=micro))).total, 0.4 * GIB)
 
 
-@pytest.mark.slow(4)
+@pytest.mark.turns(3)
 def test_the_command_ranks_plans_and_says_why_others_lost(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["plan", str(RECIPES / "gpt2_345m.py"), "--plan", "auto", "--world", "4", "--gpu", "rtx 4090"])

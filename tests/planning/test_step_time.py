@@ -27,7 +27,6 @@ def settings_of(name: str, plan: str, *options: str, world: int | None = None):
     return load_recipe(ROOT / "recipes" / f"{name}.py", ["--plan", plan, *options]).planned(world)
 
 
-@pytest.mark.slow(6)
 def test_measured_steps_are_predicted_as_well_as_reports_and_the_page_say():
     """The constants came from some of these cases: the page says which."""
     spec = importlib.util.spec_from_file_location("predicted_steps", ROOT / "benchmarks" / "predicted_steps.py")
@@ -194,7 +193,6 @@ def test_a_file_that_is_no_calibration_is_one_sentence(tmp_path, text):
         read_rates(path, find_gpu("H200"))
 
 
-@pytest.mark.slow(2)
 def test_calibration_runs_on_a_cpu_at_small_sizes(tmp_path):
     """The code that runs on a GPU; rates of a CPU mean nothing."""
     path, sizes = tmp_path / "rates.json", Sizes(samples=2, length=32, heads=2, head_dim=8, copied=4096)

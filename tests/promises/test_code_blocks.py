@@ -209,6 +209,7 @@ def commands_of(block):
     return found
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("language, block, page", BLOCKS)
 def test_a_block_is_right(language, block, page, capsys):
     if language == "sh":

@@ -34,6 +34,7 @@ def test_every_file_stands_in_a_room():
     assert {room_of(file) for file in ROOT.rglob("*.py")} == LEVEL.keys()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.slow(1)
 def test_nothing_imports_upwards_or_from_a_room_beside():
     wrong = []
@@ -46,6 +47,7 @@ def test_nothing_imports_upwards_or_from_a_room_beside():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow(1)
 def test_no_file_outside_models_and_interop_names_a_module_of_an_architecture():
     names = {"wte", "wpe", "ln_1", "ln_2", "ln_f", "attn", "mlp", "lm_head", "drop_1", "drop_2", "c_attn", "c_proj"}
     found = []
@@ -61,6 +63,7 @@ def test_no_file_outside_models_and_interop_names_a_module_of_an_architecture():
     assert not found, "\n".join(found)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.slow(1)
 def test_few_functions_take_a_whole_recipe():
     """Others take the sections, values or settings that they read. What makes a recipe of a recipe is not counted."""

@@ -15,7 +15,7 @@ from tests.support.chats import write_tokenizer
 from tests.support.server import generator_of, live_server, served, tiny_model
 
 pytest.importorskip("jinja2")
-pytestmark = pytest.mark.slow(6)
+pytestmark = pytest.mark.slow(1)
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
