@@ -70,10 +70,10 @@ def draws_alone(plan: "ResolvedPlan") -> bool:
 
 
 def check_grpo(
-    grpo: GrpoConfig, global_batch_size: int, dropout: float, precision: str, others: dict[str, bool]
+    grpo: GrpoConfig, global_batch_size: int, length: int, dropout: float, precision: str, others: dict[str, bool]
 ) -> None:
-    """Raise UserError where a run cannot have answers beside a recipe's other values. others: what excludes them, by
-    the name of an option, and whether it is there."""
+    """Raise UserError where a run cannot have answers beside a recipe's other values. length: tokens of a sample;
+    others: what excludes them, by the name of an option, and whether it is there."""
     if grpo.group == 0:
         return
     if type(grpo) is GrpoConfig:
@@ -90,6 +90,11 @@ def check_grpo(
         raise UserError(
             f"grpo.slots={grpo.slots} is below grpo.group={grpo.group}, whose answers are drawn together; use "
             f"{grpo.group} or more"
+        )
+    if grpo.max_new_tokens >= length:
+        raise UserError(
+            f"grpo.max_new_tokens={grpo.max_new_tokens} leaves no room for a prompt in a sample of {length} tokens; "
+            "use a smaller one, or a larger --seq_length"
         )
     if dropout:
         raise UserError(

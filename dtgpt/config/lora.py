@@ -43,13 +43,17 @@ class LoraConfig:
         return parameter.block is not None and len(parameter.shape) == 2 and parameter.role in self.roles
 
 
-def check_lora(rank: int, hidden_size: int, optimizer: str, precision: str, reduce: str) -> None:
-    """Raise UserError where a run cannot have adapters of this rank beside a recipe's other values."""
+def check_lora(lora: LoraConfig, hidden_size: int, optimizer: str, precision: str, reduce: str) -> None:
+    """Raise UserError where a run cannot have these adapters beside a recipe's other values."""
+    rank = lora.rank
     if not 0 <= rank <= hidden_size:
         raise UserError(
             f"lora.rank={rank} is not the rank of an adapter; use 1 to {hidden_size}, or 0 to train the weights"
         )
     if rank == 0:
+        for name in ("alpha", "targets"):
+            if (value := getattr(lora, name)) != getattr(LoraConfig, name):
+                raise UserError(f"lora.{name}={value} has no effect with lora.rank=0; give --lora.rank, such as 16")
         return
     if optimizer != "adamw":
         raise UserError(

@@ -289,12 +289,12 @@ class Recipe:
                 "off or --precision bf16"
             )
         scale, config = self.loss_scale, self.optimizer
-        check_lora(self.lora.rank, self.model.hidden_size, config.kind, self.precision, self.reduce)
+        check_lora(self.lora, self.model.hidden_size, config.kind, self.precision, self.reduce)
         check_dpo(self.dpo, self.precision)
         others = {"dpo.beta": self.dpo.beta > 0, "rampup_batch_size": self.rampup_batch_size is not None}
         by_data = "overfit", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
         others |= {f"data.{name}": getattr(self.data, name) for name in by_data}
-        check_grpo(self.grpo, self.global_batch_size, self.model.dropout, self.precision, others)
+        check_grpo(self.grpo, self.global_batch_size, self.sample_length, self.model.dropout, self.precision, others)
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"

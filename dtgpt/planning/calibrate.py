@@ -47,8 +47,10 @@ class Sizes:
 
 
 def calibrate(path: Path, gpu: Gpu) -> None:
-    """Measure, and write the rates into `path`. Raises UserError where this machine has no GPU, or has another one than
-    `gpu`, for which the plan is."""
+    """Measure, and write the rates into `path`. Raises UserError where that cannot be a file, where this machine has no
+    GPU, and where it has another one than `gpu`, for which the plan is."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"--calibrate {path} cannot be written; give a file in a folder that exists")
     if not torch.cuda.is_available():
         raise UserError(f"--calibrate {path} measures a GPU, but PyTorch sees no CUDA device; run it where the GPU is")
     device = torch.device("cuda", 0)

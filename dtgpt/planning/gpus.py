@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from dtgpt.config.fp8 import check_fp8, no_float8
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.hardware import FLOAT8, total_memory
 
 GIB = 2**30
@@ -84,7 +83,7 @@ SHEETS = {
     "RTX4090": Sheet(23.5, (8, 9), 165.2, 330, 82.6, 1.008, 31.5, 3.1),
     "RTX3090": Sheet(23.6, (8, 6), 71, 0, 35.6, 0.936, 31.5, 3.1),
 }
-OTHER_CHIPS = re.compile(r"\b(NVL|PCIe|GH200|Laptop|Ti|D|MIG)\b")  # or parts of one, under the same name
+OTHER_CHIPS = re.compile(r"\b(NVL|PCIe|GH200|Laptop|Ti|D|MIG)\b", re.IGNORECASE)  # or parts of one, under the same name
 # Of a core, to rank plans of processes on CPUs by; no time is printed from them.
 CPU = Rates(
     products=5e10, products_fp8=0, products_fp32=5e10, attention=2e10, memory=1e10, link=1e9, link_kernels=1e9,
@@ -105,16 +104,16 @@ class Gpu:
 
 
 def find_gpu(gpu: str | None, fp8: bool = False) -> Gpu:
-    """Return the GPU of a name of SHEETS, in any spelling, or one of a size of memory such as 80, 80GiB or 85.9GB; of
-    this machine, else an H200, where `gpu` is None. Raise UserError for anything else, and for a GPU that cannot train
-    in `fp8`."""
+    """Return the GPU of a name of SHEETS or of CUDA, in any spelling, or one of a size of memory such as 80, 80GiB or
+    85.9GB; of this machine, else an H200, where `gpu` is None. Raise UserError for anything else, and for a GPU that
+    cannot train in `fp8`."""
     if gpu is None:
         if torch.cuda.is_available():
             return this_gpu(torch.device("cuda", 0), fp8)
         gpu = "H200"
     word = _plain(gpu)
     for name in SHEETS:
-        if word == _plain(name):
+        if word == _plain(name) or name == name_of(gpu):
             if fp8 and SHEETS[name].capability < FLOAT8:
                 raise no_float8(f"--gpu {name}")
             return known_gpu(name)
@@ -152,7 +151,8 @@ def name_of(words: str) -> str | None:
     """Return the name in SHEETS of the GPU that CUDA calls `words`; None where its rates are not known."""
     if OTHER_CHIPS.search(words):
         return None
-    if re.search(r"\bA100\b.*\b40GB\b", words):
+    words = re.sub(r"[^A-Z0-9]+", " ", words.upper())
+    if re.search(r"\bA100\b.*\b40 ?GB\b", words):
         return "A100-40GB"
     return next((name for name in SHEETS if re.search(rf"\b{name.replace('RTX', 'RTX ?')}\b", words)), None)
 
@@ -179,16 +179,18 @@ def read_rates(path: Path, gpu: Gpu) -> Gpu:
     another GPU, or has rates that contradict each other or the data sheet."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--rates {path} cannot be read ({error}); make it with --calibrate {path}") from None
     names = {field.name for field in fields(Rates)}
-    wrong = sorted(names ^ (found.keys() - {"gpu"})) if isinstance(found, dict) else ["everything"]
-    if wrong or not all(type(found[name]) in (int, float) and math.isfinite(found[name]) for name in names):
+    wrong = sorted((names | {"gpu"}) ^ found.keys()) if isinstance(found, dict) else ["everything"]
+    if wrong or not all(type(found[name]) in (int, float) and abs(found[name]) < 1e300 for name in names):
         reason = ", ".join(wrong) or "a rate is no number"
         raise UserError(f"--rates {path} is no calibration ({reason}); make one with --calibrate {path}")
     theirs, ours = str(found["gpu"]), name_of(gpu.name) or gpu.name
     if (name_of(theirs) or theirs) != ours:
-        raise UserError(f"--rates {path} is a calibration of {theirs[:60]}, not of {ours}; give --gpu or another file")
+        raise UserError(
+            f"--rates {path} is a calibration of {shown_name(theirs)}, not of {ours}; give --gpu or another file"
+        )
     rates = Rates(**{name: float(found[name]) for name in names})
     check_rates(rates, name_of(theirs), str(path))
     return replace(gpu, rates=rates, measured=f"by the calibration {path}")

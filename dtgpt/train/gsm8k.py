@@ -60,6 +60,8 @@ class Gsm8k(GrpoConfig):
             if result is None:
                 raise UserError(f'{entry.place} has an "answer" without a number; end it with {MARK} and the number')
             found.append(Problem(entry.field("question", str, "a question"), result))
+        if not found:
+            raise UserError(f"{self.path} has no question; {SOURCE}")
         return found
 
 

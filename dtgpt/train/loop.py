@@ -89,6 +89,8 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             startup.take_over(resume.foreign, trainer, recipe.batch_sizes)
         if not find_reference(trainer, checkpoint, loop.interrupted) or loop.interrupted():
             return loop.stopped("before the first step")
+        if trainer.rollouts is not None and trainer.step < trainer.steps:
+            trainer.rollouts.check_prompt(trainer.step)
 
         if former is None:
             named = recipe.runs, recipe.name

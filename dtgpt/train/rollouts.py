@@ -20,6 +20,7 @@ import torch
 from dtgpt.config.execution import Settings
 from dtgpt.config.grpo import GrpoConfig, draws_alone
 from dtgpt.config.plan import ResolvedPlan
+from dtgpt.data.chats.messages import read_messages
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.broadcast import broadcast_json
 from dtgpt.inference.chat import ChatPrompts
@@ -37,11 +38,12 @@ from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.answers import Answer, figures_of, weighted_rows
 from dtgpt.util.console import counted
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.hardware import TRITON
 from dtgpt.util.process import Process
 
 REWARD = attrgetter("reward")
+LARGEST_REWARD = 1e15  # gradients in fp32 have room for it
 
 
 class RolloutsFailed(UserError):
@@ -65,6 +67,7 @@ class Rollouts:
         self.best_and_worst: tuple[Answer, Answer] | None = None  # of the last step
         self._figures: dict[str, float] = {}
         self._scoring, self._tokens, self._drawn_at = 0.0, 0, 0.0
+        self._from = 0, 0  # a step, and the prompts of those before it
         if not self.tokenizer.spells:
             raise UserError(
                 f"grpo.group={self.grpo.group} rewards texts, which the tokens of {self.tokenizer.name} do not have; "
@@ -76,6 +79,29 @@ class Rollouts:
         self.exact = self.grpo.exact != "off" and reason is None
         self.alone = draws_alone(self.mesh.plan)
         self.mesh.turns(self.grpo.prepare, lambda rank: self.alone or rank == 0)
+
+    def prompts(self, step: int) -> range:
+        """Return the indices of the prompts of a step."""
+        (origin, before), count = self._from, self.settings.global_batch_size // self.grpo.group
+        first = before + (step - origin) * count
+        return range(first, first + count)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from the `state` of a checkpoint with the next prompt, whatever sizes groups had before."""
+        self._from = state["step"], state.get("prompts", state["consumed_samples"] // self.grpo.group)
+
+    def check_prompt(self, step: int) -> None:
+        """Raise UserError on every rank where the first prompt of a step is not one. An error of the recipe's method is
+        left to the step, which says more."""
+
+        def ask() -> None:
+            try:
+                self._asked(self.prompts(step)[0])
+            except RolloutsFailed as failure:
+                if failure.__cause__ is None:
+                    raise
+
+        self.mesh.turns(ask, lambda rank: self.alone or rank == 0)
 
     def batch(self, step: int) -> Batch:
         """Return this rank's part of the batch of a step, `[B, T]`, whose loss weights are advantages. Raises
@@ -106,8 +132,7 @@ class Rollouts:
         """Return the answers of a step with their rewards, group by group, the same on every rank."""
         mesh, group = self.mesh, self.grpo.group
         failure: RolloutsFailed | None = None
-        count = self.settings.global_batch_size // group
-        prompts = range(step * count, (step + 1) * count)
+        prompts = self.prompts(step)
         with torch.compiler.set_stance("force_eager"):  # single tokens would be compiled anew
             if self.alone:
                 found, failure = self._lead(prompts[mesh.rank :: mesh.world])
@@ -125,7 +150,7 @@ class Rollouts:
             if "failed" in part:
                 raise RolloutsFailed(part["failed"]) from (failure and failure.__cause__)
         # Part i has the groups i, i + n, i + 2 n ... of n parts.
-        groups = [(parts[index % len(parts)]["answers"], index // len(parts) * group) for index in range(count)]
+        groups = [(parts[index % len(parts)]["answers"], index // len(parts) * group) for index in range(len(prompts))]
         return [Answer(*values) for answers, first in groups for values in answers[first : first + group]]
 
     def figures(self) -> dict[str, float]:
@@ -212,9 +237,12 @@ class Rollouts:
         try:
             if isinstance(prompt, str):
                 ids, text = encode(prompt, self.tokenizer, self.settings.model), prompt
-            else:
-                ids, text = self._chat.encode(prompt), f"{prompt[-1]['content']}\n"
+            elif isinstance(prompt, list):
+                messages = read_messages(prompt)
+                ids, text = self._chat.encode(messages), f"{messages[-1]['content']}\n"
                 stops += self._chat.stops
+            else:
+                raise UserError(f"{shown(prompt)} is no prompt; return a text, or a list of messages")
         except UserError as error:
             raise RolloutsFailed(f"prompt {index}: {error}") from None
         if len(ids) + grpo.max_new_tokens > self.settings.seq_length:
@@ -232,10 +260,14 @@ class Rollouts:
     def _rewarded(self, job: PromptJob, prompt: str, found: Completion) -> Answer:
         index, text = job.prompt_index, found.text or ""
         reward = _of_recipe(self.grpo.reward, index, text)
-        value = float(reward) if isinstance(reward, SupportsFloat) else math.nan
-        if not math.isfinite(value):
+        try:
+            value = float(reward) if isinstance(reward, SupportsFloat) else math.nan
+        except Exception:  # such as that of an array of several numbers
+            value = math.nan
+        if not abs(value) <= LARGEST_REWARD:
             raise RolloutsFailed(
-                f"the reward of answer {text[:80]!r} to prompt {index} is {reward!r}; return a finite number"
+                f"the reward of answer {text[:80]!r} to prompt {index} is {shown(reward)}; return a finite number of "
+                f"at most {LARGEST_REWARD:g}"
             )
         return Answer(prompt, job.ids, found.ids, found.logprobs, text, found.finish_reason == "stop", value)
 
@@ -246,6 +278,8 @@ def _of_recipe(method: Callable[..., Any], *arguments: Any) -> Any:
         return method(*arguments)
     except UserError as error:  # a sentence of the recipe's own
         raise RolloutsFailed(str(error)) from None
+    except SystemExit:  # which would end this process alone, perhaps as if all had been done
+        raise RolloutsFailed(f"grpo.{method.__name__} ended the process (SystemExit); raise an error there") from None
     except Exception as error:
         raise RolloutsFailed(f"grpo.{method.__name__} failed with {type(error).__name__}: {error}") from error
 

@@ -172,9 +172,11 @@ def _say_kept(asked: dict[str, Any], kept: dict[str, Any]) -> None:
 
 
 def _can_change(name: str) -> bool:
-    """Whether a run can go on with another value of a field: not another model, nor samples or tokens of another
-    meaning."""
+    """Whether a run can go on with another value of a field: not another model or adapter, nor samples or tokens of
+    another meaning."""
     section, _, last = name.rpartition(".")
+    if section == "lora":
+        return False
     return (
         last in FREE
         if section == "model"

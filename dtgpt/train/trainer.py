@@ -195,6 +195,8 @@ class Trainer:
         """Take the `state` of a checkpoint, whose weights and moments are loaded; `sizes`: those from its step on."""
         self.optimizer.restore(state)
         self.step, self.sizes = state["step"], sizes
+        if self.rollouts is not None:
+            self.rollouts.restore(state)
         self.optimizer.follow(self.schedule.rates(self.steps, sizes))
 
     def batch(self, step: int) -> Batch:

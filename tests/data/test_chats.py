@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dtgpt.data.chats.encode import encode_chat, renderer_of
+from dtgpt.data.chats.messages import read_chat
 from dtgpt.data.chats.packed import BEGINS, COUNTS, chat_beginning, pack
 from dtgpt.data.chats.template import ChatTemplate, Renderer
 from dtgpt.data.megatron.indexed import IndexedDataset
@@ -135,6 +136,7 @@ def test_a_template_without_an_end_is_ended(monkeypatch, tmp_path):
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "parts that are not text"),
     ({"messages": [QUESTION, ANSWER | {"weight": 2}]}, "weight=2"), ({"text": "Hello"}, "no chat under the keys"),
     ({"conversations": [{"from": "alien", "value": "x"}]}, "from 'alien'"),
+    ({"messages": [{"role": "system", "content": "a"}, QUESTION, ANSWER], "system": "b"}, "role system and system='b'"),
     ({"messages": [QUESTION, QUESTION, ANSWER]}, "refuses the chat .*alternate"),
 ])  # fmt: skip
 def test_broken_chats_are_a_sentence(chat, wrong, tmp_path):
@@ -182,6 +184,16 @@ def test_every_form_gives_the_same_chat(folder, tmp_path):
     weights = np.asarray(dataset.weights).reshape(5, -1)
     answer = open_tokenizer(str(folder)).decode(dataset.window(0)[weights[0] > 0])
     assert (weights == weights[0]).all() and answer == " world<|im_end|>"
+
+
+@pytest.mark.parametrize("form", [
+    {"messages": [QUESTION, ANSWER], "system": "Be brief"}, {"messages": [QUESTION, ANSWER], "system": ""},
+    {"messages": [{"role": "system", "content": "Be brief"}, QUESTION, ANSWER], "system": "Be brief"},
+    {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": " world"}], "system": "Be brief"},
+])  # fmt: skip
+def test_an_instruction_apart_from_the_messages_is_the_first(form):
+    instruction = [{"role": "system", "content": "Be brief"}] if form["system"] else []
+    assert read_chat(form) == [*instruction, QUESTION, ANSWER]
 
 
 def test_answers_in_a_prompt_do_not_count(folder, tmp_path):

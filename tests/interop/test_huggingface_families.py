@@ -136,6 +136,7 @@ OTHERS = [
     ("gpt_oss", {"num_local_experts": True}, "num_local_experts=true"),
     ("gpt_oss", {"num_experts": 8}, "num_experts=8"), ("gpt_oss", {"num_experts_per_tok": 2}, "num_experts_per_tok=2"),
     ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config={'quant_method': 'mxfp4'}"),
+    ("gpt_neo", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config={'quant_method': 'gptq'}"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias=false"), ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act="),
     ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit=null"), ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
     ("gpt_oss", {"rope_parameters": {"full_attention": {}}}, "rope_parameters="),

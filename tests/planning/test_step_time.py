@@ -130,6 +130,23 @@ def test_names_of_cuda_lead_to_rates(words, name):
     assert name_of(words) == name
 
 
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ("A100-80GB", "A100"), ("a100-sxm4-40gb", "A100-40GB"), ("nvidia h100 80gb hbm3", "H100"),
+        ("H100-SXM5", "H100"), ("rtx_4090", "RTX4090"), ("RTX 4090", "RTX4090"), ("a100 40 GB", "A100-40GB"),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_named_as_machines_and_clouds_name_it(given, name):
+    assert find_gpu(given).name == name
+
+
+@pytest.mark.parametrize("given", ["H100 pcie", "RTX 4090 laptop", "H100-NVL", "H1000"])
+def test_another_chip_of_the_same_name_is_not_known(given):
+    with pytest.raises(UserError, match=r"is not known; .*use one of"):
+        find_gpu(given)
+
+
 def test_each_gpu_can_less_than_its_data_sheet_says():
     for name, sheet in SHEETS.items():
         rates = find_gpu(name.lower()).rates
@@ -154,6 +171,8 @@ def test_a_calibration_is_read_back(tmp_path):
         ({"memory": 0.0}, ["memory=0 is not positive"]),
         ({"memory": "fast"}, ["is no calibration"]),
         ({"colour": 1}, ["is no calibration (colour)"]),
+        ({"memory": 10**400}, ["is no calibration"]),
+        ({"gpu": "NVIDIA\nA10"}, ["not of H200"]),
     ],
 )
 def test_a_calibration_that_cannot_be_is_one_sentence(tmp_path, change, words):
@@ -165,7 +184,7 @@ def test_a_calibration_that_cannot_be_is_one_sentence(tmp_path, change, words):
     assert str(error.value).startswith("--rates ") and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]"])
+@pytest.mark.parametrize("text", [None, "{", "[]", json.dumps(asdict(H200)), "[" * 100_000])
 def test_a_file_that_is_no_calibration_is_one_sentence(tmp_path, text):
     path = tmp_path / "rates.json"
     if text is not None:
@@ -187,4 +206,6 @@ def test_calibration_runs_on_a_cpu_at_small_sizes(tmp_path):
 def test_calibration_without_a_gpu_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match="PyTorch sees no CUDA device"):
         calibrate(tmp_path / "rates.json", find_gpu("H100"))
+    with pytest.raises(UserError, match="cannot be written"):
+        calibrate(tmp_path / "missing" / "rates.json", find_gpu("H100"))
     assert not list(tmp_path.iterdir())

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest import mock
+
+import torch
 
 from dtgpt.config.grpo import GrpoConfig
 from dtgpt.config.recipe import Recipe
@@ -43,12 +46,15 @@ class Failing(Low):
     at: int = 7
 
     def prompt(self, index: int) -> str:
-        return "a" * 12 if index == self.at and self.how == "long" else super().prompt(index)
+        wrong = {"long": "a" * 12, "prompt of bytes": b"a", "chat without roles": [{"content": "a"}]}
+        return wrong[self.how] if index == self.at and self.how in wrong else super().prompt(index)
 
     def reward(self, index: int, answer: str) -> float:
         if index == self.at and self.how == "raises":
             raise KeyError("no answer known")
-        wrong = {"nan": float("nan"), "none": None}
+        if index == self.at and self.how == "exits":
+            sys.exit(0)
+        wrong = {"nan": float("nan"), "none": None, "large": 1e39, "array": torch.ones(2), "integer": 10**400}
         return wrong[self.how] if index == self.at and self.how in wrong else super().reward(index, answer)
 
 

@@ -236,6 +236,7 @@ def test_the_gate_holds_adapters_to_float64(lora, tmp_path):
             {"lora": replace(LORA, targets="qkv,head")},
             "lora.targets='qkv,head' is not known; use some of qkv,column,row",
         ),
+        ({"lora": LoraConfig(alpha=8)}, "lora.alpha=8 has no effect with lora.rank=0; give --lora.rank"),
         ({"precision": FP8}, "adapters are not computed with products in fp8"),
         ({"optimizer": MuonConfig(lr=1e-3)}, "optimizer.kind=muon is for whole matrices, and AdamW trains adapters"),
         ({"reduce": "exact"}, "reduce=exact sums the gradients of whole weights alone"),

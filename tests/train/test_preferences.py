@@ -52,6 +52,9 @@ FORMS = {
     "UltraFeedback": {
         "prompt": "Hi", "chosen": [user("Hi"), answer("Yes")], "rejected": [user("Hi"), answer("No")], "score": 2,
     },
+    "whole chats": {
+        "prompt": [user("Hi")], "chosen": [user("Hi"), answer("Yes")], "rejected": [user("Hi"), answer("No")],
+    },
     "OpenAI": {
         "input": {"messages": [user("Hi")], "tools": [], "parallel_tool_calls": True},
         "preferred_output": [answer("Yes")], "non_preferred_output": [answer("No")],
@@ -63,6 +66,13 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_pair(form):
     assert read_pair(FORMS[form]) == ([user("Hi"), answer("Yes")], [user("Hi"), answer("No")])
+
+
+def test_both_chats_have_the_instruction_beside_them():
+    instruction = {"role": "system", "content": "Be brief"}
+    for form in ("texts", "implicit"):
+        chosen, rejected = read_pair({**FORMS[form], "system": "Be brief"})
+        assert chosen == [instruction, user("Hi"), answer("Yes")] and rejected[0] == instruction
 
 
 def test_earlier_answers_do_not_count(tmp_path):
@@ -90,6 +100,15 @@ def test_earlier_answers_do_not_count(tmp_path):
         (
             {"chosen": [user("a"), answer("b")], "rejected": [user("a"), user("c")]},
             "rejected chat has no answer|no ans",
+        ),
+        ({"chosen": [user("a"), answer("b")], "rejected": [user("c"), answer("d")]}, "differ before their answers"),
+        (
+            {"prompt": [user("a")], "chosen": [answer("b")], "rejected": [user("a"), answer("c")]},
+            "differ before their answers",
+        ),
+        (
+            {"prompt": [user("a")], "chosen": [user("b"), answer("c")], "rejected": [user("b"), answer("d")]},
+            "neither answers to the prompt nor chats that begin with it",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Reinforcement: answers and losses of every plan, the formula in plain torch, the ratio, kills, rewards that fail."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -310,6 +311,12 @@ def test_a_run_shows_what_a_user_watches(grpo, capsys):
         ("raises", KeyError, "no answer known"),
         ("nan", UserError, "step 4: the reward of answer .* to prompt 7 is nan; return a finite number"),
         ("none", UserError, "step 4: the reward of answer .* to prompt 7 is None; return a finite number"),
+        ("large", UserError, r"to prompt 7 is 1e\+39; return a finite number of at most 1e\+15"),
+        ("array", UserError, "to prompt 7 is <Tensor>; return a finite number"),
+        ("integer", UserError, "to prompt 7 is <integer of 1329 bits>; return a finite number"),
+        ("exits", UserError, "step 4: grpo.reward ended the process"),
+        ("prompt of bytes", UserError, "step 4: prompt 7: b'a' is no prompt; return a text, or a list of messages"),
+        ("chat without roles", UserError, "step 4: prompt 7: message 0 has the role None"),
         ("long", UserError, "step 4: prompt 7 has 12 tokens, which with .* are more than the 16 of a sample"),
     ],
 )
@@ -325,11 +332,29 @@ def test_a_reward_that_fails_ends_the_run_with_a_checkpoint(grpo, how, error, wo
         assert max(curve(newest_run(grpo))) == 5
 
 
+@pytest.mark.parametrize("how", ["long", "prompt of bytes"])
+def test_a_first_prompt_that_is_none_is_told_before_there_is_a_run_folder(grpo, how):
+    with pytest.raises(UserError, match=r"^prompt 0"):
+        train(change(grpo, grpo=Failing(**vars(grpo.grpo), how=how, at=0)))
+    assert not list(Path(grpo.runs).glob("*"))
+
+
+def test_a_run_that_goes_on_with_other_groups_asks_each_prompt_once(grpo, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Low, "prompt", lambda task, index: asked.append(index) or "ab")
+    for steps, group, size in ((2, 4, 8), (3, 2, 8), (4, 8, 8), (6, 4, 16)):
+        sizes = {"global_batch_size": size, "micro_batch_size": 4}
+        train(replace(grpo, steps=steps, resume="auto", grpo=replace(grpo.grpo, group=group), **sizes))
+    assert sorted(set(asked)) == list(range(4 + 4 + 1 + 8))
+    assert len(asked) == 4 + 4 + 1 + 8 + 4  # the first prompt of each start was tried
+
+
 def test_what_answers_cannot_be_combined_with_is_refused(grpo, tmp_path, monkeypatch):
     refused = {
         "does not say what to ask": {"grpo": GrpoConfig(group=4)},
         "does not make global_batch_size=8 groups": {"grpo": replace(grpo.grpo, group=3)},
         "grpo.slots=3 is below grpo.group=4": {"grpo": replace(grpo.grpo, slots=3)},
+        "grpo.max_new_tokens=16 leaves no room for a prompt": {"grpo": replace(grpo.grpo, max_new_tokens=16)},
         "but model.dropout=0.1": {"model": replace(grpo.model, dropout=0.1)},
         "precision=fp8 draws answers": {"precision": FP8},
         "cannot be combined with rampup_batch_size": {"rampup_batch_size": "4 4 8"},

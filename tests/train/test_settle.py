@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dtgpt.cli import main
+from dtgpt.config.lora import LoraConfig
 from dtgpt.config.overrides import leaves
 from dtgpt.config.plan import Plan
 from dtgpt.data.checks import with_tokenizer
@@ -284,10 +285,18 @@ def test_a_shorter_context_takes_the_first_positions(recipe, tmp_path, plan):
 
 def test_a_value_that_a_resume_cannot_change_is_not_offered(recipe, capsys):
     run = saved(recipe)
-    file = change(recipe, name="other", steps=99, model={"num_layers": 9, "dropout": 0.5}, data={"bpe_vocab_size": 280})
+    file = change(
+        recipe, name="other", steps=99, model={"num_layers": 9, "dropout": 0.5}, data={"bpe_vocab_size": 280},
+        lora=LoraConfig(rank=4),
+    )  # fmt: skip
     settle(file, ["--resume", str(run)])
     told, advice = capsys.readouterr().out.split("to change them, give ")
-    for name in ("name: other -> test", "model.num_layers: 9 -> 2", "data.bpe_vocab_size: 280 -> 1024"):
+    for name in (
+        "name: other -> test",
+        "lora.rank: 4 -> 0",
+        "model.num_layers: 9 -> 2",
+        "data.bpe_vocab_size: 280 -> 1024",
+    ):
         assert f"  {name} (cannot change)\n" in told
     assert advice == "--model.dropout 0.5 --steps 99\n"
     settle(change(recipe, model={"num_layers": 9}), ["--resume", str(run)])

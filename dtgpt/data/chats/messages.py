@@ -2,7 +2,8 @@
 
 OpenAI's: `{"messages": [{"role", "content"}, ...]}`, where an answer may have `"weight": 0`, so that it is not trained
 on. ShareGPT's: `{"conversations": [{"from", "value"}, ...]}`. Pairs: `{"prompt", "completion"}`, texts or lists of
-messages, of which only answers in the completion are trained on.
+messages, of which only answers in the completion are trained on. In each form `"system"` may have a text that is the
+first message.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ FORMS = "messages (OpenAI), conversations (ShareGPT), or prompt and completion"
 def read_chat(fields: dict[str, Any]) -> list[Message]:
     """Return the messages of a chat to train on. Raises ChatError where it is none: of another form, with tools, with a
     role or an answer that is missing or empty."""
-    messages = read_messages(_messages_in(fields))
+    messages = read_messages(with_system(fields, _messages_in(fields)))
     if any(fields.get(name) for name in TOOLS):
         raise _with_tools()
     if not any(message["role"] == "assistant" for message in messages):
@@ -37,6 +38,20 @@ def read_messages(given: Any) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise ChatError(f"{shown(given)} is not a list of messages; give some, each with a role and a content")
     return [_message(number, message) for number, message in enumerate(given)]
+
+
+def with_system(fields: dict[str, Any], messages: Any) -> Any:
+    """Return messages after the instruction that `fields` may have apart from them. Raises ChatError where they have
+    another one."""
+    text = fields.get("system")
+    if not isinstance(text, str) or not text.strip() or not isinstance(messages, list):
+        return messages
+    own = [
+        message.get("content") for message in messages if isinstance(message, dict) and message.get("role") == "system"
+    ]
+    if own and own[0] != text:
+        raise ChatError(f"the chat has a message of the role system and system={shown(text)}; leave one out")
+    return messages if own else [{"role": "system", "content": text}, *messages]
 
 
 def _messages_in(fields: dict[str, Any]) -> Any:

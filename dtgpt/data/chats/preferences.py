@@ -1,8 +1,9 @@
 """Pairs of answers in several forms as pairs of chats.
 
-TRL's: `{"prompt", "chosen", "rejected"}`, each a text or a list of messages, or without the prompt, which is then what
-both have in common. OpenAI's: `{"input": {"messages"}, "preferred_output", "non_preferred_output"}`. Texts without a
-prompt are read as those of Anthropic's HH-RLHF: turns that begin with "Human:" and "Assistant:".
+TRL's: `{"prompt", "chosen", "rejected"}`, each a text or a list of messages, answers alone or whole chats; or without
+the prompt, which is then what both chats have in common. OpenAI's: `{"input": {"messages"}, "preferred_output",
+"non_preferred_output"}`. Texts without a prompt are read as those of Anthropic's HH-RLHF: turns that begin with
+"Human:" and "Assistant:".
 """
 
 import re
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtgpt.data.chats.encode import ChatEncoder, EncodedChat, encode_chat
-from dtgpt.data.chats.messages import read_chat
+from dtgpt.data.chats.messages import read_chat, with_system
 from dtgpt.data.chats.template import ChatError, Message
 from dtgpt.data.prepare.documents import Unreadable, json_object
 from dtgpt.util.errors import shown
@@ -40,6 +41,7 @@ def read_pair(fields: dict[str, Any]) -> tuple[list[Message], list[Message]]:
     """Return the chat with the chosen answer and that with the rejected one; earlier answers have `weight` 0. Raises
     ChatError."""
     prompt, chosen, rejected = _parts(fields)
+    prompt = with_system(fields, prompt)
     more = {name: value for name, value in fields.items() if name in ("tools", "functions")}
     pair = [read_chat({"messages": [*prompt, *answer], **more}) for answer in (chosen, rejected)]
     for messages, name in zip(pair, ("chosen", "rejected"), strict=True):
@@ -48,6 +50,11 @@ def read_pair(fields: dict[str, Any]) -> tuple[list[Message], list[Message]]:
         for message in messages[: len(prompt)]:
             if message["role"] == "assistant":
                 message["weight"] = 0
+        if messages[len(prompt)]["role"] != "assistant":
+            raise ChatError(
+                "the chosen and the rejected chat differ before their answers; give both the same prompt, or leave the "
+                "pair out"
+            )
     if pair[0] == pair[1]:
         raise ChatError("the chosen and the rejected answer are the same; leave the pair out")
     return pair[0], pair[1]
@@ -61,14 +68,21 @@ def _parts(fields: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
         rejected = fields.get("non_preferred_output")
     if not chosen or not rejected or type(chosen) is not type(rejected) or not isinstance(chosen, list | str):
         raise ChatError(f"there is no pair of answers under the keys {shown(list(fields)[:5])}; give {FORMS}")
-    if isinstance(prompt, str) and not (isinstance(chosen, list) and _begins(chosen)):
+    whole = isinstance(chosen, list) and _begins(chosen)
+    if isinstance(prompt, str) and not whole:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(chosen, str):
         if isinstance(prompt, list):
             return prompt, _answer(chosen), _answer(rejected)
         chosen, rejected = _turns(chosen), _turns(rejected)
     elif isinstance(prompt, list):
-        return prompt, chosen, rejected
+        if not whole:
+            return prompt, chosen, rejected
+        if any(messages[: len(prompt)] != prompt for messages in (chosen, rejected)):
+            raise ChatError(
+                "chosen and rejected are neither answers to the prompt nor chats that begin with it; give one or the "
+                "other"
+            )
     common = 0
     while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
         common += 1

@@ -156,6 +156,8 @@ def load_prepared(
     tokenizer = tokenizer_of(data, prefixes, vocab_size)
     opened: dict[str, TokenSequences] = {}
     if any(os.path.isfile(weights_path(prefix)) for prefix in prefixes):
+        if absent := next((prefix for prefix in prefixes if not _has_index(prefix)), None):
+            raise no_dataset(absent)
         if len(parsed) < len(prefixes) or not all(os.path.isfile(weights_path(prefix)) for prefix in prefixes):
             raise UserError(
                 f"data.path={shown(data.path)} has chats, which are not blended with other data; give all their "
@@ -164,7 +166,10 @@ def load_prepared(
         by_path = {path: IndexedDataset(prefix_of(found[0])) for path, (found, _) in parsed.items()}
         pairs = [holds_pairs(sequences) for sequences in by_path.values()]
         if any(pairs) and not all(pairs):
-            raise UserError(f"the paths beside data.path={shown(data.path)} are not all pairs, or not all chats")
+            raise UserError(
+                f"of data.path={shown(data.path)} and the paths beside it some have pairs of answers, others chats; "
+                "prepare all of them with --preferences, or all with --chat"
+            )
         load_packed = load_pairs if all(pairs) else load_chats
         return load_packed(data, by_path, tokenizer, seq_length, seed)
 

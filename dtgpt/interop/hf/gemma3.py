@@ -37,7 +37,6 @@ def read_config(settings: dict[str, Any], path: Path) -> Gemma3Config:
         "attn_logit_softcapping": (None, lambda v: v is None, "dtgpt's Gemma 3 does not cap its scores"),
         "use_bidirectional_attention": (False, lambda v: not v, "dtgpt's attention is causal"),
         "tie_word_embeddings": (True, lambda v: isinstance(v, bool), "the key is true or false"),
-        "quantization_config": (None, lambda v: v is None, "dtgpt reads weights in F32, F16 and BF16"),
     }
     check_rules(settings, rules, path)
     layers = whole_number(settings, ("num_hidden_layers",), 26, path)

@@ -70,7 +70,6 @@ def read_config(settings: dict[str, Any], path: Path) -> GptOssConfig:
         "num_local_experts": (128, is_one, one),
         "num_experts": (1, is_one, one),  # another name of it in transformers
         "num_experts_per_tok": (4, is_one, one),
-        "quantization_config": (None, lambda v: v is None, "dtgpt reads weights in F32, F16 and BF16"),
         "attention_bias": (True, lambda v: v is True, "the attention of dtgpt's GPT-OSS has biases"),
         "hidden_act": ("silu", lambda v: v == "silu", "dtgpt's GPT-OSS has a clamped SwiGLU"),
         "swiglu_alpha": (SLOPE, lambda v: v == SLOPE, f"dtgpt's clamped SwiGLU has {SLOPE}"),

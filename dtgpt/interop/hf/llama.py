@@ -125,7 +125,6 @@ def _check_options(settings: dict[str, Any], family: Family, path: Path) -> None
         ),
         "mlp_bias": (False, lambda v: not v, "the MLP of dtgpt's LLaMA has no biases"),
         "tie_word_embeddings": (False, lambda v: isinstance(v, bool), "the key is true or false"),
-        "quantization_config": (None, lambda v: v is None, "dtgpt reads weights in F32, F16 and BF16"),
     }
     check_rules(settings, rules, path)
 

@@ -23,6 +23,7 @@ from dtgpt.interop.foreign import (
     cast,
     check_architecture,
     check_dtype,
+    check_rules,
     check_tensors,
     plain_names,
     untied,
@@ -61,6 +62,7 @@ class Architecture(Protocol):
     def write_config(self, config: Any) -> dict[str, Any]: ...
 
 
+READS = "dtgpt reads weights in F32, F16 and BF16"
 # By `model_type`; dtgpt's name of an architecture is one of these, by which a model is written.
 ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": gpt2, "gpt_neo": gpt_neo, **dict.fromkeys(llama.FAMILIES, llama), "phi3": phi3, "olmo3": olmo3,
@@ -85,6 +87,7 @@ class HuggingFace(Source):
             )
         self.kind, architecture = kind, ARCHITECTURES[kind]
         self.config = architecture.read_config(settings, path)
+        check_rules(settings, {"quantization_config": (None, lambda v: v is None, READS)}, path)
         files = _files(folder)
         self._names = plain_names(files, architecture.PREFIX, architecture.BUFFERS, folder)
         self._files = {plain: files[name] for plain, name in self._names.items()}

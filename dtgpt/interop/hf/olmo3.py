@@ -31,7 +31,6 @@ def read_config(settings: dict[str, Any], path: Path) -> Olmo3Config:
     rules: Rules = {
         "attention_bias": (False, lambda v: not v, "the attention of dtgpt's OLMo 3 has no biases"),
         "tie_word_embeddings": (False, lambda v: isinstance(v, bool), "the key is true or false"),
-        "quantization_config": (None, lambda v: v is None, "dtgpt reads weights in F32, F16 and BF16"),
     }
     check_rules(settings, rules, path)
     width = whole_number(settings, ("hidden_size",), 4096, path)
