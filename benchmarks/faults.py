@@ -268,8 +268,8 @@ FAULTS = [
     Fault(
         "cp: documents are not kept apart",
         "dtgpt/parallel/context.py",
-        "        loss_weights=own(batch.loss_weights),",
-        "        loss_weights=own(batch.loss_weights),\n        document_bounds=None,",
+        "        answers=own(batch.answers),",
+        "        answers=own(batch.answers),\n        document_bounds=None,",
     ),
     Fault(
         "cp: a rank whose tokens are all masked divides by its own weights",
