@@ -12,6 +12,9 @@ from typing import Any, Literal, NamedTuple
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from dtgpt.config.dpo import DpoConfig
+from dtgpt.config.grpo import GrpoConfig
+from dtgpt.config.lora import LoraConfig
 from dtgpt.config.overrides import Options, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import SINGLE, parse_plan
@@ -194,6 +197,7 @@ def plain(recipe: Recipe) -> Recipe:
         recipe, name="random", model=MODELS["gpt2"], optimizer=optimizer, plan=SINGLE, plans={}, steps=1,
         micro_batch_size=1, global_batch_size=1, train_samples=None, rampup_batch_size=None, compile="off",
         init_from=None, resume=None, data=DataConfig(), log=LogConfig(sample_tokens=0), checkpoint=CheckpointConfig(),
+        lora=LoraConfig(), dpo=DpoConfig(), grpo=GrpoConfig(),
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtgpt.config.dpo import DpoConfig
+from dtgpt.config.lora import LoraConfig
 from dtgpt.config.overrides import leaves
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.fuzz.case import TABLES, Case, First, Setting, parse, plain, write_text
@@ -131,6 +133,12 @@ def test_options_hold_in_every_case_as_far_as_its_architecture_has_them(tmp_path
         made = setting.recipe_of(parse(str(case)))
         assert made.model.num_layers == 2 and made.data.split == "9,1 ,0" and made.seed == case.values["seed"] != 3
         assert getattr(made.model, "layer_norm_eps", 0.01) == 0.01
+
+
+def test_what_belongs_to_the_data_of_a_recipe_is_in_no_case():
+    recipe = call_recipe(load_module(TINY.with_name("grpo_arithmetic.py")).recipe)
+    made = plain(replace(recipe, lora=LoraConfig(rank=4), dpo=DpoConfig(beta=0.1)))
+    assert recipe.grpo.group and not made.grpo.group and not made.lora.rank and not made.dpo.beta
 
 
 @pytest.mark.long
