@@ -52,8 +52,12 @@ def check_lora(lora: LoraConfig, hidden_size: int, optimizer: str, precision: st
         )
     if rank == 0:
         for name in ("alpha", "targets"):
-            if (value := getattr(lora, name)) != getattr(LoraConfig, name):
-                raise UserError(f"lora.{name}={value} has no effect with lora.rank=0; give --lora.rank, such as 16")
+            value, usual = getattr(lora, name), getattr(LoraConfig, name)
+            if value != usual:
+                raise UserError(
+                    f"lora.{name}={value} has no effect with lora.rank=0; give --lora.rank, such as 16, or "
+                    f"--lora.{name} {usual}, as without adapters"
+                )
         return
     if optimizer != "adamw":
         raise UserError(
