@@ -22,7 +22,8 @@ from dtgpt.util.environment import child_environment
 from dtgpt.util.hardware import why_no_compiler
 from tests.support.budgets import budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures
-from tests.support.week import VARIABLE, seed_of_the_week, take_turns
+from tests.support.turns import begin_turns, is_whole, take_turns
+from tests.support.week import VARIABLE, seed_of_the_week
 
 torch.set_num_threads(1)
 os.environ.update(child_environment())  # processes that tests start, in any folder, import the code under test
@@ -33,8 +34,6 @@ for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 
-
-WHOLE = "DTGPT_WHOLE_SUITE"  # an environment variable: whether all tests were asked for, not some by name
 
 # Of the slow tests, one plan of each kind against one process is part of `-m quick` nevertheless.
 KINDS = ("dp2_zero0", "dp2_zero3", "tp2_sp", "pp2_1f1b", "tp2_pp2")
@@ -55,15 +54,11 @@ def pytest_report_header():
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist, which inherits the variable
-        named = config.args_source is not config.ArgsSource.TESTPATHS or config.option.keyword
-        os.environ[WHOLE] = "" if named else "1"
+    begin_turns(config)
 
 
 def pytest_collection_modifyitems(items):
-    waiting = []
-    if os.environ[WHOLE]:  # tests that are asked for by name run in any week
-        waiting = take_turns([item for item in items if item.name not in QUICK_THOUGH_SLOW])
+    waiting = take_turns([item for item in items if item.name not in QUICK_THOUGH_SLOW])
     partial = {budget_of(item)[0] for item in waiting}
     for item in items:
         name, seconds = budget_of(item)
@@ -82,7 +77,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter, config):
     """Say which marks `slow` are missing or wrong, after all tests or the quick ones."""
-    if os.environ[WHOLE] and config.option.markexpr in ("not long", "quick"):
+    if is_whole() and config.option.markexpr in ("not long", "quick"):
         reports = [report for kind in terminalreporter.stats.values() for report in kind]
         found = [(*dict(r.user_properties)["budget"], r.duration) for r in reports if hasattr(r, "duration")]
         times, all_ran = slowness(config.option.numprocesses or 1), config.option.markexpr != "quick"

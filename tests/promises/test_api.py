@@ -12,7 +12,7 @@ PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
 MODULES = re.findall(r"dtgpt\.[\w.]+", PAGE.split("-o site")[1].split("```")[0])
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 def test_the_reference_is_built(tmp_path):
     pdoc.render.configure(show_source=False)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.budgets import LIMIT, budget_of, wrong_marks
-from tests.support.week import VARIABLE, take_turns
+from tests.support.turns import DAY, take_turns
 
 NAME = "tests/promises/test_budgets.py::test_missing_and_wrong_marks_are_told"
 
@@ -47,10 +47,10 @@ class Item:
         self.added.append(mark.name)
 
 
-def test_what_shares_a_mark_takes_turns_by_week(monkeypatch):
+def test_what_shares_a_mark_takes_turns_by_day(monkeypatch):
     turns = []
-    for week in range(202651, 202654):
-        monkeypatch.setenv(VARIABLE, str(week))
+    for day in range(739946, 739949):
+        monkeypatch.setenv(DAY, str(day))
         cases = [Item(f"tests/test_a.py::test_plan[{n}]", "function") for n in range(4)]
         others = [Item(f"tests/test_a.py::test_{n}", "file") for n in range(3)]
         left_out = take_turns([*cases, Item("tests/test_a.py::test_free", "nothing"), *others])
@@ -58,3 +58,8 @@ def test_what_shares_a_mark_takes_turns_by_week(monkeypatch):
         assert left_out == [item for item in (*cases, *others) if item.added == ["long"]]
         assert sum(not item.added for item in others) == 1
     assert sorted(turns) == ["test_0", "test_1", "test_2", *(f"test_plan[{n}]" for n in range(4))]
+
+
+def test_what_is_asked_for_by_name_runs_on_any_day(monkeypatch):
+    monkeypatch.setenv(DAY, "")
+    assert take_turns([Item(f"tests/test_a.py::test_plan[{n}]", "function") for n in range(4)]) == []
