@@ -3,6 +3,8 @@ values cannot be trained with. Bounds of a single field stand beside the field; 
 `dtgpt.config.plan`."""
 
 import math
+from dataclasses import fields
+from typing import Any
 
 from dtgpt.config.batch_size import parse_rampup
 from dtgpt.config.schedule import Schedule
@@ -14,6 +16,17 @@ from dtgpt.util.errors import UserError, shown
 LARGE_FOR_A_CPU = 50_000_000  # parameters
 CPU_FLOPS = 1e11  # a second, of which a CPU of some cores is capable in fp32
 MOST_STEPS = 10_000_000  # the learning rate of each is held on the device
+
+
+def check_unused(section: str, values: Any, switch: str, example: float) -> None:
+    """Check that a section which the field `switch` turns off has no value that would be ignored. values: the section,
+    a dataclass; example: a value with which it is on."""
+    for field in (each for each in fields(values) if each.name != switch):
+        if (value := getattr(values, field.name)) != field.default:
+            raise UserError(
+                f"{section}.{field.name}={value} has no effect with {section}.{switch}=0; give --{section}.{switch}, "
+                f"such as {example}, or --{section}.{field.name} {field.default}, its default"
+            )
 
 
 def check_batch(micro: int, whole: int) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from dtgpt.config.checks import check_unused
 from dtgpt.config.fp8 import FP8
 from dtgpt.ops.loss.preference import Kind
 from dtgpt.util.errors import UserError
@@ -28,10 +29,7 @@ class DpoConfig:
 def check_dpo(dpo: DpoConfig, precision: str) -> None:
     """Raise UserError where a run cannot have preferences beside a recipe's other values."""
     if dpo.beta == 0:
-        given = {"loss": dpo.loss, "label_smoothing": dpo.label_smoothing}
-        for name, value in given.items():
-            if value != getattr(DpoConfig(), name):
-                raise UserError(f"dpo.{name}={value} has no effect with dpo.beta=0; give --dpo.beta, such as 0.1")
+        check_unused("dpo", dpo, "beta", 0.1)
         return
     if dpo.loss == "ipo" and dpo.label_smoothing:
         raise UserError(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from dtgpt.config.checks import check_unused
 from dtgpt.config.fp8 import FP8
 from dtgpt.models.inventory import Parameter
 from dtgpt.models.roles import Role
@@ -51,13 +52,7 @@ def check_lora(lora: LoraConfig, hidden_size: int, optimizer: str, precision: st
             f"lora.rank={rank} is not the rank of an adapter; use 1 to {hidden_size}, or 0 to train the weights"
         )
     if rank == 0:
-        for name in ("alpha", "targets"):
-            value, usual = getattr(lora, name), getattr(LoraConfig, name)
-            if value != usual:
-                raise UserError(
-                    f"lora.{name}={value} has no effect with lora.rank=0; give --lora.rank, such as 16, or "
-                    f"--lora.{name} {usual}, as without adapters"
-                )
+        check_unused("lora", lora, "rank", 16)
         return
     if optimizer != "adamw":
         raise UserError(

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtgpt.util.torch_private import all_gather_single
+
 Kind = Literal["sigmoid", "ipo"]
 FIGURES = ("pairs", "accuracy", "chosen", "rejected")  # sums over pairs in `PreferenceLoss.totals`
 
@@ -81,10 +83,9 @@ class PreferenceLoss:
         log_probabilities = -losses.double()[:, None, :].masked_fill(~of_answer, 0.0).sum(-1)
         own = torch.stack([log_probabilities, of_answer.sum(-1).double()])
         if self.group is not None:
-            parts = own.new_zeros(self.group.size(), *own.shape)
-            parts[self.group.rank()] = own
-            dist.all_reduce(parts, group=self.group)  # of a number and zeros: the order of sums is ours
-            own = parts.sum(0)
+            parts = own.new_empty(self.group.size() * len(own), *own.shape[1:])
+            all_gather_single(parts, own, self.group)
+            own = parts.unflatten(0, (-1, len(own))).sum(0)
         return own[0], own[1].clamp(min=1)
 
     def of_batch(self, losses: Tensor, pairs: Pairs) -> Tensor:
