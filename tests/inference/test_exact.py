@@ -38,6 +38,7 @@ LLAMA = LlamaConfig(
 SMALL = replace(GPT2, num_layers=1, hidden_size=64, num_heads=2)
 CONFIGS = {
     "gpt2": GPT2,
+    "gpt2 whose rows fill no warp": replace(GPT2, hidden_size=128, num_heads=2),
     "gpt2 whose MLP is wide": replace(GPT2, hidden_size=1024, num_heads=16),  # cuBLAS splits its last product
     "llama": LLAMA,
     "qwen3": replace(LLAMA, head_dim=128, qk_norm=True, norm_eps=1e-6, tied=True),
@@ -49,6 +50,9 @@ CONFIGS = {
 
 def model_of(config, dtype: torch.dtype) -> Decoder:
     model = build_model(config, CUDA, dtype, root_key(0, CUDA)).to(dtype)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases are not 0, nor gains 1, once a model is trained
+            parameter.data += 0.1 * torch.randn_like(parameter)
     for core in (module for module in model.modules() if isinstance(module, AttentionCore)):
         bind(core, backend="flash")
     return model
