@@ -1,5 +1,5 @@
-// The inputs of a product in shared memory, [ROWS][SIZE]: after LayerNorm, of the sum with a branch perhaps, merged
-// from attention's splits, or as they are.
+// The inputs of a product in shared memory, [ROWS][SIZE]: after LayerNorm or RMSNorm, of the sum with a branch perhaps,
+// merged from attention's splits, or as they are.
 // WARPS / ROWS warps share a row; a thread has up to MOST chunks of 16 bytes.
 
 #pragma once
@@ -8,12 +8,12 @@
 
 constexpr int AT_ONCE = 8;  // splits of attention whose loads are under way together
 
-// x plus (branch + bias), of 8 columns.
-__device__ inline uint4 add_branch(const uint4& x, const float (&branch)[8], const uint4& bias) {
+// x plus the branch, to which the bias is added before if there is one, of 8 columns.
+__device__ inline uint4 add_branch(const uint4& x, const float (&branch)[8], const uint4& bias, bool biased) {
     const auto pair = [&](uint32_t x, uint32_t bias, int i) {
         const float2 old = Pairs<T>::widen(x), more = Pairs<T>::widen(bias);
-        return Pairs<T>::narrow(__fadd_rn(old.x, __fadd_rn(branch[i], more.x)),
-                                __fadd_rn(old.y, __fadd_rn(branch[i + 1], more.y)));
+        return Pairs<T>::narrow(__fadd_rn(old.x, biased ? __fadd_rn(branch[i], more.x) : branch[i]),
+                                __fadd_rn(old.y, biased ? __fadd_rn(branch[i + 1], more.y) : branch[i + 1]));
     };
     return make_uint4(pair(x.x, bias.x, 0), pair(x.y, bias.y, 2), pair(x.z, bias.z, 4), pair(x.w, bias.w, 6));
 }
@@ -69,7 +69,7 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
             const size_t chunk = static_cast<size_t>(row()) * CHUNKS + share() + i * SHARERS;
             float branch[8];
             receive_sums<RANKS>(branch, p.exchange, 8 * chunk, flag);
-            made.at[i] = add_branch(x.at[i], branch, bias.at[i]);
+            made.at[i] = add_branch(x.at[i], branch, bias.at[i], is_there(p.branch_bias));
             if (blockIdx.x == 0) reinterpret_cast<uint4*>(p.stream)[chunk] = made.at[i];
         }
         return made;
@@ -85,25 +85,21 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
     __device__ static void add_lanes(double& sum, double& squares, int lanes) {
 #pragma unroll
         for (int distance = lanes / 2; distance > 0; distance /= 2) {
-            sum += __shfl_xor_sync(~0u, sum, distance);
+            if constexpr (!RMS) sum += __shfl_xor_sync(~0u, sum, distance);
             squares += __shfl_xor_sync(~0u, squares, distance);
         }
     }
 
-    // 1 / sqrt(x), by two Newton steps in fp64.
-    __device__ static float reciprocal_root(double x) {
-        double y = rsqrtf(static_cast<float>(x));
-        y *= fma(-0.5 * x * y, y, 1.5);
-        return static_cast<float>(y * fma(-0.5 * x * y, y, 1.5));
-    }
-
     __device__ static uint32_t normal(uint32_t pair, uint32_t weights, uint32_t biases, float mean, float scale) {
         const float2 x = Pairs<T>::widen(pair), weight = Pairs<T>::widen(weights), bias = Pairs<T>::widen(biases);
+        if constexpr (RMS) {
+            return Pairs<T>::narrow(__fmul_rn(__fmul_rn(x.x, scale), weight.x), __fmul_rn(__fmul_rn(x.y, scale), weight.y));
+        }
         return Pairs<T>::narrow(__fmaf_rn(__fmul_rn(__fsub_rn(x.x, mean), scale), weight.x, bias.x),
                                 __fmaf_rn(__fmul_rn(__fsub_rn(x.y, mean), scale), weight.y, bias.y));
     }
 
-    // LayerNorm, with sums in fp64: of 16-bit numbers they are exact for practical purposes.
+    // LayerNorm or RMSNorm, with sums in fp64: of 16-bit numbers they are exact for practical purposes.
     __device__ void keep_normal(const Chunks& x, const Chunks& weight, const Chunks& bias) const {
         double sum = 0, squares = 0;
 #pragma unroll
@@ -112,7 +108,7 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
             for (const uint32_t pair : {x.at[i].x, x.at[i].y, x.at[i].z, x.at[i].w}) {
                 const float2 values = Pairs<T>::widen(pair);
                 const double a = values.x, b = values.y;
-                sum += a + b;
+                if constexpr (!RMS) sum += a + b;
                 squares += fma(a, a, b * b);
             }
         }
@@ -125,7 +121,7 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
             add_lanes(sum, squares, ROW_WARPS);
         }
         constexpr double RECIPROCAL = 1.0 / SIZE;
-        const double exact_mean = sum * RECIPROCAL;
+        const double exact_mean = RMS ? 0.0 : sum * RECIPROCAL;
         const double variance = fmax(squares * RECIPROCAL - exact_mean * exact_mean, 0.0);
         const float mean = static_cast<float>(exact_mean), scale = reciprocal_root(variance + p.eps);
 #pragma unroll
@@ -158,7 +154,7 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
                 partial[n] = reinterpret_cast<const float4*>(p.partial + cell * HEAD) + i % (HEAD / 4);
                 if constexpr (SPLITS > AT_ONCE) {
 #pragma unroll 1
-                    for (int j = lane % AT_ONCE; j < used; j += AT_ONCE) {
+                    for (int j = used > AT_ONCE ? lane % AT_ONCE : used; j < used; j += AT_ONCE) {
                         largest[n] = fmaxf(largest[n], __ldcg(state[n] + j).x);
                     }
                 }
