@@ -112,8 +112,8 @@ struct Split {
         return reinterpret_cast<uint4*>(shared + offset + i / CHUNKS * STRIDE) + i % CHUNKS;
     }
 
-    // Copies positions 0 to `older` - 1 of a split, and writes zeros behind them: values that memory holds there, NaN
-    // perhaps, would not vanish when they are multiplied by 0.
+    // Copies positions 0 to `older` - 1 of a split, and writes zeros behind the newest: values that memory holds there,
+    // NaN perhaps, would not vanish when they are multiplied by 0.
     __device__ void copy_older(const uint4* keys, const uint4* values, int older) const {
         const uint64_t policy = evict_first_policy();
 #pragma unroll
@@ -121,7 +121,7 @@ struct Split {
             if (i / CHUNKS < older) {
                 copy_16(shared_address(chunk(KEYS, i)), keys + i, policy);
                 copy_16(shared_address(chunk(VALUES, i)), values + i, policy);
-            } else {
+            } else if (i / CHUNKS > older) {
                 *chunk(VALUES, i) = uint4{};
             }
         }
