@@ -92,12 +92,13 @@ STRUCTS = (("Product", Product), ("Attention", Attention), ("Exchange", Fields))
 def most_rows(sizes: Sizes, ctas: int) -> int:
     """Return the number of rows up to which the kernels serve a model of these sizes, 0 where they do not. `ctas`: the
     multiprocessors over which rows of a weight are spread."""
-    heads, largest = sizes.packed // sizes.head, max(sizes.hidden, sizes.inner, sizes.width)
-    known = sizes.head in (64, 128) and heads <= 10 * sizes.kv_heads and sizes.head * heads == sizes.packed
+    heads = sizes.packed // sizes.head
+    small = max(sizes.hidden, sizes.inner, sizes.width) <= MOST_LARGE and sizes.length <= LONGEST
+    known = small and sizes.head in (64, 128) and heads <= 10 * sizes.kv_heads and sizes.head * heads == sizes.packed
     unit = 1 + sizes.gated  # rows of a weight that stay together
     products = ((sizes.packed, sizes.hidden), (sizes.hidden, sizes.width), (unit * sizes.inner, sizes.hidden),
                 (sizes.hidden, sizes.inner))  # fmt: skip
-    if not known or largest > MOST_LARGE or sizes.length > LONGEST or any(size % (SEGMENT // 2) for _, size in products):
+    if not known or any(size % (SEGMENT // 2) for _, size in products):
         return 0
 
     def tiles(columns: int) -> int:
@@ -204,9 +205,11 @@ class RowKernels:
 
     def logits(self, x: Tensor, head: HeadWeights) -> Tensor:
         """Return logits fp32 `[M, V]` of the residual stream `[M, H]` that `run` returned."""
-        norm = {"norm_weight": head.norm, "norm_bias": head.norm_bias, "eps": head.eps}
         out = x.new_empty(len(x), len(head.table), dtype=torch.float32)
-        self.launch("logits", len(x), x=x, weight=head.table, columns=len(head.table), logits=out, **norm)
+        self.launch(
+            "logits", len(x), x=x, weight=head.table, columns=len(head.table), logits=out, norm_weight=head.norm,
+            norm_bias=head.norm_bias, eps=head.eps,
+        )  # fmt: skip
         return out
 
     def launch(self, name: str, rows: int, dependent: bool = True, **fields: Any) -> None:
