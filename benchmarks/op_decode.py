@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.attention.cached import decode_attention
-from dtgpt.ops.decode.blocks import Residual, Write, kernels_of_few_rows, product, residual_norm, run_blocks, run_head
+from dtgpt.ops.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights
 from dtgpt.parallel.cache_sizes import core_sizes
 
@@ -104,9 +104,7 @@ def measure(config: ModelConfig, most_rows: list[int], position: int) -> None:
         weights = sum(value.nbytes for value in blocks[0] if isinstance(value, Tensor))
         whole = microseconds(lambda: run_blocks(x, blocks, keys, values, slots, positions), layers)  # noqa: B023
         line(f"block at {position}", rows, weights + cached, {"ours": whole})
-        few = kernels_of_few_rows(blocks, keys)
-        last = Residual(x, few=few if few is not None and rows <= few.most_rows else None)
-        line("head", rows, head.table.nbytes, {"ours": microseconds(lambda: run_head(last, head), 1)})  # noqa: B023
+        line("head", rows, head.table.nbytes, {"ours": microseconds(lambda: run_head(Residual(x), head), 1)})  # noqa: B023
 
 
 def main() -> None:

@@ -81,7 +81,6 @@ class Residual(NamedTuple):
     x: Tensor  # [M, H]
     branch: Tensor | None = None  # fp32 [G, M, H]: the groups of a sum
     bias: Tensor | None = None  # [H], of the branch
-    few: RowKernels | None = None  # that have computed x: those of few rows
 
     def whole(self) -> Tensor:
         """Return the sum `[M, H]`."""
@@ -111,7 +110,7 @@ def embed(tokens: Tensor, positions: Tensor, weights: EmbeddingWeights) -> Tenso
 
 def residual_norm(stream: Residual, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Return (total, LayerNorm(total)), `[M, H]` each, of a residual stream with its branch; bias None: an RMSNorm."""
-    x, branch, branch_bias, _ = stream
+    x, branch, branch_bias = stream
     rows, size = x.shape
     out, total = torch.empty_like(x), x if branch is None else torch.empty_like(x)
     pdl = has_hopper(x.device)
@@ -194,8 +193,7 @@ def run_blocks(
     if (all_reduce is None or exchange is not None) and len(x) <= MOST_ROWS:
         few = kernels_of_few_rows(blocks, keys, exchange.ranks if exchange else 1)
         if few is not None and len(x) <= few.most_rows:
-            whole = few.run(x.contiguous(), blocks, keys, values, slots, positions, exchange)
-            return Residual(whole, few=few)
+            return Residual(few.run(x.contiguous(), blocks, keys, values, slots, positions, exchange))
 
     def branch_of(h: Tensor, weight: Tensor) -> Tensor:
         branch = product(h, weight, None, "groups")
@@ -214,7 +212,5 @@ def run_blocks(
 
 def run_head(stream: Residual, head: HeadWeights) -> Tensor:
     """Return logits fp32 `[M, V]`."""
-    if stream.few is not None and stream.few.serves_head(head):
-        return stream.few.logits(stream.x, head)
     _, h = residual_norm(stream, head.norm, head.norm_bias, head.eps)
     return product(h, head.table, None, "logits")

@@ -39,8 +39,6 @@ struct Product {
     float eps;
     int index;                  // JOIN, SEND: of the exchange, of those since the first kernel of a call
     Exchange exchange;
-    float* logits;              // of the table `weight` [columns, size]: [rows, columns]
-    int columns;
 };
 
 // Whether a product or a branch has this bias: a constant but where some have one and others have none.

@@ -11,7 +11,6 @@
 // groups of four in ascending order. It does not depend on the number of rows, warps or CTAs.
 
 #include "inputs.cuh"
-#include "logits.cuh"
 #include "outputs.cuh"
 
 template <int ROWS, int PROLOGUE, int EPILOGUE, int SIZE, int COLUMNS>

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.comm.exchange import Exchange, Fields
-from dtgpt.ops.decode.weights import BlockWeights, HeadWeights, Rotary
+from dtgpt.ops.decode.weights import BlockWeights, Rotary
 from dtgpt.ops.fast import has_hopper, multiprocessors
 from dtgpt.util.extension import library
 
@@ -68,8 +68,6 @@ class Product(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("index", ctypes.c_int),
         ("exchange", Fields),
-        ("logits", ctypes.c_void_p),
-        ("columns", ctypes.c_int),
     )
 
 
@@ -163,7 +161,7 @@ class RowKernels:
     def __init__(self, built: ctypes.CDLL, sizes: Sizes, most_rows: int):
         self._sizes, self.most_rows = sizes, most_rows
         self._launch = {}
-        for name in ("qkv", "attention", "proj", "fc", "out", "join", "logits"):
+        for name in ("qkv", "attention", "proj", "fc", "out", "join"):
             function = getattr(built, f"launch_{name}")
             function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_char_p
             self._launch[name] = function
@@ -198,19 +196,6 @@ class RowKernels:
             self.launch("fc", rows, weight=block.fc, bias=block.fc_bias, out=inner, **norm_2)
             stream.add("out", block.out, block.out_bias, x=inner)
         return stream.whole()
-
-    def serves_head(self, head: HeadWeights) -> bool:
-        """Return whether `logits` computes this head, whose norm must be of the blocks' kind."""
-        return bool(self._sizes.rms) == (head.norm_bias is None)
-
-    def logits(self, x: Tensor, head: HeadWeights) -> Tensor:
-        """Return logits fp32 `[M, V]` of the residual stream `[M, H]` that `run` returned."""
-        out = x.new_empty(len(x), len(head.table), dtype=torch.float32)
-        self.launch(
-            "logits", len(x), x=x, weight=head.table, columns=len(head.table), logits=out, norm_weight=head.norm,
-            norm_bias=head.norm_bias, eps=head.eps,
-        )  # fmt: skip
-        return out
 
     def launch(self, name: str, rows: int, dependent: bool = True, **fields: Any) -> None:
         """Launch a kernel whose arguments are those of a product."""
