@@ -47,7 +47,7 @@ __device__ inline void run_product(const Place<ROWS, SIZE, COLUMNS>& place) {
     if constexpr (PROLOGUE == JOIN) x = inputs.join(x, branch_bias, flag);
     if constexpr (PROLOGUE == NORM || PROLOGUE == JOIN) inputs.keep_normal(x, norm_weight, norm_bias);
     if constexpr (PROLOGUE == PLAIN) inputs.keep_rows(x);
-    __syncthreads();
+    Ins::join_writers();
     outputs.multiply(weights);
     __syncthreads();
     if (place.thread < items) outputs.finish(own, residual);
