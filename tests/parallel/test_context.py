@@ -104,8 +104,6 @@ def test_what_cannot_be_cut_is_refused_with_the_remedy(plan, model, length, told
 
 
 def test_what_it_does_not_go_with_is_refused(recipe):
-    with pytest.raises(UserError, match="reduce=exact, but the plan cp2 cuts samples over cp=2"):
-        replace(recipe, plan="cp2", reduce="exact").planned(None)
     with pytest.raises(UserError, match="compile=on, but the plan cp2 exchanges tokens for heads within each block"):
         replace(recipe, plan="cp2", compile="on").planned(None)
     with pytest.raises(UserError, match="the plan cp2 cuts samples over cp=2, in training alone; use tp or dp"):
