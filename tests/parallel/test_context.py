@@ -19,7 +19,7 @@ from dtgpt.planning.activations import block_activations
 from dtgpt.planning.traffic import collectives_of
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import load_each, train_and_save
-from tests.support.bodies_context import BATCH, LENGTH, attend, score_and_sample, train_with_weights
+from tests.support.bodies_context import BATCH, LENGTH, attend, losses_of_tokens, score_and_sample, train_with_weights
 from tests.support.bodies_dryrun import exchanged
 from tests.support.ranks import pool
 from tests.support.runs import change
@@ -60,6 +60,14 @@ def test_the_loss_is_the_mean_over_the_weights_of_the_global_batch(recipe, maske
     expected = train_with_weights(replace(recipe, plan="single"), masked)
     for found in pool().run(2, train_with_weights, replace(recipe, plan="cp2"), masked):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("model, ranks", [(GPT2, 2), (LLAMA, 4)])
+def test_ranks_of_other_heads_give_tokens_the_losses_of_one_process_to_the_bit(recipe, model, ranks):
+    """Where the sums of a product's row do not depend on the other rows: what `--grpo.exact` needs of a plan."""
+    recipe = replace(recipe, model=model, precision="fp32", attention="explicit")
+    pieces = pool().run(ranks, losses_of_tokens, replace(recipe, plan=f"cp{ranks}"))
+    assert torch.equal(torch.cat(pieces, dim=1), losses_of_tokens(replace(recipe, plan="single")))
 
 
 @pytest.mark.parametrize("heads", [4, 1])
