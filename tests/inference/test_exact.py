@@ -236,6 +236,7 @@ def test_beams_are_refused(tmp_path):
         model.generate([1, 2], num_beams=2)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["tp2", "tp2_sp"])
 @pytest.mark.parametrize("config", TINY)
 def test_products_of_rows_have_the_gradients_of_others_where_tensor_parallelism_cuts_them(config, plan):
@@ -250,6 +251,7 @@ def test_more_tensor_parallel_ranks_than_two_are_refused(monkeypatch):
         load.check_exact(CPU, Plan(tp=4).for_world(4))
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["tp2", "tp2_sp"])
 @pytest.mark.parametrize("config", TINY)
 def test_two_tensor_parallel_ranks_score_with_the_bits_of_their_training(config, plan):

@@ -62,6 +62,7 @@ def test_the_loss_is_the_mean_over_the_weights_of_the_global_batch(recipe, maske
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("model, ranks", [(GPT2, 2), (LLAMA, 4)])
 def test_ranks_of_other_heads_give_tokens_the_losses_of_one_process_to_the_bit(recipe, model, ranks):
     """Where the sums of a product's row do not depend on the other rows: what `--grpo.exact` needs of a plan."""
