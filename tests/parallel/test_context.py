@@ -88,7 +88,7 @@ def test_a_run_scores_and_writes_texts_as_one_process(recipe, heads):
 
 
 @pytest.mark.turns(3)
-@pytest.mark.slow(45)
+@pytest.mark.slow(31)
 @pytest.mark.parametrize("plan, model, recompute, exchanges", [
     ("cp2", GPT2, "selective", 4),
     ("cp2", replace(LLAMA, num_kv_heads=1, qk_norm=True), "full", 9),
