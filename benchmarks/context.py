@@ -52,18 +52,24 @@ def check(plans: list[str], device: str) -> bool:
     return all(done)
 
 
+def python_sources(folder: str) -> list[str]:
+    """Write the sources of Python's standard library into a folder. Returns options of a recipe that trains on them."""
+    text = Path(folder) / "text.txt"
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))
+    text.write_text("".join(source.read_text(errors="replace") for source in sources))
+    return ["--data.path", str(text), "--data.tokenizer", "bytes", "--data.held_out", "0"]
+
+
 def measure(longest: int, steps: int) -> bool:
     """Return whether all steps could be measured."""
     common = ["benchmarks/train_step.py", "--micro_batch_size", "1", "--dropout", "0"]
-    common += ["--steps", str(steps), "--warmup", "2", "--data.tokenizer", "bytes", "--data.held_out", "0"]
+    common += ["--steps", str(steps), "--warmup", "2"]
     done = []
     with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "text.txt"
-        sources = sorted(Path(os.__file__).parent.glob("*.py"))
-        text.write_text("".join(source.read_text(errors="replace") for source in sources))
+        data = python_sources(folder)
         for model, length, plans, options in (case for case in MEASURES if case[1] <= longest):
             words = ["--model", model, "--plans", *plans, "--model.seq_length", str(length), *options.split()]
-            done.append(run([*common, "--data.path", str(text), *words]))
+            done.append(run([*common, *data, *words]))
     return all(done)
 
 

@@ -1,6 +1,6 @@
 """Plans on four or eight GPUs of one host: first whether they are right, then how fast they are.
 
-    python benchmarks/many_gpus.py --data.path your_text_document        # all of it, on the GPUs that are there
+    python benchmarks/many_gpus.py                                       # all of it, on the GPUs that are there
     python benchmarks/many_gpus.py --parts plans random                  # parts by name
     python benchmarks/many_gpus.py --gpus 4 --device cpu --parts plans   # a try of this file, over gloo
 
@@ -12,8 +12,8 @@
     scaling   replicas beside one GPU, pipelines, Llama 3 8B at samples of 8,192 and 131,072 tokens
     decode    a token of one sequence and of 64 under tp
 
-Where one of the first five fails, nothing is measured. Options that this script does not know are options of the recipe
-of `plans`.
+Where one of the first five fails, nothing is measured. The text is that of Python's standard library, as bytes. Options
+that this script does not know are options of the recipe of `plans`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from context import ROOT, run
+from context import ROOT, python_sources, run
 
 PLANS = {
     4: "dp4 dp4_zero1 dp4_zero3 tp4_sp tp2_pp2 dp2_tp2_sp pp4 pp4_zbv cp4 cp2_tp2",
@@ -41,15 +41,18 @@ TRIES = {  # sizes of `plans`, by device; those of a CPU are a try
 }
 TESTS = "tests/comm tests/parallel tests/optim tests/inference tests/promises tests/commands/test_plan_command.py"
 INTERVAL = 5  # steps between records
-NODE = f"--steps 120 --log.interval {INTERVAL} --checkpoint.interval 20 --micro_batch_size 2 --resume auto"
+NODE = f"--log.interval {INTERVAL} --checkpoint.interval 20 --micro_batch_size 2"
+NODE_STEPS = {"cuda": "400", "cpu": "60"}  # a GPU does hundreds a second
 KILLED_AFTER = 20  # steps
 LOST = 600.0  # seconds for the run to get there, and for the rest of it
-PATIENCE = 1.0  # seconds between looks at the run
+PATIENCE = 0.1  # seconds between looks at the run
+ROOM = 100e9  # bytes of a GPU on which one GPU's step and three plans of it are open at once
 
 
 def plans(args: argparse.Namespace) -> bool:
-    words = [*TRIES[args.device].split(), "--model.dropout", "0.1", *args.options, "--plans", *PLANS[args.gpus].split()]
-    return run(["-m", "dtgpt", "compare", *words])
+    words = [*TRIES[args.device].split(), "--model.dropout", "0.1", "--plans", *PLANS[args.gpus].split()]
+    with tempfile.TemporaryDirectory() as folder:
+        return run(["-m", "dtgpt", "compare", *words, *python_sources(folder), *args.options])
 
 
 def rows(args: argparse.Namespace) -> bool:
@@ -68,13 +71,14 @@ def node(args: argparse.Namespace) -> bool:
     """Return whether a run goes on where one of two nodes is lost, with the curve of one process."""
     half = args.gpus // 2
     with tempfile.TemporaryDirectory() as folder:
-        recipe = ["recipes/gpt2_tiny.py", *NODE.split(), "--device", args.device, "--runs", f"{folder}/lost"]
+        recipe = ["recipes/gpt2_tiny.py", "--steps", NODE_STEPS[args.device], "--device", args.device, *NODE.split()]
         words = "--nnodes 1:2 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint localhost:29577 --rdzv-id 42"
-        start = [*words.split(), "--rdzv-conf", "last_call_timeout=5", "--nproc-per-node", str(half), *recipe]
-        start += ["--plan", f"dp{args.gpus} | dp{half}"]
-        print(f"\n$ torchrun {shlex.join(start)}", flush=True)
-        print(f"# twice; the second is killed after step {KILLED_AFTER}", flush=True)
-        first, second = (_torchrun(start, range(at, at + half)) for at in (0, half))
+        start = [*words.split(), "--nproc-per-node", str(half), "--rdzv-conf", "last_call_timeout=5,is_host="]
+        lost = [*recipe, "--runs", f"{folder}/lost", "--resume", "auto", "--plan", f"dp{args.gpus} | dp{half}"]
+        print(f"\n$ torchrun {shlex.join(start)}true {shlex.join(lost)}", flush=True)
+        print(f"# once more with is_host=false, which is killed after step {KILLED_AFTER}", flush=True)
+        nodes = zip(("true", "false"), (0, half), strict=True)  # the node that is lost has no rendezvous
+        first, second = (_torchrun([*start[:-1], start[-1] + host, *lost], range(at, at + half)) for host, at in nodes)
         try:
             metrics = Path(folder, "lost/gpt2_tiny-001/metrics.jsonl")
             _wait(lambda: metrics.exists() and metrics.read_text().count('"loss"') > KILLED_AFTER // INTERVAL)
@@ -84,9 +88,7 @@ def node(args: argparse.Namespace) -> bool:
             for one in (first, second):
                 if one.poll() is None:
                     os.killpg(one.pid, signal.SIGKILL)
-        alone = [word for word in recipe if word not in ("--resume", "auto")]
-        alone[-1] = f"{folder}/whole"
-        return ended == 0 and run(alone) and run(
+        return ended == 0 and run([*recipe, "--runs", f"{folder}/whole"]) and run(
             ["-m", "dtgpt", "compare", f"{folder}/lost/gpt2_tiny-001", f"{folder}/whole/gpt2_tiny-001"]
         )  # fmt: skip
 
@@ -108,16 +110,21 @@ def _wait(is_there: Callable[[], bool]) -> None:
 
 def scaling(args: argparse.Namespace) -> bool:
     n = args.gpus
-    replicas = [f"dp{n}", f"dp{n}_zero1", f"dp{n}_zero3", *(["dp2_tp4_sp"] if n == 8 else [])]
-    step = ["benchmarks/train_step.py", "--dropout", "0"]
-    long = ["--model", "llama3_8b", "--micro_batch_size", "1", "--steps", "4", "--warmup", "3", *step[1:]]
+    replicas = [f"dp{n}", f"dp{n}_zero1", f"dp{n}_zero3"]
+    has_room = torch.cuda.get_device_properties(0).total_memory > ROOM
+    turns = [replicas] if has_room else [[one] for one in replicas]
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(n), "benchmarks/scaling.py"]
-    done = [
-        run([*launch, "--plans", *replicas[:3], "--micro_batch_size", "32"]),
-        run([*step, "--plans", *replicas[3:], f"pp{n}", "--micro_batch_size", "4", "--micro_batches", str(4 * n)]),
-        run([step[0], *long, "--plans", f"dp{n}_zero3", f"tp{n}_sp"]),
-        run([step[0], *long, "--plans", f"cp{n}_zero3", "--model.seq_length", "131072", "--recompute", "full"]),
-    ]
+    step = ["benchmarks/train_step.py", "--dropout", "0"]
+    small = [*step, "--micro_batch_size", "4", "--micro_batches", str(4 * n)]
+    long = [*step, "--model", "llama3_8b", "--micro_batch_size", "1", "--steps", "4", "--warmup", "3"]
+    others = ["dp2_tp4_sp"] if n == 8 else []
+    with tempfile.TemporaryDirectory() as folder:
+        data = python_sources(folder)
+        done = [run([*launch, "--plans", *some, "--micro_batch_size", "32", *data]) for some in turns]
+        done.append(run([*small, "--plans", "single", *others, f"pp{n}", *data]))
+        done.append(run([*long, "--plans", f"dp{n}_zero3", f"tp{n}_sp", *data]))
+        length = ["--model.seq_length", "131072", "--recompute", "full", "--steps", "2", "--warmup", "2"]
+        done.append(run([*long, "--plans", f"cp{n}_zero3", *length, *data]))
     return all(done)
 
 
