@@ -42,6 +42,7 @@ def check() -> None:
             ("124m", torch.float16),
             ("wide", torch.bfloat16),
             ("llama2", torch.bfloat16),
+            ("llama32_1b", torch.bfloat16),
         ):
             Case(shape, dtype, exchange, mesh).check_rows()
         Case("345m", torch.bfloat16, exchange, mesh).check_replays()

@@ -54,6 +54,7 @@ TINY = [
 ]  # fmt: skip
 CONFIGS = {
     "gpt2": GPT2,
+    "gpt2 whose rows fill no warp": replace(GPT2, hidden_size=128, num_heads=2),
     "gpt2 whose MLP is wide": replace(GPT2, hidden_size=1024, num_heads=16),  # cuBLAS splits its last product
     "llama": LLAMA,
     "qwen3": replace(LLAMA, head_dim=128, qk_norm=True, norm_eps=1e-6, tied=True),
@@ -65,6 +66,9 @@ CONFIGS = {
 
 def model_of(config, dtype: torch.dtype) -> Decoder:
     model = build_model(config, CUDA, dtype, root_key(0, CUDA)).to(dtype)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases are not 0, nor gains 1, once a model is trained
+            parameter.data += 0.1 * torch.randn_like(parameter)
     for core in (module for module in model.modules() if isinstance(module, AttentionCore)):
         bind(core, backend="flash")
     return model

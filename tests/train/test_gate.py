@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from safetensors import safe_open
+from safetensors.torch import save_file
+
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.train.compare import fitting_plan
 from dtgpt.train.gate import Located, Reference, locate
 from dtgpt.train.record import Tracing
+from dtgpt.train.trace import Trace, file_of
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 
@@ -80,3 +84,23 @@ def test_a_fault_of_one_rank_is_located_on_that_rank(recipe, reference, tmp_path
     found = located(recipe, reference, tmp_path, "dp2", change)
     assert (found.fault.module, found.fault.rank, found.fault.micro_batch) == ("blocks.1.ln_2", 1, 2)
     assert found.fault.error > 100 * found.fault.reference_error
+
+
+@pytest.mark.parametrize(("first", "found"), [(0, None), (1, "blocks.1.mlp.fc")])
+def test_a_reference_with_a_part_of_a_gradient_is_told_by_float64(recipe, tmp_path, monkeypatch, first, found):
+    """As fused operations have it; float64 computes one sample. first: micro-batch from which on it has a part."""
+    monkeypatch.setattr("dtgpt.train.trace.OPERATIONS", 0.0)
+    tracing = Tracing(tmp_path / "one", tmp_path / "shared", is_reference=True)
+    record = traced_record(recipe, tracing)
+    file = file_of(tracing.file, "0")
+    trace = Trace(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = {}
+    for key, index in trace.keys.items():
+        is_part = key.kind == "gradient" and key.name == "blocks.1.ln_2 output 1" and key.micro_batch >= first
+        tensors[index] = 0.7 * trace[key] if is_part else trace[key]
+    save_file(tensors, file, metadata=metadata)
+    located_fault = located(recipe, Reference(tracing.file, record), tmp_path).fault
+    assert (located_fault and located_fault.module) == found
+    assert found is None or located_fault.micro_batch == 1

@@ -9,18 +9,22 @@ import pytest
 import torch
 
 from dtgpt.comm import exchange
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.decode import rows
 from dtgpt.ops.fused_softmax import softmax_kernels
 from dtgpt.util import extension
 
 pytestmark = pytest.mark.slow(8)
 
-SIZES = [  # of GPT-2 124M and 345M; of grouped queries and wide heads; of GPT-2 1558M; of a GPT with long inner rows
+LLAMA = {"rms": 1, "gated": 1, "rotary": 1, "biases": 0}
+SIZES = [  # of GPT-2 124M and 345M; of grouped queries and wide heads; of GPT-2 1558M; of Llama 3.2 1B; of Qwen3 0.6B
     rows.Sizes("__nv_bfloat16", 768, 3072, 2304, 768, 64, 12, 1024, 1),
     rows.Sizes("__half", 1024, 4096, 3072, 1024, 64, 16, 2048, 1),
     rows.Sizes("__nv_bfloat16", 1024, 2048, 1536, 1024, 128, 2, 1024, 2),
     rows.Sizes("__nv_bfloat16", 1600, 6400, 4800, 1600, 64, 25, 1024, 1),
-    rows.Sizes("__nv_bfloat16", 2048, 8192, 6144, 2048, 64, 32, 1024, 1),
+    rows.Sizes("__nv_bfloat16", 2048, 8192, 3072, 2048, 64, 8, 4096, 1, **LLAMA),
+    rows.Sizes("__nv_bfloat16", 1024, 3072, 4096, 2048, 128, 8, 4096, 1, **(LLAMA | {"rotary": 2})),
 ]
 HOPPER = ["-c", "-gencode=arch=compute_90,code=sm_90", "-Xptxas", "-v"]
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -52,9 +56,9 @@ def test_the_products_of_few_rows_compile_without_a_gpu(tmp_path):
     """Two kernels must fit on a multiprocessor: 128 registers a thread, few of them spilled."""
     common = ["nvcc", *extension.FLAGS, "-Werror", "all-warnings", str(rows.SOURCE), *HOPPER]
     devices = rows.Gpu(multiprocessors=132, room=77824)
-    assert [rows.most_rows(size, devices.multiprocessors) for size in SIZES] == [4, 4, 4, 2, 2]
+    assert [rows.most_rows(size, devices.multiprocessors) for size in SIZES] == [4, 4, 4, 2, 2, 2]
     commands = [[*common, *rows.flags(s, devices), "-o", str(tmp_path / f"{i}.out")] for i, s in enumerate(SIZES)]
-    for count, said in zip([14, 14, 20, 10, 11], compile_all(commands), strict=True):
+    for count, said in zip([14, 14, 20, 10, 11, 13], compile_all(commands), strict=True):
         spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", said)]
         assert len(spills) == count and max(spills) <= 64
 
@@ -119,6 +123,30 @@ def test_sizes_without_room_for_a_ring_of_weights_are_left_to_triton():
 
     assert [most_rows(size, 8192) for size in (2048, 4096, 5120, 8192)] == [2, 2, 2, 0]
     assert most_rows(4096, 8192, ctas=78) == 2 and most_rows(5120, 8192, ctas=78) == 0
+
+
+def test_slots_whose_splits_take_long_to_merge_are_left_to_triton():
+    assert [rows.most_rows(SIZES[4]._replace(length=length), 132) for length in (8192, 8193)] == [2, 0]
+
+
+def test_blocks_are_told_apart_by_what_the_kernels_are_built_for():
+    sizes = {"num_layers": 1, "hidden_size": 128, "num_heads": 4, "seq_length": 64, "vocab_size": 9}
+    grouped = {"num_kv_heads": 2, "head_dim": 64, "ffn_hidden_size": 192}
+    keys = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)
+    llama, qwen3, qwen25, all_biases = (
+        LlamaConfig(**sizes, **grouped, **more).make_block(0).decode_weights()
+        for more in ({}, {"qk_norm": True}, {"attention_bias": "qkv"}, {"attention_bias": "all"})
+    )
+    gpt2 = GPT2Config(**sizes).make_block(0).decode_weights()
+    kinds = [rows.sizes_of(block, keys)[9:] for block in (llama, qwen3, qwen25, all_biases, gpt2)]
+    assert kinds == [(1, 1, 1, 0), (1, 1, 2, 0), (1, 1, 1, 1), (1, 1, 1, 1), (0, 0, 0, 2)]
+    assert rows.sizes_of(llama, keys)[1:8] == (128, 192, 512, 256, 64, 2, 64)
+    assert all(map(rows.serves, (llama, qwen3, qwen25, all_biases, gpt2)))
+    others = [
+        llama._replace(norm_2_bias=gpt2.norm_1), llama._replace(fc_bias=gpt2.fc_bias), llama._replace(activation=None),
+        llama._replace(rotary=llama.rotary._replace(q_norm=gpt2.norm_1)),
+    ]  # fmt: skip
+    assert not any(map(rows.serves, others))
 
 
 def test_a_gpu_that_nvcc_does_not_know_gets_what_its_driver_translates(monkeypatch):

@@ -35,10 +35,11 @@ class Stream(NamedTuple):
         return total
 
     def _norm(self, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor | None, Tensor | None]:
-        from dtgpt.ops.norm.norm_kernels import A_ROW, norm_forward  # imported on first use, since it needs Triton
+        from dtgpt.ops.norm import norm_kernels as kernels  # imported on first use, since it needs Triton
 
         arguments = self.x, self.branch, self.bias, weight, bias, eps
-        return norm_forward(*arguments, key=None, p=0.0, start=(0, 0), launch=A_ROW)[:2]
+        launch = kernels.A_ROW if self.x.shape[-1] >= kernels.FILLS_A_WARP else None  # None: as in training
+        return kernels.norm_forward(*arguments, key=None, p=0.0, start=(0, 0), launch=launch)[:2]
 
 
 def run_blocks(

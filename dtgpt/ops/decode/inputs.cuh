@@ -1,6 +1,7 @@
-// The inputs of a product in shared memory, [ROWS][SIZE]: after LayerNorm, of the sum with a branch perhaps, merged
-// from attention's splits, or as they are.
-// WARPS / ROWS warps share a row; a thread has up to MOST chunks of 16 bytes.
+// The inputs of a product in shared memory, [ROWS][SIZE]: after LayerNorm or RMSNorm, of the sum with a branch perhaps,
+// merged from attention's splits, or as they are.
+// WARPS / ROWS warps share a row; a thread has up to MOST chunks of 16 bytes. Of a single row each warp has the segments
+// that it will multiply, so that it need not wait for the others.
 
 #pragma once
 
@@ -8,12 +9,12 @@
 
 constexpr int AT_ONCE = 8;  // splits of attention whose loads are under way together
 
-// x plus (branch + bias), of 8 columns.
-__device__ inline uint4 add_branch(const uint4& x, const float (&branch)[8], const uint4& bias) {
+// x plus the branch, to which the bias is added before if there is one, of 8 columns.
+__device__ inline uint4 add_branch(const uint4& x, const float (&branch)[8], const uint4& bias, bool biased) {
     const auto pair = [&](uint32_t x, uint32_t bias, int i) {
         const float2 old = Pairs<T>::widen(x), more = Pairs<T>::widen(bias);
-        return Pairs<T>::narrow(__fadd_rn(old.x, __fadd_rn(branch[i], more.x)),
-                                __fadd_rn(old.y, __fadd_rn(branch[i + 1], more.y)));
+        return Pairs<T>::narrow(__fadd_rn(old.x, biased ? __fadd_rn(branch[i], more.x) : branch[i]),
+                                __fadd_rn(old.y, biased ? __fadd_rn(branch[i + 1], more.y) : branch[i + 1]));
     };
     return make_uint4(pair(x.x, bias.x, 0), pair(x.y, bias.y, 2), pair(x.z, bias.z, 4), pair(x.w, bias.w, 6));
 }
@@ -27,14 +28,25 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
     using Base::lane;
     using Base::sums;
     using Base::inputs;
+    using Base::SETS;
 
+    static constexpr bool OWN = ROWS == 1;
     static constexpr int ROW_WARPS = WARPS / ROWS, SHARERS = ROW_WARPS * WARP, CHUNKS = SIZE / 8;
-    static constexpr int MOST = (CHUNKS + SHARERS - 1) / SHARERS;
+    static constexpr int MOST = OWN ? (SETS + 1) / 2 : (CHUNKS + SHARERS - 1) / SHARERS;
     __device__ int row() const { return warp / ROW_WARPS; }
     __device__ int share() const { return thread % SHARERS; }
-    __device__ bool has(int i) const { return share() + i * SHARERS < CHUNKS && row() < p.rows; }
-    __device__ void keep(int i, uint4 chunk) const {
-        reinterpret_cast<uint4*>(inputs(row()))[share() + i * SHARERS] = chunk;
+    __device__ int place(int i) const {
+        constexpr int HALF = WARP / 2;  // lanes of a segment
+        return OWN ? (warp + WARPS * (2 * i + lane / HALF)) * HALF + lane % HALF : share() + i * SHARERS;
+    }
+    __device__ bool has(int i) const { return place(i) < CHUNKS && row() < p.rows; }
+    __device__ void keep(int i, uint4 chunk) const { reinterpret_cast<uint4*>(inputs(row()))[place(i)] = chunk; }
+    __device__ static void join_writers() {
+        if constexpr (OWN) {
+            __syncwarp();
+        } else {
+            __syncthreads();
+        }
     }
 
     struct Chunks {
@@ -46,16 +58,16 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
         Chunks made;
 #pragma unroll
         for (int i = 0; i < MOST; ++i) {
-            made.at[i] = has(i) ? __ldg(reinterpret_cast<const uint4*>(source) + share() + i * SHARERS) : uint4{};
+            made.at[i] = has(i) ? __ldg(reinterpret_cast<const uint4*>(source) + place(i)) : uint4{};
         }
         return made;
     }
 
     __device__ Chunks load_rows() const {
         Chunks made;
-        const uint4* const source = reinterpret_cast<const uint4*>(p.x) + row() * CHUNKS + share();
+        const uint4* const source = reinterpret_cast<const uint4*>(p.x) + row() * CHUNKS;
 #pragma unroll
-        for (int i = 0; i < MOST; ++i) made.at[i] = has(i) ? __ldcg(source + i * SHARERS) : uint4{};
+        for (int i = 0; i < MOST; ++i) made.at[i] = has(i) ? __ldcg(source + place(i)) : uint4{};
         return made;
     }
 
@@ -66,10 +78,10 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
         for (int i = 0; i < MOST; ++i) {
             made.at[i] = uint4{};
             if (!has(i)) continue;
-            const size_t chunk = static_cast<size_t>(row()) * CHUNKS + share() + i * SHARERS;
+            const size_t chunk = static_cast<size_t>(row()) * CHUNKS + place(i);
             float branch[8];
             receive_sums<RANKS>(branch, p.exchange, 8 * chunk, flag);
-            made.at[i] = add_branch(x.at[i], branch, bias.at[i]);
+            made.at[i] = add_branch(x.at[i], branch, bias.at[i], is_there(p.branch_bias));
             if (blockIdx.x == 0) reinterpret_cast<uint4*>(p.stream)[chunk] = made.at[i];
         }
         return made;
@@ -82,28 +94,24 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
         }
     }
 
-    __device__ static void add_lanes(double& sum, double& squares, int lanes) {
+    __device__ static void add_lanes(double& sum, double& squares) {
 #pragma unroll
-        for (int distance = lanes / 2; distance > 0; distance /= 2) {
-            sum += __shfl_xor_sync(~0u, sum, distance);
+        for (int distance = WARP / 2; distance > 0; distance /= 2) {
+            if constexpr (!RMS) sum += __shfl_xor_sync(~0u, sum, distance);
             squares += __shfl_xor_sync(~0u, squares, distance);
         }
     }
 
-    // 1 / sqrt(x), by two Newton steps in fp64.
-    __device__ static float reciprocal_root(double x) {
-        double y = rsqrtf(static_cast<float>(x));
-        y *= fma(-0.5 * x * y, y, 1.5);
-        return static_cast<float>(y * fma(-0.5 * x * y, y, 1.5));
-    }
-
     __device__ static uint32_t normal(uint32_t pair, uint32_t weights, uint32_t biases, float mean, float scale) {
         const float2 x = Pairs<T>::widen(pair), weight = Pairs<T>::widen(weights), bias = Pairs<T>::widen(biases);
+        if constexpr (RMS) {
+            return Pairs<T>::narrow(__fmul_rn(__fmul_rn(x.x, scale), weight.x), __fmul_rn(__fmul_rn(x.y, scale), weight.y));
+        }
         return Pairs<T>::narrow(__fmaf_rn(__fmul_rn(__fsub_rn(x.x, mean), scale), weight.x, bias.x),
                                 __fmaf_rn(__fmul_rn(__fsub_rn(x.y, mean), scale), weight.y, bias.y));
     }
 
-    // LayerNorm, with sums in fp64: of 16-bit numbers they are exact for practical purposes.
+    // LayerNorm or RMSNorm, with sums in fp64: of 16-bit numbers they are exact for practical purposes.
     __device__ void keep_normal(const Chunks& x, const Chunks& weight, const Chunks& bias) const {
         double sum = 0, squares = 0;
 #pragma unroll
@@ -112,20 +120,26 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
             for (const uint32_t pair : {x.at[i].x, x.at[i].y, x.at[i].z, x.at[i].w}) {
                 const float2 values = Pairs<T>::widen(pair);
                 const double a = values.x, b = values.y;
-                sum += a + b;
+                if constexpr (!RMS) sum += a + b;
                 squares += fma(a, a, b * b);
             }
         }
-        add_lanes(sum, squares, WARP);
+        add_lanes(sum, squares);
         if constexpr (ROW_WARPS > 1) {
             if (lane == 0) sums()[warp] = make_double2(sum, squares);
             __syncthreads();
-            const double2 of_warp = sums()[row() * ROW_WARPS + lane % ROW_WARPS];
-            sum = of_warp.x, squares = of_warp.y;
-            add_lanes(sum, squares, ROW_WARPS);
+            double2 all[ROW_WARPS];
+#pragma unroll
+            for (int i = 0; i < ROW_WARPS; ++i) all[i] = sums()[row() * ROW_WARPS + i];
+#pragma unroll
+            for (int distance = ROW_WARPS / 2; distance > 0; distance /= 2) {
+#pragma unroll
+                for (int i = 0; i < distance; ++i) all[i].x += all[i + distance].x, all[i].y += all[i + distance].y;
+            }
+            sum = all[0].x, squares = all[0].y;
         }
         constexpr double RECIPROCAL = 1.0 / SIZE;
-        const double exact_mean = sum * RECIPROCAL;
+        const double exact_mean = RMS ? 0.0 : sum * RECIPROCAL;
         const double variance = fmax(squares * RECIPROCAL - exact_mean * exact_mean, 0.0);
         const float mean = static_cast<float>(exact_mean), scale = reciprocal_root(variance + p.eps);
 #pragma unroll
@@ -141,6 +155,7 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
     // The merge of attention's `used` splits: four columns of a head are an item, of which a thread takes AT_A_TIME
     // together. The threads of a head, an aligned part of a warp of at least AT_ONCE lanes, share the splits' states.
     static_assert(PROLOGUE != MERGE || HEAD >= 4 * AT_ONCE, "a head has AT_ONCE threads");
+    static_assert(SHARERS * 4 == ROW_WARPS * SEGMENT, "a warp merges segments that it will multiply");
     static constexpr int ITEMS = SIZE / 4, AT_A_TIME = ITEMS > SHARERS ? 2 : 1;
     __device__ void keep_merged(int used) const {
         const unsigned group = 0xffu << (lane & 24);  // the AT_ONCE lanes that share states: others may have ended
@@ -158,7 +173,7 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
                 partial[n] = reinterpret_cast<const float4*>(p.partial + cell * HEAD) + i % (HEAD / 4);
                 if constexpr (SPLITS > AT_ONCE) {
 #pragma unroll 1
-                    for (int j = lane % AT_ONCE; j < used; j += AT_ONCE) {
+                    for (int j = used > AT_ONCE ? lane % AT_ONCE : used; j < used; j += AT_ONCE) {
                         largest[n] = fmaxf(largest[n], __ldcg(state[n] + j).x);
                     }
                 }

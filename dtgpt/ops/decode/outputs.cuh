@@ -1,4 +1,5 @@
-// The outputs of a product: to the cache, through GELU, onto the residual stream, or to all tensor-parallel ranks.
+// The outputs of a product: to the cache, through GELU or SwiGLU, onto the residual stream, or to all tensor-parallel
+// ranks.
 
 #pragma once
 
@@ -34,11 +35,20 @@ struct Outputs : Multiplication<ROWS, SIZE, COLUMNS> {
         return total;
     }
 
+    // Columns of an output: of SwiGLU a gate and what it multiplies.
+    static constexpr int WIDE = EPILOGUE == ACTIVATION ? UNIT : 1;
+    __device__ int items() const { return p.rows * (count / WIDE); }
+
     // GELU by its tanh approximation (Hendrycks and Gimpel 2016, arXiv:1606.08415), written as t / (1 + exp(-2 u)).
     __device__ static float gelu(float t) {
         constexpr float CUBIC = static_cast<float>(0.7978845608028654 * 0.044715), LINEAR = 0.7978845608028654f;
         const float u = __fmul_rn(t, __fmaf_rn(__fmul_rn(t, t), CUBIC, LINEAR));
         return __fdiv_rn(t, __fadd_rn(1.0f, exp2_approx(__fmul_rn(u, -2.8853900817779268f))));
+    }
+
+    // SiLU (Hendrycks and Gimpel 2016), written as t / (1 + exp(-t)).
+    __device__ static float silu(float t) {
+        return __fdiv_rn(t, __fadd_rn(1.0f, exp2_approx(__fmul_rn(t, -1.4426950408889634f))));
     }
 
     // An output of this thread, with what is loaded early.
@@ -51,13 +61,13 @@ struct Outputs : Multiplication<ROWS, SIZE, COLUMNS> {
 
     __device__ Output output(int item) const {
         Output o{};
-        const int own = COLUMNS < CTAS ? max(count, 1) : count;  // a CTA of a small model may have no row
-        o.row = ROWS == 1 ? 0 : item / own, o.n = first + item - o.row * own;
+        const int most = count / WIDE, own = COLUMNS / UNIT < CTAS ? max(most, 1) : most;  // of a small model perhaps none
+        o.row = ROWS == 1 ? 0 : item / own, o.n = first / WIDE + item - o.row * own;
         if constexpr (EPILOGUE == SEND) {
             o.flag = p.exchange.flag(p.index);
             return o;
         }
-        o.bias = __ldg(reinterpret_cast<const unsigned short*>(p.bias) + o.n);
+        if (is_there(p.bias)) o.bias = __ldg(reinterpret_cast<const unsigned short*>(p.bias) + o.n);
         if constexpr (EPILOGUE == CACHE) o.slot = p.slots[o.row], o.position = p.positions[o.row];
         return o;
     }
@@ -74,7 +84,7 @@ struct Outputs : Multiplication<ROWS, SIZE, COLUMNS> {
             const size_t line = (static_cast<size_t>(o.slot) * KV_HEADS + kv_head) * LENGTH + o.position;
             if (part >= HEADS - 2) return (part == HEADS - 2 ? p.keys : p.values) + line * HEAD + o.n % HEAD;
         }
-        return p.out + o.row * COLUMNS + o.n;
+        return p.out + o.row * (COLUMNS / WIDE) + o.n;
     }
 
     __device__ static float widen(unsigned short bits) { return Pairs<T>::widen(*reinterpret_cast<const T*>(&bits)); }
@@ -89,8 +99,9 @@ struct Outputs : Multiplication<ROWS, SIZE, COLUMNS> {
 
     __device__ void finish(const Output& o, unsigned short residual) const {
         if constexpr (EPILOGUE == SEND) return send_part(o);
-        float t = __fadd_rn(total(o.row, o.n - first), widen(o.bias));
-        if constexpr (EPILOGUE == ACTIVATION) t = gelu(t);
+        float t = total(o.row, WIDE * o.n - first);
+        if (is_there(p.bias)) t = __fadd_rn(t, widen(o.bias));
+        if constexpr (EPILOGUE == ACTIVATION) t = GATED ? __fmul_rn(silu(t), total(o.row, WIDE * o.n + 1 - first)) : gelu(t);
         if constexpr (EPILOGUE == RESIDUAL) t = __fadd_rn(widen(residual), t);
         *target(o) = Pairs<T>::narrow(t);
     }

@@ -79,6 +79,13 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
+// 1 / sqrt(x), by two Newton steps in fp64.
+__device__ inline float reciprocal_root(double x) {
+    double y = rsqrtf(static_cast<float>(x));
+    y *= fma(-0.5 * x * y, y, 1.5);
+    return static_cast<float>(y * fma(-0.5 * x * y, y, 1.5));
+}
+
 // ---- Dependent launch
 
 // Wait until the kernel before this one is complete, and with it all before that one.

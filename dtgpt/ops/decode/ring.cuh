@@ -47,7 +47,7 @@ struct Ring : Place<ROWS, SIZE, COLUMNS> {
         return {from, ring() + lane / 16 * STRIDE + lane % 16 * 16, evict_first_policy()};
     }
 
-    // Copies a piece, if this warp has it. A CTA has MOST_ROWS rows or one less.
+    // Copies a piece, if this warp has it. A CTA has MOST_ROWS rows or UNIT less.
     __device__ void copy_piece(const Copies& c, int index) const {
         const int set = index / TILES, tile = index % TILES;
         if (index < PIECES && exists(set)) {
@@ -57,7 +57,7 @@ struct Ring : Place<ROWS, SIZE, COLUMNS> {
             for (int i = 0; i < TILE; i += 2) {
                 const int row = tile * TILE + i;
                 if (row >= MOST_ROWS) continue;
-                if (inside && (row + 1 < MOST_ROWS - 1 || row + lane / 16 < count)) {
+                if (inside && (row + 1 < MOST_ROWS - UNIT || row + lane / 16 < count)) {
                     const T* const from = c.from + row * SIZE + set * (WARPS * SEGMENT);
                     copy_16(c.to + index % RING * PIECE + i * STRIDE, from, c.policy);
                 }

@@ -1,7 +1,7 @@
 // The products of a transformer block for one token each of 1 to 4 sequences, with what comes before and after them:
-// LayerNorm or the merge of attention's splits before; the cache, GELU or the residual after. Built for one model: its
-// sizes are constants. Of several tensor-parallel ranks each sends its part of a branch to all, and the LayerNorm
-// behind begins with their sum.
+// a norm or the merge of attention's splits before; the cache, GELU or SwiGLU, or the residual after. Built for one
+// model: its sizes and the kind of its blocks are constants. Of several tensor-parallel ranks each sends its part of a
+// branch to all, and the norm behind begins with their sum.
 //
 // Each CTA has a contiguous range of the weight's rows, and there is one for each multiprocessor. It copies them to
 // shared memory while the kernel before it still runs (programmatic dependent launch), since weights do not depend on it.
@@ -23,13 +23,17 @@ __device__ inline void run_product(const Place<ROWS, SIZE, COLUMNS>& place) {
     launch_successor();
     typename Ins::Chunks norm_weight, norm_bias, branch_bias, x;
     if constexpr (PROLOGUE == NORM || PROLOGUE == JOIN) {
-        norm_weight = inputs.load_vector(p.norm_weight), norm_bias = inputs.load_vector(p.norm_bias);
+        norm_weight = inputs.load_vector(p.norm_weight);
+        if constexpr (!RMS) norm_bias = inputs.load_vector(p.norm_bias);
     }
     uint32_t flag;
-    if constexpr (PROLOGUE == JOIN) branch_bias = inputs.load_vector(p.branch_bias), flag = p.exchange.flag(p.index);
+    if constexpr (PROLOGUE == JOIN) {
+        if (is_there(p.branch_bias)) branch_bias = inputs.load_vector(p.branch_bias);
+        flag = p.exchange.flag(p.index);
+    }
     const int row = inputs.row();
     const int used = PROLOGUE == MERGE && row < p.rows ? static_cast<int>(p.positions[row]) / SPLIT + 1 : 0;
-    const int items = p.rows * place.count;
+    const int items = outputs.items();
     const typename Outs::Output own = outputs.output(place.thread < items ? place.thread : 0);
     outputs.copy_weights();
     wait_for_predecessor();
@@ -43,7 +47,7 @@ __device__ inline void run_product(const Place<ROWS, SIZE, COLUMNS>& place) {
     if constexpr (PROLOGUE == JOIN) x = inputs.join(x, branch_bias, flag);
     if constexpr (PROLOGUE == NORM || PROLOGUE == JOIN) inputs.keep_normal(x, norm_weight, norm_bias);
     if constexpr (PROLOGUE == PLAIN) inputs.keep_rows(x);
-    __syncthreads();
+    Ins::join_writers();
     outputs.multiply(weights);
     __syncthreads();
     if (place.thread < items) outputs.finish(own, residual);
@@ -57,7 +61,7 @@ template <int ROWS, int PROLOGUE, int EPILOGUE, int SIZE, int COLUMNS>
 __global__ void __launch_bounds__(THREADS, 2) multiply_rows(const __grid_constant__ Product p) {
     extern __shared__ __align__(128) char shared[];
     const int thread = threadIdx.x, index = blockIdx.x;
-    const int first = COLUMNS * index / CTAS, last = COLUMNS * (index + 1) / CTAS;
+    const int first = COLUMNS / UNIT * index / CTAS * UNIT, last = COLUMNS / UNIT * (index + 1) / CTAS * UNIT;
     run_product<ROWS, PROLOGUE, EPILOGUE, SIZE, COLUMNS>(
         {p, shared, thread, thread / WARP, thread % WARP, first, last - first});
 }
@@ -70,8 +74,9 @@ __global__ void __launch_bounds__(THREADS) join_rows(const __grid_constant__ Pro
         float branch[8];
         receive_sums<RANKS>(branch, p.exchange, static_cast<size_t>(8) * chunk, flag);
         const uint4 x = __ldcg(reinterpret_cast<const uint4*>(p.x) + chunk);
-        const uint4 bias = __ldg(reinterpret_cast<const uint4*>(p.branch_bias) + chunk % (HIDDEN / 8));
-        reinterpret_cast<uint4*>(p.stream)[chunk] = add_branch(x, branch, bias);
+        const bool biased = is_there(p.branch_bias);
+        const uint4 bias = biased ? __ldg(reinterpret_cast<const uint4*>(p.branch_bias) + chunk % (HIDDEN / 8)) : uint4{};
+        reinterpret_cast<uint4*>(p.stream)[chunk] = add_branch(x, branch, bias, biased);
     }
     __syncthreads();
     if (threadIdx.x == 0) *p.exchange.state = flag;
@@ -95,11 +100,11 @@ static const char* launch(const Product* p, cudaStream_t stream) {
     return "there are too many rows";
 }
 
-// After LayerNorm, of the sum with a branch if there is one.
+// After a norm, of the sum with a branch if there is one.
 template <int EPILOGUE, int COLUMNS>
 static const char* launch_normal(const Product* p, cudaStream_t stream) {
     if constexpr (RANKS > 1) {
-        if (p->branch_bias != nullptr) return launch<JOIN, EPILOGUE, HIDDEN, COLUMNS>(p, stream);
+        if (p->stream != nullptr) return launch<JOIN, EPILOGUE, HIDDEN, COLUMNS>(p, stream);
     }
     return launch<NORM, EPILOGUE, HIDDEN, COLUMNS>(p, stream);
 }
@@ -107,7 +112,7 @@ static const char* launch_normal(const Product* p, cudaStream_t stream) {
 constexpr int BRANCH = RANKS > 1 ? SEND : RESIDUAL;
 
 extern "C" const char* launch_qkv(const Product* p, cudaStream_t stream) {
-    return launch_normal<CACHE, PACKED>(p, stream);
+    return launch_normal<POSITIONS == LEARNED ? CACHE : PACK, PACKED>(p, stream);
 }
 
 extern "C" const char* launch_proj(const Product* p, cudaStream_t stream) {
@@ -115,7 +120,7 @@ extern "C" const char* launch_proj(const Product* p, cudaStream_t stream) {
 }
 
 extern "C" const char* launch_fc(const Product* p, cudaStream_t stream) {
-    return launch_normal<ACTIVATION, INNER>(p, stream);
+    return launch_normal<ACTIVATION, UNIT * INNER>(p, stream);
 }
 
 extern "C" const char* launch_out(const Product* p, cudaStream_t stream) {

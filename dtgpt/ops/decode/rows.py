@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.comm.exchange import Exchange, Fields
-from dtgpt.ops.decode.weights import BlockWeights
+from dtgpt.ops.decode.weights import BlockWeights, Rotary
 from dtgpt.ops.fast import has_hopper, multiprocessors
 from dtgpt.util.extension import library
 
@@ -28,6 +28,7 @@ SPLIT = SEGMENT = 128  # positions of attention; columns of a chain
 WARPS, TILE = 8, 8
 LEVEL = WARPS * TILE * (2 * SEGMENT + 16)  # bytes of a ring: a piece for each warp
 MOST_BYTES = 110 * 1024  # of shared memory of a CTA
+LONGEST = 8192  # positions of a slot: beyond, each CTA of a projection would merge too many splits
 TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
 
@@ -43,6 +44,10 @@ class Sizes(NamedTuple):
     kv_heads: int
     length: int  # positions of a slot
     ranks: int  # of tensor parallelism; the other sizes are those of one
+    rms: int = 0  # whether norms are RMSNorms
+    gated: int = 0  # whether the MLP is SwiGLU, whose first matrix has 2 F rows
+    rotary: int = 0  # whether positions are: 1; after a norm of each head of q and k: 2
+    biases: int = 2  # of the products: 0 of none, 1 of some, 2 of all
 
 
 class Gpu(NamedTuple):
@@ -73,6 +78,9 @@ class Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "partial", "state", "slots", "positions")),
         ("rows", ctypes.c_int),
         ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("table", "q_norm", "k_norm")),
+        ("places", ctypes.c_int),
+        ("eps", ctypes.c_float),
     )
 
 
@@ -82,15 +90,17 @@ STRUCTS = (("Product", Product), ("Attention", Attention), ("Exchange", Fields))
 def most_rows(sizes: Sizes, ctas: int) -> int:
     """Return the number of rows up to which the kernels serve a model of these sizes, 0 where they do not. `ctas`: the
     multiprocessors over which rows of a weight are spread."""
-    heads, largest = sizes.packed // sizes.head, max(sizes.hidden, sizes.inner, sizes.width)
-    known = sizes.head in (64, 128) and heads <= 10 * sizes.kv_heads and sizes.head * heads == sizes.packed
-    products = ((sizes.packed, sizes.hidden), (sizes.hidden, sizes.width), (sizes.inner, sizes.hidden),
+    heads = sizes.packed // sizes.head
+    small = max(sizes.hidden, sizes.inner, sizes.width) <= MOST_LARGE and sizes.length <= LONGEST
+    known = small and sizes.head in (64, 128) and heads <= 10 * sizes.kv_heads and sizes.head * heads == sizes.packed
+    unit = 1 + sizes.gated  # rows of a weight that stay together
+    products = ((sizes.packed, sizes.hidden), (sizes.hidden, sizes.width), (unit * sizes.inner, sizes.hidden),
                 (sizes.hidden, sizes.inner))  # fmt: skip
-    if not known or largest > MOST_LARGE or any(size % (SEGMENT // 2) for _, size in products):
+    if not known or any(size % (SEGMENT // 2) for _, size in products):
         return 0
 
     def tiles(columns: int) -> int:
-        return math.ceil(math.ceil(columns / ctas) / TILE)
+        return math.ceil(unit * math.ceil(columns / unit / ctas) / TILE)
 
     def kept(columns: int, size: int) -> bool:
         return tiles(columns) * math.ceil(size / SEGMENT / WARPS) <= MOST_KEPT and size % SEGMENT == 0
@@ -112,16 +122,24 @@ def flags(sizes: Sizes, gpu: Gpu) -> tuple[str, ...]:
 
 
 def serves(block: BlockWeights) -> bool:
-    """Return whether the kernels compute blocks of this kind: with LayerNorms, biases, learned positions and GELU."""
-    there = (block.norm_1_bias, block.qkv_bias, block.proj_bias, block.norm_2_bias, block.fc_bias, block.out_bias)
-    return block.rotary is None and block.activation == "gelu" and all(bias is not None for bias in there)
+    """Return whether the kernels compute blocks of this kind: with norms that are alike, GELU, or SwiGLU without a
+    bias, learned or rotary positions."""
+    rotary, activation = block.rotary, block.activation
+    alike = (block.norm_1_bias is None) == (block.norm_2_bias is None)
+    known = activation == "gelu" or (activation == "swiglu" and block.fc_bias is None)
+    return alike and known and (rotary is None or (rotary.q_norm is None) == (rotary.k_norm is None))
 
 
 def sizes_of(block: BlockWeights, keys: Tensor, ranks: int = 1) -> Sizes:
     """Return the sizes of a block and of its cache `[slots, N_kv, P, D]`, of one of `ranks` tensor-parallel ranks."""
     kv_heads, length, head = keys.shape[1:]
-    hidden, width = block.proj.shape
-    return Sizes(TYPES[keys.dtype], hidden, len(block.fc), len(block.qkv), width, head, kv_heads, length, ranks)
+    (hidden, width), inner, rotary = block.proj.shape, block.out.shape[1], block.rotary
+    there = [bias is not None for bias in (block.qkv_bias, block.proj_bias, block.fc_bias, block.out_bias)]
+    return Sizes(
+        TYPES[keys.dtype], hidden, inner, len(block.qkv), width, head, kv_heads, length, ranks,
+        rms=int(block.norm_1_bias is None), gated=int(block.activation == "swiglu"),
+        rotary=0 if rotary is None else 1 + (rotary.q_norm is not None), biases=any(there) + all(there),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -172,7 +190,7 @@ class RowKernels:
             qkv = {"weight": block.qkv, "bias": block.qkv_bias, "out": packed}
             self.launch("qkv", rows, dependent=not first, **qkv, **norm_1, **cache, **place)
             first = False
-            self._attention(packed, k, v, partial, state, slots, positions)
+            self._attention(block.rotary, q=packed, partial=partial, state=state, **cache, **place)
             stream.add("proj", block.proj, block.proj_bias, partial=partial, state=state, positions=positions)
             norm_2 = {"norm_weight": block.norm_2, "norm_bias": block.norm_2_bias, **eps, **stream.read()}
             self.launch("fc", rows, weight=block.fc, bias=block.fc_bias, out=inner, **norm_2)
@@ -181,19 +199,24 @@ class RowKernels:
 
     def launch(self, name: str, rows: int, dependent: bool = True, **fields: Any) -> None:
         """Launch a kernel whose arguments are those of a product."""
-        numbers = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in fields.items()}
-        self._call(name, Product(rows=rows, dependent=dependent, **numbers), fields["x"].device)
+        self._call(name, Product(rows=rows, dependent=dependent, **pointers(fields)), fields["x"].device)
 
-    def _attention(self, *tensors: Tensor) -> None:
-        rows, scale = len(tensors[0]), math.log2(math.e) / math.sqrt(self._sizes.head)
-        arguments = Attention(*(tensor.data_ptr() for tensor in tensors), rows=rows, scale=scale)
-        self._call("attention", arguments, tensors[0].device)
+    def _attention(self, rotary: Rotary | None, **fields: Any) -> None:
+        rows, scale = len(fields["q"]), math.log2(math.e) / math.sqrt(self._sizes.head)
+        if rotary is not None:
+            fields |= {**rotary._asdict(), "places": rotary.table.shape[1]}
+        self._call("attention", Attention(rows=rows, scale=scale, **pointers(fields)), fields["q"].device)
 
     def _call(self, name: str, arguments: Any, device: torch.device) -> None:
         with torch.cuda.device(device):
             error = self._launch[name](ctypes.byref(arguments), torch.cuda.current_stream().cuda_stream)
         if error is not None:
             raise RuntimeError(f"the decode kernel {name} cannot be launched: {error.decode()}")
+
+
+def pointers(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of a struct, tensors as their addresses."""
+    return {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in fields.items()}
 
 
 class Stream:
@@ -225,22 +248,22 @@ class SharedStream:
     def __init__(self, kernels: RowKernels, x: Tensor, exchange: Exchange):
         self._kernels, self._x, self._exchange = kernels, x, exchange
         self._bias: Tensor | None = None  # of the branch that is under way
-        self._sent = 0
+        self._sent, self._under_way = 0, False
 
     def read(self) -> dict[str, Any]:
         """Return the arguments of a kernel that begins with the stream."""
-        if self._bias is None:
+        if not self._under_way:
             return {"x": self._x}
         whole, old = torch.empty_like(self._x), self._x
         joined = {"x": old, "branch_bias": self._bias, "stream": whole, **self._place()}
-        self._x, self._bias = whole, None
+        self._x, self._under_way = whole, False
         return joined
 
     def add(self, name: str, weight: Tensor, bias: Tensor | None, **fields: Any) -> None:
         """Launch the product of a branch."""
         self._sent += 1
         self._kernels.launch(name, len(self._x), **{"x": self._x, "weight": weight, **self._place(), **fields})
-        self._bias = bias
+        self._bias, self._under_way = bias, True
 
     def whole(self) -> Tensor:
         """Return the stream `[M, H]`, behind which the exchanges are complete."""

@@ -10,6 +10,13 @@ constexpr int HIDDEN = DTGPT_HIDDEN, INNER = DTGPT_INNER, PACKED = DTGPT_PACKED,
 constexpr int HEAD = DTGPT_HEAD, KV_HEADS = DTGPT_KV_HEADS, LENGTH = DTGPT_LENGTH;
 using T = DTGPT_TYPE;
 
+// Of the kind of its blocks: RMSNorm or LayerNorm, SwiGLU or GELU, what positions are, whether products have biases.
+enum Positions { LEARNED, ROTARY, ROTARY_OF_NORMED };  // the latter: after an RMSNorm of each head of q and k
+enum Biases { NO_BIAS, SOME_BIASES, ALL_BIASES };
+constexpr bool RMS = DTGPT_RMS, GATED = DTGPT_GATED;
+constexpr int POSITIONS = DTGPT_ROTARY, BIASES = DTGPT_BIASES;
+constexpr int UNIT = GATED ? 2 : 1;  // rows of a weight that stay together: a gate and what it multiplies
+
 // Of the plan: tensor-parallel ranks. F, heads and columns are those of one rank.
 constexpr int RANKS = DTGPT_RANKS;
 

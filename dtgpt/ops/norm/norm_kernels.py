@@ -21,6 +21,7 @@ NORM_FORWARD = ColumnLaunch(rows=4, width=8, occupancy=16, stages=2)
 NORM_BACKWARD = ColumnLaunch(rows=4, width=8, occupancy=12, stages=2)
 RMS_FORWARD = ColumnLaunch(rows=2, width=8, occupancy=1 << 20, stages=1)  # a program for each tile
 A_ROW = ColumnLaunch(rows=1, width=8, occupancy=1 << 20, stages=1)  # forward of few rows, a program for each
+FILLS_A_WARP = 32 * 8  # columns of a row from which on its sums have the same order in tiles of any number of rows
 RMS_BACKWARD = ColumnLaunch(rows=1, width=8, occupancy=32, stages=1)
 PREFETCHED = 8192  # elements of the largest tile to prefetch: a larger one would spill registers
 
