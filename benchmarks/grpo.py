@@ -8,11 +8,12 @@ Options unknown to the script are options of the recipe. Without --recipe weight
 characters, so that no answer ends early. Each line is a step; the last one has medians without the first steps, in
 which kernels are compiled and graphs captured. Training rates count the tokens of prompts and answers, without what
 fills samples.
---bits: how many log-probabilities of answers differ from those of training's forward pass (one process).
+--bits: how many log-probabilities of answers differ from those of training's forward pass (plans without pp and ZeRO).
 """
 
 import argparse
 import json
+import math
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.config.sections import DataConfig, OptimizerConfig
+from dtgpt.models.batch import Batch
+from dtgpt.parallel.context import slice_of
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.hardware import device_name
@@ -67,18 +70,19 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 def differing(trainer: Trainer) -> tuple[int, int]:
     """Return (tokens of the next step's answers, those whose log-probability is not that of training, to the bit)."""
     answers, length = trainer.rollouts.draw(trainer.step), trainer.settings.seq_length
-    size, wrong = trainer.settings.micro_batch_size, 0
-    for first in range(0, len(answers), size):
-        some = answers[first : first + size]
-        tokens = torch.zeros(len(some), length + 1, dtype=torch.int64)
-        for row, answer in enumerate(some):
-            ids = answer.prompt_ids + answer.ids
-            tokens[row, : len(ids)] = torch.tensor(ids)
-        found = trained(trainer.stages[0], tokens.to(trainer.mesh.device)).cpu()
-        for row, answer in enumerate(some):
-            begin = len(answer.prompt_ids) - 1
-            wrong += int((found[row, begin : begin + len(answer.ids)] != torch.tensor(answer.logprobs)).sum())
-    return sum(len(answer.ids) for answer in answers), wrong
+    tokens = torch.zeros(len(answers), length + 1, dtype=torch.int64)
+    drawn = torch.full((len(answers), length), math.nan)
+    for row, answer in enumerate(answers):
+        ids, first = answer.prompt_ids + answer.ids, len(answer.prompt_ids) - 1
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        drawn[row, first : first + len(answer.ids)] = torch.tensor(answer.logprobs)
+    wrong, mesh = 0, trainer.mesh
+    for piece, expected in zip(*(x.split(trainer.settings.micro_batch_size) for x in (tokens, drawn)), strict=True):
+        given = piece.to(mesh.device)
+        batch = slice_of(Batch(given[:, :-1].contiguous(), targets=given[:, 1:].contiguous()), mesh.place)
+        own = expected.chunk(mesh.plan.cp, dim=1)[mesh.place.cp]
+        wrong += int(((trained(trainer.stages[0], batch).cpu() != own) & ~own.isnan()).sum())
+    return sum(len(answer.ids) for answer in answers), round(mesh.sum(wrong).item() * mesh.plan.cp / mesh.world)
 
 
 def main() -> None:

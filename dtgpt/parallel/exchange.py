@@ -35,10 +35,10 @@ class HeadExchange:
 
     def exchanged(self, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
         """Return what a call does, from the tokens of all ranks."""
-        by_rank = [x.unflatten(2, (self.ranks, -1)) for x in (q, k, v)]
+        by_rank = [x.unflatten(2, (self.ranks, -1)).permute(2, 1, 0, 3, 4) for x in (q, k, v)]
         heads = [x.shape[3] for x in by_rank]
-        sent = torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4)  # [cp, B, T / cp, heads, D], one message for all three
-        whole = exchange(sent, self.once, self.once, self.group).transpose(0, 1).flatten(1, 2)
+        sent = torch.cat(by_rank, dim=3)  # [cp, T / cp, B, heads, D], one message for all three, which are copied once
+        whole = exchange(sent, self.once, self.once, self.group).flatten(0, 1).transpose(0, 1)
         out = self.attend(*whole.split(heads, dim=2), *more, first_head=self.place * heads[0])
         parts = out.unflatten(1, (self.ranks, -1)).transpose(0, 1)
         back = exchange(parts, self.once, self.once, self.group)

@@ -1,5 +1,7 @@
 """Rotary positions on a packed projection, with and without norms of the heads, against float64."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
@@ -124,7 +126,8 @@ def test_backward_saves_nothing_but_positions_and_what_norms_need(normed):
 
 
 @BOTH
-def test_compiled_equals_eager(normed):
+@pytest.mark.parametrize("ops_of", [custom_ops, nullcontext], ids=["custom", "plain"])
+def test_compiled_equals_eager(normed, ops_of):
     qkv, pair = torch.randn(2, 3, 1, 4, 6), weights(6, normed)
     inputs = [t.requires_grad_() for t in (qkv, *pair)]
     cotangents = [torch.randn(2, 3, heads, 6) for heads in (2, 1, 1)]
@@ -132,7 +135,7 @@ def test_compiled_equals_eager(normed):
     def layer(qkv, *pair):
         return rotary_qkv(2 * qkv, None, ROTATION, 10, *pair, eps=EPS)
 
-    with custom_ops():
+    with ops_of():
         eager = results(layer, inputs, cotangents)
         compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
         for one, other in zip(results(compiled, inputs, cotangents), eager, strict=True):

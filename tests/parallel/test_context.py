@@ -19,7 +19,15 @@ from dtgpt.planning.activations import block_activations
 from dtgpt.planning.traffic import collectives_of
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import load_each, train_and_save
-from tests.support.bodies_context import BATCH, LENGTH, attend, score_and_sample, train_with_weights
+from tests.support.bodies_context import (
+    BATCH,
+    LENGTH,
+    attend,
+    losses_of_tokens,
+    score_and_sample,
+    train_with_weights,
+    two_steps,
+)
 from tests.support.bodies_dryrun import exchanged
 from tests.support.ranks import pool
 from tests.support.runs import change
@@ -62,12 +70,41 @@ def test_the_loss_is_the_mean_over_the_weights_of_the_global_batch(recipe, maske
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow(1)
+@pytest.mark.parametrize("model, ranks", [(GPT2, 2), (LLAMA, 4)])
+def test_ranks_of_other_heads_give_tokens_the_losses_of_one_process_to_the_bit(recipe, model, ranks):
+    """Where the sums of a product's row do not depend on the other rows: what `--grpo.exact` needs of a plan."""
+    recipe = replace(recipe, model=model, precision="fp32", attention="explicit")
+    pieces = pool().run(ranks, losses_of_tokens, replace(recipe, plan=f"cp{ranks}"))
+    assert torch.equal(torch.cat(pieces, dim=1), losses_of_tokens(replace(recipe, plan="single")))
+
+
 @pytest.mark.parametrize("heads", [4, 1])
 def test_a_run_scores_and_writes_texts_as_one_process(recipe, heads):
     recipe = change(recipe, log={"sample_tokens": 5}, model={"num_heads": heads})
     expected, text = score_and_sample(replace(recipe, plan="single"))
     for scores, written in pool().run(2, score_and_sample, replace(recipe, plan="cp2")):
         assert scores == pytest.approx(expected, rel=1e-5) and written == text
+
+
+@pytest.mark.turns(3)
+@pytest.mark.slow(31)
+@pytest.mark.parametrize("plan, model, recompute, exchanges", [
+    ("cp2", GPT2, "selective", 4),
+    ("cp2", replace(LLAMA, num_kv_heads=1, qk_norm=True), "full", 9),
+    ("cp2_tp2_sp", replace(LLAMA, qk_norm=True), "none", 4),
+    # It takes half a minute to trace how masks are drawn.
+    pytest.param("cp2", replace(GPT2, dropout=0.1), "none", 4, marks=pytest.mark.long),
+    pytest.param("cp2_tp2_sp", replace(LLAMA, dropout=0.1, num_kv_heads=2), "selective", 6, marks=pytest.mark.long),
+])  # fmt: skip
+def test_compiled_blocks_follow_one_process_and_send_as_many_messages(recipe, plan, model, recompute, exchanges):
+    """Under document bounds. exchanges: of a block and a micro-batch, forward and backward."""
+    masks = {"reset_attention_mask": True, "reset_position_ids": True}
+    recipe = change(recipe, model=model, recompute=recompute, data=masks)
+    expected, _ = two_steps(replace(recipe, plan="single"))
+    for found, count in pool().run(parse_plan(plan).world, two_steps, replace(recipe, plan=plan, compile="on")):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert count == 2 * 2 * model.num_layers * exchanges
 
 
 @pytest.mark.turns(8)
@@ -103,11 +140,7 @@ def test_what_cannot_be_cut_is_refused_with_the_remedy(plan, model, length, told
         made.for_world(made.world).validate(model, 1, 1, length)
 
 
-def test_what_it_does_not_go_with_is_refused(recipe):
-    with pytest.raises(UserError, match="reduce=exact, but the plan cp2 cuts samples over cp=2"):
-        replace(recipe, plan="cp2", reduce="exact").planned(None)
-    with pytest.raises(UserError, match="compile=on, but the plan cp2 exchanges tokens for heads within each block"):
-        replace(recipe, plan="cp2", compile="on").planned(None)
+def test_what_it_does_not_go_with_is_refused():
     with pytest.raises(UserError, match="the plan cp2 cuts samples over cp=2, in training alone; use tp or dp"):
         parse_plan("cp2").for_world(2).for_inference()
 

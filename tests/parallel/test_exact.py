@@ -45,10 +45,13 @@ BITS = [
     ("single", ["dp2_zero3"], {"model": OURS["gpt_oss"]}),
     ("single", ["pp2"], {"precision": "bf16", "model": OURS["gemma3"]}),
     ("single", ["dp3_zero3", "pp2"], {"optimizer": NorMuonConfig(lr=6e-3), "precision": "bf16"}),
+    ("cp2", ["dp2_cp2_zero3", "cp2_pp2"], {}),
+    ("cp2", ["dp2_cp2", "cp2_zero1"], {"optimizer": MuonConfig(lr=6e-3), "model": LLAMA, "precision": "bf16"}),
+    ("cp4", ["cp4_zero2"], {"model": LLAMA}),  # two ranks have the same heads
 ]
 
 
-@pytest.mark.slow(17)
+@pytest.mark.slow(22)
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("reference, plans, changes", BITS)
 def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):

@@ -54,6 +54,7 @@ def settings_of(recipe, world: int, plan: str, model, **changes):
         (LLAMA, "tp4_zero2", 20, {"recompute": "full"}),
         (LLAMA, "tp4_sp_zero3", 20, {}),
         (LLAMA, "tp4_sp_zero3", 20, {"reduce": "exact"}),
+        (LLAMA, "cp2_zero3", 6, {"reduce": "exact"}),
         (LLAMA, "tp2_pp3_interleaved3", 12, {"recompute": "selective"}),
         (replace(LLAMA, tied=True), "tp4_sp_pp3", 36, {}),
         (LLAMA, "own", 4, {}),

@@ -1,6 +1,9 @@
 """What the ranks of tests/parallel/test_context.py do."""
 
+from unittest.mock import patch
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtgpt.data.document_masks import DocumentMasks
@@ -16,6 +19,7 @@ from dtgpt.parallel.context import exchange_heads, whole_samples
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.startup import open_trainer
 from tests.support.bodies_engine import resolve
+from tests.support.bodies_exact import losses_kept, products_by_rows
 
 BATCH, LENGTH, HEADS, SIZE = 2, 24, 12, 6
 
@@ -73,3 +77,22 @@ def score_and_sample(recipe) -> tuple[list[float], str]:
         with whole_samples(trainer.stages):
             scores = scorer.score([Sample((1, 2, 3, 4, 5, 6, 7), 3)] if trainer.mesh.rank == 0 else None)
         return scores[0].logprobs.tolist(), trainer.sample()
+
+
+def losses_of_tokens(recipe) -> Tensor:
+    """Return the losses of this rank's tokens of a micro-batch `[B, T / cp]`, by products of rows."""
+    with open_trainer(recipe) as trainer, products_by_rows(), losses_kept() as kept:
+        trainer.gradients()
+    return kept[0].view(recipe.micro_batch_size, -1)
+
+
+def two_steps(recipe) -> tuple[list[float], int]:
+    """Return losses and gradient norms of two steps, and how many all-to-alls this rank took part in. A compiled step
+    is traced and differentiated by torch.compile, but its code is not generated, which takes minutes."""
+    counted = patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
+    traced = torch.compiler.set_stance("default", force_backend="aot_eager_decomp_partition")
+    with open_trainer(recipe) as trainer, counted as exchanges, traced:
+        steps = [trainer.train_step() for _ in range(2)]
+        assert trainer.settings.compile == (recipe.compile == "on")
+        values = [value for step in steps for value in (trainer.mean_loss(step), float(step.norm))]
+        return values, exchanges.call_count

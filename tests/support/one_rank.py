@@ -172,10 +172,10 @@ def groups_of(mesh: Mesh) -> Groups:
 def planned_groups(place: RankCoordinates) -> Groups:
     """Return what `groups_of` must be, by the order of the ranks alone."""
     plan, last = place.plan, place.plan.stage_rank(place.plan.num_stages - 1)
-    first = place.rank - place.tp - place.dp * plan.tp
+    first = place.rank - place.tp - place.data * plan.tp
     groups = {
-        "tp": [first + place.dp * plan.tp + tp for tp in range(plan.tp)],
-        "dp": [first + dp * plan.tp + place.tp for dp in range(plan.dp)],
+        "tp": [first + place.data * plan.tp + tp for tp in range(plan.tp)],
+        "dp": [first + data * plan.tp + place.tp for data in range(plan.data_ranks)],
         "pp": [place.neighbour(pp) for pp in range(plan.pp)],
     }
     if last and place.pp in (0, last):

@@ -58,7 +58,7 @@ def rotary_qkv(
     _check_inputs(qkv, positions, num_positions, q_weight, k_weight)
     if takes_custom_op(qkv, has_parameters=q_weight is not None):
         return _rotary(qkv, positions, q_weight, k_weight, eps, rotation.numbers, num_positions)
-    table = angle_table(rotation, qkv.shape[-1], num_positions, qkv.device)
+    table = _table(qkv.shape[-1], rotation.numbers, num_positions, qkv.device)
     return reference(qkv, positions, table, q_weight, k_weight, eps)
 
 
@@ -93,6 +93,7 @@ def _angles(table: Tensor, positions: Tensor | None, length: int) -> tuple[Tenso
     return cosine, sine
 
 
+@torch.compiler.assume_constant_result  # Dynamo looks through caches, and would trace how the table is made
 def _table(head_dim: int, rotation: Sequence[float], num_positions: int, device: torch.device) -> Tensor:
     """Return `angle_table`. The ops take the numbers that it follows from, so that they neither save nor trace it."""
     return angle_table(rotation_of(rotation), head_dim, num_positions, device)
