@@ -4,16 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from safetensors import safe_open
-from safetensors.torch import save_file
-
+import torch
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.train.compare import fitting_plan
 from dtgpt.train.gate import Located, Reference, locate
 from dtgpt.train.record import Tracing
-from dtgpt.train.trace import Trace, file_of
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 
@@ -86,21 +82,18 @@ def test_a_fault_of_one_rank_is_located_on_that_rank(recipe, reference, tmp_path
     assert found.fault.error > 100 * found.fault.reference_error
 
 
-@pytest.mark.parametrize(("first", "found"), [(0, None), (1, "blocks.1.mlp.fc")])
-def test_a_reference_with_a_part_of_a_gradient_is_told_by_float64(recipe, tmp_path, monkeypatch, first, found):
-    """As fused operations have it; float64 computes one sample. first: micro-batch from which on it has a part."""
+def test_a_part_of_a_gradient_is_told_from_a_fault(recipe, tmp_path, monkeypatch):
+    """A fused norm on a GPU gives its sum the gradient of later operations alone, plain ones the whole, as float64, of
+    which there is one sample."""
     monkeypatch.setattr("dtgpt.train.trace.OPERATIONS", 0.0)
     tracing = Tracing(tmp_path / "one", tmp_path / "shared", is_reference=True)
-    record = traced_record(recipe, tracing)
-    file = file_of(tracing.file, "0")
-    trace = Trace(file)
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    tensors = {}
-    for key, index in trace.keys.items():
-        is_part = key.kind == "gradient" and key.name == "blocks.1.ln_2 output 1" and key.micro_batch >= first
-        tensors[index] = 0.7 * trace[key] if is_part else trace[key]
-    save_file(tensors, file, metadata=metadata)
-    located_fault = located(recipe, Reference(tracing.file, record), tmp_path).fault
-    assert (located_fault and located_fault.module) == found
-    assert found is None or located_fault.micro_batch == 1
+    with monkeypatch.context() as patch:
+        for module in ("norm", "residual"):
+            patch.setattr(f"dtgpt.ops.norm.{module}.may_fuse", lambda x: x.dtype != torch.float64)
+        reference = Reference(tracing.file, traced_record(recipe, tracing))
+    assert located(recipe, reference, tmp_path).fault is None
+    change, module, _ = FAULTS["backward"]
+    assert located(recipe, reference, tmp_path, change=change).fault.module == module
+    monkeypatch.setattr("dtgpt.train.gate.SAME", 0.0)
+    unknown = located(recipe, reference, tmp_path).fault
+    assert (unknown.tensor, unknown.micro_batch, unknown.error) == ("blocks.1.ln_2 output 0", 1, None)
