@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.train.compare import fitting_plan
