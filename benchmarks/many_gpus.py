@@ -77,7 +77,7 @@ def node(args: argparse.Namespace) -> bool:
         lost = [*recipe, "--runs", f"{folder}/lost", "--resume", "auto", "--plan", f"dp{args.gpus} | dp{half}"]
         print(f"\n$ torchrun {shlex.join(start)}true {shlex.join(lost)}", flush=True)
         print(f"# once more with is_host=false, which is killed after step {KILLED_AFTER}", flush=True)
-        nodes = zip(("true", "false"), (0, half), strict=True)  # the node that is lost has no rendezvous
+        nodes = (("true", 0), ("false", half))  # the node that is lost has no rendezvous
         first, second = (_torchrun([*start[:-1], start[-1] + host, *lost], range(at, at + half)) for host, at in nodes)
         try:
             metrics = Path(folder, "lost/gpt2_tiny-001/metrics.jsonl")
@@ -133,6 +133,7 @@ def decode(args: argparse.Namespace) -> bool:
     for model in ("345m", "llama3_8b"):
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(args.gpus), "benchmarks/decode.py"]
         own = ["--model", model, "--positions", "512", "--prefill", "0", "--peers", "dtgpt", "--batches", "1", "64"]
+        own += ["--tokens", "64", "--rounds", "3"]
         done.append(run([*launch, "--plan", f"tp{args.gpus}", *own]))
     return all(done)
 

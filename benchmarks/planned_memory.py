@@ -22,7 +22,7 @@ from pathlib import Path
 from queue import Empty, Queue
 
 import torch
-from train_step import make_recipe
+from train_step import make_recipe, parse
 
 from dtgpt.config.recipe import Settings
 from dtgpt.planning.memory import fullest, memory_by_rank
@@ -36,6 +36,7 @@ PLANS = {  # and how often each is drawn
 }  # fmt: skip
 LEAST, MOST = 0.05, 32.0  # GiB that a case may take: two are on a GPU at once
 LIMIT = 240.0  # seconds of a case
+HEADS = "| options of train_step.py | measured, GiB | planned, GiB | error |\n|---|---:|---:|---:|"
 
 
 def draw(generator: random.Random) -> list[str]:
@@ -55,13 +56,8 @@ def draw(generator: random.Random) -> list[str]:
 
 def settings_of(words: list[str]) -> Settings:
     """Return what the processes of a case run with."""
-    parser = argparse.ArgumentParser()
-    for name, kind in (("model", str), ("plan", str), ("micro_batch_size", int), ("micro_batches", int),
-                       ("dropout", float)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=kind)
-    args, overrides = parser.parse_known_args(words)
-    args.plans = [args.plan]
-    recipe, plan = make_recipe(args, overrides, args.plan)
+    args, overrides = parse(words)
+    recipe, plan = make_recipe(args, overrides, *args.plans)
     return recipe.planned(plan.world)
 
 
@@ -99,11 +95,11 @@ def measure(words: list[str], gpus: list[str]) -> float | None:
         return json.loads(file.read_text())[0]["allocated"]
 
 
-def run_all(todo: list[tuple[list[str], int, float]], results: Path, at_once: int) -> None:
+def run_all(todo: list[tuple[list[str], int]], results: Path, at_once: int) -> None:
     """Measure in turn on pairs of GPUs, `at_once` cases on each pair."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     pairs = [names.split(",")[at : at + 2] for at in range(0, len(names.split(",")), 2)]
-    queue: Queue[tuple[list[str], int, float]] = Queue()
+    queue: Queue[tuple[list[str], int]] = Queue()
     for case in todo:
         queue.put(case)
     writing = threading.Lock()
@@ -111,13 +107,13 @@ def run_all(todo: list[tuple[list[str], int, float]], results: Path, at_once: in
     def work(pair: list[str], first: int) -> None:
         while True:
             try:
-                words, world, size = queue.get_nowait()
+                words, world = queue.get_nowait()
             except Empty:
                 return
             seen = measure(words, [pair[(first + at) % len(pair)] for at in range(world)])
             if seen is not None:
                 with writing, results.open("a") as file:
-                    file.write(json.dumps({"options": " ".join(words), "planned": size, "measured": seen}) + "\n")
+                    file.write(json.dumps({"options": " ".join(words), "measured": seen}) + "\n")
 
     threads = [threading.Thread(target=work, args=(pair, at)) for pair in pairs for at in range(at_once)]
     for thread in threads:
@@ -126,16 +122,23 @@ def run_all(todo: list[tuple[list[str], int, float]], results: Path, at_once: in
         thread.join()
 
 
+def read(results: Path) -> list[dict]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
 def table(results: list[dict]) -> str:
     """Return rows by error, and the median and the largest."""
-    lines, sizes = ["| options of train_step.py | measured, GiB | planned, GiB | error |", "|---|---:|---:|---:|"], []
-    for one in sorted(results, key=lambda one: abs(one["planned"] / one["measured"] - 1)):
-        error = one["planned"] / one["measured"] - 1
-        sizes.append(abs(error))
-        lines.append(f"| {one['options']} | {one['measured']:.2f} | {one['planned']:.2f} | {error:+.1%} |")
-    if sizes:
-        lines.append(f"\n{len(sizes)} cases: median {statistics.median(sizes):.1%}, largest {max(sizes):.1%}")
-    return "\n".join(lines)
+    rows = []
+    for one in results:
+        size = planned(settings_of(one["options"].split()))
+        error = size / one["measured"] - 1
+        rows.append((abs(error), f"| {one['options']} | {one['measured']:.2f} | {size:.2f} | {error:+.1%} |"))
+    if not rows:
+        return "no results"
+    rows.sort()
+    sizes = [size for size, _ in rows]
+    summary = f"{len(sizes)} cases: median {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}"
+    return "\n".join([HEADS, *(row for _, row in rows), "", summary])
 
 
 def main() -> None:
@@ -149,18 +152,17 @@ def main() -> None:
     )
     parser.add_argument("--list", action="store_true", help="measure nothing; print the cases")
     args = parser.parse_args()
-    there = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
     if args.table:
-        print(table([one | {"planned": planned(settings_of(one["options"].split()))} for one in there]))
+        print(table(read(args.results)))
         return
-    known = {one["options"] for one in there}
+    known = {one["options"] for one in read(args.results)}
     most = min(2, torch.cuda.device_count() or 2)
     todo = [case for case in cases(args.cases, args.seed, most) if " ".join(case[0]) not in known]
     if args.list:
         print("\n".join(f"{size:6.2f} GiB  {' '.join(words)}" for words, _, size in todo))
         return
-    run_all(todo, args.results, args.at_once)
-    print(table([json.loads(line) for line in args.results.read_text().splitlines()]))
+    run_all([(words, world) for words, world, _ in todo], args.results, args.at_once)
+    print(table(read(args.results)))
 
 
 if __name__ == "__main__":

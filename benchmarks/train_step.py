@@ -213,7 +213,7 @@ def ratio(first: list[float], second: list[float]) -> str:
     return f"{statistics.median(ratios):.4f} (rounds {ratios[0]:.4f} to {ratios[-1]:.4f})"
 
 
-def parse() -> tuple[argparse.Namespace, list[str]]:
+def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.allow_abbrev = False
     parser.add_argument("--model", default="345m", help=f"{', '.join(MODELS)}, or the path of a recipe")
@@ -229,7 +229,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--limit", type=float, default=300, help="seconds that one plan may take")
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)  # in the processes of a plan: its name, a file
-    return parser.parse_known_args()
+    return parser.parse_known_args(words)
 
 
 def compare(args: argparse.Namespace, overrides: list[str]) -> int:

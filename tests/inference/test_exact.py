@@ -50,9 +50,10 @@ CONFIGS = {
 
 def model_of(config, dtype: torch.dtype) -> Decoder:
     model = build_model(config, CUDA, dtype, root_key(0, CUDA)).to(dtype)
+    generator = torch.Generator(CUDA).manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # biases are not 0, nor gains 1, once a model is trained
-            parameter.data += 0.1 * torch.randn_like(parameter)
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator, device=CUDA, dtype=dtype)
     for core in (module for module in model.modules() if isinstance(module, AttentionCore)):
         bind(core, backend="flash")
     return model
