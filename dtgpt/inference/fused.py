@@ -92,10 +92,17 @@ class ExactStage(FusedStage):
     """One stage, with the bits of training's forward pass."""
 
     def __call__(self, x: Tensor, rows: DecodeRows) -> Tensor:
+        """Return what a `FusedStage` does, but logits `[1, B, V_local]` in the type of the activations."""
         if self._embedding is not None:
             x = self._embed(x, rows)
-        stream = exact_blocks.run_blocks(x[0], self._blocks, self._keys, self._values, *rows)
+        add = None if self._mesh.tp_group is None else self._add
+        stream = exact_blocks.run_blocks(x[0], self._blocks, self._keys, self._values, *rows, add)
         return (stream.whole() if self._head is None else exact_blocks.run_head(stream, self._head))[None]
+
+    def _add(self, part: Tensor) -> Tensor:
+        """Return the sum over two tensor-parallel ranks of addends `[M, H]`, in their type. A sum of two 16-bit numbers
+        that is rounded to fp32 first has the bits of one that is rounded once."""
+        return self._all_reduce(part.float()[None])[0].to(part.dtype)
 
 
 def parts_of(stage: Decoder) -> list[Any]:
@@ -125,6 +132,5 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -
     kind = ExactStage if exact else FusedStage
     fused = [kind(stage, [next(layers) for _ in stage.blocks], mesh) for stage in stages]
     for stage in fused:
-        if not exact:
-            stage.share_exchange()
+        stage.share_exchange()
     return fused

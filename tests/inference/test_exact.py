@@ -26,8 +26,10 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.bodies_engine import poison
+from tests.support.bodies_exact import gradients_by_rows, trained_and_scored
 from tests.support.families import OURS
 from tests.support.other_architecture import OtherConfig
+from tests.support.ranks import pool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GPT2 = GPT2Config(num_layers=3, hidden_size=256, num_heads=4, seq_length=256, vocab_size=1000, init_std=0.1)
@@ -36,6 +38,13 @@ LLAMA = LlamaConfig(
     vocab_size=1000, init_std=0.1, rope_factor=8.0, rope_original_length=64,
 )  # fmt: skip
 SMALL = replace(GPT2, num_layers=1, hidden_size=64, num_heads=2)
+TINY = [
+    GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, init_std=0.1),
+    LlamaConfig(
+        num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=44, seq_length=16, vocab_size=257,
+        init_std=0.1, qk_norm=True,
+    ),
+]  # fmt: skip
 CONFIGS = {
     "gpt2": GPT2,
     "gpt2 whose rows fill no warp": replace(GPT2, hidden_size=128, num_heads=2),
@@ -187,8 +196,25 @@ def test_beams_are_refused(tmp_path):
         model.generate([1, 2], num_beams=2)
 
 
-def test_tensor_parallelism_is_refused(monkeypatch):
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("plan", ["tp2", "tp2_sp"])
+@pytest.mark.parametrize("config", TINY)
+def test_products_of_rows_have_the_gradients_of_others_where_tensor_parallelism_cuts_them(config, plan):
+    for difference in pool().run(2, gradients_by_rows, config, plan):
+        assert difference < 1e-4
+
+
+def test_more_tensor_parallel_ranks_than_two_are_refused(monkeypatch):
     monkeypatch.setattr(load, "has_triton", lambda x: True)
-    load.check_exact(CPU, Plan(pp=2).for_world(2))
-    with pytest.raises(UserError, match=r"exact=True cannot hold under tp=2.*use tp=1"):
-        load.check_exact(CPU, Plan(tp=2).for_world(2))
+    load.check_exact(CPU, Plan(pp=2, tp=2).for_world(4))
+    with pytest.raises(UserError, match=r"exact=True cannot hold under tp=4.*use tp=2"):
+        load.check_exact(CPU, Plan(tp=4).for_world(4))
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("plan", ["tp2", "tp2_sp"])
+@pytest.mark.parametrize("config", TINY)
+def test_two_tensor_parallel_ranks_score_with_the_bits_of_their_training(config, plan):
+    """Where the sums of a product's row do not depend on the other rows."""
+    for trained, scored in pool().run(2, trained_and_scored, config, plan):
+        assert torch.equal(trained, scored)
