@@ -128,10 +128,10 @@ def check_exact(device: torch.device, plan: ResolvedPlan) -> None:
             f"exact=True cannot hold on device={device.type}: its matrix products choose the order of sums by the "
             "number of rows; use a GPU with Triton, or leave exact out"
         )
-    if plan.tp > 1:
+    if plan.tp > 2:
         raise UserError(
-            f"exact=True cannot hold under tp={plan.tp}: training sums over ranks in pieces of other sizes; use tp=1 "
-            "with pp, or leave exact out"
+            f"exact=True cannot hold under tp={plan.tp}: sums over more than two ranks have no order of their own in "
+            "training; use tp=2 with pp, or leave exact out"
         )
 
 
