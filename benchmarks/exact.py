@@ -4,11 +4,13 @@
     python benchmarks/exact.py --model llama32_1b --length 1024 --tokens 1000000 --compile
     torchrun --nproc-per-node 2 benchmarks/exact.py --model 345m --plan tp2_sp
     python benchmarks/exact.py --products
+    python benchmarks/exact.py --narrow
 
 Random weights. Sequences of many lengths start from prompts of 1 to half of the positions and are drawn by greedy and
 by random sampling up to the last position; each is then scored by the model's forward pass with gradients, in
 micro-batches of several sizes and lengths. What is printed is the number of log-probabilities whose bits differ.
---products compares matrix products of 1 to 16,384 rows in one chain with cuBLAS's.
+--products compares matrix products of 1 to 16,384 rows in one chain with cuBLAS's, --narrow those of few columns, of
+more rows than training computes in one chain.
 """
 
 import argparse
@@ -48,6 +50,10 @@ SIZES = {  # K, N
     "llama32_1b": ((2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048), (2048, 128256)),
     "llama3_8b": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
 }
+
+MANY_ROWS = (520, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192, 16384)
+FEW_COLUMNS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
+DEPTHS = (64, 128, 192, 256, 352, 384, 512, 704, 768, 1024, 1536, 2048, 4096, 8192)  # K
 
 
 def draw(engine: Engine, count: int, seed: int) -> list[tuple[list[int], list[float]]]:
@@ -162,6 +168,24 @@ def compare_products() -> None:
                 print(f"{name} {dtype} K={size} N={columns}: {told or 'no element differs'}", flush=True)
 
 
+def compare_narrow() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        apart = []
+        for size in DEPTHS:
+            x = torch.randn(MANY_ROWS[-1], size, device=CUDA).to(dtype)
+            for columns in FEW_COLUMNS:
+                weight = (torch.randn(columns, size, device=CUDA) / math.sqrt(size)).to(dtype)
+                chain = product(x, weight, None, "plain", exact=True)
+                for rows in MANY_ROWS:
+                    if (F.linear(x[:rows].contiguous(), weight) != chain[:rows]).any():
+                        apart.append((size, rows * columns, rows, columns))
+        total = len(DEPTHS) * len(FEW_COLUMNS) * len(MANY_ROWS)
+        print(f"{dtype}: bits differ in {len(apart)} of {total} products", flush=True)
+        for size in sorted({one[0] for one in apart}):
+            _, _, rows, columns = max(one for one in apart if one[0] == size)
+            print(f"  K={size}: the largest has {rows} rows and {columns} columns", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="345m")
@@ -173,9 +197,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--compile", action="store_true", help="compile the forward pass of training")
     parser.add_argument("--products", action="store_true", help="compare matrix products instead")
+    parser.add_argument("--narrow", action="store_true", help="compare products of few columns instead")
     args = parser.parse_args()
     if args.products:
         compare_products()
+    elif args.narrow:
+        compare_narrow()
     else:
         compare_tokens(args)
 

@@ -163,7 +163,6 @@ def check_ranks() -> None:
     start_process_group(device, 120.0)
     for config, plan, dtype in (
         (GPT2, "tp2", torch.bfloat16), (LLAMA, "tp2_sp", torch.bfloat16), (CONFIGS["qwen3"], "tp2", torch.float16),
-        (GPT2, "tp2_sp", torch.float32),
     ):  # fmt: skip
         resolved = parse_plan(plan, {}).for_world(2)
         settings = Settings(
@@ -249,11 +248,14 @@ def test_products_of_rows_have_the_gradients_of_others_where_tensor_parallelism_
         assert difference < 1e-4
 
 
-def test_more_tensor_parallel_ranks_than_two_are_refused(monkeypatch):
+def test_more_tensor_parallel_ranks_than_two_and_two_in_fp32_are_refused(monkeypatch):
     monkeypatch.setattr(load, "has_triton", lambda x: True)
-    load.check_exact(CPU, Plan(pp=2, tp=2).for_world(4))
+    load.check_exact(CPU, Plan(pp=2, tp=2).for_world(4), torch.bfloat16)
     with pytest.raises(UserError, match=r"exact=True cannot hold under tp=4.*use tp=2"):
-        load.check_exact(CPU, Plan(tp=4).for_world(4))
+        load.check_exact(CPU, Plan(tp=4).for_world(4), torch.bfloat16)
+    load.check_exact(CPU, Plan(pp=2).for_world(2), torch.float32)
+    with pytest.raises(UserError, match=r"exact=True cannot hold in fp32 under tp=2.*use precision bf16"):
+        load.check_exact(CPU, Plan(tp=2).for_world(2), torch.float32)
 
 
 @pytest.mark.slow(2)
