@@ -86,9 +86,9 @@ class ModelConfig(ABC):
         return None
 
     def comparable(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the part of parameter `name`, or of its gradient, that is more than rounding: of queries, keys and values
-        the values, where each token attends to itself alone. The softmax of one score is 1, whatever the score; of the
-        rounding in gradients of scores Muon makes updates as large as any."""
+        """Return the part of parameter `name`, or of its gradient, that is more than rounding. Of queries, keys and
+        values these are the values where each token attends to itself alone: the softmax of one score is 1, and of the
+        rounding in the gradient of a score Muon makes updates as large as any."""
         if role_of(name.rpartition(".")[0], self.roles) is not Role.QKV:
             return tensor
         core = inventory(self).cores(int(name.split(".")[1]))[0]
