@@ -88,7 +88,7 @@ class ModelConfig(ABC):
     def comparable(self, name: str, tensor: Tensor) -> Tensor:
         """Return the part of parameter `name`, or of its gradient, that is more than rounding. Of queries, keys and
         values these are the values where each token attends to itself alone: the softmax of one score is 1, and of the
-        rounding in the gradient of a score Muon makes updates as large as any."""
+        rounding in the gradient of a score an optimizer may make updates as large as any."""
         if role_of(name.rpartition(".")[0], self.roles) is not Role.QKV:
             return tensor
         core = inventory(self).cores(int(name.split(".")[1]))[0]
