@@ -33,6 +33,7 @@ class BlockSizes:
     saved: int  # bytes that autograd keeps, without weights and the inside of the attention core
     widest: int  # bytes of the largest activation
     repeated: int  # bytes that keys and values would take more with heads of their own for each head of queries
+    output: int  # bytes of the outputs of attention cores
 
 
 class Fp8(NamedTuple):
@@ -47,8 +48,10 @@ def block_activations(settings: Settings, block: int) -> float:
     weights."""
     if settings.recompute == "full":
         return residual_bytes(settings)  # the input of the block
-    core = 0 if settings.recompute == "selective" else core_bytes(settings, block)
-    return block_sizes(settings, block).saved + core
+    sizes = block_sizes(settings, block)
+    if settings.recompute == "selective":  # under cp other ranks' output is not kept, either
+        return sizes.saved - (sizes.output if settings.plan.cp > 1 else 0)
+    return sizes.saved + core_bytes(settings, block)
 
 
 def block_sizes(settings: Settings, block: int) -> BlockSizes:
@@ -102,6 +105,12 @@ def explicit_scores(settings: Settings, block: int) -> float:
     """Return the elements of the scores that the attention cores of a block compute as tensors."""
     backends = [settings.backend_of(core) for core in inventory(settings.model).cores(block)]
     return score_elements(settings) * sum(backend in ("explicit", "fused_softmax") for backend in backends)
+
+
+def explicit_work(settings: Settings, block: int) -> float:
+    """Return the bytes of gradients of explicit scores, or of the words of masks, unpacked as int64 twice."""
+    narrow = 4 + 2 * settings.dtype.itemsize
+    return (max(narrow, 16) if settings.model.dropout else narrow) * explicit_scores(settings, block)
 
 
 def core_bytes(settings: Settings, block: int) -> float:
@@ -173,7 +182,7 @@ def _measure(
     kept = sum(s.nbytes() for s in saved.values())
     if apart:  # rounded weights count as weights that matmuls read, as casts do without fp8
         kept -= sum(module.weight.nbytes for module in block.modules() if isinstance(module, nn.Linear))
-    return BlockSizes(kept, batch * length * widest * dtype.itemsize, recorder.repeated)
+    return BlockSizes(kept, batch * length * widest * dtype.itemsize, recorder.repeated, recorder.output)
 
 
 def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> int:
@@ -208,9 +217,10 @@ class _Recorder:
 
     def __init__(self, copies: int):
         """copies: as of `_copies`."""
-        self.copies, self.repeated = copies, 0
+        self.copies, self.repeated, self.output = copies, 0, 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        self.output += q.nbytes
         if q.nbytes > k.nbytes:
             # Keys up to the middle of a sample, and half a chunk more, for each of two chunks.
             columns = self.copies + 0.5 if self.copies > 1 else 1
