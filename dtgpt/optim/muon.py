@@ -17,10 +17,10 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Rows, Shape, inventory
 from dtgpt.models.roles import MATRICES, Role
-from dtgpt.optim.muon_memory import update_bytes
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.gradients import checked
 from dtgpt.ops.optim.newton_schulz import COEFFICIENTS, flops, orthogonalize
+from dtgpt.optim.muon_memory import update_bytes
 from dtgpt.parallel.matrices import Matrices, Pending
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.util.field_types import Bounds, Pattern

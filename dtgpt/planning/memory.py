@@ -9,9 +9,10 @@ from dtgpt.config.plan import Plan
 from dtgpt.parallel.cache_sizes import slot_bytes
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.edges import most_edges
-from dtgpt.planning.activations import block_activations, residual_bytes, whole_bytes
+from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.allocator import WORKSPACES
-from dtgpt.planning.moments import Held, moments
+from dtgpt.planning.held import Held
+from dtgpt.planning.moments import moments
 from dtgpt.planning.parameters import (
     GPUS_OF_HOST,
     LocalParameter,
@@ -61,8 +62,8 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
     passes = stages_in_flight(plan, settings.micro_batches, place.pp) / len(place.stages)
     computed = [*held, *trained] if settings.lora.rank and plan.zero else trained
     gathered = _gathered(computed, settings)
-    if plan.splits_backward:  # casts of weights for each pass in flight
-        gathered = round(gathered * passes)
+    if plan.splits_backward:  # casts of weights belong to each pass
+        gathered = 0
     fullest = max(
         moments(Held(settings, place, held, trained, blocks, passes, gathered)), key=lambda moment: moment.total
     )

@@ -1,87 +1,28 @@
 """The moments of a training step at which a rank may need most memory: what is alive then beside weights and states."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
 
-from dtgpt.config.execution import Settings
 from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
-from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.planning.activations import (
-    block_activations,
-    block_sizes,
-    core_bytes,
-    explicit_work,
-    residual_bytes,
-    whole_bytes,
-)  # fmt: skip
-from dtgpt.planning.parameters import (
-    WIDTH_OF_SUMS,
-    LocalParameter,
-    by_block,
-    gradient_bytes,
-    gradient_width,
-    shards_are_pushed,
-)
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a rank holds, in one precision."""
-
-    settings: Settings
-    place: RankCoordinates
-    parameters: list[LocalParameter]
-    trained: list[LocalParameter]
-    blocks: list[int]
-    passes: float  # forward passes in flight of each stage, at most
-    gathered: int  # bytes of weights that matmuls read
-
-    @cached_property
-    def gradients(self) -> int:
-        """Bytes of all gradients."""
-        return gradient_bytes(self.trained, self.settings)
-
-    @cached_property
-    def around(self) -> int:
-        """Elements of what lies around the blocks, as the rank computes with it."""
-        return sum(p.by_tp for p in self.trained if p.block is None)
-
-    @cached_property
-    def table(self) -> LocalParameter | None:
-        """The output projection; None on a rank that does not hold or does not train it."""
-        roles = (Role.OUTPUT, Role.VOCABULARY)
-        if not self.place.holds_last or self.settings.lora.rank:
-            return None
-        return next(p for p in reversed(self.trained) if p.role in roles)
-
-    @cached_property
-    def head(self) -> int:
-        """Bytes of the gradient of the output projection, as the head makes it."""
-        return 0 if self.table is None else self.settings.dtype.itemsize * self.table.by_tp
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Bytes that are alive at a moment."""
-
-    gradients: float
-    gathered: float
-    activations: float
-    working: float
-
-    @property
-    def total(self) -> float:
-        return self.gradients + self.gathered + self.activations + self.working
+from dtgpt.planning import zero_bubble
+from dtgpt.planning.activations import block_activations, block_work, residual_bytes, whole_bytes
+from dtgpt.planning.held import Held, Moment, columns_of_logits, rows_of_logits
+from dtgpt.planning.parameters import WIDTH_OF_SUMS, by_block, gradient_width, shards_are_pushed
 
 
 def moments(held: Held) -> Iterator[Moment]:
-    """Yield the moments: the head of the last forward pass, backward of a block while most activations are kept, and
-    of the first block, when most gradients are there; the end of backward; the update."""
-    settings, sent = held.settings, _sent_at_once(held)
+    """Yield the moments of the passes, the end of backward, and the update."""
+    yield from zero_bubble.moments(held) if held.settings.plan.splits_backward else _passes(held)
+    yield _end_of_backward(held)
+    yield Moment(held.gradients, _gathered_at_end(held), 0, _update_bytes(held))
+
+
+def _passes(held: Held) -> Iterator[Moment]:
+    """Yield the head of the last forward pass, backward of a block while most activations are kept, and of the first
+    block, when most gradients are there."""
+    settings, sent, start = held.settings, _sent_at_once(held), _gradients_at_start(held)
     kept = held.passes * sum(block_activations(settings, block) for block in held.blocks)
-    start, work = _gradients_at_start(held), max((_block_work(settings, block) for block in held.blocks), default=0.0)
+    work = max((block_work(settings, block) for block in held.blocks), default=0.0)
     heads = 0.0
     if held.place.holds_last:
         whole, residual = whole_bytes(settings), residual_bytes(settings)
@@ -91,20 +32,16 @@ def moments(held: Held) -> Iterator[Moment]:
         yield Moment(start, held.gathered, kept + heads + own, _head_work(held) + sent)
         heads += held.head + residual
     yield Moment(start, held.gathered, kept + heads, work + sent)
-    full = held.gradients
-    if settings.micro_batches > 1 and start < full:
+    if settings.micro_batches > 1 and start < held.gradients:
         fewer = 1 - 1 / settings.micro_batches
-        yield Moment(full, held.gathered, fewer * (kept + heads), work + sent)
+        yield Moment(held.gradients, held.gathered, fewer * (kept + heads), work + sent)
     if held.blocks:
         first = held.blocks[0]
-        waiting = held.head + full - _in_blocks(held)
-        yield Moment(waiting, held.gathered, block_activations(settings, first), _block_work(settings, first) + sent)
-    yield _end_of_backward(held, sent)
-    gathered = _gathered_at_end(held)
-    yield Moment(full, gathered, 0, _update_bytes(held))
+        made = held.head + held.gradients - _of_ends(held)
+        yield Moment(made, held.gathered, block_activations(settings, first), block_work(settings, first) + sent)
 
 
-def _in_blocks(held: Held) -> float:
+def _of_ends(held: Held) -> float:
     """Return the bytes of gradients that are not yet there before those of the embedding are made."""
     settings = held.settings
     if settings.sums_gradients or settings.reduce == "exact" or settings.micro_batches > 1:
@@ -132,10 +69,8 @@ def _head_work(held: Held) -> float:
     """Return the bytes of the head's forward pass: a chunk of logits, the gradient of its weight, in fp32 too where
     there are several chunks, and in backward a copy of it."""
     settings = held.settings
-    width, rows = settings.dtype.itemsize, settings.micro_batch_size * settings.local_length
-    columns = len(chunk(range(settings.model.padded_vocab_size), settings.plan.tp, 0))
-    if settings.plan.splits_backward:  # logits whole, with their gradient
-        return 2 * width * rows * columns
+    width, rows = settings.dtype.itemsize, rows_of_logits(settings)
+    columns = columns_of_logits(settings)
     at_once = chunk_rows(rows, columns, width)
     if held.table is None:  # logits alone
         return width * at_once * columns
@@ -143,24 +78,11 @@ def _head_work(held: Held) -> float:
     return max(width * at_once * columns + held.head + sums, 2 * held.head)
 
 
-def _block_work(settings: Settings, block: int) -> float:
-    """Return the bytes of a block's backward pass: the gradient of its widest tensor, for which another one of that
-    size is no longer needed, those of its branch and of the residual stream, of the scores where they are explicit,
-    and what is computed again."""
-    again = 0.0
-    if settings.recompute == "full":
-        again = block_activations(replace(settings, recompute="none"), block)
-    elif settings.recompute == "selective":
-        again = core_bytes(settings, block)
-    sizes = block_sizes(settings, block)
-    return max(sizes.widest + 2 * whole_bytes(settings), explicit_work(settings, block)) + again
-
-
-def _end_of_backward(held: Held, sent: float) -> Moment:
+def _end_of_backward(held: Held) -> Moment:
     """Return the moment when the gradient of the embedding is made. That of a tied head waits for it, and where sums
     are kept apart, or ZeRO cuts them, the gradients of all that lies around the blocks are there in the type of the
     weights, too."""
-    settings, plan = held.settings, held.settings.plan
+    settings, plan, sent = held.settings, held.settings.plan, _sent_at_once(held)
     width, full = settings.dtype.itemsize, held.gradients
     if settings.lora.rank or not held.around:
         return Moment(full, _gathered_at_end(held), 0, sent)
@@ -196,9 +118,7 @@ def _update_bytes(held: Held) -> int:
     if settings.optimizer is None or settings.lora.rank:
         return 0
     blocks, parts = tuple(held.blocks), plan.shard * plan.tp
-    return settings.optimizer.update_bytes(
-        settings.model, blocks, plan.ranks_of_stage, parts, settings.dtype.itemsize
-    )
+    return settings.optimizer.update_bytes(settings.model, blocks, plan.ranks_of_stage, parts, settings.dtype.itemsize)
 
 
 def _sent_at_once(held: Held) -> int:
