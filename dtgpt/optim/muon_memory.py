@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,9 @@ class _Round:
     batches: float  # bytes at once, of the matrices that are orthogonalised
 
 
+@lru_cache(maxsize=256)
 def update_bytes(
-    config: "MuonConfig", model: ModelConfig, blocks: Sequence[int], ranks: int, parts: int, width: int
+    config: "MuonConfig", model: ModelConfig, blocks: tuple[int, ...], ranks: int, parts: int, width: int
 ) -> int:
     """Return the bytes of an update at its fullest moment, beside weights, gradients and states.
 

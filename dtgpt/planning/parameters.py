@@ -167,8 +167,9 @@ def gradient_bytes(held: list[LocalParameter], settings: Settings) -> int:
         return sum(4 * p.local + _sum_bytes(p, settings) for p in held)
     plan, several = settings.plan, settings.micro_batches > 1
     if plan.data_ranks > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
-        others = 1 / plan.data_ranks if plan.data_ranks * plan.tp <= GPUS_OF_HOST else 0  # a rank copies not to itself
-        width = (2 - others) * settings.dtype.itemsize + (4 if several else 0)
+        copied = settings.device.type == "cuda" and plan.data_ranks * plan.tp <= GPUS_OF_HOST
+        received = 1 - copied / plan.data_ranks  # copy engines do not bring a rank what it has itself
+        width = (1 + received) * settings.dtype.itemsize + (4 if several else 0)
         return round(width * sum(p.by_tp for p in held))
     if plan.splits_backward and settings.sums_gradients:  # those of all passes on the parameters, and the buckets
         return sum(2 * gradient_width(settings) * p.by_tp for p in held)

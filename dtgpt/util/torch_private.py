@@ -120,6 +120,4 @@ def zero_bubble_order(ranks: int, micro_batches: int, rank: int) -> list[tuple[s
 
     shape = SimpleNamespace(pp_group_size=ranks, _n_microbatches=micro_batches, num_stages=2 * ranks)
     found = ScheduleZBVZeroBubble._calculate_single_rank_operations(cast(Any, shape), rank)
-    return [
-        (_HALVES[a.computation_type.name], a.stage_index, cast(int, a.microbatch_index)) for a in found if a is not None
-    ]
+    return [(_HALVES[action.computation_type.name], action.stage_index) for action in found if action is not None]
