@@ -61,7 +61,7 @@ def _rounds(
     if not weights:
         return []
     pieces = [_pieces(config, model, weight) for weight in weights]
-    costs = [sum(flops(*shape, config.newton_schulz_steps) for shape in shapes) for shapes in pieces]
+    costs = [sum(flops(rows, columns, config.newton_schulz_steps) for rows, columns in shapes) for shapes in pieces]
     sizes = [rows * columns for rows, columns in (weight.shape for weight in weights)]
     owners = owners_of(costs, ranks)
     made = []

@@ -41,7 +41,7 @@ def _kind(settings: Settings, block: int) -> BlockKind:
     plan, config = settings.plan, replace(settings.model, dropout=0.0)
     return BlockKind(
         config=config,
-        index=inventory(config).examples[block],
+        example=inventory(config).examples[block],
         length=settings.local_length,
         tp=plan.tp,
         sequence_parallel=plan.sequence_parallel,
@@ -90,16 +90,17 @@ def score_elements(settings: Settings) -> float:
     return _heads(settings) * sum(queries * columns for queries, columns in attended(settings))
 
 
-def explicit_scores(settings: Settings, block: int) -> float:
-    """Return the elements of the scores that the attention cores of a block compute as tensors."""
-    backends = [settings.backend_of(core) for core in inventory(settings.model).cores(block)]
-    return score_elements(settings) * sum(backend in ("explicit", "fused_softmax") for backend in backends)
-
-
 def explicit_work(settings: Settings, block: int) -> float:
-    """Return the bytes of gradients of explicit scores, or of the words of masks, unpacked as int64 twice."""
-    narrow = 4 + 2 * settings.dtype.itemsize
-    return (max(narrow, 16) if settings.model.dropout else narrow) * explicit_scores(settings, block)
+    """Return the bytes of what the attention cores of a block work with that compute their scores as tensors: the
+    gradients of these, or explicitly the words of a mask, unpacked as int64 twice."""
+    width, found = 4 + 2 * settings.dtype.itemsize, 0
+    for core in inventory(settings.model).cores(block):
+        backend = settings.backend_of(core)
+        if backend == "explicit":
+            found += max(width, 16) if settings.model.dropout else width
+        elif backend == "fused_softmax":
+            found += width
+    return found * score_elements(settings)
 
 
 def core_bytes(settings: Settings, block: int) -> float:

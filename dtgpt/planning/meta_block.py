@@ -26,7 +26,7 @@ class BlockKind(NamedTuple):
     """What the sizes of a block depend on, for a sample of `length` tokens on each rank."""
 
     config: ModelConfig
-    index: int
+    example: int  # index of a block of this kind
     length: int
     tp: int
     sequence_parallel: bool
@@ -78,14 +78,14 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> tuple[Bo
     """Return the block, and the features of its widest activation."""
     config, recorder = kind.config, recorder or _Recorder(kind.copies)
     with torch.device("meta"):
-        block = config.make_block(kind.index).to(kind.dtype)
-    at = f"blocks.{kind.index}"
+        block = config.make_block(kind.example).to(kind.dtype)
+    at = f"blocks.{kind.example}"
     widest = max(
         _cut(config, f"{at}.{name}", module, kind.tp, kind.sequence_parallel) for name, module in block.named_modules()
     )
     if kind.lora.rank:
         block.requires_grad_(False)
-        for parameter in filter(kind.lora.adapts, inventory(config).of_block(kind.index)):
+        for parameter in filter(kind.lora.adapts, inventory(config).of_block(kind.example)):
             module = block.get_submodule(parameter.name.removeprefix(f"{at}.").removesuffix(".weight"))
             assert isinstance(module, nn.Linear)
             module.lora = local_adapter(module, parameter, config, kind.lora)
