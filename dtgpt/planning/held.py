@@ -1,9 +1,11 @@
 """What a rank holds, and what is alive at a moment of a step."""
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
 from dtgpt.config.execution import Settings
+from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.planning.parameters import LocalParameter, gradient_bytes
@@ -20,6 +22,12 @@ class Held:
     blocks: list[int]
     passes: float  # forward passes in flight of each stage, at most
     gathered: int  # bytes of weights that matmuls read
+
+    @cached_property
+    def kinds(self) -> Counter[int]:
+        """How many blocks there are of each kind, by an index."""
+        examples = inventory(self.settings.model).examples
+        return Counter(examples[block] for block in self.blocks)
 
     @cached_property
     def gradients(self) -> int:

@@ -21,8 +21,8 @@ def _passes(held: Held) -> Iterator[Moment]:
     """Yield the head of the last forward pass, backward of a block while most activations are kept, and of the first
     block, when most gradients are there."""
     settings, sent, start = held.settings, _sent_at_once(held), _gradients_at_start(held)
-    kept = held.passes * sum(block_activations(settings, block) for block in held.blocks)
-    work = max((block_work(settings, block) for block in held.blocks), default=0.0)
+    kept = held.passes * sum(count * block_activations(settings, kind) for kind, count in held.kinds.items())
+    work = max((block_work(settings, kind) for kind in held.kinds), default=0.0)
     heads = 0.0
     if held.place.holds_last:
         whole, residual = whole_bytes(settings), residual_bytes(settings)
@@ -117,7 +117,7 @@ def _update_bytes(held: Held) -> int:
     settings, plan = held.settings, held.settings.plan
     if settings.optimizer is None or settings.lora.rank:
         return 0
-    blocks, parts = tuple(held.blocks), plan.shard * plan.tp
+    blocks, parts = tuple(held.kinds.elements()), plan.shard * plan.tp  # stages of one size are one
     return settings.optimizer.update_bytes(settings.model, blocks, plan.ranks_of_stage, parts, settings.dtype.itemsize)
 
 

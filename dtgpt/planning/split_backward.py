@@ -43,7 +43,7 @@ def halves_of(kind: BlockKind, again: bool) -> SplitSizes:
     if again:
         bind(block, run=recomputed(block.compute))
     x, made = make_input(kind, 1).requires_grad_(), make_input(kind, 1)
-    with split_backward(), _Alive(weights) as alive:
+    with split_backward(), Alive(weights) as alive:
         outputs = [block(x, Context())]
         before, chain = alive.now, outputs[0].grad_fn  # which the blocks that follow in a stage keep
         groups = backward_of_inputs(outputs, [made], [x], block.parameters())
@@ -65,7 +65,7 @@ def _weights_in_turn(parameters: Iterator[Any], groups: list[dict[str, Any]]) ->
         yield
 
 
-class _Alive(TorchDispatchMode):
+class Alive(TorchDispatchMode):
     """Counts the bytes of the tensors that operations make, as long as they live."""
 
     def __init__(self, without: set[int]):
