@@ -17,11 +17,10 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 from decode_models import MODELS
+from exact import trained
 
 from dtgpt.config.grpo import GrpoConfig
 from dtgpt.config.overrides import apply_overrides
@@ -29,8 +28,6 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.config.sections import DataConfig, OptimizerConfig
 from dtgpt.models.batch import Batch
-from dtgpt.models.decoder import Decoder
-from dtgpt.ops.loss.head import _losses_and_gradient_
 from dtgpt.parallel.context import slice_of
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
@@ -68,20 +65,6 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         global_batch_size=batch,
         steps=10**6,
     )
-
-
-def trained(stage: Decoder, batch: Batch) -> torch.Tensor:
-    """Return the log-probabilities of the targets of a batch, by a forward pass of training."""
-    kept: list[torch.Tensor] = []
-
-    def keep(*arguments: Any) -> torch.Tensor:
-        kept.append(_losses_and_gradient_(*arguments))
-        return kept[-1]
-
-    with mock.patch("dtgpt.ops.loss.head._losses_and_gradient_", keep):
-        stage(*batch)
-    assert batch.targets is not None
-    return -torch.cat(kept).view_as(batch.targets)
 
 
 def differing(trainer: Trainer) -> tuple[int, int]:

@@ -12,7 +12,7 @@ Precision = Annotated[
     Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
 ]
 Exact = Annotated[
-    bool, "log-probabilities of tokens with the bits of training's forward pass: on a GPU, without tp; slower"
+    bool, "log-probabilities of tokens with the bits of training's forward pass: on a GPU, tp2 at most; slower"
 ]
 MaxLength = Annotated[
     int | None, "largest number of tokens of a sequence, with its prompt; less memory for each; none: the model's",

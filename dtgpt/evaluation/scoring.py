@@ -23,12 +23,12 @@ from dtgpt.evaluation.batches import LENGTH_MULTIPLE, Rows, Sample, make_rows, p
 from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.model import Model
 from dtgpt.inference.results import Pending
-from dtgpt.inference.step import gather_columns
+from dtgpt.inference.step import exact_scores, gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.sampling.scores import Scores, as_in_training, token_scores
+from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
@@ -154,11 +154,12 @@ def _scoring_head(
             count = len(piece)
             # Under sequence parallelism the head takes a part of the rows from each rank, all of the same size.
             own = F.pad(piece, (0, 0, 0, -count % num_parts)).chunk(num_parts)[own_part]
-            columns = gather_columns(head.compute(own[None])[0, :count], mesh, config.padded_vocab_size)
+            logits = head.compute(own[None])[0, :count]
+            columns = gather_columns(logits, mesh, config.padded_vocab_size)
             wanted = targets[first : first + size]
             part = token_scores(columns, wanted, config.vocab_size)
             if exact:
-                part = part._replace(**as_in_training(columns, wanted, part.top_ids, config.vocab_size))
+                part = part._replace(**exact_scores(logits, wanted, part.top_ids, mesh, config))
             parts.append(part)
         scores.append(Scores(*(torch.cat(values) for values in zip(*parts, strict=True))))
         return scores[0].logprobs

@@ -57,13 +57,16 @@ class FusedStage:
         if mesh.tp_group is None or mesh.plan.tp > MOST_RANKS:
             return
         allowed = may_share()
-        few = allowed and kernels_of_few_rows(self._blocks, self._keys, mesh.plan.tp) is not None
+        few = allowed and self._has_few_rows()
         votes = mesh.gather((allowed, few))
         if not allowed or len(set(votes)) > 1:  # ranks where a build failed would wait for others
             return
         if mesh.plan.tp not in _exchanges:
             _exchanges[mesh.plan.tp] = make_exchange(mesh, mesh.tp_group)
         self._exchange = _exchanges[mesh.plan.tp]
+
+    def _has_few_rows(self) -> bool:
+        return kernels_of_few_rows(self._blocks, self._keys, self._mesh.plan.tp) is not None
 
     def _embed(self, tokens: Tensor, rows: DecodeRows) -> Tensor:
         """Return activations `[1, B, H]` of tokens `[1, B]`."""
@@ -92,10 +95,20 @@ class ExactStage(FusedStage):
     """One stage, with the bits of training's forward pass."""
 
     def __call__(self, x: Tensor, rows: DecodeRows) -> Tensor:
+        """Return what a `FusedStage` does, but logits `[1, B, V_local]` in the type of the activations."""
         if self._embedding is not None:
             x = self._embed(x, rows)
-        stream = exact_blocks.run_blocks(x[0], self._blocks, self._keys, self._values, *rows)
+        add = None if self._mesh.tp_group is None else self._add
+        stream = exact_blocks.run_blocks(x[0], self._blocks, self._keys, self._values, *rows, add)
         return (stream.whole() if self._head is None else exact_blocks.run_head(stream, self._head))[None]
+
+    def _has_few_rows(self) -> bool:
+        return False  # that are exact
+
+    def _add(self, part: Tensor) -> Tensor:
+        """Return the sum over two tensor-parallel ranks of addends `[M, H]`, in their type. A sum of two 16-bit numbers
+        that is rounded to fp32 first has the bits of one that is rounded once."""
+        return self._all_reduce(part.float()[None])[0].to(part.dtype)
 
 
 def parts_of(stage: Decoder) -> list[Any]:
@@ -125,6 +138,5 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -
     kind = ExactStage if exact else FusedStage
     fused = [kind(stage, [next(layers) for _ in stage.blocks], mesh) for stage in stages]
     for stage in fused:
-        if not exact:
-            stage.share_exchange()
+        stage.share_exchange()
     return fused

@@ -87,9 +87,10 @@ def open_model(
     given = Plan(tp=process.world) if plan is None else parse_plan(plan, {}) if isinstance(plan, str) else plan
     resolved = given.for_world(process.world)
     place = choose_device(device, process.local_rank)
+    dtype = choose_dtype(precision, place)
     check_kernels(place)
     if exact:
-        check_exact(place, resolved)
+        check_exact(place, resolved, dtype)
     if process.world > 1 and not dist.is_initialized():
         start_process_group(place, TIMEOUT)
         atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
@@ -112,7 +113,7 @@ def open_model(
         model=config,
         plan=mesh.plan,
         device=place,
-        dtype=choose_dtype(precision, place),
+        dtype=dtype,
         attention="flash" if exact else "auto",
         seq_length=config.seq_length,
         micro_batch_size=1,
@@ -121,17 +122,22 @@ def open_model(
     return source, settings, mesh
 
 
-def check_exact(device: torch.device, plan: ResolvedPlan) -> None:
+def check_exact(device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
     """Raise UserError where generation cannot have the bits of training's forward pass."""
     if not has_triton(torch.empty(0, device=device)):
         raise UserError(
             f"exact=True cannot hold on device={device.type}: its matrix products choose the order of sums by the "
             "number of rows; use a GPU with Triton, or leave exact out"
         )
-    if plan.tp > 1:
+    if plan.tp > 2:
         raise UserError(
-            f"exact=True cannot hold under tp={plan.tp}: training sums over ranks in pieces of other sizes; use tp=1 "
-            "with pp, or leave exact out"
+            f"exact=True cannot hold under tp={plan.tp}: sums over more than two ranks have no order of their own in "
+            "training; use tp=2 with pp, or leave exact out"
+        )
+    if plan.tp > 1 and dtype == torch.float32:
+        raise UserError(
+            f"exact=True cannot hold in fp32 under tp={plan.tp}: training's products with matrices that are cut split "
+            "their sums for some numbers of rows; use precision bf16 or fp16, or tp=1"
         )
 
 

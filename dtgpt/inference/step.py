@@ -24,6 +24,7 @@ from dtgpt.ops.pointwise.linear import split_sums
 from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.scores import Scores, as_in_training, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
+from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
 from dtgpt.util.errors import UserError
@@ -97,7 +98,7 @@ class Step:
             columns = gather_columns(logits, self.mesh, self._config.padded_vocab_size)
             drawn = sample(columns, self.state.sequences, slots, self.vocab_size, variant, self._config.vocab_size)
             if self.exact:
-                drawn = drawn._replace(**as_in_training(columns, drawn.tokens, drawn.top_ids, self._config.vocab_size))
+                drawn = drawn._replace(**exact_scores(logits, drawn.tokens, drawn.top_ids, self.mesh, self._config))
         drawn = self._from_last_stage(Sampled, drawn, len(slots), variant.alternatives)
         self.state.record(slots, drawn.tokens)
         return drawn
@@ -147,7 +148,7 @@ class Step:
             columns = gather_columns(logits[rows], self.mesh, self._config.padded_vocab_size)
             scores = token_scores(columns, targets[rows], self._config.vocab_size, alternatives)
             if self.exact:
-                exact = as_in_training(columns, targets[rows], scores.top_ids, self._config.vocab_size)
+                exact = exact_scores(logits[rows], targets[rows], scores.top_ids, self.mesh, self._config)
                 scores = scores._replace(**exact)
             pieces.append(scores)
         return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
@@ -168,3 +169,9 @@ def gather_columns(logits: Tensor, mesh: Mesh, columns: int) -> Tensor:
     if missing := -(-columns // mesh.plan.tp) - logits.shape[1]:  # the last rank may have fewer
         logits = F.pad(logits, (0, missing))
     return GroupCollectives(mesh.tp_group).gather(logits, 1)[:, :columns]
+
+
+def exact_scores(logits: Tensor, ids: Tensor, top_ids: Tensor, mesh: Mesh, config: ModelConfig) -> dict[str, Tensor]:
+    """Return what `as_in_training` does, from this rank's columns of the logits `[M, V_local]`."""
+    first = chunk(range(config.padded_vocab_size), mesh.plan.tp, mesh.place.tp).start
+    return as_in_training(logits, ids, top_ids, config.vocab_size, first, mesh.tp_group)

@@ -86,8 +86,16 @@ class ModelConfig(ABC):
         return None
 
     def comparable(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the part of parameter `name`, or of its gradient, that is more than rounding."""
-        return tensor
+        """Return the part of parameter `name`, or of its gradient, that is more than rounding. Of queries, keys and
+        values these are the values where each token attends to itself alone: the softmax of one score is 1, and of the
+        rounding in the gradient of a score Muon makes updates as large as any."""
+        if role_of(name.rpartition(".")[0], self.roles) is not Role.QKV:
+            return tensor
+        core = inventory(self).cores(int(name.split(".")[1]))[0]
+        parts = self.num_heads // core.kv_heads + 2
+        if core.window != 1 or core.sinks or len(tensor) != core.kv_heads * parts * core.head_dim:  # or an adapter's
+            return tensor
+        return tensor.unflatten(0, (core.kv_heads, parts, core.head_dim))[:, -1].contiguous()
 
     def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
         """Return the rows of each matrix that a weight `[rows, columns]` packs: queries, keys and values, or the whole

@@ -80,7 +80,7 @@ class GPT2Config(ModelConfig):
         """Return the bias of QKV, stored per head as `[N, 3, D]`, without its keys; every other tensor as it is. A bias
         of the keys moves all scores of a query alike, which the softmax does not see: its gradient is rounding."""
         if not name.endswith("attn.qkv.bias"):
-            return tensor
+            return super().comparable(name, tensor)
         return tensor.reshape(self.num_heads, 3, -1)[:, [0, 2]].contiguous()
 
 

@@ -60,13 +60,18 @@ class Mesh:
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """Return this rank's group of the two ranks that hold the tied embedding, where the first and the last stage
-        are on different ranks. Every rank takes part in making every group."""
+        are on different ranks; None for a rank that holds neither. Every rank takes part in making every group."""
         first, last = 0, self.plan.stage_rank(self.plan.num_stages - 1)
         if first == last:
             return None
         firsts = range(self.plan.ranks_of_stage)
         pairs = [[rank, RankCoordinates(self.plan, rank).neighbour(last)] for rank in firsts]
-        return dist.new_subgroups_by_enumeration(pairs)[0]
+        held = {rank for pair in pairs for rank in pair}
+        others = [rank for rank in range(self.world) if rank not in held]
+        # These need no group, but torch names the groups of a later mesh by the number of groups that a rank is in:
+        # ranks whose numbers differed would wait for each other for ever.
+        group = dist.new_subgroups_by_enumeration([*pairs, others] if others else pairs)[0]
+        return group if self.rank in held else None
 
     @cached_property
     def stage_group(self) -> dist.ProcessGroup | None:

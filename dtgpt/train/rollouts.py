@@ -289,12 +289,11 @@ def why_not_exact(settings: Settings) -> str | None:
     device, plan = settings.device, settings.plan
     if device.type != "cuda" or not TRITON:
         return f"device={device.type} chooses the order of sums by the number of rows, or has no Triton"
-    if plan.tp > 1:
-        return f"tp={plan.tp} sums over ranks in pieces of other sizes"
     if plan.ranks_of_queries(settings.model) > 1:
         return f"cp={plan.cp} has more ranks than heads of keys and values, so that attention is computed in pieces"
-    if plan.zero or plan.splits_backward or settings.lora.rank:
-        named = {"ZeRO": plan.zero > 0, f"the schedule {plan.schedule}": plan.splits_backward}
+    if plan.tp > 1 or plan.zero or plan.splits_backward or settings.lora.rank:
+        named = {f"tp={plan.tp}": plan.tp > 1, "ZeRO": plan.zero > 0}
+        named[f"the schedule {plan.schedule}"] = plan.splits_backward
         what = next((name for name, there in named.items() if there), f"lora.rank={settings.lora.rank}")
         return f"{what} has weights in another form than the kernels for it read"
     if settings.attention_backend != "flash":

@@ -4,30 +4,39 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import dtgpt
+from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
+from dtgpt.config.plan_names import parse_plan
 from dtgpt.inference import load
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import PROMPT, Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.interop.hf.model import save_huggingface
+from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.loss.cross_entropy import to_loss_and_gradient_
 from dtgpt.ops.pointwise.linear import FEW, linear, split_sums
 from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel.build import compile_forward
+from dtgpt.parallel import local
+from dtgpt.parallel.build import build_stages, compile_forward
+from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
+from dtgpt.util.process import Process
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.bodies_engine import poison
+from tests.support.bodies_exact import gradients_by_rows, losses_kept, trained_and_scored
 from tests.support.families import OURS
+from tests.support.gpus import run_on_two_gpus
 from tests.support.other_architecture import OtherConfig
+from tests.support.ranks import pool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GPT2 = GPT2Config(num_layers=3, hidden_size=256, num_heads=4, seq_length=256, vocab_size=1000, init_std=0.1)
@@ -36,6 +45,13 @@ LLAMA = LlamaConfig(
     vocab_size=1000, init_std=0.1, rope_factor=8.0, rope_original_length=64,
 )  # fmt: skip
 SMALL = replace(GPT2, num_layers=1, hidden_size=64, num_heads=2)
+TINY = [
+    GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, init_std=0.1),
+    LlamaConfig(
+        num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=44, seq_length=16, vocab_size=257,
+        init_std=0.1, qk_norm=True,
+    ),
+]  # fmt: skip
 CONFIGS = {
     "gpt2": GPT2,
     "gpt2 whose rows fill no warp": replace(GPT2, hidden_size=128, num_heads=2),
@@ -61,17 +77,21 @@ def model_of(config, dtype: torch.dtype) -> Decoder:
 
 def trained(model: Decoder, tokens: Tensor) -> Tensor:
     """Return the log-probabilities `[B, T - 1]` of tokens `[B, T]` after the first, by a forward pass of training."""
-    logits = model(tokens[:, :-1]).detach().flatten(0, 1)
-    scale = torch.ones((), device=tokens.device)
-    losses = to_loss_and_gradient_(logits, tokens[:, 1:].flatten(), scale, model.config.vocab_size)
-    return -losses.view(len(tokens), -1)
+    missing = 1 - tokens.shape[1] % 2  # so that two ranks have as many tokens each
+    tokens = F.pad(tokens, (0, missing))
+    with losses_kept() as kept:
+        model(*Batch(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous()))
+    return -kept[0].view(len(tokens), -1)[:, : tokens.shape[1] - 1 - missing]
 
 
-def generated(model: Decoder, dtype: torch.dtype, slots: int) -> list[tuple[list[int], list[float], int]]:
+def engine_of(model: Decoder, dtype: torch.dtype, slots: int) -> Engine:
+    return Engine([model], Mesh(Plan().for_world(1), CUDA), model.config, dtype, slots, graphs=True, exact=True)
+
+
+def generated(engine: Engine) -> list[tuple[list[int], list[float], int]]:
     """Return (ids, log-probabilities, first position of these) of sequences that fill the cache, drawn together: half
     of the prompts are scored, in cuts or whole."""
-    config = model.config
-    engine = Engine([model], Mesh(Plan().for_world(1), CUDA), config, dtype, slots, graphs=True, exact=True)
+    config = engine.config
     poison(engine._runner.cache)
     generator, found = torch.Generator().manual_seed(0), {}
     for index, length in enumerate((1, 2, 16, 17, 40, 64, 65, 127, 128, 129, 200, 255)):
@@ -116,21 +136,54 @@ def test_so_they_are_in_other_precisions(kind: str, dtype: torch.dtype):
 
 def check(kind: str, dtype: torch.dtype) -> None:
     model = model_of(CONFIGS[kind], dtype)
-    drawn = generated(model, dtype, slots=5)
+    check_trained(model, generated(engine_of(model, dtype, slots=5)))
+
+
+def check_trained(model: Decoder, drawn: list[tuple[list[int], list[float], int]]) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
     for rows in (1, 5, 12):  # of a micro-batch: few and many rows of products
         for first in range(0, len(drawn), rows):
             some = drawn[first : first + rows]
-            found = trained(model, torch.tensor([ids for ids, _, _ in some], device=CUDA)).cpu()
+            found = trained(model, torch.tensor([ids for ids, _, _ in some], device=device)).cpu()
             for row, (_, logprobs, begin) in enumerate(some):
                 assert torch.equal(found[row, begin - 1 :], torch.tensor(logprobs)), (rows, first + row)
     short = drawn[0][0][:78]
-    assert torch.equal(trained(model, torch.tensor([short], device=CUDA))[0].cpu(), torch.tensor(drawn[0][1][:77]))
+    assert torch.equal(trained(model, torch.tensor([short], device=device))[0].cpu(), torch.tensor(drawn[0][1][:77]))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_log_probabilities_are_those_of_training_on_two_tensor_parallel_gpus(tmp_path):
+    run_on_two_gpus(tmp_path, "from tests.inference.test_exact import check_ranks; check_ranks()")
+
+
+def check_ranks() -> None:
+    """Run all checks, as one of two ranks."""
+    device = torch.device("cuda", Process.from_environment().local_rank)
+    start_process_group(device, 120.0)
+    for config, plan, dtype in (
+        (GPT2, "tp2", torch.bfloat16), (LLAMA, "tp2_sp", torch.bfloat16), (CONFIGS["qwen3"], "tp2", torch.float16),
+    ):  # fmt: skip
+        resolved = parse_plan(plan, {}).for_world(2)
+        settings = Settings(
+            model=config, plan=resolved, device=device, dtype=dtype, attention="flash", seq_length=256,
+            micro_batch_size=12, global_batch_size=12,
+        )  # fmt: skip
+        one = replace(settings, plan=resolved.for_inference())
+        mesh, drawing, key = Mesh(resolved, device), Mesh(one.plan, device), root_key(0, device)
+        stages = local.inference_stages(one, drawing, lambda shards, of=config, key=key: shards.initialize(of, key))
+        engine = Engine(stages, drawing, config, dtype, 5, graphs=True, exact=True)
+        drawn = mesh.gather(generated(engine) if mesh.rank == 0 else engine.follow())[0]
+        check_trained(build_stages(settings, mesh, key)[0][0], drawn)
+        for close in (*drawing.before_end, *mesh.before_end):
+            close()
+    end_process_group()
 
 
 @pytest.mark.cuda
 def test_log_probabilities_are_those_of_a_compiled_forward_pass():
     model = model_of(GPT2, torch.bfloat16)
-    drawn = generated(model, torch.bfloat16, slots=12)
+    drawn = generated(engine_of(model, torch.bfloat16, slots=12))
     compile_forward(model, whole=True)
     found = trained(model, torch.tensor([ids for ids, _, _ in drawn], device=CUDA)).cpu()
     for row, (_, logprobs, begin) in enumerate(drawn):
@@ -187,8 +240,28 @@ def test_beams_are_refused(tmp_path):
         model.generate([1, 2], num_beams=2)
 
 
-def test_tensor_parallelism_is_refused(monkeypatch):
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("plan", ["tp2", "tp2_sp"])
+@pytest.mark.parametrize("config", TINY)
+def test_products_of_rows_have_the_gradients_of_others_where_tensor_parallelism_cuts_them(config, plan):
+    for difference in pool().run(2, gradients_by_rows, config, plan):
+        assert difference < 1e-4
+
+
+def test_more_tensor_parallel_ranks_than_two_and_two_in_fp32_are_refused(monkeypatch):
     monkeypatch.setattr(load, "has_triton", lambda x: True)
-    load.check_exact(CPU, Plan(pp=2).for_world(2))
-    with pytest.raises(UserError, match=r"exact=True cannot hold under tp=2.*use tp=1"):
-        load.check_exact(CPU, Plan(tp=2).for_world(2))
+    load.check_exact(CPU, Plan(pp=2, tp=2).for_world(4), torch.bfloat16)
+    with pytest.raises(UserError, match=r"exact=True cannot hold under tp=4.*use tp=2"):
+        load.check_exact(CPU, Plan(tp=4).for_world(4), torch.bfloat16)
+    load.check_exact(CPU, Plan(pp=2).for_world(2), torch.float32)
+    with pytest.raises(UserError, match=r"exact=True cannot hold in fp32 under tp=2.*use precision bf16"):
+        load.check_exact(CPU, Plan(tp=2).for_world(2), torch.float32)
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("plan", ["tp2", "tp2_sp"])
+@pytest.mark.parametrize("config", TINY)
+def test_two_tensor_parallel_ranks_score_with_the_bits_of_their_training(config, plan):
+    """Where the sums of a product's row do not depend on the other rows."""
+    for trained, scored in pool().run(2, trained_and_scored, config, plan):
+        assert torch.equal(trained, scored)

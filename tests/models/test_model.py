@@ -6,6 +6,8 @@ import torch
 
 from dtgpt.models.decoder import Decoder, build_model, fill_weight, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT3_175B, GPT2Config
+from dtgpt.models.gpt_neo import GPTNeoConfig
+from dtgpt.models.gpt_oss import GptOssConfig
 from dtgpt.ops.loss.cross_entropy import cross_entropy
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, normal, root_key
@@ -152,6 +154,31 @@ def test_attention_with_dropout_agrees_with_the_fused_kernel_where_nothing_is_dr
     keys = dropout_keys(root_key(9), torch.arange(2), TINY.num_sites)
     config = replace(TINY, dropout=1e-9)  # rounds to no dropped value, but takes the explicit path
     torch.testing.assert_close(build(config)(tokens, keys), build(config)(tokens), rtol=1e-5, atol=1e-6)
+
+
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 100, "window": 1}
+
+
+@pytest.mark.parametrize(
+    "config, compared",
+    [
+        (GPTNeoConfig(window_pattern="LG", **SIZES), [1 / 3, 1]),
+        (GptOssConfig(window_pattern="LG", ffn_hidden_size=32, num_kv_heads=2, head_dim=8, **SIZES), [1, 1]),
+    ],
+)
+def test_where_a_token_attends_to_itself_alone_queries_and_keys_are_not_compared(config, compared):
+    """Their gradient is rounding, but where a sink stands beside the one score."""
+    model, tokens = build(config), torch.randint(100, (2, 17))
+    loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], 100)
+    loss.mean().backward()
+    for index, share in enumerate(compared):
+        name = f"blocks.{index}.attn.qkv.weight"
+        gradient = model.get_parameter(name).grad
+        part = config.comparable(name, gradient)
+        assert part.numel() == share * gradient.numel()
+        assert part.norm().item() == pytest.approx(gradient.norm().item(), rel=1e-5)
+    adapter = torch.zeros(8, 32)
+    assert config.comparable("blocks.0.attn.qkv.lora_A", adapter) is adapter
 
 
 def test_bf16_activations_keep_fp32_weights():

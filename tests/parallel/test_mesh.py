@@ -14,6 +14,7 @@ from tests.support.bodies_mesh import (
     agreement,
     coordinates,
     errors,
+    number_of_groups,
     open_and_close,
     read_texts,
     reductions,
@@ -177,3 +178,10 @@ def test_another_text_on_one_rank_is_refused(recipe, tmp_path):
 
 def test_the_timeout_reaches_every_group():
     assert pool().run(4, timeouts, parse_plan("tp2_pp2").for_world(4), 7.0)[0] == [7.0] * 5
+
+
+@pytest.mark.parametrize("plan", ["pp3", "pp4", "dp2_pp2", "cp2_tp2"])
+def test_all_ranks_are_in_equally_many_groups(plan):
+    """Else groups of a later mesh have other names on some ranks, which then wait for ever where they share memory."""
+    resolved = parse_plan(plan, {}).for_world(3 if plan == "pp3" else 4)
+    assert len(set(pool().run(resolved.world, number_of_groups, resolved))) == 1

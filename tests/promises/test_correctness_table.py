@@ -13,7 +13,7 @@ from correctness_report import merged, table  # noqa: E402
 
 FILES = {  # and of which families
     "correctness_cuda.jsonl": {"gpt2", "llama"},
-    "correctness_cuda_4.jsonl": {"gpt2"},
+    "correctness_cuda_4.jsonl": {"gpt2", "llama"},
     "correctness_cpu.jsonl": {"gpt2", "llama"},
 }
 

@@ -1,6 +1,6 @@
 """What the ranks of tests/parallel/test_context.py do."""
 
-from unittest import mock
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,13 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.loss.cross_entropy import to_loss_and_gradient_
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.context import exchange_heads, whole_samples
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.startup import open_trainer
 from tests.support.bodies_engine import resolve
+from tests.support.bodies_exact import losses_kept, products_by_rows
 
 BATCH, LENGTH, HEADS, SIZE = 2, 24, 12, 6
 
@@ -79,26 +79,9 @@ def score_and_sample(recipe) -> tuple[list[float], str]:
         return scores[0].logprobs.tolist(), trainer.sample()
 
 
-def by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear`, where a row's sums do not depend on the number of rows: as on GPUs, and not on CPUs."""
-    made = (x.unsqueeze(-2) * weight).sum(-1)
-    return made if bias is None else made + bias
-
-
 def losses_of_tokens(recipe) -> Tensor:
     """Return the losses of this rank's tokens of a micro-batch `[B, T / cp]`, by products of rows."""
-    kept = []
-
-    def keep(*arguments):
-        kept.append(to_loss_and_gradient_(*arguments))
-        return kept[-1].clone()
-
-    with (
-        open_trainer(recipe) as trainer,
-        mock.patch("torch.nn.functional.linear", by_rows),
-        mock.patch("dtgpt.ops.loss.head.takes_chain", lambda *_: True),
-        mock.patch("dtgpt.ops.loss.cross_entropy.to_loss_and_gradient_", keep),
-    ):
+    with open_trainer(recipe) as trainer, products_by_rows(), losses_kept() as kept:
         trainer.gradients()
     return kept[0].view(recipe.micro_batch_size, -1)
 
@@ -106,7 +89,7 @@ def losses_of_tokens(recipe) -> Tensor:
 def two_steps(recipe) -> tuple[list[float], int]:
     """Return losses and gradient norms of two steps, and how many all-to-alls this rank took part in. A compiled step
     is traced and differentiated by torch.compile, but its code is not generated, which takes minutes."""
-    counted = mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
+    counted = patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
     traced = torch.compiler.set_stance("default", force_backend="aot_eager_decomp_partition")
     with open_trainer(recipe) as trainer, counted as exchanges, traced:
         steps = [trainer.train_step() for _ in range(2)]

@@ -1,16 +1,26 @@
 """What ranks do in test_exact.py, and the sums that Triton's interpreter checks, too."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from hashlib import sha256
 from operator import attrgetter
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from dtgpt.config.recipe import Recipe
+from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.scoring import Scorer
+from dtgpt.models.batch import Batch
+from dtgpt.models.config import ModelConfig
+from dtgpt.ops.loss.head import _losses_and_gradient_
 from dtgpt.ops.optim.fixed_point import FixedPointSum, exact_sum, rounded, squares_of_rows
+from dtgpt.parallel.gradients import local_gradient
 from dtgpt.train.startup import open_trainer
+from tests.support.bodies_engine import inference_stages, training_stages
 
 
 def bits_of_steps(recipe: Recipe) -> dict[str, str]:
@@ -82,3 +92,58 @@ def check_squares() -> None:
     assert torch.equal(total, exact_sum(rows.flip(0)))
     assert rounded(total).item() == pytest.approx(math.fsum(rows.tolist()), rel=1e-15)
     assert rounded(exact_sum(torch.tensor([1.0, math.nan]).double())).isnan()
+
+
+def by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `F.linear` of plain tensors, where a row's sums do not depend on the number of rows."""
+    assert type(x.data) is Tensor and type(weight.data) is Tensor
+    made = (x.unsqueeze(-2) * weight).sum(-1)
+    return made if bias is None else made + bias
+
+
+@contextmanager
+def products_by_rows() -> Iterator[None]:
+    """Let products be as on a GPU, where few rows have chains of their own."""
+    module = "dtgpt.ops.pointwise.linear"
+    with mock.patch(f"{module}.may_fuse", lambda x: True), mock.patch(f"{module}._chain", by_rows):
+        yield
+
+
+@contextmanager
+def losses_kept() -> Iterator[list[Tensor]]:
+    """Give a list to which each micro-batch of training adds the losses of its tokens."""
+    kept: list[Tensor] = []
+
+    def keep(*arguments) -> Tensor:
+        kept.append(_losses_and_gradient_(*arguments))
+        return kept[-1]
+
+    with mock.patch("dtgpt.ops.loss.head._losses_and_gradient_", keep):
+        yield kept
+
+
+def trained_and_scored(config: ModelConfig, plan: str) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of the tokens of texts `[B, T]`, by training and by a scorer of exact ones of as many
+    tp ranks."""
+    tokens = torch.randint(0, config.vocab_size, (3, config.seq_length + 1), generator=torch.Generator().manual_seed(2))
+    trained, _ = training_stages(config, plan, attention="explicit")
+    stages, mesh = inference_stages(config, plan.removesuffix("_sp"), attention="explicit")
+    with products_by_rows():
+        with losses_kept() as kept:
+            trained[0](*Batch(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())).backward()
+        scorer = Scorer(stages, mesh, config, torch.float32, exact=True)
+        scores = scorer.score([Sample(tuple(row.tolist()), 1) for row in tokens])
+    return -kept[0].view(len(tokens), -1), torch.stack([torch.from_numpy(each.logprobs) for each in scores])
+
+
+def gradients_by_rows(config: ModelConfig, plan: str, **choices) -> float:
+    """Return the largest difference of a gradient, relative to its largest element, between products of rows and those
+    of the plan as it is."""
+    tokens = torch.randint(0, config.vocab_size, (3, config.seq_length + 1), generator=torch.Generator().manual_seed(2))
+    found = []
+    for products in (nullcontext(), products_by_rows()):
+        (stage,), _ = training_stages(config, plan, attention="explicit", **choices)
+        with products:
+            stage(*Batch(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())).backward()
+        found.append([local_gradient(parameter) for parameter in stage.parameters()])
+    return max(((one - other).abs().max() / one.abs().max()).item() for one, other in zip(*found, strict=True))

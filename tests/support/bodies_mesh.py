@@ -132,3 +132,9 @@ def timeouts(plan: ResolvedPlan, seconds: float) -> list[float]:
     mesh.set_timeout(seconds)
     groups = [mesh.devices.get_group(name) for name in mesh.devices.mesh_dim_names] + [mesh.tied_group]
     return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
+
+
+def number_of_groups(plan: ResolvedPlan) -> int:
+    """Groups that this rank is in, once a mesh is made: torch names those of the next mesh by it."""
+    Mesh(plan, CPU)
+    return len(dist.distributed_c10d._world.pg_names)

@@ -378,7 +378,7 @@ def test_what_answers_cannot_be_combined_with_is_refused(grpo, tmp_path, monkeyp
     [
         ("single", {}, None),
         ("pp2", {}, None),
-        ("tp2", {}, "tp=2 sums"),
+        ("tp2", {}, "tp=2 has weights in another form"),
         ("cp2", {}, None),
         ("cp2_pp2", {}, None),
         ("cp4", {}, "cp=4 has more ranks than heads"),

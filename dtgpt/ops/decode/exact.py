@@ -5,7 +5,7 @@ in one chain of tensor-core operations, as cuBLAS does wherever it does not spli
 rounds them. Attention goes over the tiles of keys that the flash kernel takes, in its order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -44,20 +44,26 @@ class Stream(NamedTuple):
 
 def run_blocks(
     x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor,
-    positions: Tensor,
+    positions: Tensor, add: Callable[[Tensor], Tensor] | None = None,
 ) -> Stream:  # fmt: skip
-    """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, and write the new tokens' k and v. Arguments
-    are those of `dtgpt.ops.decode.blocks.run_blocks`."""
+    """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, and write the new tokens' k and v. add: from
+    addends `[M, H]` of tensor-parallel ranks their sum, rounded as training rounds it. Other arguments are those of
+    `dtgpt.ops.decode.blocks.run_blocks`."""
+
+    def branch(x: Tensor, weight: Tensor) -> Tensor:
+        part = product(x, weight, None, "plain", exact=True)
+        return part if add is None else add(part)
+
     stream = Stream(x)
     for block, k, v in zip(blocks, keys, values, strict=True):
         x, h = stream.normed(block.norm_1, block.norm_1_bias, block.eps)
         packed = product(h, block.qkv, block.qkv_bias, "plain", exact=True)
         packed = packed.view(len(h), k.shape[1], -1, block.head_dim)
         heads = exact_attention(*_turned(packed, block.rotary, positions), k, v, slots, positions).flatten(1)
-        stream = Stream(x, product(heads, block.proj, None, "plain", exact=True), block.proj_bias)
+        stream = Stream(x, branch(heads, block.proj), block.proj_bias)
         x, h = stream.normed(block.norm_2, block.norm_2_bias, block.eps)
         inner = product(h, block.fc, block.fc_bias, str(block.activation), exact=True)
-        stream = Stream(x, product(inner, block.out, None, "plain", exact=True), block.out_bias)
+        stream = Stream(x, branch(inner, block.out), block.out_bias)
     return stream
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtgpt.ops.fast import may_fuse
+from dtgpt.ops.local_linear import on_local_tensors
 from dtgpt.ops.pointwise.bias import bias_gradient
 
 FEW = 512  # rows up to which cuBLAS was seen to split K
@@ -39,19 +40,26 @@ def split_sums() -> Iterator[None]:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x w^T + bias `[.., out]`. x: `[.., in]`; weight: `[out, in]`; bias: `[out]` or None; all of one dtype."""
+    splits = bias is None and may_fuse(x) and x.dtype == torch.float32  # cuBLAS would, with any number of rows
+    if isinstance(weight, DTensor) and (splits or _has_few_rows(x)):
+        return on_local_tensors(linear, x, weight, bias)
     if takes_chain(x, weight):
         return _chain(x, weight, bias)
-    if bias is None and may_fuse(x) and x.dtype == torch.float32 and not isinstance(weight, DTensor):
-        return F.linear(x, weight, weight.new_zeros(len(weight)))  # cuBLAS splits K of fp32 products without a bias
+    if splits:
+        return F.linear(x, weight, weight.new_zeros(len(weight)))  # with a bias it does not split K
     if bias is None or not may_fuse(x):
         return F.linear(x, weight, bias)
     return linear_by_column_sum(x, weight, bias)
 
 
 def takes_chain(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `linear` sums K in one chain of its own: for few rows on a GPU, and a whole weight."""
-    rows = x.numel() // max(x.shape[-1], 1)
-    return may_fuse(x) and 0 < rows <= FEW and not _may_split and not isinstance(weight, DTensor)
+    """Return whether `linear` sums K in one chain of its own: for few rows on a GPU. Where tensor parallelism has cut
+    the weight, this is about the local tensors."""
+    return _has_few_rows(x) and not isinstance(weight, DTensor)
+
+
+def _has_few_rows(x: Tensor) -> bool:
+    return may_fuse(x) and 0 < x.numel() // max(x.shape[-1], 1) <= FEW and not _may_split
 
 
 def linear_by_column_sum(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
