@@ -106,6 +106,11 @@ class OptimizerConfig:
         """Return the FLOPs of the products in a step of a parameter that it `needs_whole`; 0 for any other."""
         return 0
 
+    def update_bytes(self, model: Any, blocks: tuple[int, ...], ranks: int, parts: int, width: int) -> int:
+        """Return the bytes that an update works with. model: its config; blocks: indices of those of a rank; ranks:
+        with the same blocks; parts: in which they cut each weight; width: bytes of an element of activations."""
+        return 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:

@@ -5,6 +5,7 @@ the owner makes of it goes to every rank that holds a part or a replica. The mes
 compute another one.
 """
 
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -22,11 +23,27 @@ Pending = Callable[[], dict[int, Tensor]]  # waits for the messages, and returns
 
 def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
     """Return the owner of each matrix: the dearest first, each to the rank that has least to do so far."""
-    loads, owners = [0] * ranks, [0] * len(costs)
+    loads, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owners[index] = min(range(ranks), key=loads.__getitem__)
-        loads[owners[index]] += costs[index]
+        load, owners[index] = loads[0]
+        heapq.heapreplace(loads, (load + costs[index], owners[index]))
     return owners
+
+
+def rounds_of(costs: Sequence[int], sizes: Sequence[int], owners: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the numbers of the matrices of each round: of every owner the next ones, the dearest first, up to ROUND
+    elements. sizes: elements of each matrix."""
+    waiting: dict[int, list[int]] = {}
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        waiting.setdefault(owners[index], []).append(index)
+    while any(waiting.values()):
+        taken = []
+        for owned in waiting.values():
+            size = 0
+            while owned and (not size or size + sizes[owned[0]] <= ROUND):
+                size += sizes[owned[0]]
+                taken.append(owned.pop(0))
+        yield sorted(taken)
 
 
 class Matrices:
@@ -49,22 +66,8 @@ class Matrices:
         self._shards = {shard.index: shard for shard in chosen}
         owners = owners_of(costs, len(self._places))
         self._owner = {shard.index: owner for shard, owner in zip(chosen, owners, strict=True)}
-        dearest_first = sorted(range(len(chosen)), key=lambda i: -costs[i])
-        self.rounds = list(self._make_rounds([chosen[i] for i in dearest_first]))
-
-    def _make_rounds(self, ordered: Sequence[Shard]) -> Iterator[list[int]]:
-        """Yield the shards of each round: of every owner the next ones, up to ROUND elements."""
-        waiting: dict[int, list[Shard]] = {}
-        for shard in ordered:
-            waiting.setdefault(self._owner[shard.index], []).append(shard)
-        while any(waiting.values()):
-            taken = []
-            for owned in waiting.values():
-                size = 0
-                while owned and (not size or size + owned[0].parameter.numel() <= ROUND):
-                    size += owned[0].parameter.numel()
-                    taken.append(owned.pop(0).index)
-            yield sorted(taken)
+        sizes = [shard.parameter.numel() for shard in chosen]
+        self.rounds = [[chosen[i].index for i in taken] for taken in rounds_of(costs, sizes, owners)]
 
     def owned(self, indices: Sequence[int]) -> list[int]:
         """Return those of the shards whose whole matrix lies on this rank."""

@@ -1,45 +1,15 @@
 """The activations that a block keeps for backward, measured: a block runs on the meta device with the sizes of one
 rank, and what autograd saves is counted. On a GPU, `dtgpt compare` prints the planned memory beside the memory used."""
 
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
-
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from dataclasses import replace
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.lora import LoraConfig
-from dtgpt.models.binding import bind
-from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Core, inventory
-from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, JointNorm, Linear
-from dtgpt.models.roles import COLUMNS, Role, role_of
-from dtgpt.ops.attention.core import AttentionRule, reads_groups
+from dtgpt.ops.attention.core import reads_groups
 from dtgpt.ops.attention.flash_launch import mask_words
-from dtgpt.ops.fast import split_backward
-from dtgpt.ops.fp8.sites import Calibration, Site, Sites
-from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.exchange import chunks_of
-from dtgpt.parallel.lora import local_adapter
-
-
-@dataclass(frozen=True)
-class BlockSizes:
-    """One block on one rank, for a micro-batch."""
-
-    saved: int  # bytes that autograd keeps, without weights and the inside of the attention core
-    widest: int  # bytes of the largest activation
-    repeated: int  # bytes that keys and values would take more with heads of their own for each head of queries
-
-
-class Fp8(NamedTuple):
-    """What the memory of a block in fp8 depends on."""
-
-    splits_backward: bool
-    keeps_weights: bool  # as of `Calibration`
+from dtgpt.planning.meta_block import BlockKind, BlockSizes, sizes_of
+from dtgpt.planning.split_backward import SplitSizes, halves_of
 
 
 def block_activations(settings: Settings, block: int) -> float:
@@ -47,18 +17,40 @@ def block_activations(settings: Settings, block: int) -> float:
     weights."""
     if settings.recompute == "full":
         return residual_bytes(settings)  # the input of the block
-    core = 0 if settings.recompute == "selective" else core_bytes(settings, block)
-    return block_sizes(settings, block).saved + core
+    sizes = block_sizes(settings, block)
+    if settings.recompute == "selective":  # under cp other ranks' output is not kept, either
+        return sizes.saved - (sizes.output if settings.plan.cp > 1 else 0)
+    return sizes.saved + core_bytes(settings, block)
 
 
 def block_sizes(settings: Settings, block: int) -> BlockSizes:
     """Return the sizes of block `block` under the plan, measured once for each kind; in fp8 those of a step by known
     scales."""
+    return sizes_of(_kind(settings, block), settings.micro_batch_size)
+
+
+def split_sizes(settings: Settings, block: int) -> SplitSizes:
+    """Return what the two halves of a backward pass of block `block` keep, measured once for each kind, in the
+    activations' type."""
+    kind = _kind(settings, block)._replace(fp8=False)
+    again = settings.recompute == "full"
+    return halves_of(kind, again).scaled(settings.micro_batch_size)
+
+
+def _kind(settings: Settings, block: int) -> BlockKind:
     plan, config = settings.plan, replace(settings.model, dropout=0.0)
-    fp8 = Fp8(plan.splits_backward, not plan.zero) if settings.fp8 else None
-    example, shape = inventory(config).examples[block], (settings.micro_batch_size, settings.local_length)
-    return _measure(
-        config, example, shape, plan.tp, plan.sequence_parallel, _copies(settings), settings.dtype, fp8, settings.lora
+    return BlockKind(
+        config=config,
+        example=inventory(config).examples[block],
+        length=settings.local_length,
+        tp=plan.tp,
+        sequence_parallel=plan.sequence_parallel,
+        copies=_copies(settings),
+        dtype=settings.dtype,
+        apart=plan.splits_backward,
+        fp8=settings.fp8,
+        keeps_weights=not plan.zero,
+        lora=settings.lora,
     )
 
 
@@ -98,10 +90,17 @@ def score_elements(settings: Settings) -> float:
     return _heads(settings) * sum(queries * columns for queries, columns in attended(settings))
 
 
-def explicit_scores(settings: Settings, block: int) -> float:
-    """Return the elements of the scores that the attention cores of a block compute as tensors."""
-    backends = [settings.backend_of(core) for core in inventory(settings.model).cores(block)]
-    return score_elements(settings) * sum(backend in ("explicit", "fused_softmax") for backend in backends)
+def explicit_work(settings: Settings, block: int) -> float:
+    """Return the bytes of what the attention cores of a block work with that compute their scores as tensors: the
+    gradients of these, or explicitly the words of a mask, unpacked as int64 twice."""
+    width, found = 4 + 2 * settings.dtype.itemsize, 0
+    for core in inventory(settings.model).cores(block):
+        backend = settings.backend_of(core)
+        if backend == "explicit":
+            found += max(width, 16) if settings.model.dropout else width
+        elif backend == "fused_softmax":
+            found += width
+    return found * score_elements(settings)
 
 
 def core_bytes(settings: Settings, block: int) -> float:
@@ -135,97 +134,14 @@ def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
     return kept
 
 
-@lru_cache(maxsize=32)
-def _measure(
-    config: ModelConfig, index: int, shape: tuple[int, int], tp: int, sequence_parallel: bool, copies: int,
-    dtype: torch.dtype, fp8: Fp8 | None, lora: LoraConfig,
-) -> BlockSizes:  # fmt: skip
-    (batch, length), saved, recorder = shape, {}, _Recorder(copies)
-    apart = fp8 is not None and fp8.splits_backward
-    with torch.device("meta"):
-        block = config.make_block(index).to(dtype)
-        x = torch.empty(batch, length // tp if sequence_parallel else length, config.hidden_size, dtype=dtype)
-    at = f"blocks.{index}"
-    widest = max(_cut(config, f"{at}.{name}", module, tp, sequence_parallel) for name, module in block.named_modules())
-
-    if lora.rank:
-        block.requires_grad_(False)
-        for parameter in filter(lora.adapts, inventory(config).of_block(index)):
-            module = block.get_submodule(parameter.name.removeprefix(f"{at}.").removesuffix(".weight"))
-            assert isinstance(module, nn.Linear)
-            module.lora = local_adapter(module, parameter, config, lora)
-            bind(module, product=module.lora.product)
-    weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
-    for module in block.modules():
-        if isinstance(module, AttentionCore):
-            bind(module, cache=recorder)
-        elif isinstance(module, Linear | DeferredBiasLinear) and fp8:
-            bind(module, sites=_known_sites(fp8.keeps_weights))
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            saved[storage._cdata] = storage  # kept, so that no other storage takes its address
-        return tensor
-
-    with split_backward() if apart else nullcontext(), saved_tensors_hooks(save, lambda tensor: tensor):
-        block(x.requires_grad_(), Context())
-    kept = sum(s.nbytes() for s in saved.values())
-    if apart:  # rounded weights count as weights that matmuls read, as casts do without fp8
-        kept -= sum(module.weight.nbytes for module in block.modules() if isinstance(module, nn.Linear))
-    return BlockSizes(kept, batch * length * widest * dtype.itemsize, recorder.repeated)
-
-
-def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> int:
-    """Give a module of a block the shapes of tp rank 0. Returns the features of its output."""
-    role = role_of(name, config.roles)
-    if isinstance(module, JointNorm):
-        module.weight = nn.Parameter(module.weight[: len(chunk(range(len(module.weight)), tp, 0))])
-    if not isinstance(module, nn.Linear):
-        return 0
-    if role in COLUMNS:
-        rows = len(chunk(range(module.out_features), tp, 0))
-        module.weight = nn.Parameter(module.weight[:rows])
-        module.bias = None if module.bias is None else nn.Parameter(module.bias[:rows])
-        if sequence_parallel:  # its input is all-gathered
-            module.register_forward_pre_hook(lambda module, inputs: (inputs[0].repeat(1, tp, 1), *inputs[1:]))
-        return rows
-    if role is Role.ROW:
-        module.weight = nn.Parameter(module.weight[:, : len(chunk(range(module.in_features), tp, 0))])
-        if sequence_parallel:  # its output is reduce-scattered
-            module.register_forward_hook(lambda module, inputs, output: output.chunk(tp, dim=1)[0].clone())
-    return module.out_features
-
-
-def _known_sites(keeps_weights: bool) -> Sites:
-    """Return sites whose scales are known, without memory."""
-    site = Site(*(torch.empty((), device="meta") for _ in Site._fields))
-    return Sites(site, site, site, Calibration(known=True, keeps_weights=keeps_weights))
-
-
-class _Recorder:
-    """A cache that keeps nothing, and counts the bytes that keys and values would take more with heads of their own."""
-
-    def __init__(self, copies: int):
-        """copies: as of `_copies`."""
-        self.copies, self.repeated = copies, 0
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        if q.nbytes > k.nbytes:
-            # Keys up to the middle of a sample, and half a chunk more, for each of two chunks.
-            columns = self.copies + 0.5 if self.copies > 1 else 1
-            self.repeated += round(2 * (columns * q.nbytes - max(self.copies, 1) * k.nbytes))
-        if not self.copies:
-            return _Core.apply(q, k, v)
-        keys, values = (x.repeat(1, self.copies, 1, 1) for x in (k, v))
-        return _Core.apply(q.clone(), keys, values).clone()
-
-
-class _Core(torch.autograd.Function):
-    """An attention core that keeps its inputs and its output."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = q.new_empty(q.shape)
-        ctx.save_for_backward(q, k, v, out)
-        return out
+def block_work(settings: Settings, block: int) -> float:
+    """Return the bytes of a block's backward pass: the gradient of its widest tensor, for which another one of that
+    size is no longer needed, those of its branch and of the residual stream, of the scores where they are explicit,
+    and what is computed again."""
+    again = 0.0
+    if settings.recompute == "full":
+        again = block_activations(replace(settings, recompute="none"), block)
+    elif settings.recompute == "selective":
+        again = core_bytes(settings, block)
+    sizes = block_sizes(settings, block)
+    return max(sizes.widest + 2 * whole_bytes(settings), explicit_work(settings, block)) + again

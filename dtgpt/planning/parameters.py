@@ -17,6 +17,7 @@ from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.lora import names_of, shapes_of
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import Partition, Table, VocabularyShard, make_table, style_of
+from dtgpt.planning.allocator import padding
 
 WIDTH_OF_SUMS = 8  # bytes of a number in fixed point
 GPUS_OF_HOST = 8  # that reach each other's memory
@@ -135,6 +136,25 @@ def gradient_width(settings: Settings) -> int:
     return settings.dtype.itemsize if narrow else 4
 
 
+def by_block(held: list[LocalParameter]) -> list[int]:
+    """Return the elements of each block of a rank, as it computes with them."""
+    sizes: dict[int, int] = {}
+    for p in held:
+        if p.block is not None:
+            sizes[p.block] = sizes.get(p.block, 0) + p.by_tp
+    return list(sizes.values())
+
+
+def padding_bytes(held: list[LocalParameter], settings: Settings) -> float:
+    """Return the bytes by which the allocator's blocks for weights and the optimizer's state are larger."""
+    optimizer, narrow = settings.optimizer, settings.dtype.itemsize if settings.low_precision else 0
+    total = 0.0
+    for p in held:
+        states = 0 if optimizer is None else optimizer.state_bytes(p.shape, p.role) / 4
+        total += (1 + states) * padding(4 * p.local) + padding(narrow * p.by_tp)
+    return total
+
+
 def optimizer_bytes(held: list[LocalParameter], settings: Settings) -> int:
     """Return the bytes of the optimizer's state on a rank."""
     optimizer = settings.optimizer
@@ -147,7 +167,10 @@ def gradient_bytes(held: list[LocalParameter], settings: Settings) -> int:
         return sum(4 * p.local + _sum_bytes(p, settings) for p in held)
     plan, several = settings.plan, settings.micro_batches > 1
     if plan.data_ranks > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
-        return sum((2 * settings.dtype.itemsize + (4 if several else 0)) * p.by_tp for p in held)
+        copied = settings.device.type == "cuda" and plan.data_ranks * plan.tp <= GPUS_OF_HOST
+        received = 1 - copied / plan.data_ranks  # copy engines do not bring a rank what it has itself
+        width = (1 + received) * settings.dtype.itemsize + (4 if several else 0)
+        return round(width * sum(p.by_tp for p in held))
     if plan.splits_backward and settings.sums_gradients:  # those of all passes on the parameters, and the buckets
         return sum(2 * gradient_width(settings) * p.by_tp for p in held)
     cut = settings.cuts_each_gradient

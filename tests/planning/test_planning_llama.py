@@ -80,7 +80,7 @@ MEASURED = [  # GiB of PyTorch's allocator on the fullest rank, H200, torch 2.11
 @pytest.mark.parametrize("name, options, world, gib", MEASURED)
 def test_the_memory_is_what_gpus_used(name, options, world, gib):
     settings = load_recipe(RECIPES / f"{name}.py", options.split()).planned(world)
-    assert fullest(memory_by_rank(settings)).total / 2**30 == pytest.approx(gib, rel=0.01)
+    assert fullest(memory_by_rank(settings)).total / 2**30 == pytest.approx(gib, rel=0.004)
 
 
 def costs(config: ModelConfig, cut: tuple[int, ...]) -> list[float]:

@@ -108,7 +108,7 @@ def test_what_fits_is_named_with_its_memory_and_its_cost():
     words = [word for name, value in sizes.items() for word in (f"--model.{name}", f"{value}")]
     settings = load_recipe(RECIPES / "llama3_8b.py", ["--plan", "tp8_sp_zero3", *words]).planned(16)
     first, *_ = what_fits(settings, find_gpu("H100"))
-    assert first.startswith("--recompute full (69.1")
+    assert first.startswith("--recompute full (70.2")
     other = what_fits(replace(settings, plan=replace(settings.plan, zero=1)), find_gpu("H200"))
     assert any(line.startswith("--plan dp2_tp8_zero3_sp (") for line in other)
 
@@ -130,8 +130,8 @@ def test_changes_keep_the_number_of_gpus_and_fit(small):
             recompute=options.get("--recompute", "none"),
         ).planned(4)
         assert fits_into(fullest(memory_by_rank(own)).total, gpu.size), line
-    micro = largest_micro_batch(replace(settings, micro_batch_size=1), 0.4 * GIB)
-    assert micro and fits_into(fullest(memory_by_rank(replace(settings, micro_batch_size=micro))).total, 0.4 * GIB)
+    micro = largest_micro_batch(replace(settings, micro_batch_size=1), 0.5 * GIB)
+    assert micro and fits_into(fullest(memory_by_rank(replace(settings, micro_batch_size=micro))).total, 0.5 * GIB)
 
 
 @pytest.mark.turns(4)

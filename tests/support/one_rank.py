@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,7 +109,8 @@ def planned_bytes(settings: Settings, rank: int) -> dict[str, int]:
     held = parameters_of(settings.model, settings.plan, rank)
     local, by_tp = sum(p.local for p in held), sum(p.by_tp for p in held)
     narrow = settings.dtype.itemsize * by_tp if settings.low_precision else 0
-    sizes = 4 * local, optimizer_bytes(held, settings), gradient_bytes(held, settings), narrow
+    alone = replace(settings, device=torch.device("cpu"))  # a rank that is built shares no memory with others
+    sizes = 4 * local, optimizer_bytes(held, settings), gradient_bytes(held, alone), narrow
     return dict(zip(BYTES, sizes, strict=True))
 
 

@@ -87,7 +87,7 @@ def _runs_op(x: Tensor, bias: Tensor | None) -> bool:
     which is x alone. The reference of LayerNorm keeps fp32 copies on a CPU in 16 bits; that of RMSNorm keeps several
     tensors on the meta device, on which planning measures activations."""
     if bias is None:
-        return may_fuse(x) or x.device.type == "meta"
+        return may_fuse(x) or (x.device.type == "meta" and not is_apart())
     return may_fuse(x) or (x.device.type == "cpu" and x.dtype.itemsize == 2 and not is_apart())
 
 

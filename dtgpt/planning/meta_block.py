@@ -1,0 +1,159 @@
+"""A block on the meta device with the sizes of one rank, and what its autograd keeps there."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from dtgpt.config.lora import LoraConfig
+from dtgpt.models.binding import BoundModule, bind
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
+from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, JointNorm, Linear
+from dtgpt.models.roles import COLUMNS, Role, role_of
+from dtgpt.ops.attention.core import AttentionRule
+from dtgpt.ops.fast import split_backward
+from dtgpt.ops.fp8.sites import Calibration, Site, Sites
+from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.lora import local_adapter
+
+
+class BlockKind(NamedTuple):
+    """What the sizes of a block depend on, for a sample of `length` tokens on each rank."""
+
+    config: ModelConfig
+    example: int  # index of a block of this kind
+    length: int
+    tp: int
+    sequence_parallel: bool
+    copies: int  # ranks that keep the same keys and values; 0: the core takes what the block computed
+    dtype: torch.dtype
+    apart: bool  # whether gradients of weights are computed apart, by PyTorch's own operations
+    fp8: bool
+    keeps_weights: bool  # as of `Calibration`
+    lora: LoraConfig
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """One block on one rank, for a micro-batch."""
+
+    saved: int  # bytes that autograd keeps, without weights and the inside of the attention core
+    widest: int  # bytes of the largest activation
+    repeated: int  # bytes that keys and values would take more with heads of their own for each head of queries
+    output: int  # bytes of the outputs of attention cores
+
+
+@lru_cache(maxsize=32)
+def sizes_of(kind: BlockKind, batch: int) -> BlockSizes:
+    saved, recorder = {}, _Recorder(kind.copies)
+    block, widest = make_block(kind, recorder)
+    weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage  # kept, so that no other storage takes its address
+        return tensor
+
+    x = make_input(kind, batch)
+    with split_backward() if kind.apart else nullcontext(), saved_tensors_hooks(save, lambda tensor: tensor):
+        block(x.requires_grad_(), Context())
+    kept = sum(s.nbytes() for s in saved.values())
+    if kind.apart and kind.fp8:  # rounded weights count as weights that matmuls read, as casts do without fp8
+        kept -= sum(module.weight.nbytes for module in block.modules() if isinstance(module, nn.Linear))
+    return BlockSizes(kept, batch * kind.length * widest * kind.dtype.itemsize, recorder.repeated, recorder.output)
+
+
+def make_input(kind: BlockKind, batch: int) -> Tensor:
+    length = kind.length // kind.tp if kind.sequence_parallel else kind.length
+    return torch.empty(batch, length, kind.config.hidden_size, dtype=kind.dtype, device="meta")
+
+
+def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> tuple[BoundModule, int]:
+    """Return the block, and the features of its widest activation."""
+    config, recorder = kind.config, recorder or _Recorder(kind.copies)
+    with torch.device("meta"):
+        block = config.make_block(kind.example).to(kind.dtype)
+    at = f"blocks.{kind.example}"
+    widest = max(
+        _cut(config, f"{at}.{name}", module, kind.tp, kind.sequence_parallel) for name, module in block.named_modules()
+    )
+    if kind.lora.rank:
+        block.requires_grad_(False)
+        for parameter in filter(kind.lora.adapts, inventory(config).of_block(kind.example)):
+            module = block.get_submodule(parameter.name.removeprefix(f"{at}.").removesuffix(".weight"))
+            assert isinstance(module, nn.Linear)
+            module.lora = local_adapter(module, parameter, config, kind.lora)
+            bind(module, product=module.lora.product)
+    for module in block.modules():
+        if isinstance(module, AttentionCore):
+            bind(module, cache=recorder)
+        elif isinstance(module, Linear | DeferredBiasLinear) and kind.fp8:
+            bind(module, sites=_known_sites(kind.keeps_weights))
+    return block, widest
+
+
+def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> int:
+    """Give a module of a block the shapes of tp rank 0. Returns the features of its output."""
+    role = role_of(name, config.roles)
+    if isinstance(module, JointNorm):
+        module.weight = nn.Parameter(module.weight[: len(chunk(range(len(module.weight)), tp, 0))])
+    if not isinstance(module, nn.Linear):
+        return 0
+    if role in COLUMNS:
+        rows = len(chunk(range(module.out_features), tp, 0))
+        module.weight = nn.Parameter(module.weight[:rows])
+        module.bias = None if module.bias is None else nn.Parameter(module.bias[:rows])
+        if sequence_parallel:  # its input is all-gathered
+            module.register_forward_pre_hook(lambda module, inputs: (inputs[0].repeat(1, tp, 1), *inputs[1:]))
+        return rows
+    if role is Role.ROW:
+        module.weight = nn.Parameter(module.weight[:, : len(chunk(range(module.in_features), tp, 0))])
+        if sequence_parallel:  # its output is reduce-scattered
+            module.register_forward_hook(lambda module, inputs, output: output.chunk(tp, dim=1)[0].clone())
+    return module.out_features
+
+
+def _known_sites(keeps_weights: bool) -> Sites:
+    """Return sites whose scales are known, without memory."""
+    site = Site(*(torch.empty((), device="meta") for _ in Site._fields))
+    return Sites(site, site, site, Calibration(known=True, keeps_weights=keeps_weights))
+
+
+class _Recorder:
+    """A cache that keeps nothing, and counts the bytes that keys and values would take more with heads of their own."""
+
+    def __init__(self, copies: int):
+        """copies: as of `BlockKind`."""
+        self.copies, self.repeated, self.output = copies, 0, 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        self.output += q.nbytes
+        if q.nbytes > k.nbytes:
+            # Keys up to the middle of a sample, and half a chunk more, for each of two chunks.
+            columns = self.copies + 0.5 if self.copies > 1 else 1
+            self.repeated += round(2 * (columns * q.nbytes - max(self.copies, 1) * k.nbytes))
+        if not self.copies:
+            return _Core.apply(q, k, v)
+        keys, values = (x.repeat(1, self.copies, 1, 1) for x in (k, v))
+        return _Core.apply(q.clone(), keys, values).clone()
+
+
+class _Core(torch.autograd.Function):
+    """An attention core that keeps its inputs and its output."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(q.shape)
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, k, v, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

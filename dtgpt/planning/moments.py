@@ -1,0 +1,130 @@
+"""The moments of a training step at which a rank may need most memory: what is alive then beside weights and states."""
+
+from collections.abc import Iterator
+
+from dtgpt.models.roles import Role
+from dtgpt.ops.loss.head import chunk_rows
+from dtgpt.planning import zero_bubble
+from dtgpt.planning.activations import block_activations, block_work, residual_bytes, whole_bytes
+from dtgpt.planning.held import Held, Moment, columns_of_logits, rows_of_logits
+from dtgpt.planning.parameters import WIDTH_OF_SUMS, by_block, gradient_width, shards_are_pushed
+
+
+def moments(held: Held) -> Iterator[Moment]:
+    """Yield the moments of the passes, the end of backward, and the update."""
+    yield from zero_bubble.moments(held) if held.settings.plan.splits_backward else _passes(held)
+    yield _end_of_backward(held)
+    yield Moment(held.gradients, _gathered_at_end(held), 0, _update_bytes(held))
+
+
+def _passes(held: Held) -> Iterator[Moment]:
+    """Yield the head of the last forward pass, backward of a block while most activations are kept, and of the first
+    block, when most gradients are there."""
+    settings, sent, start = held.settings, _sent_at_once(held), _gradients_at_start(held)
+    kept = held.passes * sum(count * block_activations(settings, kind) for kind, count in held.kinds.items())
+    work = max((block_work(settings, kind) for kind in held.kinds), default=0.0)
+    heads = 0.0
+    if held.place.holds_last:
+        whole, residual = whole_bytes(settings), residual_bytes(settings)
+        passes = settings.micro_batches if settings.plan.schedule == "GPipe" and settings.plan.pp > 1 else 1
+        heads = (passes - 1) * (residual + whole + held.head)  # of passes whose backward is still to come
+        own = 2 * residual + whole * (2 if settings.plan.sequence_parallel else 1)
+        yield Moment(start, held.gathered, kept + heads + own, _head_work(held) + sent)
+        heads += held.head + residual
+    yield Moment(start, held.gathered, kept + heads, work + sent)
+    if settings.micro_batches > 1 and start < held.gradients:
+        fewer = 1 - 1 / settings.micro_batches
+        yield Moment(held.gradients, held.gathered, fewer * (kept + heads), work + sent)
+    if held.blocks:
+        first = held.blocks[0]
+        made = held.head + held.gradients - _of_ends(held)
+        yield Moment(made, held.gathered, block_activations(settings, first), block_work(settings, first) + sent)
+
+
+def _of_ends(held: Held) -> float:
+    """Return the bytes of gradients that are not yet there before those of the embedding are made."""
+    settings = held.settings
+    if settings.sums_gradients or settings.reduce == "exact" or settings.micro_batches > 1:
+        return 0
+    cut = settings.cuts_each_gradient
+    return gradient_width(settings) * sum((p.local if cut else p.by_tp) for p in held.trained if p.block is None)
+
+
+def _gradients_at_start(held: Held) -> float:
+    """Return the bytes of gradients while most activations are kept: of micro-batches before, or of buckets that are
+    always there."""
+    settings, plan = held.settings, held.settings.plan
+    if settings.sums_gradients or settings.reduce == "exact":
+        return held.gradients
+    if held.passes >= settings.micro_batches:
+        return 0
+    if not plan.zero or plan.pp > 1:
+        return held.gradients
+    sent = settings.scattered_dtype.itemsize if shards_are_pushed(settings) else 4
+    left = sent * held.around if plan.zero >= 2 else 0  # what was scattered last, until the next is
+    return held.gradients + left
+
+
+def _head_work(held: Held) -> float:
+    """Return the bytes of the head's forward pass: a chunk of logits, the gradient of its weight, in fp32 too where
+    there are several chunks, and in backward a copy of it."""
+    settings = held.settings
+    width, rows = settings.dtype.itemsize, rows_of_logits(settings)
+    columns = columns_of_logits(settings)
+    at_once = chunk_rows(rows, columns, width)
+    if held.table is None:  # logits alone
+        return width * at_once * columns
+    sums = 4 * held.table.by_tp if at_once < rows and width < 4 else 0
+    return max(width * at_once * columns + held.head + sums, 2 * held.head)
+
+
+def _end_of_backward(held: Held) -> Moment:
+    """Return the moment when the gradient of the embedding is made. That of a tied head waits for it, and where sums
+    are kept apart, or ZeRO cuts them, the gradients of all that lies around the blocks are there in the type of the
+    weights, too."""
+    settings, plan, sent = held.settings, held.settings.plan, _sent_at_once(held)
+    width, full = settings.dtype.itemsize, held.gradients
+    if settings.lora.rank or not held.around:
+        return Moment(full, _gathered_at_end(held), 0, sent)
+    tables = [p for p in held.trained if p.role is Role.VOCABULARY]
+    work = 0.0
+    if held.place.holds_first:
+        if settings.model.tied and held.place.holds_last:
+            work += held.head
+        if plan.tp > 1:  # DTensor makes the gradient of all rows, and copies this rank's
+            work += width * (plan.tp + 1) * tables[0].by_tp
+    if plan.zero and plan.pp == 1:
+        local = sum(p.local for p in held.trained if p.block is None)
+        scattered = settings.scattered_dtype.itemsize if shards_are_pushed(settings) else 4
+        if settings.cuts_each_gradient and settings.micro_batches == 1:
+            full -= gradient_width(settings) * local
+        work = max(work + width * held.around, (width + scattered) * held.around)
+    elif settings.sums_gradients or settings.reduce == "exact":
+        work += width * held.around
+    return Moment(full, _gathered_at_end(held), 0, work + sent)
+
+
+def _gathered_at_end(held: Held) -> int:
+    """Return the bytes of weights that matmuls read at the end of backward: `fully_shard` has freed those that it
+    gathered into memory of its own by then."""
+    settings, plan = held.settings, held.settings.plan
+    frees = plan.zero and plan.pp == 1 and not shards_are_pushed(settings) and not settings.lora.rank
+    return 0 if frees else held.gathered
+
+
+def _update_bytes(held: Held) -> int:
+    """Return the bytes that the optimizer works with."""
+    settings, plan = held.settings, held.settings.plan
+    if settings.optimizer is None or settings.lora.rank:
+        return 0
+    blocks, parts = tuple(held.kinds.elements()), plan.shard * plan.tp  # stages of one size are one
+    return settings.optimizer.update_bytes(settings.model, blocks, plan.ranks_of_stage, parts, settings.dtype.itemsize)
+
+
+def _sent_at_once(held: Held) -> int:
+    """Return the bytes of what ZeRO's ranks send for exact sums, and receive: of a block or the rest of a stage."""
+    settings = held.settings
+    if settings.reduce == "fast" or settings.plan.shard == 1:
+        return 0
+    largest = max([*by_block(held.trained), held.around])
+    return largest * (2 * settings.dtype.itemsize if settings.cuts_each_gradient else WIDTH_OF_SUMS)

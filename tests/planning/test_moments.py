@@ -1,0 +1,86 @@
+"""What is alive at moments of a step: blocks of the allocator, an update by Muon, the halves of a backward pass."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from dtgpt.models.binding import bind
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.layers import Context
+from dtgpt.ops.fast import split_backward
+from dtgpt.optim import muon_memory
+from dtgpt.optim.muon import MuonConfig
+from dtgpt.parallel import matrices
+from dtgpt.parallel.build import recomputed
+from dtgpt.planning.activations import split_sizes
+from dtgpt.planning.allocator import MIB, padding
+from dtgpt.planning.meta_block import BlockKind, make_block, make_input
+from dtgpt.planning.split_backward import Alive
+from dtgpt.train.startup import open_trainer
+from dtgpt.util.torch_private import backward_of_inputs, backward_of_weights
+
+MODEL = GPT2Config(num_layers=4, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257, dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    "size, more",
+    [
+        (1000, 24),
+        (9 * MIB, 0),  # two in a segment of 20 MiB, of which 2 are left
+        (5 * MIB - 1024, 1024),
+        (25 * MIB, 1 * MIB),
+        (25 * MIB - 512, 0),
+    ],
+)
+def test_the_allocator_cuts_a_segment_where_more_than_a_mib_is_left(size, more):
+    assert padding(size) == more
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("elements", [1 << 14, 1 << 16, 1 << 25])
+def test_an_update_by_muon_works_with_the_bytes_that_are_planned(recipe, monkeypatch, elements):
+    monkeypatch.setattr(matrices, "ROUND", elements)
+    muon_memory.update_bytes.cache_clear()
+    optimizer = MuonConfig(lr=1e-2)
+    recipe = replace(recipe, model=MODEL, optimizer=optimizer, plan="single", device="cpu")
+    with open_trainer(recipe) as trainer:
+        trainer.gradients()
+        rule, gradients = trainer.optimizer.rule, trainer.shards.gradients
+        there = [*(x for shard in rule.shards for x in (shard.local, *rule.state(shard.index).values())), rule.updates]
+        there += [*gradients, *rule.factors.values(), *(rows for pieces in rule.pieces.values() for rows in pieces)]
+        rule.others = []  # what AdamW updates has no kernel on a CPU
+        with Alive({tensor.untyped_storage()._cdata for tensor in there}) as alive:
+            rule.step(gradients, torch.tensor(0.1), torch.tensor(1.0))
+        planned = optimizer.update_bytes(MODEL, (0, 0, 0, 0), 1, 1, 4)
+    assert alive.peak == pytest.approx(planned, rel=0.1)
+
+
+@pytest.mark.slow(1)
+@pytest.mark.parametrize("again", [False, True])
+def test_the_halves_of_a_stage_are_those_of_its_blocks(recipe, again):
+    """A stage of three blocks in torch's two halves, beside what one block says."""
+    recipe = replace(recipe, model=MODEL, micro_batch_size=2, recompute="full" if again else "none")
+    settings = replace(recipe, plan="pp2_zbv", global_batch_size=8).planned(2)
+    kind = BlockKind(MODEL, 0, 128, 1, False, 0, settings.dtype, True, False, True, settings.lora)
+    blocks = nn.ModuleList([make_block(kind)[0] for _ in range(3)])
+    if again:
+        for block in blocks:
+            bind(block, run=recomputed(block.compute))
+    sizes = split_sizes(settings, 0)
+    x, weights = make_input(kind, 2).requires_grad_(), {p.untyped_storage()._cdata for p in blocks.parameters()}
+    with split_backward(), Alive(weights) as alive:
+        y = x
+        for block in blocks:
+            y = block(y, Context())
+        outputs, kept = [y], alive.now
+        del y
+        groups = backward_of_inputs(outputs, [make_input(kind, 2)], [x], blocks.parameters())
+        x.grad = None
+        assert alive.now - kept == pytest.approx(3 * sizes.after, rel=0.1)
+        alive.peak = 0
+        backward_of_weights(blocks.parameters(), groups)
+    most = max(sizes.during + 2 * sizes.after, sizes.during + 2 * sizes.left)
+    gradients = sum(p.grad.nbytes for p in blocks.parameters())
+    assert most == pytest.approx(alive.peak - kept, abs=gradients + 0.05 * most)
