@@ -53,7 +53,7 @@ def test_any_documents_survive(documents, block):
         same(dataset, documents)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @quick
 @given(st.lists(typed_documents(("<u2",)), min_size=1, max_size=4), BLOCKS)
 def test_joined_datasets_are_those_written_at_once(parts, block):
@@ -207,7 +207,7 @@ def test_any_exhaustive_order_is_that_of_the_plain_loop(sizes):
     assert sorted(order) == [(i, k) for i, size in enumerate(sizes) for k in range(size)]
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 @quick
 @given(st.lists(st.tuples(LENGTHS, st.floats(0.01, 1.0)), min_size=2, max_size=4), st.integers(0, 60), SEEDS)
 def test_a_blend_takes_the_samples_of_each_dataset_in_their_order(datasets, count, seed):

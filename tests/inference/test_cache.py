@@ -72,7 +72,7 @@ CASES = [(kind, backend) for kind in CONFIGS for backend in BACKENDS]
 UNKNOWN = [(WindowedConfig, backend) for backend in ("sdpa", "fused_softmax", "flash")]  # to which its layers are
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 @pytest.mark.slow(9)
 @pytest.mark.parametrize("architecture, backend", [case for case in CASES if case not in UNKNOWN])
 def test_cached_is_recomputed_whatever_the_back_end_the_chunks_and_what_the_slot_held(architecture, backend):
@@ -132,7 +132,7 @@ def test_a_detached_runner_leaves_the_stages_as_they_were():
         assert torch.equal(bodies.whole_logits(stage, IDS), before)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("plan, world", [("single", 1), ("tp2", 2), ("tp2_pp2", 4)])

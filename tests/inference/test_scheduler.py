@@ -155,7 +155,7 @@ class Simulation:
         return {key for key in self.live if key[0] == request}
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @quick
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.none() | st.integers(1, 40))

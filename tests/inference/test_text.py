@@ -40,7 +40,7 @@ def ids_of(tokenizer):
     )
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("kind", KINDS)
 @PROPERTY

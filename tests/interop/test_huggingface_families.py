@@ -22,7 +22,7 @@ from tests.support.sources import check_parts, filled, refused
 pytestmark = pytest.mark.slow(2)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_transformers_there_and_back(tmp_path, family):
     theirs = their_model(family)

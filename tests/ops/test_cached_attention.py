@@ -55,7 +55,7 @@ def test_rows_attend_to_their_own_slot_up_to_their_position(kv_heads, dtype):
     assert keys[[1, 2]].isnan().all()
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("backend", get_args(Backend))
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])

@@ -129,7 +129,7 @@ def references():
     return {}
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 @pytest.mark.slow(13)
 @pytest.mark.parametrize("architecture, before, after", RUNS)
 def test_a_run_follows_one_process_also_resumed_under_another_plan(
@@ -163,7 +163,7 @@ def test_a_run_follows_one_process_also_resumed_under_another_plan(
     assert not checkpoint.pieces("blocks.0.attn.qkv.weight.exp_avg")
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("plan", ["dp2", "dp2_tp2_zero1", "tp2_pp2", "dp3_zero3"])
 def test_ranks_send_what_the_plan_says(muon, plan):

@@ -52,7 +52,7 @@ BITS = [
 
 
 @pytest.mark.slow(22)
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("reference, plans, changes", BITS)
 def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
     recipe = replace(exact, **changes)
@@ -63,7 +63,7 @@ def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
         assert [name for name in expected if found[name] != expected[name]] == [], plan
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_a_gradient_that_does_not_fit_makes_the_norm_not_a_number_on_all_ranks(exact):
     run = functools.partial(pool().run, 2, norm_with_a_large_gradient)
     for plan in ("dp2", "dp2_zero3"):

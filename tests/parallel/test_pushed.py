@@ -7,7 +7,7 @@ from tests.support.bodies_pushes import ROOM, pushed_and_not, settings_of
 from tests.support.ranks import pool
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 @pytest.mark.slow(11)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("plan", ["dp2", "dp2_zero1", "dp2_zero2", "dp2_zero3"])
@@ -22,7 +22,7 @@ def test_two_ranks_push_what_gloo_sends_bit_for_bit(tmp_path, monkeypatch, plan,
             assert count["bytes"] == pytest.approx(planned, rel=0.05)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["dp3", "dp3_zero3"])
 def test_uneven_parts_of_three_ranks_are_pushed(tmp_path, plan):
@@ -31,7 +31,7 @@ def test_uneven_parts_of_three_ranks_are_pushed(tmp_path, plan):
         assert worst < 1e-3 and count["met"] > 0
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 def test_pairs_of_ranks_push_for_each_stage_of_a_pipeline(tmp_path):
     for same, worst, count in pool().run(4, pushed_and_not, tmp_path, "dp2_pp2_zero1", 2):

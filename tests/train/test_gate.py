@@ -44,7 +44,7 @@ def test_the_same_run_has_the_same_bits(recipe, reference, tmp_path):
     assert located(recipe, reference, tmp_path) == Located()
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("plan", ["dp2_zero3", "tp2_sp_pp2"])
 def test_a_plan_is_apart_by_rounding(recipe, reference, tmp_path, plan):
     found = located(recipe, reference, tmp_path, plan)
@@ -68,7 +68,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_located(recipe, reference, tmp_path, name):
     change, module, kind = FAULTS[name]
