@@ -20,7 +20,7 @@ MASKED = 1.21  # attention with dropout, which draws and reads masks: steps.md, 
 SPLIT = 1.45  # blocks under ZBVZeroBubble: PyTorch's own operations; notes/plans.md, 125.0 ms where 1F1B takes 96.3
 QUANTISED = 4  # bytes moved for each element that becomes 8 bits in both orders
 # Bytes of a score [T, T] moved in 16 bits, both ways: by the fused softmax (docs/fused_softmax.md, 0.417 + 0.530 ms for
-# 537 million), by one of plain PyTorch, and by the six products around either, which are bound by memory.
+# 537 million), by one of plain PyTorch, and by the six products around either.
 SOFTMAX, PLAIN_SOFTMAX, AROUND = 6.6, 20.0, 12.0
 
 
@@ -140,16 +140,16 @@ class Operations:
             backend = settings.backend_of(core)
             seen = core.seen(length) if backend == "flash" else length  # the others compute what a window hides, too
             flops = share * length * seen * core.head_dim  # of the causal half of one product
+            rate = self.rates.attention
+            if settings.dtype == torch.float32:
+                rate *= self.rates.products_fp32 / self.rates.products
             if backend in ("explicit", "fused_softmax"):
                 softmax = PLAIN_SOFTMAX if backend == "explicit" else SOFTMAX
                 scores = (softmax + AROUND) * self.width / 2 * share * length**2
-                spent = scores / self.rates.memory
+                spent = scores / self.rates.memory + 12 * flops / rate  # six whole products
                 forward, backward = forward + spent / 3, backward + spent * 2 / 3
             else:
-                rate = self.rates.attention / (1 + HALF_LENGTH / length)
-                if settings.dtype == torch.float32:
-                    rate *= self.rates.products_fp32 / self.rates.products
-                rate /= MASKED if config.dropout else 1
+                rate /= (1 + HALF_LENGTH / length) * (MASKED if config.dropout else 1)
                 forward, backward = forward + 2 * flops / rate + START, backward + 5 * flops / rate + 3 * START
             heads += 2 * (config.num_heads + 2 * core.kv_heads) * core.head_dim / plan.tp
         return forward, backward, heads

@@ -38,7 +38,6 @@ def test_the_allocator_cuts_a_segment_where_more_than_a_mib_is_left(size, more):
     assert padding(size) == more
 
 
-@pytest.mark.slow(2)
 @pytest.mark.parametrize("elements", [1 << 14, 1 << 16, 1 << 25])
 def test_an_update_by_muon_works_with_the_bytes_that_are_planned(recipe, monkeypatch, elements):
     monkeypatch.setattr(matrices, "ROUND", elements)

@@ -101,7 +101,7 @@ def drive(root: Path) -> None:
     words = [w for k, v in options.items() for w in (f"--{k}", str(v))]
     first = root / "first"
     first.mkdir()
-    outcome(first, [*words, "--steps", "1"], {})
+    outcome(first, [*words, "--steps", "1", "--timeout", "60"], {})  # of which nobody dies, on a loaded machine either
     running = 0
     for number, (name, case) in enumerate(CASES.items()):
         if running == BESIDE:
