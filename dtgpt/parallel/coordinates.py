@@ -42,7 +42,8 @@ class RankCoordinates:
     @property
     def stages(self) -> list[int]:
         """The pipeline stages of this rank, by depth."""
-        return [s for s in range(self.plan.num_stages) if self.plan.stage_rank(s) == self.pp]
+        plan, own = self.plan, self.pp
+        return [stage for stage in range(plan.num_stages) if plan.stage_rank(stage) == own]
 
     @property
     def holds_first(self) -> bool:

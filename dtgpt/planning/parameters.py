@@ -53,29 +53,39 @@ def _known(config: ModelConfig, fields: tuple[tuple[str, Any], ...], rank: int) 
 def _parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[LocalParameter]:
     place = RankCoordinates(plan, rank)
     table: Table = make_table(config, plan) if plan.tp > 1 else {}
-    ranges, held = block_ranges(config, plan), []
+    examples, ranges, held = inventory(config).examples, block_ranges(config, plan), []
+    alike: dict[tuple[int, str], LocalParameter] = {}  # by a block of the same kind, and the name within it
     for stage in place.stages:
         for whole in _parameters_of_stage(config, ranges, stage):
-            module, _, kind = whole.name.rpartition(".")
-            style = style_of(module, table, config.roles)
-            local, dim = list(whole.shape), tp_dimension(kind, whole.role, style)
-            if dim is not None and dim < len(local):
-                local[dim] = len(chunk(range(local[dim]), plan.tp, place.tp))
-            by_tp = math.prod(local)
-            local[0] = len(chunk(range(local[0]), plan.shard, place.shard))
-            tied = config.tied and whole.name == config.output_name
-            held.append(
-                LocalParameter(
-                    name=config.table_name if tied else whole.name,
-                    role=whole.role,
-                    block=whole.block,
-                    style=style,
-                    shape=whole.shape,
-                    by_tp=by_tp,
-                    local=math.prod(local),
-                )
-            )
+            if whole.block is None or plan.table:  # which may name one block
+                held.append(_local(config, plan, place, table, whole))
+                continue
+            key = examples[whole.block], whole.name.removeprefix(f"blocks.{whole.block}.")
+            if key not in alike:
+                alike[key] = _local(config, plan, place, table, whole)
+            held.append(replace(alike[key], name=whole.name, block=whole.block))
     return held
+
+
+def _local(
+    config: ModelConfig, plan: ResolvedPlan, place: RankCoordinates, table: Table, whole: Parameter
+) -> LocalParameter:
+    module, _, kind = whole.name.rpartition(".")
+    style = style_of(module, table, config.roles)
+    local, dim = list(whole.shape), tp_dimension(kind, whole.role, style)
+    if dim is not None and dim < len(local):
+        local[dim] = len(chunk(range(local[dim]), plan.tp, place.tp))
+    by_tp = math.prod(local)
+    local[0] = len(chunk(range(local[0]), plan.shard, place.shard))
+    return LocalParameter(
+        name=config.table_name if config.tied and whole.name == config.output_name else whole.name,
+        role=whole.role,
+        block=whole.block,
+        style=style,
+        shape=whole.shape,
+        by_tp=by_tp,
+        local=math.prod(local),
+    )
 
 
 def trained_on(settings: Settings, rank: int) -> list[LocalParameter]:
