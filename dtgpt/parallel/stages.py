@@ -1,5 +1,6 @@
 """The cut of a model into pipeline stages, by cost."""
 
+import math
 from functools import cache
 from itertools import accumulate
 
@@ -40,12 +41,14 @@ def balanced_cut(config: ModelConfig, stages: int) -> tuple[int, ...]:
         if stage == stages - 1:
             last = cost(stage, first, left)
             return last, last**2, (left,)
-        choices = []
+        found: tuple[float, float, tuple[int, ...]] = (math.inf, math.inf, ())
         for blocks in range(1, left - (stages - stage - 1) + 1):
-            largest, squares, cut = best(stage + 1, left - blocks)
             here = cost(stage, first, blocks)
-            choices.append((max(here, largest), here**2 + squares, (blocks, *cut)))
-        return min(choices)
+            if here > found[0]:  # as all that have more blocks
+                break
+            largest, squares, cut = best(stage + 1, left - blocks)
+            found = min(found, (max(here, largest), here**2 + squares, (blocks, *cut)))
+        return found
 
     return best(0, config.num_layers)[2]
 

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -23,8 +22,7 @@ WIDTH_OF_SUMS = 8  # bytes of a number in fixed point
 GPUS_OF_HOST = 8  # that reach each other's memory
 
 
-@dataclass(frozen=True)
-class LocalParameter:
+class LocalParameter(NamedTuple):
     """A parameter on a rank; numbers of elements but for `shape`."""
 
     name: str  # of the whole parameter
@@ -63,7 +61,7 @@ def _parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[L
             key = examples[whole.block], whole.name.removeprefix(f"blocks.{whole.block}.")
             if key not in alike:
                 alike[key] = _local(config, plan, place, table, whole)
-            held.append(replace(alike[key], name=whole.name, block=whole.block))
+            held.append(alike[key]._replace(name=whole.name, block=whole.block))
     return held
 
 
@@ -106,7 +104,7 @@ def trained_on(settings: Settings, rank: int) -> list[LocalParameter]:
                 local[dim] = len(chunk(range(local[dim]), plan.tp, place.tp))
             by_tp = math.prod(local)
             local[0] = len(chunk(range(local[0]), plan.shard, place.shard))
-            made.append(replace(p, name=name, shape=shape, by_tp=by_tp, local=math.prod(local)))
+            made.append(p._replace(name=name, shape=shape, by_tp=by_tp, local=math.prod(local)))
     return made
 
 
