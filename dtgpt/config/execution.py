@@ -147,8 +147,8 @@ def choose_graphs(wanted: Switch, device: torch.device) -> bool:
 
 def choose_compiler(wanted: Switch, device: torch.device, graphs: bool, plan: Plan, here: bool = True) -> bool:
     """Return whether to compile. A replayed step has nothing to gain: all operations between the matrices are fused
-    already. `auto` leaves out cp, which was compiled on CPUs alone. Raises UserError where the recipe asks for it and
-    it cannot work `here`; where it is only the default, say that training runs eagerly."""
+    already. `auto` leaves out cp, which gains nothing by it either (docs/long_context.md). Raises UserError where the
+    recipe asks for it and it cannot work `here`; where it is only the default, say that training runs eagerly."""
     if wanted == "auto" and (device.type != "cuda" or plan.splits_backward or plan.cp > 1 or graphs):
         return False
     reason = why_no_compiler(device) if here and wanted != "off" else None
