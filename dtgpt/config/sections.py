@@ -107,8 +107,9 @@ class OptimizerConfig:
         return 0
 
     def update_bytes(self, model: Any, blocks: tuple[int, ...], ranks: int, parts: int, width: int) -> int:
-        """Return the bytes that an update works with. model: its config; blocks: indices of those of a rank; ranks:
-        with the same blocks; parts: in which they cut each weight; width: bytes of an element of activations."""
+        """Return the bytes that an update works with. model: its config; blocks: indices of the blocks of a rank;
+        ranks: how many hold the same blocks; parts: into how many they cut each weight; width: bytes of an element of
+        activations."""
         return 0
 
 

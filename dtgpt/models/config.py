@@ -91,11 +91,12 @@ class ModelConfig(ABC):
         rounding in the gradient of a score an optimizer may make updates as large as any."""
         if role_of(name.rpartition(".")[0], self.roles) is not Role.QKV:
             return tensor
-        core = inventory(self).cores(int(name.split(".")[1]))[0]
-        parts = self.num_heads // core.kv_heads + 2
-        if core.window != 1 or core.sinks or len(tensor) != core.kv_heads * parts * core.head_dim:  # or an adapter's
+        block = int(name.split(".")[1])
+        core = inventory(self).cores(block)[0]
+        packed = self.pieces(Parameter(name, tuple(tensor.shape), Role.QKV, block))
+        if core.window != 1 or core.sinks or len(packed) == 1:  # of an adapter
             return tensor
-        return tensor.unflatten(0, (core.kv_heads, parts, core.head_dim))[:, -1].contiguous()
+        return torch.cat([tensor[rows.start : rows.stop] for rows in packed[-1]])
 
     def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
         """Return the rows of each matrix that a weight `[rows, columns]` packs: queries, keys and values, or the whole

@@ -50,8 +50,8 @@ def may_fuse(x: Tensor) -> bool:
 
 
 def takes_custom_op(x: Tensor, has_parameters: bool) -> bool:
-    """Return whether an op runs as its custom op: where kernels can work (`may_fuse` for an op with parameters) and on
-    the meta device, where planning measures what the op saves on a GPU."""
+    """Return whether an op runs as its custom op: where kernels can work, and on the meta device, where planning
+    measures what the op saves on a GPU; an op with parameters not under `split_backward`."""
     return (x.device.type == "meta" or has_triton(x)) and not (has_parameters and _apart)
 
 

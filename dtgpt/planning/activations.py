@@ -91,8 +91,8 @@ def score_elements(settings: Settings) -> float:
 
 
 def explicit_work(settings: Settings, block: int) -> float:
-    """Return the bytes of what the attention cores of a block work with that compute their scores as tensors: the
-    gradients of these, or explicitly the words of a mask, unpacked as int64 twice."""
+    """Return the bytes that the attention cores of a block work with where scores are tensors: the gradients of the
+    scores, or, if that is more, the words of an explicit dropout mask, unpacked to int64 twice."""
     width, found = 4 + 2 * settings.dtype.itemsize, 0
     for core in inventory(settings.model).cores(block):
         backend = settings.backend_of(core)
@@ -135,9 +135,8 @@ def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
 
 
 def block_work(settings: Settings, block: int) -> float:
-    """Return the bytes of a block's backward pass: the gradient of its widest tensor, for which another one of that
-    size is no longer needed, those of its branch and of the residual stream, of the scores where they are explicit,
-    and what is computed again."""
+    """Return the bytes that the backward pass of a block works with: the gradients of its widest tensor, of its branch
+    and of the residual stream, or those of explicit scores; and what is computed again."""
     again = 0.0
     if settings.recompute == "full":
         again = block_activations(replace(settings, recompute="none"), block)

@@ -1,6 +1,5 @@
 """What PyTorch's allocator and libraries take on a GPU beside the bytes of tensors."""
 
-from collections.abc import Iterable
 from functools import lru_cache
 
 MIB = 1 << 20
@@ -20,7 +19,3 @@ def padding(size: int) -> float:
         return left if left <= SMALL else 0
     count, left = divmod(SEGMENT, size)
     return left / count if left <= SMALL else 0
-
-
-def paddings(sizes: Iterable[int]) -> float:
-    return sum(map(padding, sizes))

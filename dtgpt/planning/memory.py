@@ -61,9 +61,7 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
     blocks, trained = blocks_of_rank(config, plan, rank), trained_on(settings, rank)
     passes = stages_in_flight(plan, settings.micro_batches, place.pp) / len(place.stages)
     computed = [*held, *trained] if settings.lora.rank and plan.zero else trained
-    gathered = _gathered(computed, settings)
-    if plan.splits_backward:  # casts of weights belong to each pass
-        gathered = 0
+    gathered = 0 if plan.splits_backward else _gathered(computed, settings)  # 0: casts belong to each pass
     fullest = max(
         moments(Held(settings, place, held, trained, blocks, passes, gathered)), key=lambda moment: moment.total
     )

@@ -154,7 +154,7 @@ def by_block(held: list[LocalParameter]) -> list[int]:
 
 
 def padding_bytes(held: list[LocalParameter], settings: Settings) -> float:
-    """Return the bytes by which the allocator's blocks for weights and the optimizer's state are larger."""
+    """Return the bytes by which the allocator's blocks for weights and the optimizer's state are larger than these."""
     optimizer, narrow = settings.optimizer, settings.dtype.itemsize if settings.low_precision else 0
     total = 0.0
     for p in held:
