@@ -26,6 +26,7 @@ from dtgpt.util.process import Process
 LOST_AFTER = 20.0  # seconds without a heartbeat after which a process counts as lost
 LEAVE = 5.0  # seconds that a verdict takes at most, and that rank 0 keeps a store of its own for the others
 VERDICT = 5.0  # seconds until the verdict about a process whose connections have just closed is known everywhere
+LOOKS = 3  # at the store until there is no verdict: one was on its way, one accuses, one reads
 CONNECT = 2.0  # seconds for a connection to be made
 AGAIN = 1.0  # seconds until a connection that could not be made is tried again: well within a wait for a verdict
 CODE = 2  # exit code of a process whose peer is lost, as after a user's mistake
@@ -64,6 +65,7 @@ class Watch:
             lost_after=lost_after,
             now=time.monotonic(),
         )
+        self._looks = 0  # of the heartbeat at what the store says, each acted upon
         self._leaving = False  # this process ends by itself
         self._ending_since: float | None = None  # by a verdict
         self._stopped = threading.Event()
@@ -81,9 +83,11 @@ class Watch:
 
     def await_verdict(self, seconds: float = VERDICT) -> None:
         """Wait for the end of this process by a verdict about another one, where a collective has failed because of
-        it; return if there is none."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        it; return if there is none. On a slow machine `seconds` may pass before the heartbeat has looked once: it gets
+        the time in which it would notice that the store is lost."""
+        end, looks = time.monotonic() + seconds, self._looks + LOOKS
+        latest = end + self._lost_after
+        while time.monotonic() < (end if self._looks >= looks else latest):
             self._news.set()
             time.sleep(peers.BEAT / 10)
 
@@ -147,6 +151,7 @@ class Watch:
                 action = self._peers.hear_nothing(time.monotonic(), not is_torchruns() and is_refused())
             if isinstance(action, End):
                 self._end(action)
+            self._looks += 1
             self._news.wait(peers.BEAT)
             self._news.clear()
 

@@ -41,6 +41,7 @@ CASES = {
     "an error": {VICTIM: raise_error},
     "two killed": {0: lambda: send(signal.SIGKILL), 1: lambda: send(signal.SIGKILL)},
     "rank 0 had the store": {0: lambda: send(signal.SIGKILL)},
+    "rank 0 had the store, which is noticed late": {0: lambda: send(signal.SIGKILL)},
     "the store is gone": {},
     "no connections": {VICTIM: lambda: send(signal.SIGKILL)},
     "waits for the end": {},
@@ -75,6 +76,8 @@ def body(case: str, rank: int) -> int:
     peers.BEAT = peers.TICK = 0.2
     if case == "no connections":
         module.open_port = lambda: None
+    if "late" in case:
+        module.is_refused = lambda: not time.sleep(2)
     with module.watch_peers(Process.from_environment(), 20, LOST_AFTER) as watch:
         watch.remedy = lambda: "do this"
         if case == "waits for the end" and rank == 2:
@@ -86,6 +89,9 @@ def body(case: str, rank: int) -> int:
             if watch.step == EVENT and rank in CASES[case]:
                 time.sleep(0.5)  # a heartbeat tells the step
                 CASES[case][rank]()
+            if watch.step == EVENT + 50 and "late" in case:  # a collective has failed
+                watch.await_verdict(0.5)
+                raise_error()
             time.sleep(0.02)
         if case == "waits for the end" and rank == 0:
             watch.end_run(7)
@@ -110,7 +116,7 @@ def drive(folder: Path, case: str) -> None:
     """Write for each rank its exit code, output and seconds until it ended."""
     port_of, begin = owner(case), time.monotonic()
     pid, port = port_of
-    if case == "rank 0 had the store":
+    if "had the store" in case:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     ranks = {run_rank(case, rank, port, folder / f"{case}-{rank}"): rank for rank in range(WORLD)}
@@ -148,6 +154,7 @@ def survivors(ranks: dict[str, dict], *lost: int) -> list[dict]:
         ("no connections", [1], "(last step {step}) is lost: no sign of life for 4 s; do this"),
         ("an error", [1], "dtgpt: rank 1 on {host} (last step {step}) ended: there is no more of it; do this"),
         ("rank 0 had the store", [0], "dtgpt: rank 0 (last step "),
+        ("rank 0 had the store, which is noticed late", [0], "dtgpt: rank 0 (last step "),
     ],
 )
 def test_when_a_process_is_lost_the_others_end_and_name_it(outcomes, case, lost, words):
