@@ -22,21 +22,26 @@ from dtgpt.util.process import Process
 
 ALONE = 45.0  # seconds of a meeting that torchrun does not oversee: nobody ends those who wait for one that has died
 POLL = 0.05  # seconds between two looks of rank 0 at who has come
-AGAIN = 1.0  # seconds that a process which had a connection to the store waits for another one
+AGAIN = 1.0  # seconds that a process which had a connection to the store waits for one who has its port
+CONNECT = 5.0  # seconds after that for the connection: longer only where the process that has the store ends right now
+STAYS = 0.05  # seconds after which a new connection counts as kept
 MOST_NAMED = 8  # ranks in a message
 
 
 def open_store(seconds: float, patience: float | None = None) -> dist.Store:
     """Return a new connection to the store at `MASTER_ADDR` and `MASTER_PORT`: torchrun's, or one that rank 0 opens.
-    `seconds`: the longest wait for it, and for any key later; `patience`: a shorter one for it, in seconds. Raises
-    torch's DistError and ValueError."""
+    `seconds`: the longest wait for it, and for any key later; `patience`: a shorter one for who has it. Raises torch's
+    DistError and ValueError."""
     joins = is_torchruns() or os.environ.get("RANK") != "0"
     if joins:
         with suppress(KeyError, ValueError):  # no place, which torch says
             _await_store(patience or seconds)
     # Where the store is gone again, torch prints C++ frames before it raises. Later, other threads may write to stderr.
     with stderr_dropped() if joins and patience is None else nullcontext():
-        return next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
+        waits = timedelta(seconds=seconds if patience is None else min(seconds, CONNECT))
+        store = next(dist.rendezvous("env://", timeout=waits))[0]
+    store.set_timeout(timedelta(seconds=seconds))
+    return store
 
 
 def _await_store(seconds: float) -> None:
@@ -45,16 +50,26 @@ def _await_store(seconds: float) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection(_place(), timeout=max(POLL, end - time.monotonic())).close()
-            return
+            return _reach(max(POLL, end - time.monotonic()))
         except OSError as error:
             if time.monotonic() >= end:
                 raise dist.DistNetworkError(f"timed out after {seconds:g} s: {error}") from None
         time.sleep(POLL)
 
 
-def _place() -> tuple[str, int]:
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+def _reach(timeout: float) -> None:
+    """Connect to the process that has the store. Raises ConnectionRefusedError where there is none, or where the kernel
+    closes the connection at once, since that process is ending; another OSError where the network does not work."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with socket.create_connection(place, timeout=timeout) as connection:
+        connection.settimeout(STAYS)
+        try:
+            connection.recv(1)
+        except TimeoutError:
+            return
+        except ConnectionResetError:
+            pass
+    raise ConnectionRefusedError("the connection was closed")
 
 
 def is_torchruns() -> bool:
@@ -65,7 +80,7 @@ def is_torchruns() -> bool:
 def is_refused() -> bool:
     """Return whether the process that had the store has ended for certain: its host is there, but nobody answers."""
     try:
-        socket.create_connection(_place(), timeout=2).close()
+        _reach(2)
     except ConnectionRefusedError:
         return True
     except OSError:

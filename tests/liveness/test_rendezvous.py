@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from torch.distributed import FileStore, TCPStore
+from torch.distributed import DistError, FileStore, TCPStore
 
 from dtgpt.liveness import rendezvous
 from dtgpt.parallel import launch
@@ -56,6 +56,31 @@ def test_a_store_that_is_gone_at_once_is_one_sentence(port, monkeypatch, capfd):
         rendezvous.meet(Process(rank=1, world=2), 600)
     thread.join()
     assert "frame #" not in capfd.readouterr().err
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("taken", [1, 2])
+def test_a_store_whose_process_ends_while_it_is_connected_to_is_not_awaited(port, monkeypatch, taken):
+    """The kernel closes what a process had one after the other: connections, and the port later."""
+    monkeypatch.setattr(rendezvous, "CONNECT", 1.0)
+    monkeypatch.setenv("RANK", "1")
+    server = socket.create_server(("127.0.0.1", port))
+
+    def end():
+        first = server.accept()[0]
+        if taken == 1:
+            first.close()
+        else:  # the connection after the one that finds whether the process is there
+            server.accept()[0].close()
+        server.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    begin = time.monotonic()
+    with pytest.raises(DistError):
+        rendezvous.open_store(30, patience=0.5)
+    assert time.monotonic() - begin < 15 and rendezvous.is_refused()
+    thread.join()
 
 
 def test_torchrun_ends_those_who_wait_so_that_they_may_wait_for_long(port, monkeypatch):
