@@ -315,4 +315,4 @@ class Recipe:
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
         if self.precision == FP8:
             found += fp8_notes(self.model, choice.plan, self.micro_batch_size, self.sample_length, device_type)
-        return found + grpo_notes(self.grpo, choice.plan)
+        return found + self.optimizer.notes(self.model) + grpo_notes(self.grpo, choice.plan)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
 from dtgpt.models.roles import Role
 from dtgpt.ops.optim.adamw import AdamW, Slot
@@ -94,6 +95,10 @@ class OptimizerConfig:
         """Return the optimizer of this rank's `dtgpt.parallel.shards.Shards`, with an empty state."""
         slots = [Slot(shard.local, shard.low_precision, decay=shard.local.dim() > 1) for shard in shards]
         return AdamW(slots, self.beta1, self.beta2, self.eps, self.weight_decay)
+
+    def notes(self, model: ModelConfig) -> list[str]:
+        """Return what a user should know about training this model with it."""
+        return []
 
     def state_bytes(self, shape: Shape, role: Role | None) -> int:
         """Return the bytes of state per element of a parameter. shape: of the whole parameter; role: of its module."""

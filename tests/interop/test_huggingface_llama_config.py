@@ -73,6 +73,7 @@ OTHER_MODELS = [
     ("llama", {"attention_bias": "qkv"}, "attention_bias='qkv'"), ("llama", {"hidden_act": "relu"}, "_act='relu'"),
     ("llama", {"hidden_act": "tanh"}, "hidden_act='tanh'"), ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
+    ("llama", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config={'0': {'head_dim': 8}}"),
     ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
