@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.cli import main
+from dtgpt.cli import main, run_recipe
 from dtgpt.config.overrides import leaves
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import recipe_module
@@ -198,6 +198,12 @@ def test_help_of_a_command_is_its_own_and_fits_80_columns(capsys, monkeypatch, c
 def test_help_with_a_recipe_shows_its_values(capsys, command):
     code, out, _ = in_process([command, TINY, "--help"], capsys)
     assert code == 0 and "peak learning rate [0.006]" in out and "\nmodel:\n" in out
+
+
+def test_a_recipe_file_without_a_docstring_explains_itself(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_recipe(recipe_module([str(TINY)], "train").recipe, None, ["--help"])
+    assert stop.value.code == 0 and "peak learning rate [0.006]" in capsys.readouterr().out
 
 
 @pytest.mark.turns(16)
