@@ -156,6 +156,7 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
         (["compare", TINY, "--commits", "a", "b", "c"], ["one or two commits, and 3 were given"]),
         (["compare", TINY, "--against", "--plan tp2"], ["--against '--plan tp2' has --plan; use --plans"]),
         (["compare", TINY, "--against", "--precision bf61"], ["bf61 is not a choice"]),
+        (["compare", TINY, "--against", "--model.hidden_size 64"], ["size 64' changes the shapes of weights"]),
         (
             ["compare", TINY, "--plans", "dp2", "--json", "no/such/file"],
             ["which is not a folder; make it, or give another path"],
