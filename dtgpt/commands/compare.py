@@ -79,9 +79,7 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
         check_same_tensors(text, checked(load_recipe(path, more)), recipe)
     from dtgpt.train.compare import compare
 
-    result = compare(
-        recipe, path.absolute(), list(own.plans), own.steps, own.tolerance, words, against, own.commits
-    )
+    result = compare(recipe, path.absolute(), list(own.plans), own.steps, own.tolerance, words, against, own.commits)
     if output is not None:
         write_results(output, "--json", result)
     return result["status"]
