@@ -12,6 +12,7 @@ from dtgpt.commands.results import check_output, write_results
 from dtgpt.config.overrides import Options, as_words, take
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.train.job import checked
 from dtgpt.train.settle import load_recipe, settle
@@ -76,7 +77,8 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
     against = {text: [*words, *settings_of(text)] for text in own.against}
     recipe = settle(recipe, given)
     for text, more in against.items():
-        check_same_tensors(text, checked(load_recipe(path, more)), recipe)
+        other = checked(load_recipe(path, more))
+        check_same_shapes(text, (other.model, other.lora.rank), (recipe.model, recipe.lora.rank))
     from dtgpt.train.compare import compare
 
     result = compare(recipe, path.absolute(), list(own.plans), own.steps, own.tolerance, words, against, own.commits)
@@ -97,10 +99,10 @@ def settings_of(text: str) -> list[str]:
     return words
 
 
-def check_same_tensors(text: str, theirs: Recipe, ours: Recipe) -> None:
-    """Raise UserError where a value of --against gives the model other parameters."""
-    shapes = [{own.name: own.shape for own in inventory(recipe.model).parameters()} for recipe in (theirs, ours)]
-    if shapes[0] != shapes[1] or theirs.lora.rank != ours.lora.rank:
+def check_same_shapes(text: str, theirs: tuple[ModelConfig, int], ours: tuple[ModelConfig, int]) -> None:
+    """Raise UserError where a value of --against gives the model, or its adapters of a rank, other parameters."""
+    shapes = [({own.name: own.shape for own in inventory(model).parameters()}, rank) for model, rank in (theirs, ours)]
+    if shapes[0] != shapes[1]:
         raise UserError(
             f"--against {text!r} changes the shapes of weights, which cannot be compared then; give it to all runs, "
             "outside of --against"
