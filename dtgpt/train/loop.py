@@ -4,6 +4,7 @@ recipe -> plan -> mesh -> data -> model in this rank's shards -> optimizer -> st
 """
 
 import time
+import traceback
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -192,7 +193,8 @@ class Loop:
         return stopping or self.interrupted()
 
     def _train_step(self) -> StepResult:
-        """Take a step. Where prompts or rewards of the recipe fail, save what was done before and raise their error."""
+        """Take a step. Where prompts or rewards of the recipe fail, save what was done before, print the traceback of
+        their error, and raise UserError from it."""
         try:
             return self.trainer.train_step()
         except RolloutsFailed as failure:
@@ -202,10 +204,9 @@ class Loop:
             if not saved:
                 self._save(must=True)
             again = f"step {step + 1}: {failure}; go on with --resume {folder.parent}"
-            if failure.__cause__ is None:
-                raise UserError(again) from None
-            say_error(again)
-            raise failure.__cause__ from None
+            if failure.__cause__ is not None:  # told here, since a MemoryError or OSError means other things elsewhere
+                say_error("".join(traceback.format_exception(failure.__cause__)).rstrip())
+            raise UserError(again) from failure.__cause__
 
     def _due(self, first: int, save: bool) -> Due:
         """Return what the step just taken calls for; `first`: where this process began; `save`: at any rate."""

@@ -272,7 +272,11 @@ def test_a_run_reports_preferences_and_goes_on(dpo, capsys, tmp_path):
     again = next(record for record in again if record["step"] == 4 and "loss" in record)
     for name in ("loss", "step_loss", "reward_accuracy", "reward_margin"):
         assert again[name] == records[4][name], name
-    (newest_run(parted) / "reference.bin").unlink()
+    kept = newest_run(parted) / "reference.bin"
+    kept.write_bytes(kept.read_bytes()[:-1] + b"\x3f")
+    with pytest.raises(UserError, match=r"reference\.bin, .* cannot be read \(its content was changed\)"):
+        train(replace(parted, resume="auto", steps=6))
+    kept.unlink()
     with pytest.raises(UserError, match=r"reference\.bin, the log-probabilities before training, cannot be read"):
         train(replace(parted, resume="auto", steps=6))
 
