@@ -5,7 +5,6 @@ module that reads it, where it is made between modules. `dtgpt.train.gate` compa
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -63,7 +62,7 @@ class Recorder:
         self.first = first
         self.tensors: dict[Key, Tensor] = {}
         self.names: dict[str, list[str]] = {}
-        # Outputs of one fused operation: autograd does not show what one of them adds to the gradient of another.
+        # Outputs of a fused operation that has more: autograd does not show what those add to the gradient of this one.
         self.fused: list[str] = []
         self._passes: dict[str, int] = {}
         self._micro_batch = first
@@ -109,7 +108,7 @@ class Recorder:
     def _see(self, label: str, values: Any) -> None:
         if is_in_backward():  # which computes the pass again
             return
-        nodes = Counter(getattr(value, "grad_fn", None) for value in leaves(values))
+        last = {getattr(value, "grad_fn", None): index for index, value in enumerate(leaves(values))}
         for index, value in enumerate(leaves(values)):
             if not isinstance(value, Tensor) or isinstance(value, nn.Parameter | DTensor):
                 continue
@@ -121,7 +120,7 @@ class Recorder:
                     names.append(name)
                 continue
             self._present[id(value)] = ref(value), name
-            if name not in self.names and value.grad_fn is not None and nodes[value.grad_fn] > 1:
+            if name not in self.names and value.grad_fn is not None and last[value.grad_fn] > index:
                 self.fused.append(name)
             self.names.setdefault(name, [])
             self.keep("activation", name, value, self._micro_batch)

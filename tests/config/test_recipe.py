@@ -240,7 +240,9 @@ def test_a_rate_of_a_tied_output_projection_has_no_effect(recipe):
     muon = replace(recipe, optimizer=MuonConfig(lr=1e-3, head_lr=2e-3))
     (note,) = muon.notes(muon.planned_choice(1), "cpu")
     assert "optimizer.head_lr=0.002 has no effect" in note
-    untied = replace(muon, model=LlamaConfig(num_layers=1, hidden_size=8, num_heads=1, ffn_hidden_size=8, tied=False))
+    untied = replace(
+        muon, model=LlamaConfig(num_layers=1, hidden_size=8, num_heads=1, num_kv_heads=1, ffn_hidden_size=8, tied=False)
+    )
     assert untied.notes(untied.planned_choice(1), "cpu") == []
 
 
