@@ -18,7 +18,7 @@ from dtgpt.data.chats.pairs import PairDataset
 from dtgpt.data.dataset import PART_NAMES, Part
 from dtgpt.liveness.losses import lost_peers_as_user_errors
 from dtgpt.liveness.watch import Watch
-from dtgpt.run.folder import AUTO, RunLock, values_of, why_new_run
+from dtgpt.run.folder import AUTO, RunLock, check_runs, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
@@ -70,8 +70,10 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             check_same_samples(checkpoint, recipe.sample_length)
             if is_over(former, checkpoint, recipe.num_steps, recipe.resume):
                 return 0
-        elif recipe.resume == AUTO:
-            say(why_new_run(Path(recipe.runs), recipe.name))
+        else:
+            mesh.on_rank_0(lambda: check_runs(Path(recipe.runs)))
+            if recipe.resume == AUTO:
+                say(why_new_run(Path(recipe.runs), recipe.name))
 
         dataset = startup.read_on_every_node(lambda: startup.read_dataset(recipe), mesh, group.process)
         left: list[str] = []
