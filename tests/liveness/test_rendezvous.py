@@ -58,7 +58,6 @@ def test_a_store_that_is_gone_at_once_is_one_sentence(port, monkeypatch, capfd):
     assert "frame #" not in capfd.readouterr().err
 
 
-@pytest.mark.slow(2)
 @pytest.mark.parametrize("taken", [1, 2])
 def test_a_store_whose_process_ends_while_it_is_connected_to_is_not_awaited(port, monkeypatch, taken):
     """The kernel closes what a process had one after the other: connections, and the port later."""
