@@ -122,7 +122,6 @@ def run(parser: argparse.ArgumentParser, make_peers: MakePeers) -> int:
     for name, theirs in found.items():
         print(f"dtgpt is {ratio(ours['rounds'], theirs['rounds'])} x as fast as {name}")
         if args.energy:
-            more = ours["tokens_per_joule"] / theirs["tokens_per_joule"]
-            print(f"a joule trains {more:.3f} x as many tokens: {ours['tokens_per_joule']:.1f}", end=" ")
-            print(f"and {theirs['tokens_per_joule']:.1f}")
+            a, b = ours["tokens_per_joule"], theirs["tokens_per_joule"]
+            print(f"a joule trains {a / b:.3f} x as many tokens: {a:.1f} and {b:.1f}")
     return 0

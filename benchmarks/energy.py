@@ -10,7 +10,7 @@ TURNS = 2
 
 
 class Counter:
-    """The counter of one GPU, in joules since its driver was loaded; it moves about ten times a second."""
+    """The counter of one GPU, in joules since its driver was loaded."""
 
     def __init__(self, device: torch.device):
         """Raises RuntimeError where NVML does not know the GPU or does not count its energy."""

@@ -22,16 +22,16 @@ from dtgpt.util.process import Process
 
 ALONE = 45.0  # seconds of a meeting that torchrun does not oversee: nobody ends those who wait for one that has died
 POLL = 0.05  # seconds between two looks of rank 0 at who has come
-AGAIN = 1.0  # seconds that a process which had a connection to the store waits for one who has its port
-CONNECT = 5.0  # seconds after that for the connection: longer only where the process that has the store ends right now
+AGAIN = 1.0  # seconds that a process which has lost its connection waits for the process that has the store
+CONNECT = 5.0  # seconds that torch then tries to connect to that process, which may be ending
 STAYS = 0.05  # seconds after which a new connection counts as kept
 MOST_NAMED = 8  # ranks in a message
 
 
 def open_store(seconds: float, patience: float | None = None) -> dist.Store:
     """Return a new connection to the store at `MASTER_ADDR` and `MASTER_PORT`: torchrun's, or one that rank 0 opens.
-    `seconds`: the longest wait for it, and for any key later; `patience`: a shorter one for who has it. Raises torch's
-    DistError and ValueError."""
+    `seconds`: the longest wait for it, and for any key later; `patience`: seconds to wait for the process that has it,
+    where these are fewer. Raises torch's DistError and ValueError."""
     joins = is_torchruns() or os.environ.get("RANK") != "0"
     if joins:
         with suppress(KeyError, ValueError):  # no place, which torch says

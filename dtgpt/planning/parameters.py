@@ -70,11 +70,7 @@ def _local(
 ) -> LocalParameter:
     module, _, kind = whole.name.rpartition(".")
     style = style_of(module, table, config.roles)
-    local, dim = list(whole.shape), tp_dimension(kind, whole.role, style)
-    if dim is not None and dim < len(local):
-        local[dim] = len(chunk(range(local[dim]), plan.tp, place.tp))
-    by_tp = math.prod(local)
-    local[0] = len(chunk(range(local[0]), plan.shard, place.shard))
+    by_tp, local = _elements(whole.shape, tp_dimension(kind, whole.role, style), plan, place)
     return LocalParameter(
         name=config.table_name if config.tied and whole.name == config.output_name else whole.name,
         role=whole.role,
@@ -82,8 +78,19 @@ def _local(
         style=style,
         shape=whole.shape,
         by_tp=by_tp,
-        local=math.prod(local),
+        local=local,
     )
+
+
+def _elements(shape: Shape, dim: int | None, plan: ResolvedPlan, place: RankCoordinates) -> tuple[int, int]:
+    """Return the elements of a parameter of which tensor parallelism cuts `dim`, None: no dimension, after that cut and
+    after that of ZeRO."""
+    cut = list(shape)
+    if dim is not None and dim < len(cut):
+        cut[dim] = len(chunk(range(cut[dim]), plan.tp, place.tp))
+    by_tp = math.prod(cut)
+    cut[0] = len(chunk(range(cut[0]), plan.shard, place.shard))
+    return by_tp, math.prod(cut)
 
 
 def trained_on(settings: Settings, rank: int) -> list[LocalParameter]:
@@ -99,12 +106,8 @@ def trained_on(settings: Settings, rank: int) -> list[LocalParameter]:
             continue
         cut = tp_dimension("weight", p.role, p.style)
         for name, shape, dim in zip(names_of(p.name), shapes_of(weight, config, lora.rank), (1, 0), strict=True):
-            local = list(shape)
-            if cut == dim:
-                local[dim] = len(chunk(range(local[dim]), plan.tp, place.tp))
-            by_tp = math.prod(local)
-            local[0] = len(chunk(range(local[0]), plan.shard, place.shard))
-            made.append(p._replace(name=name, shape=shape, by_tp=by_tp, local=math.prod(local)))
+            by_tp, local = _elements(shape, dim if cut == dim else None, plan, place)
+            made.append(p._replace(name=name, shape=shape, by_tp=by_tp, local=local))
     return made
 
 

@@ -31,9 +31,7 @@ def check_runs(runs: Path) -> None:
     """Raise UserError where no run folder can be made in `runs`, as far as permissions tell."""
     place = next(str(p) for p in (runs.absolute(), *runs.absolute().parents) if os.path.exists(p))
     if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(
-            f"runs={runs}: no run folder can be made there ({place} cannot be written); give another --runs"
-        )
+        raise _cannot_be_made(runs, f"{place} cannot be written")
 
 
 def create_run(runs: Path, name: str) -> Path:
@@ -49,9 +47,11 @@ def create_run(runs: Path, name: str) -> Path:
             except FileExistsError:  # another run began at the same moment
                 number += 1
     except OSError as error:
-        raise UserError(
-            f"runs={runs}: no run folder can be made there ({error.strerror}); give another --runs"
-        ) from None
+        raise _cannot_be_made(runs, error.strerror) from None
+
+
+def _cannot_be_made(runs: Path, reason: str | None) -> UserError:
+    return UserError(f"runs={runs}: no run folder can be made there ({reason}); give another --runs")
 
 
 def open_run(folder: Path) -> Path:

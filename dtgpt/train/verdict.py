@@ -48,9 +48,9 @@ def limits_of(record: Record) -> Limits:
 
 
 def limits_between(record: Record, reference: Record) -> Limits:
-    """Return the limits of a run that `record` tells of. In another precision than the reference's, the coarser of both
-    rounds all that is computed, and elements of a gradient that are less than that move weights by chance: only what
-    the first tensor that differs tells holds these."""
+    """Return the limits of a run that `record` tells of. Where its precision is not that of the reference, they are
+    those of the coarser one, and weights have none: elements of a gradient that are less than its rounding move them by
+    chance. `dtgpt.train.gate` judges the others."""
     if (record.dtype, record.fp8) == (reference.dtype, reference.fp8):
         return limits_of(record)
     eps = max(record.eps_of_products, reference.eps_of_products)
@@ -162,9 +162,9 @@ def problems(found: Difference, limits: Limits, rounded: Iterable[Difference] = 
 
 
 def _limit_of_kind(key: str, limits: Limits) -> float:
-    if key.startswith(KINDS[0]):
-        return limits.first_gradient
-    return limits.tensors if limits.weights is None or not key.startswith(KINDS[2]) else limits.weights
+    if key.startswith("weight/") and limits.weights is not None:
+        return limits.weights
+    return limits.first_gradient if key.startswith(KINDS[0]) else limits.tensors
 
 
 def _rounding(key: str, rounded: Sequence[Difference]) -> float:

@@ -54,15 +54,6 @@ def test_a_plan_is_apart_by_rounding(recipe, reference, tmp_path, plan):
     assert found.first.difference < 1e-6 and found.first.error < 2 * found.first.reference_error
 
 
-@pytest.mark.parametrize("change, module", [("", None), ("{BLOCK}.ln_1.eps = 1.0", "blocks.0.ln_1"), (
-    "{LAST}.mlp.fc.register_full_backward_hook(lambda m, inputs, outputs: (2 * inputs[0],))", "blocks.1.mlp.fc",
-)])  # fmt: skip
-def test_a_fault_is_told_from_what_another_precision_rounds(recipe, reference, tmp_path, change, module):
-    change = change.replace("{BLOCK}", BLOCK).replace("{LAST}", LAST)
-    found = located(replace(recipe, precision="bf16"), reference, tmp_path, change=change, limit=0.03)
-    assert found.first is not None and (found.fault.module if found.fault else None) == module
-
-
 FAULTS = {
     "epsilon": (f"{BLOCK}.ln_1.eps = 1e-4", "blocks.0.ln_1", "activation"),
     "key": (f"{BLOCK}.drop_2.index = 1", "blocks.0", "activation"),
@@ -85,6 +76,16 @@ def test_a_fault_is_located(recipe, reference, tmp_path, name):
     change, module, kind = FAULTS[name]
     found = located(recipe, reference, tmp_path, change=change)
     assert (found.fault.module, found.fault.kind, found.fault.step) == (module, kind, 1)
+
+
+@pytest.mark.parametrize(
+    "change, module",
+    [("", None), (f"{BLOCK}.ln_1.eps = 1.0", "blocks.0.ln_1"), FAULTS["backward"][:2]],
+    ids=["none", "epsilon", "backward"],
+)
+def test_a_fault_is_told_from_what_another_precision_rounds(recipe, reference, tmp_path, change, module):
+    found = located(replace(recipe, precision="bf16"), reference, tmp_path, change=change, limit=0.03)
+    assert found.first is not None and (found.fault.module if found.fault else None) == module
 
 
 def test_a_fault_of_one_rank_is_located_on_that_rank(recipe, reference, tmp_path):

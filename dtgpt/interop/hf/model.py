@@ -63,7 +63,10 @@ class Architecture(Protocol):
     def write_config(self, config: Any) -> dict[str, Any]: ...
 
 
-READS = "dtgpt reads weights in F32, F16 and BF16"
+RULES: Rules = {  # of every family
+    "quantization_config": (None, lambda v: v is None, "dtgpt reads weights in F32, F16 and BF16"),
+    "per_layer_config": (None, lambda v: not v, "dtgpt reads no settings of single layers by this key"),
+}
 # By `model_type`; dtgpt's name of an architecture is one of these, by which a model is written.
 ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": gpt2, "gpt_neo": gpt_neo, **dict.fromkeys(llama.FAMILIES, llama), "phi3": phi3, "olmo3": olmo3,
@@ -88,12 +91,7 @@ class HuggingFace(Source):
             )
         self.kind, architecture = kind, ARCHITECTURES[kind]
         self.config = architecture.read_config(settings, path)
-        differs = "dtgpt reads no settings of single layers by this key"
-        rules: Rules = {
-            "quantization_config": (None, lambda v: v is None, READS),
-            "per_layer_config": (None, lambda v: not v, differs),
-        }
-        check_rules(settings, rules, path)
+        check_rules(settings, RULES, path)
         files = _files(folder)
         self._names = plain_names(files, architecture.PREFIX, architecture.BUFFERS, folder)
         self._files = {plain: files[name] for plain, name in self._names.items()}
