@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+from energy import joules_of_steps
 from torch import Tensor, nn
 from train_step import alternating, make_recipe, ratio
 
@@ -62,7 +63,8 @@ MakePeers = Callable[[argparse.Namespace, Recipe, Trainer], dict[str, Peer]]
 
 
 def measure(args: argparse.Namespace, overrides: list[str], make_peers: MakePeers) -> dict[str, dict]:
-    """By name: seconds of a step, tokens/s, MFU, loss after the last step, and the seconds of each round."""
+    """By name: seconds of a step, tokens/s, MFU, loss after the last step, the seconds of each round, and tokens per
+    joule where they are asked for."""
     recipe = make_recipe(args, overrides, "single")[0]
     with open_trainer(recipe) as ours:
         torch.manual_seed(recipe.seed)
@@ -81,6 +83,10 @@ def measure(args: argparse.Namespace, overrides: list[str], make_peers: MakePeer
             mfu = recipe.model.flops_per_token(recipe.sample_length) * tokens / seconds / peak if peak else None
             found[name] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "mfu": mfu, "loss": loss}
             found[name]["rounds"] = [statistics.median(times) for times in rounds]
+        if args.energy:
+            counts = {name: max(1, round(args.energy / each["seconds"])) for name, each in found.items()}
+            for name, joules in joules_of_steps(steps, counts, device).items():
+                found[name]["tokens_per_joule"] = tokens / joules
         return found
 
 
@@ -93,6 +99,7 @@ def make_parser(description: str, model: str) -> argparse.ArgumentParser:
     parser.add_argument("--dropout", type=float, help="default: the recipe's")
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each")
     parser.add_argument("--warmup", type=int, default=6)
+    parser.add_argument("--energy", type=float, default=0, help="then measure joules, in turns of so many seconds")
     parser.set_defaults(plans=["single"])
     return parser
 
@@ -100,6 +107,8 @@ def make_parser(description: str, model: str) -> argparse.ArgumentParser:
 def run(parser: argparse.ArgumentParser, make_peers: MakePeers) -> int:
     """Measure what the command line asks for and print it. Return the exit code."""
     args, overrides = parser.parse_known_args()
+    if args.energy and not torch.cuda.is_available():
+        parser.error(f"--energy {args.energy:g} needs an NVIDIA GPU, whose driver counts energy; leave it out")
     try:
         found = measure(args, overrides, make_peers)
     except UserError as error:
@@ -112,4 +121,8 @@ def run(parser: argparse.ArgumentParser, make_peers: MakePeers) -> int:
     ours = found.pop("dtgpt")
     for name, theirs in found.items():
         print(f"dtgpt is {ratio(ours['rounds'], theirs['rounds'])} x as fast as {name}")
+        if args.energy:
+            more = ours["tokens_per_joule"] / theirs["tokens_per_joule"]
+            print(f"a joule trains {more:.3f} x as many tokens: {ours['tokens_per_joule']:.1f}", end=" ")
+            print(f"and {theirs['tokens_per_joule']:.1f}")
     return 0

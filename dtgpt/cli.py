@@ -69,14 +69,15 @@ def main(arguments: list[str] | None = None) -> None:
     _exit(lambda: _command(words))
 
 
-def run_recipe(recipe_function: Callable, doc: str, arguments: list[str] | None = None) -> None:
-    """Train `recipe_function()` with the options of the command line, and exit: the last line of a recipe file."""
+def run_recipe(recipe_function: Callable, doc: str | None, arguments: list[str] | None = None) -> None:
+    """Train `recipe_function()` with the options of the command line, and exit: the last line of a recipe file. `doc`:
+    the file's docstring, if it has one, which --help shows."""
     words = _without_rank(sys.argv[1:] if arguments is None else arguments)
 
     def train() -> int:
         from dtgpt.commands.train import train_recipe
 
-        return train_recipe(recipe_function, doc, words)
+        return train_recipe(recipe_function, doc or "", words)
 
     _exit(train)
 

@@ -12,6 +12,8 @@ from dtgpt.commands.results import check_output, write_results
 from dtgpt.config.overrides import Options, as_words, take
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
 from dtgpt.train.job import checked
 from dtgpt.train.settle import load_recipe, settle
 from dtgpt.util.errors import UserError
@@ -73,13 +75,13 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
         check_output(output, "--json", "compare.json")
     words = as_words(given)
     against = {text: [*words, *settings_of(text)] for text in own.against}
-    for more in against.values():
-        checked(load_recipe(path, more))
+    recipe = settle(recipe, given)
+    for text, more in against.items():
+        other = checked(load_recipe(path, more))
+        check_same_shapes(text, (other.model, other.lora.rank), (recipe.model, recipe.lora.rank))
     from dtgpt.train.compare import compare
 
-    result = compare(
-        settle(recipe, given), path.absolute(), list(own.plans), own.steps, own.tolerance, words, against, own.commits
-    )
+    result = compare(recipe, path.absolute(), list(own.plans), own.steps, own.tolerance, words, against, own.commits)
     if output is not None:
         write_results(output, "--json", result)
     return result["status"]
@@ -95,6 +97,16 @@ def settings_of(text: str) -> list[str]:
         if name in REFUSED:
             raise UserError(f"--against {text!r} has --{name}; {REFUSED[name]}")
     return words
+
+
+def check_same_shapes(text: str, theirs: tuple[ModelConfig, int], ours: tuple[ModelConfig, int]) -> None:
+    """Raise UserError where a value of --against gives the model, or its adapters of a rank, other parameters."""
+    shapes = [({own.name: own.shape for own in inventory(model).parameters()}, rank) for model, rank in (theirs, ours)]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"--against {text!r} changes the shapes of weights, which cannot be compared then; give it to all runs, "
+            "outside of --against"
+        )
 
 
 def record(words: list[str]) -> int:

@@ -18,7 +18,7 @@ from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
 from dtgpt.config.grpo import GrpoConfig, check_grpo, grpo_notes
 from dtgpt.config.lora import LoraConfig, check_lora, check_lora_plan
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.plan_choice import OR, PlanChoice, choose_plan, parse_alternatives
+from dtgpt.config.plan_choice import AUTO, OR, PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.schedule import Schedule
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, LossScaleConfig, OptimizerConfig
 from dtgpt.models.config import ModelConfig
@@ -289,7 +289,8 @@ class Recipe:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
             )
-        checks.check_batch(self.micro_batch_size, self.global_batch_size)
+        if self.plan != AUTO:  # which chooses the micro-batch size, too
+            checks.check_batch(self.micro_batch_size, self.global_batch_size)
         if self.rampup_batch_size is not None:
             checks.check_rampup_end(self.rampup_batch_size, self.global_batch_size)
         if self.train_samples is not None:
@@ -315,4 +316,4 @@ class Recipe:
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
         if self.precision == FP8:
             found += fp8_notes(self.model, choice.plan, self.micro_batch_size, self.sample_length, device_type)
-        return found + grpo_notes(self.grpo, choice.plan)
+        return found + self.optimizer.notes(self.model) + grpo_notes(self.grpo, choice.plan)

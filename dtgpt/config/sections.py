@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
 from dtgpt.models.roles import Role
 from dtgpt.ops.optim.adamw import AdamW, Slot
@@ -11,6 +12,7 @@ from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.util.field_types import PATH, Bounds, Pattern
 
 LOSS_SCALE = Bounds(2.0**-64, 2.0**64, also=", such as 65536")  # beyond these, scaled gradients leave the range of fp32
+POSITIVE = Bounds(above=1e-38)  # below this, fp32 rounds to zero or loses digits
 Z_SCORE = Bounds(0, at_most=11, also=": none of 128 values has a z-score above 11.3")
 DEFAULT_SPLIT = "969,30,1"  # of prepared data, as in Megatron-LM
 
@@ -65,7 +67,7 @@ class OptimizerConfig:
     takes: ClassVar[Mapping[str, Mapping[str, str | None]]] = {}
 
     kind: Annotated[str, "optimizer", Pattern("adamw", "is another optimizer; use adamw")] = "adamw"
-    lr: Annotated[float, "peak learning rate", Bounds(above=0)]
+    lr: Annotated[float, "peak learning rate", POSITIVE]
     min_lr: Annotated[float, "learning rate at the end of the schedule", Bounds(0)] = 0.0
     schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], "learning rate after the warmup"] = "cosine"
     warmup: Annotated[float, "number of warmup steps; below 1: a fraction of the schedule", Bounds(0)] = 0.01
@@ -80,7 +82,7 @@ class OptimizerConfig:
     weight_decay: Annotated[float, "decoupled weight decay of matrices", Bounds(0)] = 0.1
     beta1: Annotated[float, "decay rate of the first moment", Bounds(0, below=1)] = 0.9
     beta2: Annotated[float, "decay rate of the second moment", Bounds(0, below=1)] = 0.95
-    eps: Annotated[float, "added to the square root of the second moment", Bounds(above=0)] = 1e-8
+    eps: Annotated[float, "added to the square root of the second moment", POSITIVE] = 1e-8
     clip: Annotated[float, "largest global norm of the gradient; 0: no clipping", Bounds(0)] = 1.0
     skip_loss_z: Annotated[
         float, "skip updates whose loss has a larger z-score among the last 128 steps; 0: none", Z_SCORE
@@ -93,6 +95,10 @@ class OptimizerConfig:
         """Return the optimizer of this rank's `dtgpt.parallel.shards.Shards`, with an empty state."""
         slots = [Slot(shard.local, shard.low_precision, decay=shard.local.dim() > 1) for shard in shards]
         return AdamW(slots, self.beta1, self.beta2, self.eps, self.weight_decay)
+
+    def notes(self, model: ModelConfig) -> list[str]:
+        """Return what a user should know about training this model with it."""
+        return []
 
     def state_bytes(self, shape: Shape, role: Role | None) -> int:
         """Return the bytes of state per element of a parameter. shape: of the whole parameter; role: of its module."""

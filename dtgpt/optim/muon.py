@@ -62,6 +62,14 @@ class MuonConfig(OptimizerConfig):
     def make(self, shards: Shards) -> "Muon":
         return Muon(self, shards)
 
+    def notes(self, model: ModelConfig) -> list[str]:
+        if self.head_lr is None or not model.tied:
+            return []
+        return [
+            f"optimizer.head_lr={self.head_lr:g} has no effect: the output projection is tied to the embedding, whose "
+            "rate is optimizer.embedding_lr"
+        ]
+
     def state_bytes(self, shape: Shape, role: Role | None) -> int:
         return 4 if self.needs_whole(shape, role) else 8
 

@@ -27,9 +27,15 @@ def fits_into(needed: float, size: float) -> bool:
 
 
 def longest_sequence(settings: Settings, size: float) -> int:
-    """Return the tokens of the longest sample, a multiple of GRAIN, 2 cp and tp, with which the plan fits into `size`
-    bytes, with the same stages and as many samples in a micro-batch; 0 where none fits."""
-    grain = math.lcm(GRAIN, 2 * settings.plan.cp * settings.plan.tp)
+    """Return the tokens of the longest sample, a multiple of 2 cp and tp, and above GRAIN of GRAIN, with which the plan
+    fits into `size` bytes, with the same stages and as many samples in a micro-batch; 0 where none fits."""
+    finest = 2 * settings.plan.cp * settings.plan.tp
+    coarse = math.lcm(GRAIN, finest)
+    return _longest(settings, size, coarse, LARGEST_SIZE) or _longest(settings, size, finest, coarse - 1)
+
+
+def _longest(settings: Settings, size: float, grain: int, largest: int) -> int:
+    """Return the largest multiple of `grain`, up to `largest`, that fits; 0 where none does."""
     sizes = tuple(len(blocks) for blocks in block_ranges(settings.model, settings.plan))
     plan = replace(settings.plan, blocks_per_stage=sizes) if settings.plan.pp > 1 else settings.plan
 
@@ -39,12 +45,12 @@ def longest_sequence(settings: Settings, size: float) -> int:
         longer = replace(settings, plan=plan, model=model, seq_length=length)
         return fits_into(fullest(memory_by_rank(longer)).total, size)
 
-    low, high = 0, LARGEST_SIZE // grain + 1  # `low` grains fit, `high` do not, or are not allowed
+    low, high = 0, largest // grain + 1  # `low` grains fit, `high` do not, or are not allowed
     guess = max(1, settings.seq_length // grain)
     while high - low > 1:
         guess = min(max(guess, low + 1), high - 1)
         if fits(guess):
-            low, guess = guess, 2 * guess if high > LARGEST_SIZE // grain else (guess + high) // 2
+            low, guess = guess, 2 * guess if high > largest // grain else (guess + high) // 2
         else:
             high, guess = guess, (low + guess) // 2
     return low * grain

@@ -27,6 +27,15 @@ OF_ONE_START = ("resume", "runs", "init_from", "exit_after", "exit_interval")  #
 AUTO = "auto"  # as --resume: the newest run of the recipe's name
 
 
+def check_runs(runs: Path) -> None:
+    """Raise UserError where no run folder can be made in `runs`, as far as permissions tell."""
+    place = next(str(p) for p in (runs.absolute(), *runs.absolute().parents) if os.path.exists(p))
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(
+            f"runs={runs}: no run folder can be made there ({place} cannot be written); give another --runs"
+        )
+
+
 def create_run(runs: Path, name: str) -> Path:
     """Make and return the first free folder of `runs/NAME-001`, `runs/NAME-002`, ..."""
     try:

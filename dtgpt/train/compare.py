@@ -26,7 +26,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.train.gate import Located, Reference, locate
 from dtgpt.train.job import checked
 from dtgpt.train.record import Record, read_record
-from dtgpt.train.verdict import Difference, Limits, difference, limits_of, problems
+from dtgpt.train.verdict import Difference, Limits, difference, limits_between, problems
 from dtgpt.util.console import counted, hanging, say, say_error
 from dtgpt.util.environment import child_environment
 from dtgpt.util.errors import UserError
@@ -92,6 +92,8 @@ def compare(
             say(f"{name}: {counted(side.plan.world, 'process', 'processes')}, {counted(steps, 'step')}")
             file = folder / f"record-{place}"
             records[name] = run_plan(path, side, steps, file, folder / "shared", is_reference=place == 0)
+            if name in against:  # its options may choose other kernels
+                records[name] = replace(records[name], rounding="products")
             if all(map(math.isinf, records[name].norms)):
                 raise UserError(
                     f"plan {name} skipped all steps, since fp16 overflows at this loss scale: nothing can be compared; "
@@ -101,7 +103,8 @@ def compare(
             if place == 0:
                 reference = Reference(file, records[name])
                 continue
-            located[name] = locate(reference, records[name], file, limits_of(records[name]).first_gradient)
+            limits = limits_between(records[name], records[REFERENCE])
+            located[name] = locate(reference, records[name], file, limits.first_gradient)
             records[name].tensors.clear()  # gigabytes
             for written in folder.glob(f"{file.name}*"):
                 written.unlink()
@@ -177,7 +180,11 @@ def verdicts(
     own = None if tolerance is None else Limits(tolerance, tolerance, tolerance, tolerance)
     rounded = [found for name, found in differences.items() if name in MOVED]
     return {
-        name: problems(found, own or limits_of(records[name]), rounded if records[name].rounding != "none" else ())
+        name: problems(
+            found,
+            own or limits_between(records[name], records[REFERENCE]),
+            rounded if records[name].rounding != "none" else (),
+        )
         for name, found in differences.items()
         if name not in MOVED
     }

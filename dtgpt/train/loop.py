@@ -4,6 +4,7 @@ recipe -> plan -> mesh -> data -> model in this rank's shards -> optimizer -> st
 """
 
 import time
+import traceback
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from dtgpt.data.chats.pairs import PairDataset
 from dtgpt.data.dataset import PART_NAMES, Part
 from dtgpt.liveness.losses import lost_peers_as_user_errors
 from dtgpt.liveness.watch import Watch
-from dtgpt.run.folder import AUTO, RunLock, values_of, why_new_run
+from dtgpt.run.folder import AUTO, RunLock, check_runs, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
@@ -69,8 +70,10 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             check_same_samples(checkpoint, recipe.sample_length)
             if is_over(former, checkpoint, recipe.num_steps, recipe.resume):
                 return 0
-        elif recipe.resume == AUTO:
-            say(why_new_run(Path(recipe.runs), recipe.name))
+        else:
+            mesh.on_rank_0(lambda: check_runs(Path(recipe.runs)))
+            if recipe.resume == AUTO:
+                say(why_new_run(Path(recipe.runs), recipe.name))
 
         dataset = startup.read_on_every_node(lambda: startup.read_dataset(recipe), mesh, group.process)
         left: list[str] = []
@@ -192,7 +195,8 @@ class Loop:
         return stopping or self.interrupted()
 
     def _train_step(self) -> StepResult:
-        """Take a step. Where prompts or rewards of the recipe fail, save what was done before and raise their error."""
+        """Take a step. Where prompts or rewards of the recipe fail, save what was done before, print the traceback of
+        their error, and raise UserError from it."""
         try:
             return self.trainer.train_step()
         except RolloutsFailed as failure:
@@ -202,10 +206,9 @@ class Loop:
             if not saved:
                 self._save(must=True)
             again = f"step {step + 1}: {failure}; go on with --resume {folder.parent}"
-            if failure.__cause__ is None:
-                raise UserError(again) from None
-            say_error(again)
-            raise failure.__cause__ from None
+            if failure.__cause__ is not None:  # told here, since a MemoryError or OSError means other things elsewhere
+                say_error("".join(traceback.format_exception(failure.__cause__)).rstrip())
+            raise UserError(again) from failure.__cause__
 
     def _due(self, first: int, save: bool) -> Due:
         """Return what the step just taken calls for; `first`: where this process began; `save`: at any rate."""

@@ -1,5 +1,6 @@
 """Log-probabilities of answers before training, which a run folder keeps, and figures of held-out pairs."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -92,11 +93,14 @@ def held_out_figures(trainer: Trainer, part: Part, interrupted: Callable[[], boo
 
 def save_reference(run: Path, data: PairDataset) -> None:
     """Write the reference of the data into the folder of a run."""
-    header = {"pairs": data.pairs_digest, "answers": {name: len(values) for name, values in data.reference.items()}}
+    content = b"".join(values.astype("<f8").tobytes() for values in data.reference.values())
+    header = {
+        "pairs": data.pairs_digest,
+        "answers": {name: len(values) for name, values in data.reference.items()},
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
     with atomic_file(run / FILE) as file:
-        file.write(json.dumps(header).encode() + b"\n")
-        for values in data.reference.values():
-            file.write(values.astype("<f8").tobytes())
+        file.write(json.dumps(header).encode() + b"\n" + content)
 
 
 def read_reference(run: Path, data: PairDataset) -> None:
@@ -109,6 +113,9 @@ def read_reference(run: Path, data: PairDataset) -> None:
         values, expected = np.frombuffer(rest, "<f8"), {name: len(part.chats) for name, part in data.parts.items()}
         if found["answers"] != expected or found["pairs"] != data.pairs_digest or len(values) != sum(expected.values()):
             raise UserError(f"{path} holds log-probabilities of other pairs, or another order of them; {remedy}")
+        digest = hashlib.sha256(rest).hexdigest()
+        if found.get("sha256", digest) != digest:  # files of older versions have none
+            raise ValueError("its content was changed")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}, the log-probabilities before training, cannot be read ({error}); put it back, or begin a new run "

@@ -19,7 +19,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.shards import Shard, slices
 from dtgpt.planning.memory import fullest, memory_by_rank
-from dtgpt.train.trace import trace_in_float64, traced
+from dtgpt.train.trace import FP8_EPS, trace_in_float64, traced
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.hardware import peak_memory
 
@@ -45,11 +45,17 @@ class Record:
     # "first gradient/NAME", "last gradient/NAME", "weight/NAME"; of a traced run "first update/NAME", too
     tensors: dict[str, Tensor]
     stale: list[str] = field(default_factory=list)  # parameters whose 16-bit copy is not that of the new weights
+    fp8: bool = False  # whether products are in fp8
 
     @property
     def eps(self) -> float:
         """The relative distance of neighbours in the type of the activations."""
         return torch.finfo(getattr(torch, self.dtype.removeprefix("torch."))).eps
+
+    @property
+    def eps_of_products(self) -> float:
+        """The same of what products take."""
+        return FP8_EPS if self.fp8 else self.eps
 
     @property
     def travel(self) -> float:
@@ -134,6 +140,7 @@ def record(
         initial=digest.hexdigest(),
         tensors=kept,
         stale=stale,
+        fp8=trainer.settings.fp8,
     )
     return made if mesh.rank == 0 else None
 

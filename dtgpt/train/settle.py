@@ -78,8 +78,9 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
     takes = asked.optimizer.takes
     check_optimizer(run, kind, asked.optimizer.kind, takes)
     if kind in takes:
-        states = " and ".join(f"{own} begins as its {theirs}" for own, theirs in takes[kind].items())
-        say(f"{run} was trained with optimizer.kind={kind} and goes on with {asked.optimizer.kind}: {states}")
+        states = [f"{own} begins {f'as its {theirs}' if theirs else 'at zero'}" for own, theirs in takes[kind].items()]
+        told = " and ".join(states) or "the states are the same"
+        say(f"{run} was trained with optimizer.kind={kind} and goes on with {asked.optimizer.kind}: {told}")
     try:
         unknown = list(_unknown(saved, {name for name, *_ in leaves(file)}))
     except ValueError as error:

@@ -62,6 +62,8 @@ class Recorder:
         self.first = first
         self.tensors: dict[Key, Tensor] = {}
         self.names: dict[str, list[str]] = {}
+        # Outputs of a fused operation that has more: autograd does not show what those add to the gradient of this one.
+        self.fused: list[str] = []
         self._passes: dict[str, int] = {}
         self._micro_batch = first
         self._present: dict[int, tuple[ref[Tensor], str]] = {}  # by identity; recomputation frees tensors of this pass
@@ -106,6 +108,7 @@ class Recorder:
     def _see(self, label: str, values: Any) -> None:
         if is_in_backward():  # which computes the pass again
             return
+        last = {getattr(value, "grad_fn", None): index for index, value in enumerate(leaves(values))}
         for index, value in enumerate(leaves(values)):
             if not isinstance(value, Tensor) or isinstance(value, nn.Parameter | DTensor):
                 continue
@@ -117,6 +120,8 @@ class Recorder:
                     names.append(name)
                 continue
             self._present[id(value)] = ref(value), name
+            if name not in self.names and value.grad_fn is not None and last[value.grad_fn] > index:
+                self.fused.append(name)
             self.names.setdefault(name, [])
             self.keep("activation", name, value, self._micro_batch)
             if value.requires_grad:
@@ -182,7 +187,7 @@ def file_of(file: Path, part: str) -> Path:
 def save(recorder: Recorder, file: Path, **facts: float) -> None:
     keys = list(recorder.tensors)
     tensors = {str(index): recorder.tensors[key] for index, key in enumerate(keys)}
-    values = {"keys": keys, "names": recorder.names, **facts}
+    values = {"keys": keys, "names": recorder.names, "fused": recorder.fused, **facts}
     save_file(tensors, file, metadata={"trace": json.dumps(values)})
 
 
@@ -193,6 +198,7 @@ class Trace:
         self._file = safe_open(file, "pt")
         values = json.loads(self._file.metadata()["trace"])
         self.names: dict[str, list[str]] = values["names"]
+        self.fused: list[str] = values.get("fused", [])  # older code has none
         self.rank, self.eps = values["rank"], values["eps"]
         self.cut = Cut(values["tp"], values.get("cp", 0), values.get("slices", 1))  # older code has no slices
         self.keys = {Key(*key): str(index) for index, key in enumerate(values["keys"])}

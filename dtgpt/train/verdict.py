@@ -33,6 +33,7 @@ class Limits(NamedTuple):
     first_gradient: float  # of a tensor, or of the norm
     loss: float  # of later steps, and on validation text
     tensors: float  # of the last gradient, of weights, and of the norms of later steps
+    weights: float | None = None  # None: as other tensors
 
 
 def limits_of(record: Record) -> Limits:
@@ -44,6 +45,16 @@ def limits_of(record: Record) -> Limits:
         return Limits(2e-6, 1e-5, 1e-5, 1e-4)
     loss, gradient = {"order": (2e-6, 1e-5), "sums": (eps / 64, eps), "products": (eps / 4, 2 * eps)}[record.rounding]
     return Limits(loss, gradient, eps / 4, 2 * eps)
+
+
+def limits_between(record: Record, reference: Record) -> Limits:
+    """Return the limits of a run that `record` tells of. In another precision than the reference's, the coarser of both
+    rounds all that is computed, and elements of a gradient that are less than that move weights by chance: only what
+    the first tensor that differs tells holds these."""
+    if (record.dtype, record.fp8) == (reference.dtype, reference.fp8):
+        return limits_of(record)
+    eps = max(record.eps_of_products, reference.eps_of_products)
+    return Limits(first_loss=eps, first_gradient=4 * eps, loss=eps, tensors=4 * eps, weights=math.inf)
 
 
 @dataclass
@@ -151,7 +162,9 @@ def problems(found: Difference, limits: Limits, rounded: Iterable[Difference] = 
 
 
 def _limit_of_kind(key: str, limits: Limits) -> float:
-    return limits.first_gradient if key.startswith(KINDS[0]) else limits.tensors
+    if key.startswith(KINDS[0]):
+        return limits.first_gradient
+    return limits.tensors if limits.weights is None or not key.startswith(KINDS[2]) else limits.weights
 
 
 def _rounding(key: str, rounded: Sequence[Difference]) -> float:

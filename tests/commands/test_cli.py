@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.cli import main
+from dtgpt.cli import main, run_recipe
 from dtgpt.config.overrides import leaves
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import recipe_module
@@ -156,6 +156,7 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
         (["compare", TINY, "--commits", "a", "b", "c"], ["one or two commits, and 3 were given"]),
         (["compare", TINY, "--against", "--plan tp2"], ["--against '--plan tp2' has --plan; use --plans"]),
         (["compare", TINY, "--against", "--precision bf61"], ["bf61 is not a choice"]),
+        (["compare", TINY, "--against", "--model.hidden_size 64"], ["size 64' changes the shapes of weights"]),
         (
             ["compare", TINY, "--plans", "dp2", "--json", "no/such/file"],
             ["which is not a folder; make it, or give another path"],
@@ -198,6 +199,12 @@ def test_help_of_a_command_is_its_own_and_fits_80_columns(capsys, monkeypatch, c
 def test_help_with_a_recipe_shows_its_values(capsys, command):
     code, out, _ = in_process([command, TINY, "--help"], capsys)
     assert code == 0 and "peak learning rate [0.006]" in out and "\nmodel:\n" in out
+
+
+def test_a_recipe_file_without_a_docstring_explains_itself(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_recipe(recipe_module([str(TINY)], "train").recipe, None, ["--help"])
+    assert stop.value.code == 0 and "peak learning rate [0.006]" in capsys.readouterr().out
 
 
 @pytest.mark.turns(16)

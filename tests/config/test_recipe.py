@@ -12,6 +12,8 @@ from dtgpt.config.checks import large_for_a_cpu
 from dtgpt.config.overrides import apply_overrides, leaves, replace_values, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import with_tokenizer
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.optim.muon import MuonConfig
 from dtgpt.train.job import checked
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, annotations, kinds_of
@@ -232,6 +234,16 @@ def test_notes_tell_what_has_no_effect(recipe, arguments, dp, words):
     told = changed.notes(choice, "cpu")
     assert told == [] if words is None else words in told[0]
     assert not any("attention" in note for note in changed.notes(choice, "cuda"))
+
+
+def test_a_rate_of_a_tied_output_projection_has_no_effect(recipe):
+    muon = replace(recipe, optimizer=MuonConfig(lr=1e-3, head_lr=2e-3))
+    (note,) = muon.notes(muon.planned_choice(1), "cpu")
+    assert "optimizer.head_lr=0.002 has no effect" in note
+    untied = replace(
+        muon, model=LlamaConfig(num_layers=1, hidden_size=8, num_heads=1, num_kv_heads=1, ffn_hidden_size=8, tied=False)
+    )
+    assert untied.notes(untied.planned_choice(1), "cpu") == []
 
 
 def bounded(config, prefix=""):

@@ -122,6 +122,8 @@ OTHERS = [
     ("olmo3", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_parameters="),
     ("olmo3", {"rope_parameters": {"sliding_attention": LINEAR}}, "rope_type='linear' of sliding_attention"),
     ("olmo3", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}, "rope_parameters": None}, "rope_type='longr"),
+    ("olmo3", {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_parameters": None}, "write rope_type instead"),
+    ("gemma3", {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_parameters": None}, "write rope_type instead"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),

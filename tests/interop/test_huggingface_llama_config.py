@@ -73,6 +73,7 @@ OTHER_MODELS = [
     ("llama", {"attention_bias": "qkv"}, "attention_bias='qkv'"), ("llama", {"hidden_act": "relu"}, "_act='relu'"),
     ("llama", {"hidden_act": "tanh"}, "hidden_act='tanh'"), ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
+    ("llama", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config={'0': {'head_dim': 8}}"),
     ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
@@ -129,6 +130,7 @@ def test_a_model_that_dtgpt_does_not_have_is_refused_by_its_key(tmp_path, kind, 
         ("llama", {"rope_scaling": {}, "rope_parameters": None, "partial_rotary_factor": 1.0, "rope_theta": 10000}),
         ("llama", {"rope_scaling": {"rope_type": "default", "type": "linear"}, "attention_bias": None}),
         ("llama", {"layer_types": ["full_attention"] * 3, "sliding_window": None, "quantization_config": None}),
+        ("llama", {"sliding_window": 8}),  # which transformers' Llama does not read
         ("mistral", {"sliding_window": 64}), ("mistral", {}), ("mistral", {"layer_types": None}),
         ("qwen3", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
@@ -148,7 +150,8 @@ def test_settings_that_change_nothing_are_accepted(tmp_path, kind, settings):
         ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, 32, "GGL"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "layer_types": [SLIDING] * 3}, 32, "L"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING]}, 5, "LG"),
-        ("phi3", {"sliding_window": 7}, 7, "L"),
+        ("mistral", {"sliding_window": 5, "layer_types": [FULL, SLIDING, FULL]}, 5, "GL"),  # Ministral there
+        ("phi3", {"sliding_window": 7, "layer_types": [FULL] * 3}, 7, "L"),  # which is no key of Phi-3
     ],
 )  # fmt: skip
 def test_layers_with_a_window_are_those_of_the_configuration(tmp_path, kind, settings, window, pattern):

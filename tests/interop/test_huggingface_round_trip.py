@@ -8,12 +8,12 @@ import pytest
 
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.interop.hf.model import HuggingFace
-from dtgpt.interop.hf.origin import FILE, read_origin
+from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace
+from dtgpt.interop.hf.origin import FILE, Origin, read_origin
 from dtgpt.train.loop import train
 from dtgpt.train.settle import override
 from dtgpt.util.errors import UserError
-from tests.support.huggingface_llamas import their_model
+from tests.support.huggingface_llamas import SIZES, their_model
 from tests.support.prepared import write_lines
 from tests.support.runs import change, newest_run
 from tests.support.vocabularies import cut_by_pattern
@@ -111,6 +111,21 @@ def test_learned_positions_that_were_cut_are_cut_in_the_folder(recipe, tmp_path)
     names = read(tmp_path / "back", "tokenizer_config.json")
     assert (names["model_max_length"], names["pad_token"]) == (16, "<|im_end|>")
     assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").config.n_positions == 16
+
+
+@pytest.mark.parametrize(
+    "settings, positions",
+    [
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}, **SIZES}, 256),
+        ({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 500}, 64),
+    ],
+)
+def test_a_number_that_follows_from_missing_positions_stays_that_of_the_model(settings, positions):
+    architecture = ARCHITECTURES[settings["model_type"]]
+    config = replace(architecture.read_config(settings, Path("config.json")), seq_length=positions)
+    made = {"config.json": architecture.write_config(config) | {"torch_dtype": "float32"}}
+    written = Origin({"config.json": settings}).settings(config, made)["config.json"]
+    assert architecture.read_config(written, Path("config.json")) == config
 
 
 def test_a_tokenizer_without_a_begin_gets_none(tmp_path, theirs):

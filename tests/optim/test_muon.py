@@ -211,6 +211,7 @@ def test_a_run_of_adamw_goes_on_with_muon_and_not_back(muon, capsys):
         for shard in trainer.shards:
             moments[shard.name] = trainer.optimizer.rule.state(shard.index)["exp_avg"].clone()
     normuon = override(replace(adamw, steps=3), ["--resume", str(run), "--optimizer.kind", "normuon", "--steps", "3"])
+    assert "momentum begins as its exp_avg and row_square begins at zero" in capsys.readouterr().out
     for recipe in (wanted, normuon):
         with open_trainer(recipe, run) as trainer:
             rule = trainer.optimizer.rule
@@ -236,6 +237,7 @@ def test_a_run_of_adamw_goes_on_with_muon_and_not_back(muon, capsys):
         (["--optimizer.kind", "muon", "--optimizer.momentum", "1"], "momentum=1"),
         (["--optimizer.kind=muon", "--optimizer.adjust_lr=none"], "not a choice"),
         (["--optimizer.kind=muon", "--optimizer.embedding_lr=0"], "embedding_lr=0"),
+        (["--optimizer.eps=1e-60"], "eps=1e-60 is out of range; use more than 1e-38"),
         (["--optimizer.momentum=0.9"], "there is no option --optimizer.momentum"),
     ],
 )

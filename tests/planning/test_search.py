@@ -88,6 +88,14 @@ def test_processes_that_no_plan_can_use_wait(small):
     assert choice.plan.world == 8 and choice.waiting == 3
 
 
+def test_the_micro_batch_of_the_recipe_is_not_used(small):
+    odd = replace(small, micro_batch_size=4, global_batch_size=7)
+    odd.validate()
+    assert with_plan(odd, 1, known_gpu("H100")).micro_batch_size in (1, 7)
+    with pytest.raises(UserError, match="global_batch_size=7 is not a multiple of micro_batch_size=4"):
+        replace(odd, plan="single | auto").validate()
+
+
 def test_a_model_that_no_plan_holds_is_one_sentence(small):
     with pytest.raises(UserError, match=r"plan=auto finds no plan of 4 processes for H100.*; use more processes"):
         with_plan(small, 4, replace(GPU, size=0.001 * GIB))

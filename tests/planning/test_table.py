@@ -78,6 +78,14 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(plan, world):
     assert longest_sequence(settings, GIB) == 0
 
 
+def test_the_longest_sequence_below_a_grain_is_found_too():
+    words = ["--plan", "single", "--model.num_layers", "2", "--model.seq_length", "128"]
+    settings = load_recipe(LLAMA, words).planned(1)
+    one = fullest(memory_by_rank(replace(settings, seq_length=128))).total
+    longest = longest_sequence(settings, one / HEADROOM)
+    assert 128 <= longest < 1024 and longest % 2 == 0
+
+
 def test_a_rank_sends_what_rings_send():
     """Megatron's count (Korthikanti et al. 2022): eight times the activations of a block, in two gathers and two
     scatters of each half; gradients in fp32 and weights in 16 bits, once for each element."""

@@ -116,3 +116,10 @@ def test_a_look_at_a_folder_is_rare_unless_it_must_be_at_once(tmp_path, monkeypa
         monkeypatch.setattr(dtgpt.run.folder.time, "monotonic", lambda: looks.append(1) or 100.0)
         lock._next = 100.5
         assert not lock.lost() and lock.lost(at_once=True) and lock.lost()
+
+
+def test_a_folder_of_runs_that_cannot_be_written_is_told_before_data_is_read(recipe, monkeypatch, tmp_path):
+    monkeypatch.setattr("dtgpt.run.folder.os.access", lambda place, mode, **_: False)
+    monkeypatch.setattr("dtgpt.train.startup.read_dataset", lambda recipe: pytest.fail("data was read"))
+    with pytest.raises(UserError, match=rf"no run folder can be made there \({tmp_path} cannot be written\)"):
+        train(change(recipe, runs=str(tmp_path / "new" / "runs")))

@@ -52,6 +52,8 @@ class Failing(Low):
     def reward(self, index: int, answer: str) -> float:
         if index == self.at and self.how == "raises":
             raise KeyError("no answer known")
+        if index == self.at and self.how == "memory":
+            raise MemoryError("too many")
         if index == self.at and self.how == "exits":
             sys.exit(0)
         wrong = {"nan": float("nan"), "none": None, "large": 1e39, "array": torch.ones(2), "integer": 10**400}
@@ -97,9 +99,9 @@ def train_answers(recipe: Recipe, steps: int) -> tuple[list[float], list[list[in
 
 
 def failure_of(recipe: Recipe) -> tuple[str, str]:
-    """Return the class and the text of the error with which a run ends on this rank."""
+    """Return the class of the error with which a run ends on this rank, or of its cause, and its text."""
     try:
         train(recipe)
     except Exception as error:
-        return type(error).__name__, str(error)
+        return type(error.__cause__ or error).__name__, str(error)
     return "", ""

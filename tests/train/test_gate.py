@@ -31,13 +31,15 @@ def reference(recipe, tmp_path) -> Reference:
     return Reference(file, traced_record(recipe, Tracing(file, tmp_path / "shared", is_reference=True)))
 
 
-def located(recipe, reference: Reference, folder: Path, plan: str = "single", change: str = "") -> Located:
-    """Return where a plan parts from the reference. change: as of `traced_record`."""
+def located(
+    recipe, reference: Reference, folder: Path, plan: str = "single", change: str = "", limit: float = 1e-5
+) -> Located:
+    """Return where a plan parts from the reference. change: as of `traced_record`; limit: as of `locate`."""
     tracing = Tracing(folder / "other", folder / "shared", is_reference=False)
     record, *_ = pool().run(
         fitting_plan(plan, [], {}).world, traced_record, replace(recipe, plan=plan), tracing, change
     )
-    return locate(reference, record, tracing.file, 1e-5)
+    return locate(reference, record, tracing.file, limit)
 
 
 def test_the_same_run_has_the_same_bits(recipe, reference, tmp_path):
@@ -50,6 +52,15 @@ def test_a_plan_is_apart_by_rounding(recipe, reference, tmp_path, plan):
     found = located(recipe, reference, tmp_path, plan)
     assert found.fault is None and found.first is not None and found.first.verdict in ("bits", "rounding")
     assert found.first.difference < 1e-6 and found.first.error < 2 * found.first.reference_error
+
+
+@pytest.mark.parametrize("change, module", [("", None), ("{BLOCK}.ln_1.eps = 1.0", "blocks.0.ln_1"), (
+    "{LAST}.mlp.fc.register_full_backward_hook(lambda m, inputs, outputs: (2 * inputs[0],))", "blocks.1.mlp.fc",
+)])  # fmt: skip
+def test_a_fault_is_told_from_what_another_precision_rounds(recipe, reference, tmp_path, change, module):
+    change = change.replace("{BLOCK}", BLOCK).replace("{LAST}", LAST)
+    found = located(replace(recipe, precision="bf16"), reference, tmp_path, change=change, limit=0.03)
+    assert found.first is not None and (found.fault.module if found.fault else None) == module
 
 
 FAULTS = {

@@ -162,6 +162,7 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     with pytest.raises(UserError, match="has use_dora=True; dtgpt reads adapters of LORA without it"):
         dtgpt.load(lora.init_from, adapter=tmp_path / "peft")
     for given, wrong in (
+        ({"layer_replication": [[1, 2], [0, 1]]}, "layer_replication=.* without it"),
         ({"alpha_pattern": {r".*\.[01]\.mlp": 3}}, "dtgpt reads names of modules there, and no expressions"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', by which peft changes the base"),
     ):

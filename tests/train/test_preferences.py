@@ -272,7 +272,11 @@ def test_a_run_reports_preferences_and_goes_on(dpo, capsys, tmp_path):
     again = next(record for record in again if record["step"] == 4 and "loss" in record)
     for name in ("loss", "step_loss", "reward_accuracy", "reward_margin"):
         assert again[name] == records[4][name], name
-    (newest_run(parted) / "reference.bin").unlink()
+    kept = newest_run(parted) / "reference.bin"
+    kept.write_bytes(kept.read_bytes()[:-1] + b"\x3f")
+    with pytest.raises(UserError, match=r"reference\.bin, .* cannot be read \(its content was changed\)"):
+        train(replace(parted, resume="auto", steps=6))
+    kept.unlink()
     with pytest.raises(UserError, match=r"reference\.bin, the log-probabilities before training, cannot be read"):
         train(replace(parted, resume="auto", steps=6))
 
@@ -284,7 +288,7 @@ def test_what_pairs_cannot_be_trained_with_is_refused(dpo, folder, prepared, tmp
         "is for dpo.loss=sigmoid": {"dpo": DpoConfig(beta=0.1, loss="ipo", label_smoothing=0.1)},
         "dpo.loss=ipo has no effect with dpo.beta=0": {"dpo": DpoConfig(loss="ipo")},
         "has pairs of answers, but dpo.beta=0": {"dpo": DpoConfig()},
-        "no pair to train on, since": {"seq_length": 4},
+        r"no pair to train on \(\d+ pairs of more than 5 tokens left out\)": {"seq_length": 4},
     }
     for words, changes in refused.items():
         with pytest.raises(UserError, match=words), open_trainer(replace(dpo, **changes)):

@@ -11,7 +11,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.train import compare
 from dtgpt.train.gate import Located
 from dtgpt.train.record import Record, rounding_of
-from dtgpt.train.verdict import ROUNDINGS, Limits, difference, limits_of, problems
+from dtgpt.train.verdict import ROUNDINGS, Limits, difference, limits_between, limits_of, problems
 from dtgpt.util.errors import UserError
 
 LIMITS = Limits(first_loss=1e-6, first_gradient=1e-5, loss=1e-4, tensors=1e-3)
@@ -90,6 +90,17 @@ def test_limits_depend_on_how_a_plan_rounds(recipe):
     assert firsts == sorted(firsts) and firsts[0] == 1e-5 and firsts[2] < 0.02
     assert limits_of(run(dtype="torch.float32", rounding="products")).first_gradient == 1e-5
     assert ROUNDINGS * 2 * limits_of(run(dtype="torch.float16")).tensors < 2e-2
+
+
+def test_a_run_in_another_precision_is_held_to_the_limits_of_the_coarser():
+    exact, narrow, narrowest = run(dtype="torch.float32"), run(), run(fp8=True)
+    limits = limits_between(narrow, exact)
+    assert limits == limits_between(exact, narrow) and limits.first_gradient == 4 * narrow.eps
+    assert limits_between(narrowest, narrow).first_gradient > limits.first_gradient
+    assert limits_between(narrow, run()) == limits_of(narrow)
+    moved = difference(with_tensor("weight/a", 2.0), exact)
+    assert problems(moved, limits) == [] and problems(moved, limits_of(narrow)) != []
+    assert problems(difference(with_tensor("first gradient/a", 1.1), exact), limits) != []
 
 
 def test_a_long_comparison_is_held_to_what_rounding_does_to_one_process(recipe, monkeypatch, capsys):

@@ -68,12 +68,13 @@ class ChatEncoder:
             raise Unreadable(str(error)) from None
 
 
-def renderer_of(tokenizer: Tokenizer) -> Renderer:
-    """Return what renders chats by the tokenizer's template. Raises UserError where it has none, or a wrong one."""
+def renderer_of(tokenizer: Tokenizer, remedy: str = "use the folder of a model that has one") -> Renderer:
+    """Return what renders chats by the tokenizer's template. Raises UserError where it has none, or a wrong one.
+    remedy: what a user can do where it has none."""
     if tokenizer.chat_template is None:
         raise UserError(
             f"the tokenizer {tokenizer.name} has no chat template (of tokenizer_config.json or chat_template.jinja); "
-            "give the folder of a model that has one as --tokenizer, or a template's file as --chat-template"
+            f"{remedy}"
         )
     return Renderer(tokenizer.chat_template)
 

@@ -97,7 +97,7 @@ def load_pairs(
     parts = parts_of(data, opened, packed, size=2)
     train, missing = parts["train"], sum(left_out)
     if not len(train):
-        reason = f", since {counted(missing, 'pair')} have more than {seq_length + 1} tokens" if missing else ""
+        reason = f" ({counted(missing, 'pair')} of more than {seq_length + 1} tokens left out)" if missing else ""
         raise UserError(f"{data.path} has no pair to train on{reason}; add pairs, or use a larger --seq_length")
     filled = 1 - train.num_tokens / (len(train) * (seq_length + 1))
     say(

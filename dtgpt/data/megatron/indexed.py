@@ -333,7 +333,8 @@ def merge(prefixes: Iterable[Path | str], target: Path | str, tokenizer: str | N
         raise UserError(f"no datasets are given of which {target} would consist; give the prefix of at least one")
     if weighted := next((dataset for dataset in datasets if dataset.weights is not None), None):
         raise UserError(
-            f"{weighted.name} holds chats, which are not joined; give all their files to one dtgpt prepare --chat"
+            f"{weighted.name} holds chats, which are not joined; give all their files to one dtgpt prepare --chat, or "
+            "--preferences where they hold pairs"
         )
     with IndexedWriter(target, datasets[0].dtype, tokenizer) as writer:
         for dataset in datasets:

@@ -161,7 +161,7 @@ def load_prepared(
         if len(parsed) < len(prefixes) or not all(os.path.isfile(weights_path(prefix)) for prefix in prefixes):
             raise UserError(
                 f"data.path={shown(data.path)} has chats, which are not blended with other data; give all their "
-                "files to one dtgpt prepare --chat"
+                "files to one dtgpt prepare --chat, or --preferences where they hold pairs"
             )
         by_path = {path: IndexedDataset(prefix_of(found[0])) for path, (found, _) in parsed.items()}
         pairs = [holds_pairs(sequences) for sequences in by_path.values()]

@@ -214,7 +214,9 @@ def make_chat_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> ChatEncod
     if config.chat_template is not None:
         tokens = {} if vocabulary.chat_template is None else vocabulary.chat_template.tokens
         vocabulary.chat_template = ChatTemplate(read_template(Path(config.chat_template)), tokens or named(vocabulary))
-    renderer = renderer_of(vocabulary)
+    renderer = renderer_of(
+        vocabulary, "give the folder of a model that has one as --tokenizer, or a template's file as --chat-template"
+    )
     try:
         vocabulary.encode_chat(renderer.render(PROBE).text, [])
     except ChatError:

@@ -42,7 +42,9 @@ class Family(NamedTuple):
     vocabulary: int
     window: int | None = None
     eps: float = 1e-6
-    slides_by_layer: bool = False  # whether `use_sliding_window` and `layer_types` say which layers have the window
+    # Layers with the window: none, whatever `sliding_window` says; all; those of `layer_types`, or all where it is
+    # missing; those of `layer_types` or from `max_window_layers` on, if `use_sliding_window` says so.
+    windows: Literal["none", "all", "typed", "switched"] = "none"
     biases: Literal["none", "qkv"] = "none"  # of attention, whatever config.json says
     hidden: int = 4096
     reads_biases: bool = False  # whether `attention_bias` asks for those of queries, keys, values and the output
@@ -50,10 +52,10 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "llama": Family(None, None, 11008, 2048, 32000, reads_biases=True),
-    "mistral": Family(8, None, 14336, 131072, 32000, window=4096),
-    "qwen2": Family(32, None, 22016, 32768, 151936, window=4096, slides_by_layer=True, biases="qkv"),
-    "qwen3": Family(32, 128, 22016, 32768, 151936, window=4096, slides_by_layer=True, reads_biases=True),
-    "phi3": Family(None, None, 8192, 4096, 32064, eps=1e-5, hidden=3072),
+    "mistral": Family(8, None, 14336, 131072, 32000, window=4096, windows="typed"),
+    "qwen2": Family(32, None, 22016, 32768, 151936, window=4096, windows="switched", biases="qkv"),
+    "qwen3": Family(32, 128, 22016, 32768, 151936, window=4096, windows="switched", reads_biases=True),
+    "phi3": Family(None, None, 8192, 4096, 32064, windows="all", eps=1e-5, hidden=3072),
 }
 
 
@@ -132,18 +134,18 @@ def _check_options(settings: dict[str, Any], family: Family, path: Path) -> None
 def read_window(settings: dict[str, Any], family: Family, positions: int, layers: int, path: Path) -> dict[str, Any]:
     """Return the fields of `WindowConfig`: a window of W admits the last W tokens. One that is no shorter than all
     positions changes nothing, and is left out."""
-    kinds, pattern = read_kinds(settings, layers, path), LOCAL
-    window = settings.get("sliding_window", family.window)
-    if family.slides_by_layer:
+    kinds = read_kinds(settings, layers, path)
+    window = settings.get("sliding_window", family.window) if family.windows != "none" else None
+    if family.windows == "switched":
         used = settings.get("use_sliding_window", False)
         if type(used) is not bool:
             raise UserError(f"{path} has use_sliding_window={shown(used)}; the key is true or false: correct it")
         if kinds is None:
             last = whole_number(settings, ("max_window_layers",), 28, path)
             kinds = [layer >= last for layer in range(min(layers, MOST_KINDS))]
-        pattern = shortest_pattern(kinds)
-        window = window if used and LOCAL in pattern else None
-    if window is None:
+        window = window if used else None
+    pattern = LOCAL if kinds is None or family.windows == "all" else shortest_pattern(kinds)
+    if window is None or LOCAL not in pattern:
         return {}
     size = whole_number({"sliding_window": window}, ("sliding_window",), None, path)
     if size < 1 or (layers > MOST_KINDS and pattern != LOCAL):

@@ -19,6 +19,7 @@ from dtgpt.checkpoint.shard_file import Piece, by_size
 from dtgpt.data.tokenizers.export import CLASS, begin_token
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.foreign import (
+    Rules,
     as_parameter,
     cast,
     check_architecture,
@@ -87,7 +88,12 @@ class HuggingFace(Source):
             )
         self.kind, architecture = kind, ARCHITECTURES[kind]
         self.config = architecture.read_config(settings, path)
-        check_rules(settings, {"quantization_config": (None, lambda v: v is None, READS)}, path)
+        differs = "dtgpt reads no settings of single layers by this key"
+        rules: Rules = {
+            "quantization_config": (None, lambda v: v is None, READS),
+            "per_layer_config": (None, lambda v: not v, differs),
+        }
+        check_rules(settings, rules, path)
         files = _files(folder)
         self._names = plain_names(files, architecture.PREFIX, architecture.BUFFERS, folder)
         self._files = {plain: files[name] for plain, name in self._names.items()}

@@ -45,11 +45,13 @@ class Origin:
     def settings(self, config: ModelConfig, made: dict[str, Any]) -> dict[str, Any]:
         """Return config.json, and generation_config.json where there was one, of the folder, for a model of this shape;
         those that dtgpt has `made` where it is another model by now."""
-        theirs, own = self.files.get("config.json"), made["config.json"]
-        if not isinstance(theirs, dict) or not _describes(theirs, config):
+        theirs, own, whole = self.files.get("config.json"), made["config.json"], self.whole(config)
+        if not isinstance(theirs, dict):
             return made
         model: dict[str, Any] = theirs | {name: own["torch_dtype"] for name in DTYPES if name in theirs}
-        model |= {name: self.whole(config).seq_length for name in POSITIONS if name in theirs}
+        model |= {name: whole.seq_length for name in POSITIONS if name in theirs}
+        if not _describes(model, whole):
+            return made
         if not self.own_tokenizer:
             return made | {"config.json": model | {name: own.get(name) for name in model if name.endswith("_token_id")}}
         generation = self.files.get("generation_config.json")
@@ -82,8 +84,8 @@ class Origin:
 
 
 def _describes(settings: dict[str, Any], config: ModelConfig) -> bool:
-    """Return whether a config.json is of a model of this shape, but for the number of positions, and of the names under
-    which dtgpt writes it."""
+    """Return whether a config.json is of a model of this shape, and of the names under which dtgpt writes it. Where a
+    key is missing, another number of positions may change what it means."""
     try:
         architecture = ARCHITECTURES[settings["model_type"]]
         held = architecture.read_config(settings, Path("config.json"))
@@ -97,7 +99,7 @@ def _describes(settings: dict[str, Any], config: ModelConfig) -> bool:
 
 
 def _shape(config: ModelConfig) -> dict[str, Any]:
-    return {name: value for name, value in asdict(config).items() if name not in {*FREE, "seq_length"}}
+    return {name: value for name, value in asdict(config).items() if name not in FREE}
 
 
 def read_origin(path: Path) -> Origin:

@@ -29,7 +29,10 @@ OUTER = "base_model.model."  # of all names in the file
 NAME = re.compile(r"[\w.]+")
 ABSENT: tuple[Any, ...] = (None, False, [], {}, "none")
 KEEPS_BASE: tuple[Any, ...] = (None, True, False, "gaussian", "eva", "orthogonal")  # ways to begin an adapter
-REFUSED = ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "alora_invocation_tokens")
+REFUSED = (
+    "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "alora_invocation_tokens",
+    "layer_replication", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
+)  # fmt: skip
 
 
 class Peft:

@@ -106,6 +106,12 @@ def read_rope_of_kinds(
             f"{path} has rope_parameters={shown(given)}, which is not an object for {FULL} and one for {SLIDING}; give "
             "the file as it was written"
         )
+    scaling = settings.get("rope_scaling")
+    if isinstance(scaling, dict) and scaling.get("rope_type") is None and scaling.get("type", "default") != "default":
+        raise UserError(
+            f"{path} has type={shown(scaling['type'])} in rope_scaling, which transformers 5 does not read where "
+            "layers have positions of two kinds; write rope_type instead"
+        )
     outer = {name: settings.get(name) for name in ("rope_scaling", "rope_theta", "partial_rotary_factor")}
     full = read_rope({"rope_parameters": given.get(FULL), **outer}, positions, path, theta[FULL])
     local = {"rope_parameters": given.get(SLIDING), "rope_theta": settings.get(local_theta)}
