@@ -20,7 +20,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.ops.loss.preference import PreferenceLoss
 from dtgpt.parallel.between import make_peers
-from dtgpt.parallel.context import exchange_heads, place_dropout
+from dtgpt.parallel.context import exchange_heads, place_dropout, share_exchange
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
 from dtgpt.parallel.exact import ExactBuckets
 from dtgpt.parallel.fsdp import shard_over_data
@@ -46,6 +46,8 @@ def build_stages(
     No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference. `table`: styles of
     tensor parallelism; None: those of the plan."""
     peers = make_peers(settings, mesh) if masters else None
+    if masters:
+        share_exchange(settings, mesh)
     stages = [lay_out_stage(settings, mesh, stage, masters, table, peers) for stage in mesh.place.stages]
     gathered: dict[nn.Parameter, Tensor] = {}
     for stage in stages:

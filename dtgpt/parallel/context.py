@@ -12,13 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.comm.all_to_all import TokenExchange
+from dtgpt.comm.arena import share
+from dtgpt.comm.barrier import Barrier
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import AttentionCore, Dropout
 from dtgpt.models.roles import Role, role_of
+from dtgpt.parallel import exchange
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.exchange import HeadExchange, QueryExchange
 from dtgpt.parallel.mesh import Mesh
@@ -54,6 +59,34 @@ def exchange_heads(part: Decoder, group: dist.ProcessGroup, plan: ResolvedPlan) 
         if isinstance(module, AttentionCore):
             whole = heads == plan.cp
             bind(module, run=HeadExchange(module, group) if whole else QueryExchange(module, group, heads))
+
+
+def share_exchange(settings: Settings, mesh: Mesh) -> None:
+    """Let the ranks that exchange tokens for heads do so through memory that they share, where they can, until the
+    process group ends. All ranks take part."""
+    model, plan = settings.model, settings.plan
+    if mesh.cp_group is None or plan.ranks_of_heads(model) < plan.cp:
+        return
+    sizes = token_bytes(settings), settings.local_length, plan.cp
+    areas = share(mesh, mesh.cp_group, [TokenExchange.bytes(*sizes), Barrier.bytes(plan.cp)])
+    if areas is None:
+        return
+    name = mesh.cp_group.group_name
+    exchange.shared[name] = TokenExchange(areas[0], Barrier(areas[1]))
+
+    def release() -> None:
+        exchange.shared.pop(name, None)  # later groups may have the same name
+
+    mesh.before_end.append(release)
+
+
+def token_bytes(settings: Settings) -> int:
+    """Return the bytes of the queries, keys and values of a token of each sample of a micro-batch that a rank sends to
+    another one, in the block that has most."""
+    plan, heads = settings.plan, settings.model.num_heads
+    cores = inventory(settings.model).kinds_of_cores()
+    numbers = max((heads + 2 * core.kv_heads) * core.head_dim for core in cores) // plan.tp // plan.cp
+    return settings.micro_batch_size * numbers * settings.dtype.itemsize
 
 
 def place_dropout(part: Decoder, settings: Settings, place: RankCoordinates) -> None:

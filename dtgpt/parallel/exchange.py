@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.comm.all_to_all import TokenExchange
 from dtgpt.models.layers import AttentionCore
 from dtgpt.util.torch_private import group_of_name
+
+shared: dict[str, TokenExchange] = {}  # by the name of a group whose ranks share memory
 
 
 class HeadExchange:
@@ -35,11 +38,15 @@ class HeadExchange:
 
     def exchanged(self, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
         """Return what a call does, from the tokens of all ranks."""
+        if self.group in shared:
+            whole = tokens_to_heads([q, k, v], self.group)
+            out = self.attend(*whole, *more, first_head=self.place * whole[0].shape[2])
+            return heads_to_tokens([out], self.group)[0]
         by_rank = [x.unflatten(2, (self.ranks, -1)).permute(2, 1, 0, 3, 4) for x in (q, k, v)]
         heads = [x.shape[3] for x in by_rank]
         sent = torch.cat(by_rank, dim=3)  # [cp, T / cp, B, heads, D], one message for all three, which are copied once
-        whole = exchange(sent, self.once, self.once, self.group).flatten(0, 1).transpose(0, 1)
-        out = self.attend(*whole.split(heads, dim=2), *more, first_head=self.place * heads[0])
+        joined = exchange(sent, self.once, self.once, self.group).flatten(0, 1).transpose(0, 1)
+        out = self.attend(*joined.split(heads, dim=2), *more, first_head=self.place * heads[0])
         parts = out.unflatten(1, (self.ranks, -1)).transpose(0, 1)
         back = exchange(parts, self.once, self.once, self.group)
         return back.permute(1, 2, 0, 3, 4).flatten(2, 3)
@@ -136,3 +143,40 @@ def _differentiate(ctx, grad: Tensor):
 
 
 exchange.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("dtgpt::tokens_to_heads", mutates_args=())
+def tokens_to_heads(tensors: list[Tensor], group: str) -> list[Tensor]:
+    """Return `[B, T, N / cp, D]` of each `[B, T / cp, N, D]` by the memory that the ranks of the group share. Backward,
+    gradients go back the same way."""
+    return shared[group].to_heads(tensors)
+
+
+@tokens_to_heads.register_fake
+def _(tensors, group):
+    ranks = group_of_name(group).size()
+    return [x.new_empty(x.shape[0], ranks * x.shape[1], x.shape[2] // ranks, x.shape[3]) for x in tensors]
+
+
+@torch.library.custom_op("dtgpt::heads_to_tokens", mutates_args=())
+def heads_to_tokens(tensors: list[Tensor], group: str) -> list[Tensor]:
+    """Return `[B, T / cp, N, D]` of each `[B, T, N / cp, D]`: the inverse."""
+    return shared[group].to_tokens(tensors)
+
+
+@heads_to_tokens.register_fake
+def _(tensors, group):
+    ranks = group_of_name(group).size()
+    return [x.new_empty(x.shape[0], x.shape[1] // ranks, ranks * x.shape[2], x.shape[3]) for x in tensors]
+
+
+def _save_group(ctx, inputs, output) -> None:
+    ctx.group = inputs[1]
+
+
+tokens_to_heads.register_autograd(
+    lambda ctx, grads: (heads_to_tokens(grads, ctx.group), None), setup_context=_save_group
+)
+heads_to_tokens.register_autograd(
+    lambda ctx, grads: (tokens_to_heads(grads, ctx.group), None), setup_context=_save_group
+)

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+from dtgpt.comm.all_to_all import TokenExchange
 from dtgpt.comm.gather import PLACES
 from dtgpt.comm.scatter import ROOM
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.parallel.cache_sizes import slot_bytes
+from dtgpt.parallel.context import token_bytes
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.edges import most_edges
 from dtgpt.planning.activations import residual_bytes, whole_bytes
@@ -36,7 +38,7 @@ class Memory:
     gradients: int
     gathered: int  # weights that matmuls read: all-gathered by ZeRO, or casts
     activations: int
-    edges: int  # places of messages between pipeline stages, and between tp ranks
+    edges: int  # places of messages between pipeline stages, and between the ranks of tp and cp
     working: int  # of the operation that runs at that moment, of libraries, and what the allocator cannot use
     cache: int = 0  # keys and values of answers that are drawn between steps
 
@@ -81,7 +83,8 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
 
 def _edges(settings: Settings, place: RankCoordinates, passes: float) -> float:
     """Return the bytes of messages: of a pipeline a place for every micro-batch on each edge where a rank receives, and
-    what it sent, until its backward pass; what it received counts as a block's input. passes: in flight of a stage."""
+    what it sent, until its backward pass; what it received counts as a block's input. Of the ranks of one host, places
+    of activations of tp and of tokens of cp. passes: in flight of a stage."""
     plan, found = settings.plan, 0.0
     if plan.pp > 1:
         ends = [(place.rank_of(stage + 1), place.rank_of(stage - 1)) for stage in place.stages]
@@ -90,6 +93,8 @@ def _edges(settings: Settings, place: RankCoordinates, passes: float) -> float:
         found += (places + passes * (sends - receives)) * residual_bytes(settings)
     if 1 < plan.tp <= GPUS_OF_HOST:
         found += 2 * whole_bytes(settings)
+    if 1 < plan.cp <= GPUS_OF_HOST // plan.tp and plan.ranks_of_heads(settings.model) == plan.cp:
+        found += TokenExchange.bytes(token_bytes(settings), settings.local_length, plan.cp)
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.comm.all_to_all import TokenExchange
 from dtgpt.comm.arena import Area, share
 from dtgpt.comm.barrier import Barrier
 from dtgpt.comm.collectives import GroupCollectives, KernelCollectives, area_bytes, open_collectives
@@ -129,6 +130,34 @@ def copied_scatter(mesh: Mesh, group: dist.ProcessGroup) -> Case:
     return Case([whole, narrow], work, expected)
 
 
+def exchanged_tokens(mesh: Mesh, group: dist.ProcessGroup) -> Case:
+    """Heads of whole words and others, of tensors that are parts of a larger one, in several turns, and back."""
+    ranks, tokens, device = group.size(), 13, mesh.device
+    areas = share(mesh, group, [TokenExchange.bytes(2 * 3 * 5 * 36 * 4, 3, ranks), Barrier.bytes(ranks)])
+    assert areas is not None
+    made = TokenExchange(areas[0], Barrier(areas[1]))
+    packed = torch.empty(3, tokens, 6 * ranks, 40, device=device, dtype=torch.bfloat16)
+    whole = torch.empty(3, tokens * ranks, 5, 36, device=device)
+
+    def heads() -> list[Tensor]:
+        return [*packed.split([4 * ranks, ranks, ranks], dim=2)]
+
+    def work() -> list[Tensor]:
+        few = [x.float() for x in made.to_heads([x[..., :8] for x in heads()])]
+        by_heads = made.to_heads(heads())
+        return [*by_heads, *few, *made.to_tokens([whole, whole]), *made.to_tokens(by_heads)]
+
+    def expected() -> list[Tensor]:
+        by_heads = [
+            torch.cat(everyones(x.contiguous(), group), 1).chunk(ranks, 2)[group.rank()].contiguous() for x in heads()
+        ]
+        by_tokens = torch.cat(everyones(whole, group), 2).chunk(ranks, 1)[group.rank()].contiguous()
+        few = [x[..., :8].float() for x in by_heads]
+        return [*by_heads, *few, by_tokens, by_tokens, *(x.contiguous() for x in heads())]
+
+    return Case([packed, whole], work, expected)
+
+
 def flat_sums(mesh: Mesh, group: dist.ProcessGroup, kind: type[FlatSum], dtype: torch.dtype) -> Case:
     lengths = [flat_length(count, dtype, group.size()) for count in (12345, 7)]
     everyone = mesh if kind is CopySum else None
@@ -216,6 +245,7 @@ HOSTS = {
     "16-bit sum by copies": lambda mesh, group: flat_sums(mesh, group, CopySum, torch.bfloat16),
     "gather by copies": copied_gather,
     "scatter by copies": copied_scatter,
+    "tokens for heads by copies": exchanged_tokens,
 }
 GPUS = HOSTS | {
     "gather by kernels": lambda mesh, group: by_kernels(mesh, group, "gather"),

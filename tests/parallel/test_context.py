@@ -27,6 +27,7 @@ from tests.support.bodies_context import (
     score_and_sample,
     train_with_weights,
     two_steps,
+    two_steps_in_shared_memory,
 )
 from tests.support.bodies_dryrun import exchanged
 from tests.support.ranks import pool
@@ -105,6 +106,23 @@ def test_compiled_blocks_follow_one_process_and_send_as_many_messages(recipe, pl
     for found, count in pool().run(parse_plan(plan).world, two_steps, replace(recipe, plan=plan, compile="on")):
         assert found == pytest.approx(expected, rel=1e-5)
         assert count == 2 * 2 * model.num_layers * exchanges
+
+
+@pytest.mark.slow(9)
+@pytest.mark.parametrize("plan, model, changes", [
+    ("cp2", replace(GPT2, dropout=0.1), {"recompute": "selective"}),
+    ("cp4", replace(LLAMA, qk_norm=True), {"recompute": "full"}),
+    ("cp2_pp2_zbv", replace(LLAMA, num_layers=4), {}),
+    ("cp2_zero3", LLAMA, {"precision": "bf16"}),
+    pytest.param("cp2", LLAMA, {"compile": "on"}, marks=pytest.mark.turns(6)),
+])  # fmt: skip
+def test_ranks_that_share_memory_exchange_the_same_bits_without_messages(recipe, tmp_path, plan, model, changes):
+    masks = {"reset_attention_mask": True, "reset_position_ids": True}
+    recipe = change(recipe, model=model, data=masks, plan=plan, **changes)
+    for (shared, none), (expected, _) in pool().run(
+        parse_plan(plan).world, two_steps_in_shared_memory, tmp_path, recipe
+    ):
+        assert shared == expected and none == 0
 
 
 @pytest.mark.turns(16)

@@ -1,11 +1,13 @@
 """What the ranks of tests/parallel/test_context.py do."""
 
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtgpt.comm import all_to_all
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer
@@ -20,6 +22,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.startup import open_trainer
 from tests.support.bodies_engine import resolve
 from tests.support.bodies_exact import losses_kept, products_by_rows
+from tests.support.bodies_pushes import shared_files
 
 BATCH, LENGTH, HEADS, SIZE = 2, 24, 12, 6
 
@@ -96,3 +99,10 @@ def two_steps(recipe) -> tuple[list[float], int]:
         assert trainer.settings.compile == (recipe.compile == "on")
         values = [value for step in steps for value in (trainer.mean_loss(step), float(step.norm))]
         return values, exchanges.call_count
+
+
+def two_steps_in_shared_memory(folder: Path, recipe) -> tuple[tuple[list[float], int], tuple[list[float], int]]:
+    """`two_steps` of ranks that share memory, in several turns of an exchange, and of ranks that do not."""
+    with shared_files(folder), patch.object(all_to_all, "ROOM", 1 << 10):
+        shared = two_steps(recipe)
+    return shared, two_steps(recipe)
