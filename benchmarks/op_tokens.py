@@ -44,14 +44,13 @@ class Ready(torch.autograd.Function):
     """In place of attention: an output and gradients that lie ready."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, out: Tensor):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, out: Tensor, gradients: tuple[Tensor, ...]):
+        ctx.ready = gradients
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return *Ready.gradients, None
-
-    gradients: tuple[Tensor, ...]
+        return *ctx.ready, None, None
 
 
 class Case(NamedTuple):
@@ -70,8 +69,8 @@ def make_case(mesh: Mesh, heads: int, groups: int, size: int, tokens: int) -> Ca
 
     packed = draw(tokens // cp, heads + 2 * groups).requires_grad_()
     out, grad = draw(tokens, heads // cp), draw(tokens // cp, heads)
-    Ready.gradients = tuple(draw(tokens, n // cp) for n in (heads, groups, groups))
-    core = SimpleNamespace(runner=lambda q, k, v, first_head: Ready.apply(q, k, v, out))
+    gradients = tuple(draw(tokens, n // cp) for n in (heads, groups, groups))
+    core = SimpleNamespace(runner=lambda q, k, v, first_head: Ready.apply(q, k, v, out, gradients))
     run = HeadExchange(core, mesh.cp_group)  # type: ignore[arg-type]
 
     def forward() -> Tensor:
@@ -117,11 +116,11 @@ def compare(mesh: Mesh, name: str, sizes: tuple[int, int, int, int]) -> None:
     assert group is not None
     made = shared_exchange(mesh, *sizes)
     works: dict[str, Callable[[], object]] = {}
-    results = {}
+    results, cases = {}, []  # a captured graph reads the memory of its case, which must live
     for way in ("NCCL", "shared memory") if made else ("NCCL",):
         if made and way != "NCCL":
             exchange.shared[group.group_name] = made
-        case = make_case(mesh, *sizes)
+        cases.append(case := make_case(mesh, *sizes))
         for what, work in case._asdict().items():
             results[what, way] = work().detach().clone()
             works[f"{what}, {way}"] = capture(work).replay if mesh.device.type == "cuda" else work
