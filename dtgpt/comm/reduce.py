@@ -47,7 +47,7 @@ class NarrowSum(FlatSum):
         """pieces: memory for what comes from other ranks; None: new memory."""
         super().__init__(flat, group)
         self.pieces = torch.empty_like(flat) if pieces is None else pieces
-        self._stream = _second_stream(flat.device) if flat.is_cuda else None
+        self._stream = second_stream(flat.device) if flat.is_cuda else None
 
     def begin(self) -> None:
         if self._stream is None:
@@ -105,7 +105,7 @@ class CopySum(NarrowSum):
 
 
 @functools.cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
+def second_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all sums: PyTorch has few, and would in the end hand out the one that computes."""
     return torch.cuda.Stream(device)
 

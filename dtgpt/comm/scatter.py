@@ -1,12 +1,15 @@
 """Reduce-scatters that the GPUs' copy engines send, beside products that keep all multiprocessors: a rank copies to the
 memory of the others what they are to sum, and adds what came from them by a kernel that reads its own memory alone."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from dtgpt.comm.arena import Area
 from dtgpt.comm.barrier import Barrier
 
 ALIGNED = 16  # bytes
+Add = Callable[[Tensor, Tensor, Tensor, int], None]  # what `add` does, with its arguments
 ROOM = 1 << 26  # bytes of gradients that arrive from each other rank at once, at most
 
 
@@ -35,15 +38,17 @@ class CopyScatter:
         self._area, self._barrier = area, barrier
         self._capacity = len(area.own) // (area.ranks - 1) // ALIGNED * ALIGNED
 
-    def run(self, whole: Tensor, part: Tensor) -> None:
+    def run(self, whole: Tensor, part: Tensor, add: Add = add) -> None:
         """Queue on the current stream: fill `part [n]` with this rank's part of the sum over the ranks, in fp32 and in
-        their order, of the contiguous `whole [ranks n]`."""
-        ranks, size = self._area.ranks, self._capacity // whole.itemsize
-        for columns, out in zip(whole.view(ranks, -1).split(size, dim=1), part.split(size), strict=True):
-            self._turn(columns, out)
+        their order, of the contiguous `whole [ranks n]`. add: adds in another way, `k` elements of a row of `whole
+        [ranks k n]` to each of the part."""
+        ranks, width = self._area.ranks, whole.numel() // self._area.ranks // part.numel()
+        size = self._capacity // whole.itemsize // width
+        for columns, out in zip(whole.view(ranks, -1).split(size * width, dim=1), part.split(size), strict=True):
+            self._turn(columns, out, add)
 
-    def _turn(self, whole: Tensor, part: Tensor) -> None:
-        area, mine, size = self._area, self._area.rank, part.numel()
+    def _turn(self, whole: Tensor, part: Tensor, add: Add) -> None:
+        area, mine, size = self._area, self._area.rank, whole.shape[1]
         rows = area.ranks - 1
         received = [memory.view(whole.dtype)[: rows * size].view(rows, size) for memory in area.of_ranks]
         self._barrier.wait()  # by then the others have added what came before

@@ -84,6 +84,13 @@ class Settings:
         return plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and self.micro_batches == 1))
 
     @property
+    def rounds_sums(self) -> bool:
+        """Whether exact sums are rounded as they are made: nothing else is added to those of a rank's only micro-batch,
+        where neither tp nor pp has addends on other ranks."""
+        plan = self.plan
+        return self.reduce == "exact" and self.micro_batches == 1 and plan.pp == 1 and plan.tp == 1
+
+    @property
     def scattered_dtype(self) -> torch.dtype:
         """The type of the gradients that copy engines scatter under ZeRO: fp32 where `fully_shard` has summed
         micro-batches before."""

@@ -146,7 +146,10 @@ class Shards:
             second.copy_(first)
         if self.exact:
             units = cast("ExactBuckets", self.buckets).units()
-            self.gradients = [sums * units[s.parameter] for s, sums in zip(self.all, self.gradients, strict=True)]
+            self.gradients = [
+                sums * units[s.parameter] if s.parameter in units else sums
+                for s, sums in zip(self.all, self.gradients, strict=True)
+            ]
 
     def drop_gradients(self) -> None:
         self.gradients = []
@@ -186,8 +189,10 @@ class Shards:
         """Return this rank's part of the squared norm as of `exact_sum`. The ranks that hold a region share the work:
         each counts other tensors."""
         counted = [s for s in self.all if not s.is_tied_copy and s.index % s.replicas == s.replica]
-        rows = [squares_of_rows(self.gradients[s.index]) for s in counted]
-        return exact_sum(torch.cat([*rows, torch.zeros(0, dtype=torch.float64, device=self.mesh.device)]))
+        gradients = [self.gradients[s.index] for s in counted]
+        vectors = torch.cat([g for g in gradients if g.dim() == 1] or [torch.zeros(0, device=self.mesh.device)])
+        matrices = [squares_of_rows(g) for g in gradients if g.dim() > 1]
+        return exact_sum(torch.cat([*matrices, squares_of_rows(vectors)]))
 
     def gather(self, value: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Tensor | None]]:
         """Yield (name, whole tensor on the CPU) of every parameter, by name, on rank 0; (name, None) on the others,

@@ -2,12 +2,20 @@
 
 from collections.abc import Iterator
 
+from dtgpt.comm.scatter import ROOM
 from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.planning import zero_bubble
 from dtgpt.planning.activations import block_activations, block_work, residual_bytes, whole_bytes
 from dtgpt.planning.held import Held, Moment, columns_of_logits, rows_of_logits
-from dtgpt.planning.parameters import WIDTH_OF_SUMS, by_block, gradient_width, shards_are_pushed
+from dtgpt.planning.parameters import (
+    GPUS_OF_HOST,
+    WIDTH_OF_SUMS,
+    by_block,
+    bytes_to_sum,
+    gradient_width,
+    shards_are_pushed,
+)
 
 
 def moments(held: Held) -> Iterator[Moment]:
@@ -96,7 +104,7 @@ def _end_of_backward(held: Held) -> Moment:
     if plan.zero and plan.pp == 1:
         local = sum(p.local for p in held.trained if p.block is None)
         scattered = settings.scattered_dtype.itemsize if shards_are_pushed(settings) else 4
-        if settings.cuts_each_gradient and settings.micro_batches == 1:
+        if settings.cuts_each_gradient and settings.micro_batches == 1 and settings.reduce == "fast":
             full -= gradient_width(settings) * local
         work = max(work + width * held.around, (width + scattered) * held.around)
     elif settings.sums_gradients or settings.reduce == "exact":
@@ -122,9 +130,16 @@ def _update_bytes(held: Held) -> int:
 
 
 def _sent_at_once(held: Held) -> int:
-    """Return the bytes of what ZeRO's ranks send for exact sums, and receive: of a block or the rest of a stage."""
-    settings = held.settings
-    if settings.reduce == "fast" or settings.plan.shard == 1:
+    """Return the bytes of what ranks send for exact sums, beside their buckets, and receive: of a block or the rest of
+    a stage."""
+    settings, plan = held.settings, held.settings.plan
+    if settings.reduce == "fast" or plan.data_ranks == 1:
         return 0
     largest = max([*by_block(held.trained), held.around])
-    return largest * (2 * settings.dtype.itemsize if settings.cuts_each_gradient else WIDTH_OF_SUMS)
+    if not (settings.cuts_each_gradient or settings.rounds_sums):
+        return largest * WIDTH_OF_SUMS if plan.zero else 0
+    ends = sum(bytes_to_sum(p, settings) for p in held.trained if p.block is None)
+    sent = max(largest * settings.dtype.itemsize, ends)
+    copied = plan.data_ranks * plan.tp <= GPUS_OF_HOST
+    arriving = min(ROOM, sent // plan.data_ranks) * (plan.data_ranks - 1) if copied else sent
+    return arriving + (sent if plan.zero else 0)

@@ -174,6 +174,8 @@ def optimizer_bytes(held: list[LocalParameter], settings: Settings) -> int:
 
 def gradient_bytes(held: list[LocalParameter], settings: Settings) -> int:
     """Return the bytes of gradients on a rank."""
+    if settings.rounds_sums:
+        return sum(4 * p.local + (0 if settings.plan.zero else bytes_to_sum(p, settings)) for p in held)
     if settings.reduce == "exact":
         return sum(4 * p.local + _sum_bytes(p, settings) for p in held)
     plan, several = settings.plan, settings.micro_batches > 1
@@ -186,6 +188,13 @@ def gradient_bytes(held: list[LocalParameter], settings: Settings) -> int:
         return sum(2 * gradient_width(settings) * p.by_tp for p in held)
     cut = settings.cuts_each_gradient
     return sum(gradient_width(settings) * (p.local if cut else p.by_tp) for p in held)
+
+
+def bytes_to_sum(p: LocalParameter, settings: Settings) -> int:
+    """Return the bytes of the gradients of a parameter that travel to be summed exactly: of a tied table those of both
+    uses, which one stage has."""
+    uses = 2 if settings.model.tied and p.role is Role.VOCABULARY else 1
+    return uses * gradient_width(settings) * p.by_tp
 
 
 def _sum_bytes(p: LocalParameter, settings: Settings) -> int:

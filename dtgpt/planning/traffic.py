@@ -16,6 +16,7 @@ from dtgpt.planning.parameters import (
     WIDTH_OF_SUMS,
     LocalParameter,
     blocks_of_rank,
+    bytes_to_sum,
     gradient_width,
     parameters_of,
     shards_are_pushed,
@@ -159,6 +160,12 @@ def _over_dp(
     gathered = [*held, *trained] if settings.lora.rank else held
     in_blocks = sum(p.by_tp for p in gathered if p.block is not None)
     exact = settings.reduce == "exact"
+    to_sum = sum(bytes_to_sum(p, settings) for p in trained)
+    if plan.zero == 0 and settings.rounds_sums:
+        return [
+            Collective("all-to-all", "dp", "gradients, pieces to sum", groups, to_sum),
+            Collective("all-gather", "dp", "gradients, the sums in fp32", groups, 4 * whole),
+        ]
     if plan.zero == 0 and exact:
         return [Collective("all-reduce", "dp", f"gradients, {EXACT}", groups, WIDTH_OF_SUMS * whole)]
     if plan.zero == 0 and not settings.low_precision:
@@ -174,9 +181,7 @@ def _over_dp(
     words = "gradients, fp32" if scattered == 4 else "gradients, summed in fp32"
     sums = Collective("reduce-scatter", "dp", words, groups * reductions, scattered * whole * reductions)
     if exact and settings.cuts_each_gradient:
-        table = next(p.by_tp for p in held if p.role is Role.VOCABULARY) if settings.model.tied else 0
-        size = width * (whole + table) * passes  # of a tied table the gradients of both uses
-        sums = Collective("all-to-all", "dp", "gradients, pieces to sum", groups * passes, size)
+        sums = Collective("all-to-all", "dp", "gradients, pieces to sum", groups * passes, to_sum * passes)
     elif exact:
         sums = Collective("reduce-scatter", "dp", f"gradients, {EXACT}", groups, WIDTH_OF_SUMS * whole)
     return [

@@ -3,16 +3,19 @@
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.comm import pieces
 from dtgpt.comm.all_to_all import TokenExchange
-from dtgpt.comm.arena import Area, share
+from dtgpt.comm.arena import Area, aligned, share
 from dtgpt.comm.barrier import Barrier
 from dtgpt.comm.collectives import GroupCollectives, KernelCollectives, area_bytes, open_collectives
 from dtgpt.comm.exchange import CAPACITY, make_exchange
@@ -21,6 +24,8 @@ from dtgpt.comm.message import open_messages
 from dtgpt.comm.reduce import CopySum, FlatSum, NarrowSum, flat_length, open_sums
 from dtgpt.comm.scatter import CopyScatter
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.ops.optim.fixed_point import Range, add_integers, add_rounded
+from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.process import Process
@@ -176,6 +181,48 @@ def flat_sums(mesh: Mesh, group: dist.ProcessGroup, kind: type[FlatSum], dtype: 
     return Case(inputs, work, lambda: [total(x, group, dtype) for x in inputs])
 
 
+def exact_sums(mesh: Mesh, group: dist.ProcessGroup, copies: bool) -> Case:
+    """Of one and of two gradients for each element, the pieces and the whole sums."""
+    ranks, lengths, range_ = group.size(), [aligned(count, group.size()) for count in (12345, 7)], Range(40, 2.0**12)
+    with nullcontext() if copies else mock.patch.object(pieces, "share", lambda *arguments: None):
+        made = pieces.Pieces(mesh, group, 1000, lengths)  # for several turns
+    inputs = [
+        torch.empty(length, width, device=mesh.device, dtype=torch.bfloat16)
+        for length, width in zip(lengths, (1, 2), strict=True)
+    ]
+    cut = torch.empty(lengths[0] // ranks, dtype=torch.int64, device=mesh.device)
+    misfits = torch.zeros((), dtype=torch.int64, device=mesh.device)
+
+    def add(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
+        add_rounded(own, others, out, range_)
+
+    def add_integer(first: bool, own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
+        add_integers(own, others, out, misfits, range_, first)
+
+    def queue() -> None:
+        for index, x in enumerate(inputs):
+            made.scatter(x, made.sums[index].view(ranks, -1)[group.rank()], add)
+            made.gather(index)
+        for first in (True, False):
+            made.scatter(inputs[0], cut, partial(add_integer, first))
+
+    def work() -> list[Tensor]:
+        misfits.zero_()
+        made.start(queue, inputs)
+        made.wait()
+        return [*made.sums, cut, misfits > 0]
+
+    def expected() -> list[Tensor]:
+        sent = [torch.cat(everyones(x, group), 1) for x in inputs]
+        sums = [(x.double().nan_to_num() * 2.0**40).trunc().sum(1).long() for x in sent]
+        beyond = [x.isnan().any(1) for x in sent]
+        own, unit = chunk(range(lengths[0]), ranks, group.rank()), torch.tensor(2.0**-40, device=mesh.device)
+        rounded = [torch.where(nan, torch.nan, x * unit) for nan, x in zip(beyond, sums, strict=True)]
+        return [*rounded, 2 * sums[0][own.start : own.stop], beyond[0][own.start : own.stop].any()]
+
+    return Case(inputs, work, expected)
+
+
 def messages(mesh: Mesh, group: dist.ProcessGroup) -> Case:
     """Two to the next rank in each step, after its signal."""
     ranks, rank, shape, places = group.size(), group.rank(), (3, 5, 64), 2
@@ -246,6 +293,8 @@ HOSTS = {
     "gather by copies": copied_gather,
     "scatter by copies": copied_scatter,
     "tokens for heads by copies": exchanged_tokens,
+    "exact sums by the process group": lambda mesh, group: exact_sums(mesh, group, copies=False),
+    "exact sums by copies": lambda mesh, group: exact_sums(mesh, group, copies=True),
 }
 GPUS = HOSTS | {
     "gather by kernels": lambda mesh, group: by_kernels(mesh, group, "gather"),
@@ -261,7 +310,7 @@ GPUS = HOSTS | {
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
-    integer = {2: torch.int16, 4: torch.int32}[ours.itemsize]
+    integer = {1: torch.bool, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.itemsize]
     both_nan = ours.isnan() & theirs.isnan()
     return bool((both_nan | (ours.view(integer) == theirs.view(integer))).all())
 

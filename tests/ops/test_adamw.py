@@ -27,7 +27,7 @@ from tests.support.bodies_adamw import (
     make_slots,
     number,
 )
-from tests.support.bodies_exact import check_fixed_point, check_squares
+from tests.support.bodies_exact import check_fixed_point, check_pieces, check_squares
 
 TRITON = importlib.util.find_spec("triton") is not None
 
@@ -172,6 +172,7 @@ def interpreted() -> None:
     importlib.import_module("dtgpt.ops.optim.fixed_point").has_triton = lambda x: True
     check_fixed_point(torch.float32, 49)
     check_fixed_point(torch.float16, 32)
+    check_pieces(torch.bfloat16)
     check_squares()
     AdamW([Slot(torch.empty(0), None, decay=True)], **SETTINGS).step([torch.empty(0)], number(0.1), number(1.0))
 

@@ -14,7 +14,13 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.normuon import NorMuonConfig
 from dtgpt.util.errors import UserError
-from tests.support.bodies_exact import bits_of_steps, check_fixed_point, check_squares, norm_with_a_large_gradient
+from tests.support.bodies_exact import (
+    bits_of_steps,
+    check_fixed_point,
+    check_pieces,
+    check_squares,
+    norm_with_a_large_gradient,
+)
 from tests.support.families import OURS
 from tests.support.ranks import pool
 
@@ -48,6 +54,13 @@ BITS = [
     ("cp2", ["dp2_cp2_zero3", "cp2_pp2"], {}),
     ("cp2", ["dp2_cp2", "cp2_zero1"], {"optimizer": MuonConfig(lr=6e-3), "model": LLAMA, "precision": "bf16"}),
     ("cp4", ["cp4_zero2"], {"model": LLAMA}),  # two ranks have the same heads
+    # One micro-batch on each rank, whose sums are rounded as they are made.
+    ("single", ["dp2", "dp2_zero1", "dp2_zero3"], {"micro_batch_size": 6}),
+    ("single", ["dp3", "dp3_zero2"], {"micro_batch_size": 4, "precision": "bf16", "model": LLAMA}),
+    ("single", ["dp2", "dp2_zero3"], {"micro_batch_size": 6, "precision": "fp16", "loss_scale": OVERFLOWS}),
+    ("single", ["pp2_gpipe"], {"micro_batch_size": 12, "precision": "bf16"}),
+    ("cp2", ["dp2_cp2", "cp2_zero3"], {"micro_batch_size": 6, "precision": "bf16"}),
+    ("tp2", ["dp2_tp2", "dp2_tp2_zero3"], {"micro_batch_size": 6}),
 ]
 
 
@@ -64,10 +77,11 @@ def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
 
 
 @pytest.mark.turns(8)
-def test_a_gradient_that_does_not_fit_makes_the_norm_not_a_number_on_all_ranks(exact):
+@pytest.mark.parametrize("micro_batch_size", [2, 6])
+def test_a_gradient_that_does_not_fit_makes_the_norm_not_a_number_on_all_ranks(exact, micro_batch_size):
     run = functools.partial(pool().run, 2, norm_with_a_large_gradient)
     for plan in ("dp2", "dp2_zero3"):
-        recipe = replace(exact, plan=plan)
+        recipe = replace(exact, plan=plan, micro_batch_size=micro_batch_size)
         assert all(math.isnan(norm) for norm in run(recipe, 1e9))
         assert all(math.isfinite(norm) for norm in run(recipe, 10.0))
 
@@ -75,6 +89,11 @@ def test_a_gradient_that_does_not_fit_makes_the_norm_not_a_number_on_all_ranks(e
 @pytest.mark.parametrize("dtype, fraction", [(torch.float32, 49), (torch.bfloat16, 49), (torch.float16, 32)], ids=str)
 def test_sums_have_no_order_and_say_what_does_not_fit(dtype, fraction):
     check_fixed_point(dtype, fraction)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sums_of_what_ranks_sent_are_the_same(dtype):
+    check_pieces(dtype)
 
 
 def test_a_sum_of_squares_does_not_depend_on_its_pieces():

@@ -23,6 +23,15 @@ def test_two_ranks_push_what_gloo_sends_bit_for_bit(tmp_path, monkeypatch, plan,
 
 
 @pytest.mark.turns(8)
+@pytest.mark.slow(6)
+@pytest.mark.parametrize("plan, micro_batches", [("dp3", 1), ("dp2_zero1", 1), ("dp3_zero3", 1), ("dp2_zero2", 2)])
+def test_exact_sums_are_pushed(tmp_path, plan, micro_batches):
+    for same, worst, count in pool().run(int(plan[2]), pushed_and_not, tmp_path, plan, micro_batches, "exact"):
+        assert same, worst
+        assert count["shared"] == 1 + ("zero" in plan) and count["met"] >= 2 * 2 * 4
+
+
+@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["dp3", "dp3_zero3"])
 def test_uneven_parts_of_three_ranks_are_pushed(tmp_path, plan):

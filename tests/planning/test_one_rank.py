@@ -42,6 +42,8 @@ def settings_of(recipe, world: int, plan: str, model, **changes):
         (GPT2, "dp", 3, {"precision": "fp32"}),
         (GPT2, "dp", 3, {"micro_batch_size": 80}),  # a single micro-batch
         (GPT2, "dp", 3, {"reduce": "exact"}),
+        (GPT2, "dp", 3, {"reduce": "exact", "micro_batch_size": 80}),
+        (LLAMA, "zero3", 3, {"reduce": "exact", "micro_batch_size": 80}),
         (GPT2, "tp5_sp_zero1", 15, {}),
         (GPT2, "tp5_sp_zero1", 15, {"reduce": "exact"}),
         (GPT2, "pp4_zero3", 24, {"reduce": "exact"}),

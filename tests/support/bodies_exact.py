@@ -17,7 +17,15 @@ from dtgpt.evaluation.scoring import Scorer
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.loss.head import _losses_and_gradient_
-from dtgpt.ops.optim.fixed_point import FixedPointSum, exact_sum, rounded, squares_of_rows
+from dtgpt.ops.optim.fixed_point import (
+    FixedPointSum,
+    Range,
+    add_integers,
+    add_rounded,
+    exact_sum,
+    rounded,
+    squares_of_rows,
+)
 from dtgpt.parallel.gradients import local_gradient
 from dtgpt.train.startup import open_trainer
 from tests.support.bodies_engine import inference_stages, training_stages
@@ -64,7 +72,7 @@ def check_fixed_point(dtype: torch.dtype, fraction: int) -> None:
 
     def total(order: list[int], more: float = 0.0) -> tuple[list[Tensor], int]:
         totals, misfits = [torch.full(part.shape, 7) for part in parts[0]], torch.tensor(0)
-        sums = FixedPointSum(totals, misfits, fraction, addends=6)
+        sums = FixedPointSum(totals, misfits, Range.of(dtype, addends=6))
         for i in order:
             extra = torch.zeros(7, dtype=dtype)
             extra[-1] = more
@@ -79,6 +87,34 @@ def check_fixed_point(dtype: torch.dtype, fraction: int) -> None:
         expected = sum(part[index].double() for part in parts)
         torch.testing.assert_close(one * 2.0**-fraction, expected.float(), rtol=1e-6, atol=6 * 2.0**-fraction)
     assert all(total([0, 1], more)[1] for more in (math.nan, math.inf, -math.inf))
+
+
+def check_pieces(dtype: torch.dtype) -> None:
+    """What ranks sent has the sum that `FixedPointSum` makes of it, rounded once, and says where it does not fit."""
+    ranks, size, range_ = 3, 2 * 2048 + 5, Range.of(dtype, addends=6)
+    rows = (torch.randn(ranks, size, 2, generator=torch.Generator().manual_seed(3)) / 8).to(dtype)
+    total, misfits = torch.zeros(size, dtype=torch.int64), torch.tensor(0)
+    whole = FixedPointSum([total], misfits, range_)
+    for row in rows:
+        for addend in row.unbind(1):
+            whole.add([addend.contiguous()])
+
+    out, others = torch.full((size,), 7.0), rows[1:].reshape(ranks - 1, -1)
+    add_rounded(rows[0].flatten(), others, out, range_)
+    assert torch.equal(out, total * torch.tensor(2.0**-range_.fraction))
+    integers = torch.full((size,), 7)
+    add_integers(rows[0].flatten(), others, integers, misfits, range_, first=True)
+    assert torch.equal(integers, total)
+    add_integers(rows[0].flatten(), others, integers, misfits, range_, first=False)
+    assert torch.equal(integers, 2 * total)
+    add_rounded(rows[0, :, 0].contiguous(), rows[:0, :, 0], out, range_)  # of one rank
+    assert torch.equal(out, (rows[0, :, 0].double() * 2.0**range_.fraction).trunc().float() * 2.0**-range_.fraction)
+    assert misfits == 0
+    rows[1, 3, 1] = math.nan
+    add_rounded(rows[0].flatten(), rows[1:].reshape(ranks - 1, -1), out, range_)
+    assert out.isnan().nonzero().flatten().tolist() == [3]
+    add_integers(rows[0].flatten(), rows[1:].reshape(ranks - 1, -1), integers, misfits, range_, first=True)
+    assert misfits == 1
 
 
 def check_squares() -> None:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.comm import arena
+from dtgpt.comm import arena, pieces
 from dtgpt.comm.barrier import Barrier
-from dtgpt.config.execution import Settings
+from dtgpt.config.execution import Reduce, Settings
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.batch import Batch
@@ -54,12 +54,13 @@ def shared_files(folder: Path) -> Iterator[Counter[str]]:
     with (
         mock.patch.object(arena, "shared_memory", shared_memory),
         mock.patch.object(pushed_shards, "ROOM", ROOM),
+        mock.patch.object(pieces, "ROOM", ROOM),
         mock.patch.object(Barrier, "wait", wait),
     ):
         yield count
 
 
-def settings_of(plan: str, micro_batches: int, world: int) -> Settings:
+def settings_of(plan: str, micro_batches: int, world: int, reduce: Reduce = "fast") -> Settings:
     resolved = parse_plan(plan, {}).for_world(world)
     samples = resolved.dp * micro_batches
     return Settings(
@@ -70,12 +71,13 @@ def settings_of(plan: str, micro_batches: int, world: int) -> Settings:
         seq_length=CONFIG.seq_length,
         micro_batch_size=1,
         global_batch_size=samples,
+        reduce=reduce,
     )
 
 
-def gradients(plan: str, micro_batches: int) -> list[Tensor]:
+def gradients(plan: str, micro_batches: int, reduce: Reduce) -> list[Tensor]:
     """The loss and this rank's gradients of the second of two steps, after an update."""
-    settings = settings_of(plan, micro_batches, dist.get_world_size())
+    settings = settings_of(plan, micro_batches, dist.get_world_size(), reduce)
     resolved = settings.plan
     mesh = Mesh(resolved, CPU)
     stages, shards = build_stages(settings, mesh, root_key(5))
@@ -93,10 +95,12 @@ def gradients(plan: str, micro_batches: int) -> list[Tensor]:
     return [loss, *(gradient.clone() for gradient in shards.gradients)]
 
 
-def pushed_and_not(folder: Path, plan: str, micro_batches: int) -> tuple[bool, float, Counter[str]]:
+def pushed_and_not(
+    folder: Path, plan: str, micro_batches: int, reduce: Reduce = "fast"
+) -> tuple[bool, float, Counter[str]]:
     """(whether pushed gradients have the bits of those by gloo, the largest difference, as of `shared_files`)."""
-    expected = gradients(plan, micro_batches)
+    expected = gradients(plan, micro_batches, reduce)
     with shared_files(folder) as count:
-        found = gradients(plan, micro_batches)
+        found = gradients(plan, micro_batches, reduce)
     worst = max(float((a.float() - b.float()).abs().max()) for a, b in zip(found, expected, strict=True))
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), worst, count

@@ -140,7 +140,9 @@ def _gradients(shards: Shards, settings: Settings) -> tuple[int, int]:
             used += width * (shard.local.numel() if cut else _elements_of_tp(shard, place))
         return used, 0
     used, padding = buckets.bytes()
-    if shards.exact or not buckets.hooks:  # those that the optimizer gets, or that stay on the parameters until then
+    if (
+        shards.exact and not settings.rounds_sums
+    ) or not buckets.hooks:  # those that the optimizer gets, or that stay on the parameters until then
         used += sum(shard.local.nbytes for shard in shards)
     return used, padding
 

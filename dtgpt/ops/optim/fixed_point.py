@@ -1,14 +1,16 @@
 """Sums whose bits do not depend on the order of their addends: integers in place of floating-point numbers.
 
 `FixedPointSum` adds gradients as 64-bit integers, in units of 2^-49 (of 2^-32 in fp16, whose numbers are all multiples
-of 2^-24). What a gradient has below a unit is cut off. `squares_of_rows` and `exact_sum` give the norm.
+of 2^-24). What a gradient has below a unit is cut off. `add_integers` and `add_rounded` do so with what came from the
+ranks of a group. `squares_of_rows` and `exact_sum` give the norm.
 
-Fast path: one Triton kernel for all tensors, and one for the rows of a matrix. Sharding rule: sums are elementwise;
-rows must be whole, as ZeRO leaves them.
+Fast path: one Triton kernel for all tensors, for those of all ranks, and for the rows of a matrix. Sharding rule: sums
+are elementwise; rows must be whole, as ZeRO leaves them.
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +27,28 @@ def fraction_bits(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float16 else 49
 
 
+class Range(NamedTuple):
+    """What gradients of a type are held to, to be added as integers."""
+
+    fraction: int  # bits below the point
+    limit: float  # of an addend's size
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, addends: int) -> "Range":
+        """Return that of up to `addends` gradients of weights of a type."""
+        fraction = fraction_bits(dtype)
+        return cls(fraction, 2.0 ** (LARGEST - fraction) / addends)
+
+
 class FixedPointSum:
     """Sum gradients in int64 `totals`, contiguous tensors whose memory must not be replaced.
 
-    misfits: int64 scalar on the device that becomes positive where a gradient is not finite, or too large to be one of
-    `addends` in a sum: above 2^12 / addends, in fp16 2^29 / addends. The sum is then of no use.
+    misfits: int64 scalar on the device that becomes positive where a gradient is not finite, or larger than the limit
+    of `range_`. The sum is then of no use.
     """
 
-    def __init__(self, totals: Sequence[Tensor], misfits: Tensor, fraction: int, addends: int):
-        self.totals, self.misfits = list(totals), misfits
-        self._factor, self._limit = 2.0**fraction, 2.0 ** (LARGEST - fraction) / addends
+    def __init__(self, totals: Sequence[Tensor], misfits: Tensor, range_: Range):
+        self.totals, self.misfits, self._range = list(totals), misfits, range_
         self._table = None
         if has_triton(misfits):
             from dtgpt.ops.optim import adamw_kernels
@@ -49,15 +63,58 @@ class FixedPointSum:
         if self._table is not None:
             from dtgpt.ops.optim import adamw_kernels
 
-            numbers = self._factor, self._limit
+            numbers = 2.0**self._range.fraction, self._range.limit
             adamw_kernels.accumulate_fixed(self._table, gradients, self.misfits, *numbers, first)
             return
         for total, gradient in zip(self.totals, gradients, strict=True):
-            wide = gradient.float()
-            fits = wide.abs() <= self._limit
-            integers = (torch.where(fits, wide, 0.0) * self._factor).long()
+            integers, fits = _as_integers(gradient, self._range)
             total.copy_(integers) if first else total.add_(integers)
             self.misfits += (~fits).any()
+
+
+@torch.no_grad()
+def add_rounded(own: Tensor, others: Tensor, out: Tensor, range_: Range) -> None:
+    """Set fp32 `out [n]` to the sum of `own [k n]` and of the rows of `others [ranks - 1, k n]`, all contiguous, where
+    each element of the sum has k addends side by side in every row. It is exact but for one rounding; NaN where an
+    addend does not fit."""
+    if has_triton(out):
+        from dtgpt.ops.optim import fixed_point_kernels
+
+        fixed_point_kernels.launch_add(own, others, out, None, range_.fraction, range_.limit, first=True)
+        return
+    total, fits = _integers_of(own, others, len(out), range_)
+    out.copy_(torch.where(fits, total.float() * 2.0**-range_.fraction, math.nan))
+
+
+@torch.no_grad()
+def add_integers(own: Tensor, others: Tensor, out: Tensor, misfits: Tensor, range_: Range, first: bool) -> None:
+    """Add the same sum to int64 `out [n]`, as integers, or set it in the `first` call; count in the int64 scalar
+    `misfits` where addends do not fit."""
+    if has_triton(out):
+        from dtgpt.ops.optim import fixed_point_kernels
+
+        fixed_point_kernels.launch_add(own, others, out, misfits, range_.fraction, range_.limit, first)
+        return
+    total, fits = _integers_of(own, others, len(out), range_)
+    out.copy_(total) if first else out.add_(total)
+    misfits += (~fits).any()
+
+
+def _integers_of(own: Tensor, others: Tensor, size: int, range_: Range) -> tuple[Tensor, Tensor]:
+    """Return (sum as integers, whether all addends fit), each `[size]`."""
+    total, fits = own.new_zeros(size, dtype=torch.int64), own.new_ones(size, dtype=torch.bool)
+    for row in (own, *others):
+        for addend in row.view(size, -1).unbind(1):
+            integers, inside = _as_integers(addend, range_)
+            total += integers
+            fits &= inside
+    return total, fits
+
+
+def _as_integers(gradient: Tensor, range_: Range) -> tuple[Tensor, Tensor]:
+    wide = gradient.float()
+    fits = wide.abs() <= range_.limit
+    return (torch.where(fits, wide, 0.0) * 2.0**range_.fraction).long(), fits
 
 
 def squares_of_rows(x: Tensor) -> Tensor:
