@@ -46,13 +46,22 @@ def join(job: Job, stack: ExitStack) -> Group:
         say(line)
     process = everyone.among(choice.plan.world)
     settings = check_machine(job, process)
-    stack.enter_context(memory_errors_as_user_errors("lower micro_batch_size (the curve stays the same)"))
+    stack.enter_context(memory_errors_as_user_errors(_remedy_for_memory(settings)))
     watch = None
     if everyone.world > 1 and not dist.is_initialized():
         watch = stack.enter_context(watch_over(everyone, job))
     stack.enter_context(lost_peers_as_user_errors(recipe.timeout, lambda: "start the run again"))
     mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, what_ranks_agree_on(job), watch))
     return Group(settings=settings, mesh=mesh, process=process, watch=watch)
+
+
+def _remedy_for_memory(settings: Settings) -> str:
+    """Return what makes a step need less memory, without a change of the curve, as a sentence goes on."""
+    if settings.micro_batch_size > 1:
+        return "lower micro_batch_size (the curve stays the same)"
+    if settings.recompute != "full":
+        return "use --recompute full (the curve stays the same)"
+    return "use a plan that cuts the model over more processes (dtgpt plan shows them)"
 
 
 def check_machine(job: Job, process: Process) -> Settings:

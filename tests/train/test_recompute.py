@@ -9,6 +9,8 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.models import layers
 from dtgpt.ops.attention.core import PLAIN_RULE, causal_attention
 from dtgpt.train.record import Record
+from dtgpt.train.startup import open_trainer
+from dtgpt.util.errors import UserError
 from tests.support.ranks import pool
 from tests.support.runs import change, record, training
 
@@ -78,3 +80,17 @@ def test_the_core_is_computed_once_more(recipe, monkeypatch, recompute, times):
     assert (
         calls == [{"backend": "explicit", "spans": None, "rule": PLAIN_RULE}] * 2 * 2 * times
     )  # blocks, micro-batches
+
+
+@pytest.mark.parametrize(
+    "changes, remedy",
+    [
+        ({}, "lower micro_batch_size"),
+        ({"micro_batch_size": 1}, "use --recompute full"),
+        ({"micro_batch_size": 1, "recompute": "selective"}, "use --recompute full"),
+        ({"micro_batch_size": 1, "recompute": "full"}, "use a plan that cuts the model over more processes"),
+    ],
+)
+def test_where_memory_runs_out_a_run_says_what_needs_less(recipe, changes, remedy):
+    with pytest.raises(UserError, match=f"ran out of memory; {remedy}"), open_trainer(replace(recipe, **changes)):
+        raise torch.OutOfMemoryError
