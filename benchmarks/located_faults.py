@@ -305,9 +305,9 @@ LOCATED = [
         Fault(
             "cp: values of the first slice are used again",
             "dtgpt/parallel/exchange.py",
-            "whole = exchange(sent, self.once, self.once, self.group).flatten(0, 1).transpose(0, 1)",
+            "joined = exchange(sent, self.once, self.once, self.group).flatten(0, 1).transpose(0, 1)",
             "got = exchange(sent, self.once, self.once, self.group).clone()\n        got[1:] = got[:1]\n"
-            "        whole = got.flatten(0, 1).transpose(0, 1)",
+            "        joined = got.flatten(0, 1).transpose(0, 1)",
         ),
         "--plans cp2",
         "blocks.0.attn.core",
