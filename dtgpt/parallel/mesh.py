@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.util.allocator import keep_freed_memory
 from dtgpt.util.errors import UserError
 from dtgpt.util.torch_private import default_store, set_group_timeout
 
@@ -27,6 +28,8 @@ class Mesh:
     """The processes of a run. With one process there is no process group, and every method is the identity."""
 
     def __init__(self, plan: ResolvedPlan, device: torch.device):
+        if device.type == "cpu":
+            keep_freed_memory()
         self.plan, self.device = plan, device
         self.world = plan.world
         self.rank = dist.get_rank() if self.world > 1 else 0

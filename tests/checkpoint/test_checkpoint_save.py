@@ -132,7 +132,7 @@ def fail_at(monkeypatch, step, kind="optimizer", error=None):
     monkeypatch.setattr(host, "write_file", failing)
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("error", [None, ValueError("whatever it is")])
 @pytest.mark.parametrize("background", [True, False])
 def test_a_checkpoint_that_fails_leaves_the_older_one_and_the_run_as_they_are(
@@ -190,7 +190,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(reci
     assert "no checkpoint of step" not in err and "Permission denied" in err
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["dp2_zero1", "pp2"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_write_costs_the_checkpoint_of_all(recipe, plan, rank):
@@ -243,7 +243,7 @@ def refuse_threads(monkeypatch, allowed=0):
     return started
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("allowed", [0, 1, 2])
 def test_where_no_thread_can_be_started_checkpoints_are_written_without(recipe, monkeypatch, capsys, allowed):
     expected = saved_at_once(recipe)
@@ -320,7 +320,7 @@ def test_a_link_in_the_way_of_setting_aside_is_left_alone(tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "keep, kept",
     [

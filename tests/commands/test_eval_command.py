@@ -167,7 +167,7 @@ def test_windows_of_the_default_overlap_and_of_none(model, data, evaluate, words
     assert result["overlapping_eval"] == step and f"{step} tokens from one to the next" in result["procedure"]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_has_the_same_figures(folder, data, tmp_path, plan):
     words = [str(folder), *map(str, three(data)), "--strict", "--overlapping_eval", "5", "--device", "cpu"]

@@ -261,7 +261,7 @@ def test_ctrl_c_ends_the_text_and_not_the_program(generate, monkeypatch):
     assert first.startswith("hello") and len(first) < 30 and second == "you" + "A" * 40
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_two_processes_under_a_plan_write_one_text(folder, generate, tmp_path):
     words = ["--prompt", "shared", "--tokens", "12", "--seed", "5"]
     alone = generate(*words)[1]

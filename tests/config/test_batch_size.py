@@ -65,7 +65,7 @@ def one_process() -> dict:
     return {}
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan", ["pp2_gpipe", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("dp2", "dp2_zero2", "tp2", "pp2"))]
 )

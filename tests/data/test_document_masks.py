@@ -142,7 +142,7 @@ def test_the_loss_is_that_of_what_counts_in_the_global_batch(recipe):
     assert run.mean_loss(run.train_step()) == pytest.approx((total / batch.loss_weights.sum()).item(), rel=1e-5)
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(7)
 @pytest.mark.parametrize(
     "plan", ["dp2", "tp2_sp", "pp2_zbv", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("dp2_zero2", "pp2"))]

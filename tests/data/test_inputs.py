@@ -345,7 +345,7 @@ def bomb(packed, path, size, fill=b"\n"):
     return path
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(8)
 @pytest.mark.parametrize("packed", [".zst", ".gz", ".xz", ".bz2"])
 def test_a_small_file_does_not_fill_the_memory(tmp_path, packed):

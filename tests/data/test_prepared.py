@@ -252,7 +252,7 @@ def test_tokens_beyond_the_vocabulary_are_named(recipe, tmp_path):
 GPT2 = Path(__file__).parents[1] / "fixtures" / "gpt2"
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_gpt2s_vocabulary_may_come_from_its_files(tmp_path):
     """As tiktoken carries it, wherever that is at hand."""
     files = []

@@ -207,7 +207,7 @@ def test_any_exhaustive_order_is_that_of_the_plain_loop(sizes):
     assert sorted(order) == [(i, k) for i, size in enumerate(sizes) for k in range(size)]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @quick
 @given(st.lists(st.tuples(LENGTHS, st.floats(0.01, 1.0)), min_size=2, max_size=4), st.integers(0, 60), SEEDS)
 def test_a_blend_takes_the_samples_of_each_dataset_in_their_order(datasets, count, seed):

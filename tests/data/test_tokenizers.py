@@ -109,7 +109,7 @@ def save_tokenizer_json(folder, files, **changes):
     return folder / "tokenizer.json"
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(6)
 @pytest.mark.parametrize("kind", ["files", "tokenizer.json", "tokenizers", "trained", "sentencepiece", "bytes"])
 def test_every_kind_survives_pickling(kind, tmp_path, files):
@@ -123,7 +123,7 @@ def test_every_kind_survives_pickling(kind, tmp_path, files):
     assert "quick brown fox" in copy.decode(copy.encode("the quick brown fox"))
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(5)
 def test_a_plain_tokenizer_json_is_encoded_by_tiktoken_others_by_their_library(tmp_path, files, gpt2):
     plain = open_tokenizer(str(save_tokenizer_json(tmp_path, files)))
@@ -394,7 +394,7 @@ def test_a_damaged_model_is_one_sentence(tmp_path, changes):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(1)
 def test_tokens_that_no_merge_makes_on_purpose_are_taken(tmp_path, capsys):
     vocab, merges = gpt2_files(tmp_path)

@@ -94,13 +94,14 @@ def assert_equal(found: dict[str, list], wanted: dict[str, list]) -> None:
                     assert one[0] == pytest.approx(two[0], abs=1e-4) and one[1] == two[1]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_every_answer_is_that_of_the_hf_back_end(ours, theirs):
     assert_equal(answers(ours), answers(theirs))
     texts = [text for (text,) in answers(ours)["local_generation"]]
     assert any(texts) and not any(" harbour" in text for text in texts)
 
 
+@pytest.mark.turns(8)
 def test_every_metric_is_that_of_the_hf_back_end(ours, theirs):
     for task in TASKS:
         mine, other = ours["results"][task], theirs["results"][task]
@@ -142,7 +143,7 @@ def test_requests_of_ids_are_judged_alike(folder):
     assert own._loglikelihood_tokens([], disable_tqdm=True) == [] and own.generate_until([]) == []
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_the_command_answers_alike_under_plans(folder, tmp_path, theirs):
     from tests.support.bodies_harness import commands_under_plans, saved_answers
 

@@ -180,7 +180,7 @@ def recipe(recipe):
     return change(recipe, model={"num_layers": 4, "seq_length": 32}, micro_batch_size=2, log={"sample_tokens": 0})
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", TRAINING)
 def test_training_stages_score_alike_under_every_plan_and_no_loss_changes(recipe, plan):
     given = samples(256, 32)

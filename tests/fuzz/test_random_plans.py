@@ -27,6 +27,7 @@ def test_the_seed_is_that_of_the_week_or_as_asked_for(monkeypatch):
     assert seed_of_the_week() == 202601
 
 
+@pytest.mark.turns(3)
 def test_random_cases_of_the_week_are_right_or_refused(capsys):
     seed = seed_of_the_week()
     words = ["--random", "60", "--seed", str(seed), "--minutes", f"{MINUTES:g}", "--device", "cpu"]

@@ -72,7 +72,7 @@ CASES = [(kind, backend) for kind in CONFIGS for backend in BACKENDS]
 UNKNOWN = [(WindowedConfig, backend) for backend in ("sdpa", "fused_softmax", "flash")]  # to which its layers are
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(9)
 @pytest.mark.parametrize("architecture, backend", [case for case in CASES if case not in UNKNOWN])
 def test_cached_is_recomputed_whatever_the_back_end_the_chunks_and_what_the_slot_held(architecture, backend):

@@ -70,7 +70,7 @@ def requests() -> list[Request]:
     return [*asked, Request(ids=PROMPTS[4], sampling=Sampling(max_new_tokens=NEW), beams=Beams(width=3))]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "family, plans", [("llama", ["single", "tp2", "pp2"]), pytest.param("qwen3", ["tp2_pp2"], marks=pytest.mark.long)]
 )

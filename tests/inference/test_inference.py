@@ -74,7 +74,7 @@ ASKED = [
 ]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", [pytest.param(p, marks=[pytest.mark.long] * (p in RARE)) for p in WORLDS])
 def test_every_rank_has_the_logits_and_the_samples_of_transformers(theirs, folder, plan):
     greedy = theirs.generate(torch.tensor([PROMPT]), max_length=LENGTH, do_sample=False, pad_token_id=0)
@@ -144,7 +144,7 @@ def recipe(recipe):
     return change(recipe, model=shape, micro_batch_size=2, steps=2, checkpoint={"interval": 1}, log=quiet)
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("written, plan", [("single", "tp4"), ("tp2", "pp2"), ("dp2_zero3", "tp2")])
 def test_a_run_and_any_of_its_checkpoints_load_under_another_plan(recipe, written, plan):
     pool().run(WORLDS[written], train, change(recipe, plan=written))
@@ -183,7 +183,7 @@ torch.save(model(torch.arange(5)[None]), f"{model.mesh.rank}.pt")
 """
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_a_program_that_torchrun_started_needs_no_process_group_of_its_own(theirs, folder, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = run_program([*TORCHRUN, "--nproc-per-node", "2", "program.py", folder], tmp_path)

@@ -78,7 +78,7 @@ def test_a_prompt_longer_than_the_model_is_padded_to_nothing():
     assert padded_length(2049, 4096) is None
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(5)
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("plan, world", [("single", 1), ("tp2", 2), ("tp2_pp2", 4)])

@@ -93,14 +93,14 @@ def check(outcomes: Outcomes, actions: list[Submit | Cancel | Steps]) -> None:
                 assert [x for _, x in ours] == pytest.approx([x for _, x in theirs], rel=TOLERANCE, abs=TOLERANCE)
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(plays(), sizes, batches)
 def test_in_company_as_alone(actions, sizes, batch_tokens):
     check(play(CONFIG, "single", SLOTS, sizes, actions, batch_tokens), actions)
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan, world", [("tp2_pp2", 4), *(pytest.param(plan, 2, marks=pytest.mark.long) for plan in ("tp2", "pp2"))]
 )

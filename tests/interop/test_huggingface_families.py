@@ -98,6 +98,7 @@ def test_keys_that_are_missing_mean_what_they_mean_in_transformers(tmp_path, fam
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
+@pytest.mark.turns(4)
 def test_a_scaling_of_gemma_is_that_of_its_global_layers(tmp_path):
     config = ARCHITECTURES["gemma3_text"].read_config({"rope_scaling": LINEAR, "rope_theta": 1e6}, tmp_path)
     assert (config.rope_scaling, config.rope_factor, config.rope_local_theta) == ("linear", 8.0, 10000.0)

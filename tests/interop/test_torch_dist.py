@@ -49,7 +49,7 @@ def check_model(path, model, dtype=torch.float32):
     return source
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_weights_of_every_layout(model, tmp_path):
@@ -283,7 +283,7 @@ def outcome(path):
         return str(error)
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(2)
 def test_random_damage_is_told_or_changes_nothing(tree):
     """Bits that flip, ends that are cut off, and files that are gone or stand in the place of another."""
@@ -321,7 +321,7 @@ def test_random_damage_is_told_or_changes_nothing(tree):
     assert told > 30
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(3)
 def test_every_piece_has_its_checksum(tree):
     path, _ = tree

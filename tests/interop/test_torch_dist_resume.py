@@ -121,7 +121,7 @@ def expect(recipe, whole):
     assert set(found) == {3, 4} and found == pytest.approx({step: whole[step] for step in found}, rel=2e-6)
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_a_run_goes_on_under_every_plan(parted, recipe):
     """GPT-2 with dropout: as the run does that was not parted."""
     on, whole = parted(recipe, masters="fp32_param")

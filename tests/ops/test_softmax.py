@@ -119,7 +119,7 @@ def test_opcheck(kind, with_key):
     torch.library.opcheck(torch.ops.dtgpt.softmax_backward.default, (grad, scores.detach(), log_sums, *settings))
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("function", [scaled_masked_softmax, custom_op])
 def test_it_compiles_without_a_break(function):
     scores, grad, key = make_case((2, 2, 6, 9), torch.float32)

@@ -125,7 +125,7 @@ def test_ranks_that_share_memory_exchange_the_same_bits_without_messages(recipe,
         assert shared == expected and none == 0
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("writer, reader", [("cp2_zero1", "dp2_tp2_zero3"), ("tp2", "cp4_zero3")])
 def test_another_plan_reads_the_checkpoint(recipe, tmp_path, writer, reader):

@@ -65,7 +65,7 @@ BITS = [
 
 
 @pytest.mark.slow(22)
-@pytest.mark.turns(6)
+@pytest.mark.turns(9)
 @pytest.mark.parametrize("reference, plans, changes", BITS)
 def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
     recipe = replace(exact, **changes)

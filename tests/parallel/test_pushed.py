@@ -7,7 +7,7 @@ from tests.support.bodies_pushes import ROOM, pushed_and_not, settings_of
 from tests.support.ranks import pool
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(11)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("plan", ["dp2", "dp2_zero1", "dp2_zero2", "dp2_zero3"])

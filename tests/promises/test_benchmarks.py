@@ -201,7 +201,7 @@ def test_runs_that_differ_in_rounding_or_seed_are_compared_by_their_means(capsys
     assert "2.2500 (1.5000 to 3.0000), +0.7500, standard error 0.2500" in capsys.readouterr().out
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_ways_to_generate_are_measured_beside_the_bound(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import decode

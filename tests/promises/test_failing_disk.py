@@ -53,7 +53,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_a_file_that_cannot_be_read_is_told(models, capsys, kind):
     files = [file for file in Path(kind).rglob("*") if file.is_file() and not file.is_symlink()]

@@ -12,7 +12,7 @@ from tests.support.programs import TORCHRUN, run_program
 PAGE = (Path(__file__).parents[2] / "docs/library.md").read_text()
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(10)
 def test_the_program_has_the_same_losses_in_two_processes_and_can_be_loaded(tmp_path):
     pieces = re.findall(r"```python\n(.*?)```", PAGE, re.S)
@@ -67,7 +67,7 @@ with dtgpt.open_trainer(recipe) as trainer:
 """
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.slow(4)
 def test_an_own_loss_has_the_same_curve_under_plans(tmp_path):
     (tmp_path / "own_loss.py").write_text(re.findall(r"```python\n(.*?)```", PAGE, re.S)[4] + OWN_LOSS)

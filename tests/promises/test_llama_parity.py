@@ -91,7 +91,7 @@ def test_the_plan_follows_one_process(recipe, plan, tied):
         assert rank.sample == expected.sample and rank.held == rank.planned
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(("plan", "groups"), GATHERED)
 def test_more_context_ranks_than_heads_of_keys_follow_one_process(recipe, plan, groups):
     plan = parse_plan(plan)
@@ -131,7 +131,7 @@ OWN = {
 }  # fmt: skip
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("name", OWN)
 def test_a_table_of_the_recipe_follows_one_process(recipe, name):
     recipe = sized_for(recipe, Plan(tp=2), tied=False)

@@ -239,7 +239,7 @@ def test_a_client_is_its_key_or_its_address(monkeypatch):
     assert clients == ["key 1", "key 2", "testclient", "testclient"]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_a_client_with_many_connections_starves_nobody(address, http, monkeypatch, service):
     """The other one, of another address, has room in a full queue, and the next slot."""
     monkeypatch.setattr(service.worker, "limits", replace(service.limits, queue=64, read_seconds=30.0))
@@ -390,7 +390,7 @@ def test_many_connections_at_once(address, service):
     assert most > 100
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_an_answer_does_not_depend_on_the_load(http, service, monkeypatch):
     monkeypatch.setattr(service.worker, "limits", replace(service.limits, read_seconds=30.0))  # machines may be busy
     requests = [

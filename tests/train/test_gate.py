@@ -78,6 +78,7 @@ def test_a_fault_is_located(recipe, reference, tmp_path, name):
     assert (found.fault.module, found.fault.kind, found.fault.step) == (module, kind, 1)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "change, module",
     [("", None), (f"{BLOCK}.ln_1.eps = 1.0", "blocks.0.ln_1"), FAULTS["backward"][:2]],

@@ -59,7 +59,7 @@ def test_a_record_has_the_mean_of_its_interval_and_the_loss_of_its_step(recipe, 
     assert records(run)[1]["bits_per_byte"] == pytest.approx(losses(run)[5] / math.log(2), rel=1e-3)  # of bytes
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan, stop",
     [
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_an_older_version_begins_an_interval(recipe):
     assert losses(run)[10] == pytest.approx(sum(steps[i] for i in (8, 9, 10)) / 3, rel=1e-12)
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "saved",
     [5, {}, {"sum": "a", "copies": 1, "steps": 1}, {"sum": 1.0, "copies": 0, "steps": 1}]

@@ -88,7 +88,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("kind", PLANS, indirect=True)
 def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(lora, kind, tmp_path):
     losses, weights = train_and_save(lora, tmp_path / "one", STEPS)
@@ -132,7 +132,7 @@ def test_training_follows_peft(lora, tmp_path):
         assert planned.weights + planned.optimizer == held + frozen
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "phi3"], indirect=True)
 def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path):
     run = tmp_path / "run"
@@ -183,7 +183,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_adapters_that_peft_made_are_read(kind, tmp_path):
     base = save_base(kind, tmp_path / "base")

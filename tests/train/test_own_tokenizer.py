@@ -74,7 +74,7 @@ def test_a_run_goes_on_without_the_files_of_the_model_that_it_began_with(raw, mo
     assert "the recipe file says data" not in capsys.readouterr().out
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("named, words", [
     (["--data.tokenizer", "bytes"], None), (["--data.tokenizer", "bpe", "--data.bpe_vocab_size", "290"], None),
     (["--data.tokenizer", "bpe"], "1024 is more than the 400 tokens of .*; use --data.bpe_vocab_size 400, or leave"),

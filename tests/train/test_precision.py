@@ -27,7 +27,7 @@ def steps_of(run) -> list[dict]:
     return [r for r in read_records(run / "metrics.jsonl") if "loss" in r]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("precision, bound", [("bf16", 2e-3), ("fp16", 3e-4)])
 def test_a_run_in_16_bits_follows_the_one_in_fp32(recipe, precision, bound):
     assert train(recipe) == 0
@@ -71,7 +71,7 @@ def test_the_records_tell_the_scale_and_the_steps_that_were_skipped(recipe):
     assert 10 < counts[-1] < 28
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_a_resumed_fp16_run_goes_on_with_its_scale(recipe, tmp_path):
     recipe = change(recipe, precision="fp16", steps=28, loss_scale=HUGE, optimizer={"decay_steps": 28})
     train(recipe)
@@ -90,7 +90,7 @@ def test_a_resumed_fp16_run_goes_on_with_its_scale(recipe, tmp_path):
         assert (run / file).read_bytes() == (whole / file).read_bytes()
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["dp2", "dp2_zero3", "tp2_sp", "pp2"])
 def test_all_ranks_skip_a_step_in_which_one_overflows(recipe, plan):
     recipe = change(recipe, plan=plan, precision="fp16", micro_batch_size=2, loss_scale={"initial": 2.0**12})
@@ -111,7 +111,7 @@ def one_process() -> dict:
     return {}
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan, micro_batch_size",
     [

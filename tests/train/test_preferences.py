@@ -166,7 +166,7 @@ PLANS = {"single": 4, "dp2_zero3": 1, "tp2_sp": 4, "pp2": 2, "cp2": 4}
 WITH_SLICES = [("cp4", 2), ("cp2_tp2", 8), ("cp2_pp2", 4), ("cp2_zero3", 8), ("dp2_cp2", 2)]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(dpo, tmp_path):
     expected, figures = train_pairs(dpo, tmp_path / "one", STEPS)
     assert expected[0] == pytest.approx(np.log(2), rel=1e-7) and expected[-1] < expected[0] - 0.01
@@ -243,7 +243,7 @@ def test_steps_are_those_of_the_formula_in_transformers(dpo, base, loss, steps):
             assert trainer.mean_loss(trainer.train_step()) == pytest.approx(theirs.item(), rel=1e-5), step
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_adapters_prefer_relative_to_their_base(dpo, tmp_path):
     with_adapters = replace(dpo, lora=LoraConfig(rank=4), optimizer=replace(dpo.optimizer, lr=1e-2))
     expected, figures = train_pairs(with_adapters, tmp_path / "one", STEPS)

@@ -25,7 +25,7 @@ def run(recipe, plan: str) -> Record:
     return record(recipe, STEPS) if world == 1 else pool().run(world, record, recipe, STEPS)[0]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan, precision",
     [

@@ -50,7 +50,7 @@ PLANS = {"dp2": 2, "dp2_zero3": 4, "pp2": 2, "tp2": 4, "cp2": 4}  # and the size
 WITH_SLICES = [("cp4", 2), ("cp2_tp2", 4), ("cp2_pp2", 2), ("cp2_zero3", 8), ("dp2_cp2", 2)]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_every_plan_draws_the_answers_and_has_the_losses_of_one_process(grpo):
     expected = train_answers(grpo, STEPS)
     assert len(expected[1]) == 8 * STEPS and len(set(map(tuple, expected[1]))) > 16
@@ -265,7 +265,7 @@ def curve(run):
     return {record["step"]: [record.get(name) for name in names] for record in records}
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("moment", ["rollout", "scoring", "update"])
 def test_a_run_that_was_killed_goes_on_bit_for_bit(grpo, moment, tmp_path):
     train(replace(grpo, runs=str(tmp_path / "whole")))

@@ -268,7 +268,7 @@ def test_a_new_run_has_the_dimensions_of_the_model_that_it_begins_with(mine, cap
     assert not Path("runs/mine-003").exists()
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["single", "dp2_zero3", "tp2_sp", "pp2"])
 def test_a_shorter_context_takes_the_first_positions(recipe, tmp_path, plan):
     train(change(recipe, steps=1))

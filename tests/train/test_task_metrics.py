@@ -73,7 +73,7 @@ def test_a_run_measures_its_tasks_and_loses_no_bit(recipe, files, capsys):
     assert not figures(newest_run(recipe))
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_a_plan_has_the_same_figures(recipe):
     recipe = change(recipe, log={"eval_tasks_interval": 0})
     assert train(recipe) == 0

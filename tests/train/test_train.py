@@ -51,7 +51,7 @@ def test_a_run_folder_holds_all_that_happened(recipe):
     assert losses(newest_run(recipe)) == losses(run)  # the same recipe, the same numbers
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_the_loss_falls(recipe):
     train(change(recipe, steps=60, optimizer={"lr": 1e-2}, log={"interval": 10}))
     run = newest_run(recipe)
@@ -61,7 +61,7 @@ def test_the_loss_falls(recipe):
     assert held_out[-1] < 0.7 * held_out[0]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_a_single_batch_is_learnt_by_heart(recipe):
     """Of windows long enough that the ambiguous beginnings, where some agree by chance, weigh little."""
     shape = {"dropout": 0.0, "hidden_size": 64, "seq_length": 64}
@@ -178,7 +178,7 @@ def test_a_signal_saves_also_when_nobody_reads_stderr(recipe, monkeypatch):
     assert [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")] == ["step_00000001"]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(24)
 def test_wandb_offline_gets_the_same_records(recipe):
     pytest.importorskip("wandb")
     assert train(change(recipe, steps=3, log={"wandb": "offline"})) == 0
