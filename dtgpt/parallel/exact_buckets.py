@@ -109,7 +109,7 @@ class SummedBucket(ExactBucket):
             self._local = self.flat.new_zeros(self.ranks * sum(self.parts) + 1)
         pieces = self._local[:-1].split([self.ranks * part for part in self.parts])
         wholes = [p[: math.prod(shape)].view(shape) for p, shape in zip(pieces, self.shapes, strict=True)]
-        self._pieces = [piece.view(self.ranks, -1) for piece in pieces]
+        self._by_rank = [piece.view(self.ranks, -1) for piece in pieces]
         self._sum = FixedPointSum(wholes, self._local[-1], self.range)
         self._second = FixedPointSum(wholes[-1:], self._local[-1], self.range) if self.tied else None
         self._work: dist.Work | None = None
@@ -126,7 +126,7 @@ class SummedBucket(ExactBucket):
             self._work = dist.all_reduce(self.flat, group=self._group, async_op=True)
         else:
             counts = self._local[-1].expand(self.ranks, 1)
-            whole = torch.cat([*self._pieces, counts], dim=1).flatten()
+            whole = torch.cat([*self._by_rank, counts], dim=1).flatten()
             self._work = reduce_scatter_single(self.flat, whole, self._group, async_op=True)
 
     def wait(self) -> None:
