@@ -37,7 +37,7 @@ class Range(NamedTuple):
     def of(cls, dtype: torch.dtype, addends: int) -> "Range":
         """Return that of up to `addends` gradients of weights of a type."""
         fraction = fraction_bits(dtype)
-        return cls(fraction, 2.0 ** (LARGEST - fraction) / addends)
+        return cls(fraction, torch.tensor(2.0 ** (LARGEST - fraction) / addends).item())  # as kernels read it: in fp32
 
 
 class FixedPointSum:
@@ -69,7 +69,8 @@ class FixedPointSum:
         for total, gradient in zip(self.totals, gradients, strict=True):
             integers, fits = _as_integers(gradient, self._range)
             total.copy_(integers) if first else total.add_(integers)
-            self.misfits += (~fits).any()
+            if fits is not None:
+                self.misfits += (~fits).any()
 
 
 @torch.no_grad()
@@ -83,7 +84,9 @@ def add_rounded(own: Tensor, others: Tensor, out: Tensor, range_: Range) -> None
         fixed_point_kernels.launch_add(own, others, out, None, range_.fraction, range_.limit, first=True)
         return
     total, fits = _integers_of(own, others, len(out), range_)
-    out.copy_(torch.where(fits, total.float() * 2.0**-range_.fraction, math.nan))
+    out.copy_(total).mul_(2.0**-range_.fraction)
+    if fits is not None:
+        out.masked_fill_(~fits, math.nan)
 
 
 @torch.no_grad()
@@ -97,24 +100,29 @@ def add_integers(own: Tensor, others: Tensor, out: Tensor, misfits: Tensor, rang
         return
     total, fits = _integers_of(own, others, len(out), range_)
     out.copy_(total) if first else out.add_(total)
-    misfits += (~fits).any()
+    if fits is not None:
+        misfits += (~fits).any()
 
 
-def _integers_of(own: Tensor, others: Tensor, size: int, range_: Range) -> tuple[Tensor, Tensor]:
-    """Return (sum as integers, whether all addends fit), each `[size]`."""
-    total, fits = own.new_zeros(size, dtype=torch.int64), own.new_ones(size, dtype=torch.bool)
-    for row in (own, *others):
-        for addend in row.view(size, -1).unbind(1):
-            integers, inside = _as_integers(addend, range_)
-            total += integers
-            fits &= inside
+def _integers_of(own: Tensor, others: Tensor, size: int, range_: Range) -> tuple[Tensor, Tensor | None]:
+    """Return (sums `[size]` as integers, whether all addends of each fit; None: they do)."""
+    addends = [addend for row in (own, *others) for addend in row.view(size, -1).unbind(1)]
+    total, fits = _as_integers(addends[0], range_)
+    for addend in addends[1:]:
+        integers, inside = _as_integers(addend, range_)
+        total += integers
+        if inside is not None:
+            fits = inside if fits is None else fits & inside
     return total, fits
 
 
-def _as_integers(gradient: Tensor, range_: Range) -> tuple[Tensor, Tensor]:
-    wide = gradient.float()
-    fits = wide.abs() <= range_.limit
-    return (torch.where(fits, wide, 0.0) * 2.0**range_.fraction).long(), fits
+def _as_integers(gradient: Tensor, range_: Range) -> tuple[Tensor, Tensor | None]:
+    """Return (integers, 0 for what does not fit; which elements fit). None: all do, as a CPU sees with less work."""
+    scaled, limit = gradient.float() * 2.0**range_.fraction, range_.limit * 2.0**range_.fraction
+    if scaled.device.type == "cpu" and scaled.numel() and all(abs(end.item()) <= limit for end in scaled.aminmax()):
+        return scaled.long(), None
+    fits = scaled.abs() <= limit
+    return torch.where(fits, scaled, 0.0).long(), fits
 
 
 def squares_of_rows(x: Tensor) -> Tensor:
