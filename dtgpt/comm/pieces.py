@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.comm.arena import AllRanks, aligned, share
+from dtgpt.comm.arena import AllRanks, share
 from dtgpt.comm.barrier import Barrier
 from dtgpt.comm.reduce import second_stream
-from dtgpt.comm.scatter import ALIGNED, ROOM, Add, CopyScatter
+from dtgpt.comm.scatter import Add, CopyScatter
 from dtgpt.util.torch_private import all_gather_single
 
 
@@ -22,15 +22,14 @@ class Pieces:
 
     def __init__(self, everyone: AllRanks, group: dist.ProcessGroup | None, largest: int, lengths: Sequence[int] = ()):
         """everyone: all ranks, which take part. group: None of one rank. largest: bytes of the largest message to a
-        rank; larger than ROOM, it takes several turns. lengths: of the sums, multiples of the number of ranks."""
+        rank. lengths: of the sums, multiples of the number of ranks."""
         self._group, self.ranks = group, 1 if group is None else group.size()
         self._stream = second_stream(everyone.device) if everyone.device.type == "cuda" else None
         self._kept: Sequence[Tensor] = ()
         self._queued = False
         self._scatter, self._barrier = None, None
-        room = min(ROOM, aligned(largest, ALIGNED)) * (self.ranks - 1)
         places = [4 * length for length in lengths]
-        areas = share(everyone, group, [room, Barrier.bytes(self.ranks), *places])
+        areas = share(everyone, group, [CopyScatter.bytes(largest, self.ranks), Barrier.bytes(self.ranks), *places])
         if areas is None:
             self.sums = [torch.zeros(length, device=everyone.device) for length in lengths]
             return

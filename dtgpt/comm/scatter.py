@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from dtgpt.comm.arena import Area
+from dtgpt.comm.arena import Area, aligned
 from dtgpt.comm.barrier import Barrier
 
 ALIGNED = 16  # bytes
@@ -31,6 +31,12 @@ def row_of(source: int, target: int) -> int:
 
 class CopyScatter:
     """Reduce-scatters through memory that the ranks share."""
+
+    @staticmethod
+    def bytes(largest: int, ranks: int) -> int:
+        """Return the bytes of the area for messages to each other rank of up to `largest` bytes: larger ones than ROOM
+        take several turns."""
+        return min(ROOM, aligned(largest, ALIGNED)) * (ranks - 1)
 
     def __init__(self, area: Area, barrier: Barrier):
         """area: for what comes from the other ranks; tensors that are larger take several turns. barrier: of the stream

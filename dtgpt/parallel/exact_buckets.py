@@ -87,6 +87,9 @@ class ExactBucket(ABC):
         sums are gradients in fp32."""
         return None
 
+    def _add_rounded(self, own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
+        add_rounded(own, others, out, self.range)
+
     def _cut(self, flat: Tensor) -> list[Tensor]:
         """Return the sums as parts of the beginning of `flat`."""
         pieces = flat[: sum(self.parts)].split(self.parts)
@@ -176,15 +179,12 @@ class CutBucket(ExactBucket):
 
     def _send(self, sent: list[Tensor], first: bool) -> None:
         """Add up what the ranks send: `[ranks, elements]`, and `[ranks, elements, 2]` of a table."""
-
-        def add(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
-            if self._rounds:
-                add_rounded(own, others, out, self.range)
-            else:
-                add_integers(own, others, out, self.misfits, self.range, first)
-
+        add = self._add_rounded if self._rounds else partial(self._add_integers, first)
         for whole, part in zip(sent, self.flat.split([whole.shape[1] for whole in sent]), strict=True):
             self._pieces.scatter(whole, part, add)
+
+    def _add_integers(self, first: bool, own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
+        add_integers(own, others, out, self.misfits, self.range, first)
 
     def wait(self) -> None:
         self._pieces.wait()
@@ -237,12 +237,9 @@ class RoundedBucket(ExactBucket):
         self._pieces.start(self._send)
 
     def _send(self) -> None:
-        def add(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
-            add_rounded(own, others, out, self.range)
-
         for index, whole in enumerate(self._sent, self._first):
             own = self._pieces.sums[index].view(self._pieces.ranks, -1)[self._pieces.rank]
-            self._pieces.scatter(whole, own, add)
+            self._pieces.scatter(whole, own, self._add_rounded)
             self._pieces.gather(index)
 
     def wait(self) -> None:

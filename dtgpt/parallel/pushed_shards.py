@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from dtgpt.comm.arena import Area, aligned, share
 from dtgpt.comm.barrier import Barrier
 from dtgpt.comm.gather import PLACES, CopyGather
-from dtgpt.comm.scatter import ALIGNED, ROOM, CopyScatter
+from dtgpt.comm.scatter import CopyScatter
 from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.gradients import parameter_groups
@@ -80,7 +80,7 @@ def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype
     groups = parameter_groups(part)
     sizes, places = _layout(groups, len(part.blocks), mesh, dtype)
     largest = max(sum(_padded(p, mesh) for p in parameters) for parameters in groups)
-    room = min(ROOM, aligned(largest // ranks * wire.itemsize, ALIGNED)) * (ranks - 1)
+    room = CopyScatter.bytes(largest // ranks * wire.itemsize, ranks)
     areas = share(mesh, group, [*sizes, room, Barrier.bytes(ranks), Barrier.bytes(ranks)])
     if areas is None:
         return {}

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from dtgpt.comm.all_to_all import TokenExchange
 from dtgpt.comm.gather import PLACES
-from dtgpt.comm.scatter import ROOM
+from dtgpt.comm.scatter import CopyScatter
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.parallel.cache_sizes import slot_bytes
@@ -154,5 +154,5 @@ def _shared(blocks: list[int], around: int, settings: Settings) -> int:
     plan, width = settings.plan, settings.dtype.itemsize
     places = min(PLACES, len(blocks)) if plan.reshards else len(blocks)  # which blocks use in turn
     in_blocks = sum(max(blocks[place::places]) for place in range(places))
-    room = min(ROOM, max([*blocks, around]) // plan.shard * settings.scattered_dtype.itemsize) * (plan.shard - 1)
-    return width * (in_blocks + around) + room
+    largest = max([*blocks, around]) // plan.shard * settings.scattered_dtype.itemsize
+    return width * (in_blocks + around) + CopyScatter.bytes(largest, plan.shard)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from dtgpt.comm.scatter import ROOM
+from dtgpt.comm.scatter import CopyScatter
 from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.planning import zero_bubble
@@ -141,5 +141,5 @@ def _sent_at_once(held: Held) -> int:
     ends = sum(bytes_to_sum(p, settings) for p in held.trained if p.block is None)
     sent = max(largest * settings.dtype.itemsize, ends)
     copied = plan.data_ranks * plan.tp <= GPUS_OF_HOST
-    arriving = min(ROOM, sent // plan.data_ranks) * (plan.data_ranks - 1) if copied else sent
+    arriving = CopyScatter.bytes(sent // plan.data_ranks, plan.data_ranks) if copied else sent
     return arriving + (sent if plan.zero else 0)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dtgpt.comm import scatter
 from dtgpt.planning import memory
 from tests.support.bodies_pushes import ROOM, pushed_and_not, settings_of
 from tests.support.ranks import pool
@@ -17,7 +18,7 @@ def test_two_ranks_push_what_gloo_sends_bit_for_bit(tmp_path, monkeypatch, plan,
         assert count["shared"] == 1 and count["met"] >= 2 * 2 * 4
         if "zero" in plan:
             settings = settings_of(plan, micro_batches, 2)
-            monkeypatch.setattr(memory, "ROOM", ROOM)
+            monkeypatch.setattr(scatter, "ROOM", ROOM)
             planned = memory.memory_of(settings, 0).gathered
             assert count["bytes"] == pytest.approx(planned, rel=0.05)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.comm import arena, pieces
+from dtgpt.comm import arena, scatter
 from dtgpt.comm.barrier import Barrier
 from dtgpt.config.execution import Reduce, Settings
 from dtgpt.config.plan_names import parse_plan
@@ -18,7 +18,6 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel import pushed_shards
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
@@ -53,8 +52,7 @@ def shared_files(folder: Path) -> Iterator[Counter[str]]:
 
     with (
         mock.patch.object(arena, "shared_memory", shared_memory),
-        mock.patch.object(pushed_shards, "ROOM", ROOM),
-        mock.patch.object(pieces, "ROOM", ROOM),
+        mock.patch.object(scatter, "ROOM", ROOM),
         mock.patch.object(Barrier, "wait", wait),
     ):
         yield count
