@@ -10,14 +10,15 @@ from dtgpt.config.lora import LoraConfig
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import Core
+from dtgpt.models.inventory import Core, inventory
 from dtgpt.ops.attention.core import Backend, choose, in_kernels
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import why_no_compiler
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by a recipe's names
-Recompute = Literal["none", "selective", "full"]
+SCORES: tuple[Backend, ...] = ("explicit", "fused_softmax")  # which keep scores for backward
+Recompute = Literal["none", "selective", "around_attention", "full"]
 Reduce = Literal["fast", "exact"]
 Switch = Literal["auto", "on", "off"]
 MOST_SLOTS = 256  # sequences that are generated at the same time
@@ -98,9 +99,14 @@ class Settings:
         return torch.float32 if summed_before else self.dtype
 
     @property
+    def repeats_blocks(self) -> bool:
+        """Whether each step computes blocks again in backward, with or without their attention."""
+        return self.recompute in ("around_attention", "full")
+
+    @property
     def observes_again(self) -> bool:
         """Whether a step that observes values for fp8 computes blocks again in backward, which other steps do not."""
-        return self.fp8 and self.recompute != "full" and not self.plan.splits_backward
+        return self.fp8 and not self.repeats_blocks and not self.plan.splits_backward
 
     @property
     def attention_backend(self) -> Backend:
@@ -111,6 +117,17 @@ class Settings:
         """The back end of an attention core in a training step: that of the run, unless the core has a rule which this
         does not know."""
         return self._backend_for(core.head_dim, core.softcap, core.sinks)
+
+    @property
+    def scores_backend(self) -> Backend | None:
+        """A back end of an attention core that keeps scores for backward; None where none does."""
+        backends = {self.backend_of(core) for core in inventory(self.model).kinds_of_cores()}
+        return next((each for each in SCORES if each in backends), None)
+
+    @property
+    def recomputes(self) -> list[Recompute]:
+        """What may be computed again to save memory, the least first."""
+        return ["none", "selective" if self.scores_backend else "around_attention", "full"]
 
     def _backend_for(self, head_dim: int, softcap: bool = False, sinks: bool = False) -> Backend:
         if self.attention != "auto":

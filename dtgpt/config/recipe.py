@@ -13,7 +13,7 @@ from dtgpt.config import checks
 from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
 from dtgpt.config.dpo import DpoConfig, check_dpo
-from dtgpt.config.execution import Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
+from dtgpt.config.execution import Recompute, Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
 from dtgpt.config.grpo import GrpoConfig, check_grpo, grpo_notes
 from dtgpt.config.lora import LoraConfig, check_lora, check_lora_plan
@@ -76,8 +76,9 @@ class Recipe:
         "implementation of the attention core; auto: the fastest, if possible one with the same bits in every run",
     ] = "auto"
     recompute: Annotated[
-        Literal["none", "selective", "full"],
-        "recompute activations in backward: of the attention core (selective) or of whole blocks (full)",
+        Recompute,
+        "recompute activations in backward: of the attention core (selective), of blocks but that core "
+        "(around_attention) or of whole blocks (full)",
     ] = "none"
     reduce: Annotated[
         Reduce,
@@ -200,6 +201,11 @@ class Recipe:
                 f"reduce=exact, but the schedule {plan.schedule} computes gradients of weights by other operations "
                 "than other plans do, and sums them by itself; use another schedule or --reduce fast"
             )
+        if self.recompute == "around_attention" and plan.splits_backward:
+            raise UserError(
+                f"recompute=around_attention, but the schedule {plan.schedule} computes a block again several times, "
+                "and what attention gave is kept for one; use --recompute full or another schedule"
+            )
         if self.compile == "on" and plan.splits_backward:
             raise UserError(
                 f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
@@ -235,6 +241,11 @@ class Recipe:
             raise UserError(
                 f"reduce=exact, but attention={self.attention} is sdpa here, whose kernels on GPUs add up gradients in "
                 "any order; use --attention flash or explicit, or --reduce fast"
+            )
+        if self.recompute == "around_attention" and made.scores_backend:
+            raise UserError(
+                f"recompute=around_attention, but attention is {made.scores_backend} here, which keeps scores for "
+                "backward beside its output; use --attention flash or sdpa, or --recompute full"
             )
         return made
 

@@ -66,6 +66,9 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     model = _model(draws, architecture, both, careless)
     values = {"model.num_layers": layers, **model, **_batch(draws, both, careless)}
     values |= _training(draws, MODELS[architecture], careless)
+    keeps = values["attention"] in ("flash", "sdpa") and not any(each.splits_backward for each in both)
+    if keeps and values["recompute"] != "none" and draws.chance("around attention", 2):
+        values["recompute"] = "around_attention"
     values |= _length(draws, values)
     prepared = draws.chance("token files", 4)
     if prepared:

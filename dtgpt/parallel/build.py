@@ -4,13 +4,14 @@ model on meta -> cut into stages -> tensor table -> adapters -> recompute -> com
 -> initial weights
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch._ops import OpOverload
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dtgpt.comm.collectives import KernelCollectives
 from dtgpt.config.execution import Settings
@@ -18,6 +19,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
+from dtgpt.ops.attention.core import operations
 from dtgpt.ops.loss.preference import PreferenceLoss
 from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.context import exchange_heads, place_dropout, share_exchange
@@ -98,8 +100,9 @@ def set_execution(part: Decoder, settings: Settings, mesh: Mesh) -> None:
     if mesh.cp_group is not None:  # around what selective recomputation repeats, so that no message is sent again
         exchange_heads(part, mesh.cp_group, settings.plan)
     for block in cast(Iterable[BoundModule], part.blocks.values()):
-        if settings.recompute == "full":
-            bind(block, run=recomputed(block.compute))
+        if settings.repeats_blocks:
+            keeps = operations() if settings.recompute == "around_attention" else []
+            bind(block, run=recomputed(block.compute, keeps))
         elif settings.observes_again:
             bind(block, run=recomputed_while(partial(observes, block), block.compute))
 
@@ -110,10 +113,12 @@ def recomputed_while(condition: Callable[[], bool], function: Callable[..., Tens
     return lambda *values: (again if condition() else function)(*values)
 
 
-def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Save the inputs alone and run `function` again in backward (Chen et al. 2016). There is no generator state to
-    keep: masks are drawn again from their keys."""
-    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()) -> Callable[..., Tensor]:
+    """Save the inputs alone, and what the operations `keeps` return, and run the rest of `function` again in backward
+    (Chen et al. 2016; Li et al. 2023, DistFlashAttn, section 3.3, which keep attention's). There is no generator state
+    to keep: masks are drawn again from their keys."""
+    again = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+    return partial(again, context_fn=partial(create_selective_checkpoint_contexts, list(keeps))) if keeps else again
 
 
 def compile_forward(part: Decoder, whole: bool) -> None:

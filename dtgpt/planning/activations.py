@@ -18,6 +18,8 @@ def block_activations(settings: Settings, block: int) -> float:
     if settings.recompute == "full":
         return residual_bytes(settings)  # the input of the block
     sizes = block_sizes(settings, block)
+    if settings.recompute == "around_attention":
+        return residual_bytes(settings) + sizes.output + sum_bytes(settings, block)
     if settings.recompute == "selective":  # under cp other ranks' output is not kept, either
         return sizes.saved - (sizes.output if settings.plan.cp > 1 else 0)
     return sizes.saved + core_bytes(settings, block)
@@ -113,7 +115,7 @@ def core_bytes(settings: Settings, block: int) -> float:
 def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
     """Return what `core_bytes` does for one core. repeated: as of `BlockSizes`."""
     scores, width, backend = score_elements(settings), settings.dtype.itemsize, settings.backend_of(core)
-    heads, pieces = _heads(settings), attended(settings)
+    pieces = attended(settings)
     if backend == "explicit":  # probabilities in fp32, and after dropout; of bounded scores their tangent, too
         return (4 + width + 4 * core.softcap) * scores + repeated
     if backend == "fused_softmax":
@@ -121,9 +123,7 @@ def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
         return tensors * width * scores + repeated
     windowed = core.window is not None and core.window < settings.seq_length
     masked = settings.masks_documents or windowed or len(pieces) > 1
-    kept = 4 * heads * sum(queries for queries, _ in pieces)  # the logarithm of each row's sum, fp32
-    if backend == "flash" and settings.model.dropout > 0:
-        kept += 8 * heads * sum(mask_words(*piece) for piece in pieces)  # keep decisions
+    kept = _sum_bytes_of(settings, backend)
     if backend == "sdpa" and not reads_groups(settings.device, settings.dtype, masked):
         kept += repeated
     if backend == "sdpa" and masked and scores:
@@ -134,12 +134,27 @@ def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
     return kept
 
 
+def sum_bytes(settings: Settings, block: int) -> float:
+    """Return the bytes of what the attention operations of a block give beside their outputs."""
+    return sum(_sum_bytes_of(settings, settings.backend_of(core)) for core in inventory(settings.model).cores(block))
+
+
+def _sum_bytes_of(settings: Settings, backend: str) -> float:
+    """Return the bytes of the logarithms of sums of a core, and of its keep decisions."""
+    pieces = attended(settings)
+    kept = 4 * sum(queries for queries, _ in pieces)  # of each row, fp32
+    if backend == "flash" and settings.model.dropout > 0:
+        kept += 8 * sum(mask_words(*piece) for piece in pieces)
+    return _heads(settings) * kept
+
+
 def block_work(settings: Settings, block: int) -> float:
     """Return the bytes that the backward pass of a block works with: the gradients of its widest tensor, of its branch
     and of the residual stream, or those of explicit scores; and what is computed again."""
     again = 0.0
-    if settings.recompute == "full":
-        again = block_activations(replace(settings, recompute="none"), block)
+    if settings.repeats_blocks:
+        kept = block_activations(settings, block) - residual_bytes(settings)
+        again = block_activations(replace(settings, recompute="none"), block) - kept
     elif settings.recompute == "selective":
         again = core_bytes(settings, block)
     sizes = block_sizes(settings, block)

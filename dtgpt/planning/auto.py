@@ -62,13 +62,13 @@ class AutoPlan:
             changed.check_plan(plan)
             return changed.settings(plan, device, here=False)
 
-        backend = recipe.settings(ResolvedPlan(dp=1), device, here=False).attention_backend
+        alone = replace(recipe, recompute="none").settings(ResolvedPlan(dp=1), device, here=False)
         search = Search(
             model=recipe.model,
             world=self.world,
             samples=recipe.global_batch_size,
             seq_length=recipe.sample_length,
-            selective=backend in ("explicit", "fused_softmax"),
+            recomputes=alone.recomputes,
             make=make,
         )
         refused = None

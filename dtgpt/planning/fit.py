@@ -102,7 +102,9 @@ def _changed(settings: Settings) -> Iterator[Settings]:
             plans.append(replace(plan, dp=plan.dp // times, tp=plan.tp * times, sequence_parallel=True))
         plans.append(replace(plan, dp=plan.dp // times, cp=plan.cp * times, zero=max(plan.zero, 3)))
         plans.append(replace(plan, dp=plan.dp // times, pp=plan.pp * times, zero=min(plan.zero, 1)))
-    sizes, recomputes = dict.fromkeys((settings.micro_batch_size, 1)), dict.fromkeys((settings.recompute, "full"))
+    sizes, own = dict.fromkeys((settings.micro_batch_size, 1)), settings.recompute
+    less = ["full"] if plan.splits_backward else settings.recomputes[1:]
+    recomputes = dict.fromkeys((own, *less)) if own != "full" else [own]
     every = [
         replace(settings, plan=cut.without_idle_zero(), micro_batch_size=micro, recompute=recompute)
         for cut in plans

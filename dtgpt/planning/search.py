@@ -21,7 +21,6 @@ from dtgpt.util.errors import UserError
 MOST_MICRO = 64  # samples of a micro-batch
 MOST_STAGES = 8  # of a rank
 LISTED = 8  # plans
-RECOMPUTES: list[Recompute] = ["none", "selective", "full"]
 EVALUATED = 4000  # candidates whose messages and memory are counted, the fastest by their operations
 Make = Callable[[ResolvedPlan, int, Recompute], Settings]  # of a plan, a micro-batch size and what is computed again
 
@@ -38,7 +37,7 @@ class Search:
     world: int
     samples: int  # of a step
     seq_length: int
-    selective: bool  # whether to recompute attention alone saves memory
+    recomputes: list[Recompute]  # what may be computed again
     make: Make  # returns the settings of a candidate, or raises UserError where it cannot run
 
 
@@ -55,7 +54,7 @@ class Candidate:
     def order(self) -> tuple[float, int, str, int]:
         """What candidates are sorted by, on every rank the same."""
         own = self.settings
-        return self.seconds, RECOMPUTES.index(own.recompute), own.plan.name, own.micro_batch_size
+        return self.seconds, own.recomputes.index(own.recompute), own.plan.name, own.micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,6 @@ def _candidates(
     model, samples = search.model, search.samples
     queue: list[tuple[float, int, Settings]] = []
     reason, dropped = "", False
-    recomputes = [each for each in RECOMPUTES if search.selective or each != "selective"]
     for plan, schedules, zeros in _divisions(model, search.world, search.seq_length, cuts_samples):
         if samples % plan.dp:
             reason = reason or f"{samples} samples cannot be shared by {plan.dp} replicas"
@@ -170,7 +168,7 @@ def _candidates(
                 timed: dict[Recompute, float] = {}
                 for zero in zeros:
                     cut = replace(plan, zero=zero, schedule=schedule, stages_per_rank=stages)
-                    for recompute in recomputes:
+                    for recompute in search.recomputes:
                         try:
                             settings = search.make(cut, micro, recompute)
                         except UserError as error:
@@ -211,5 +209,5 @@ def _may_fit(settings: Settings, size: float) -> bool:
     plan, model = settings.plan, settings.model
     weights = 0.0 if settings.lora.rank else 4 * inventory(model).num_parameters / (plan.tp * plan.pp * plan.shard)
     in_flight = min(plan.pp, settings.micro_batches)
-    kept = 1.0 if settings.recompute == "full" else 6 / (1 if plan.sequence_parallel else plan.tp)
+    kept = 1.0 if settings.repeats_blocks else 6 / (1 if plan.sequence_parallel else plan.tp)
     return fits_into(weights + in_flight * model.num_layers / plan.pp * kept * residual_bytes(settings), size)

@@ -71,7 +71,7 @@ def _over_cp(settings: Settings, rank: int) -> list[Collective]:
     plan, config = settings.plan, settings.model
     if plan.cp == 1:
         return []
-    passes = settings.micro_batches * (3 if settings.recompute == "full" else 2)  # forward, again, backward
+    passes = settings.micro_batches * (3 if settings.repeats_blocks else 2)  # forward, again, backward
     degrees, copies = degrees_of_heads(config, plan), plan.ranks_of_queries(config)
     tokens = settings.micro_batch_size * settings.local_length
     count, size = 0, 0
@@ -109,7 +109,7 @@ def _over_tp(
         n = passes * (columns + rows + last + out_again)
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
         found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
-    joint = sum(p.role is Role.JOINT_NORM for p in held) * passes * (3 if settings.recompute == "full" else 2)
+    joint = sum(p.role is Role.JOINT_NORM for p in held) * passes * (3 if settings.repeats_blocks else 2)
     found.append(Collective("all-reduce", "tp", "mean squares of all heads, fp32", joint, 4 * joint * tokens))
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
     if settings.lora.rank:  # the factors of adapters that are whole on every rank
@@ -126,7 +126,7 @@ def _recomputed(settings: Settings, weights: list[LocalParameter], columns: int,
     """Return how many of the matrices cut by columns and by rows run forward again in a micro-batch. Recomputation of a
     block ends with the last tensor that backward needs: without dropout, and without a norm after its last matrix,
     before the output of that one."""
-    if settings.recompute != "full":
+    if not settings.repeats_blocks:
         return 0, 0
     last = {p.block: p for p in weights}  # in the order of the modules
     ends = [p for p in last.values() if settings.model.dropout == 0 and isinstance(p.style, RowwiseParallel)]

@@ -161,6 +161,8 @@ class Operations:
             passes = Passes(passes.forward * SPLIT, passes.backward * SPLIT)
         if recompute == "full":
             return replace(passes, again=passes.forward)
+        if recompute == "around_attention":
+            return replace(passes, again=replace(passes.forward, attention=0.0))
         return replace(passes, again=Work(attention=passes.forward.attention)) if recompute == "selective" else passes
 
     def embedding(self) -> Passes:

@@ -78,7 +78,7 @@ def _stage(held: Held, stage: int) -> _Stage:
         p for p in held.trained if (p.block in blocks if p.block is not None else first if p.role in TABLES else last)
     ]
     matrices = sum(p.by_tp for p in own if p.role in MATRICES)
-    casts = width * matrices if width < 4 and settings.recompute != "full" else 0
+    casts = width * matrices if width < 4 and not settings.repeats_blocks else 0
     kept = sum(block_activations(settings, block) for block in blocks)
     gradients = gradient_width(settings) * sum(p.by_tp for p in own)
     if first:  # its two halves are one, for weights

@@ -127,11 +127,19 @@ def memory_errors_as_user_errors(remedy: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):
-        raise UserError(f"the device ran out of memory; {remedy}") from None
+        raise UserError(f"the device ran out of memory{_in_use()}; {remedy}") from None
     except RuntimeError as error:
         if "allocate memory" not in str(error):  # how PyTorch's CPU allocator fails
             raise
         raise UserError(f"the machine ran out of memory; {remedy}") from None
+
+
+def _in_use() -> str:
+    """Return what the allocator of this process's GPU gave out at most, and what it held for that, in words."""
+    if not torch.cuda.is_initialized():
+        return ""
+    allocated, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+    return f" ({allocated:.1f} GiB allocated, {reserved:.1f} GiB reserved)"
 
 
 def why_no_compiler(device: torch.device) -> str | None:

@@ -119,7 +119,7 @@ def test_help_is_as_wide_as_the_terminal(recipe, monkeypatch, columns):
         (["--device", "tpu"], ["--device tpu", "auto, cpu, cuda"]),
         (["--precision", "fp4"], ["--precision fp4", "auto, fp32, bf16, fp16, fp8"]),
         (["--attention", "paged"], ["--attention paged", "auto, sdpa, fused_softmax, flash, explicit"]),
-        (["--recompute", "some"], ["--recompute some", "none, selective, full"]),
+        (["--recompute", "some"], ["--recompute some", "none, selective, around_attention, full"]),
         (["--graph", "yes"], ["--graph yes", "auto, on, off"]),
         (["--loss_scale", "8"], ["no option --loss_scale"]),
         (["--loss_scale.window", "0.5"], ["--loss_scale.window 0.5", "whole number"]),

@@ -92,7 +92,7 @@ def test_200_cases_have_every_kind_of_plan_and_option(setting):
     }
     assert {name for name, values in several.items() if len(values) < 2} == set()
     assert several["attention"] == {"auto", "explicit", "fused_softmax", "flash", "sdpa"}
-    assert several["recompute"] == {"none", "selective", "full"} and 0.0 in several["model.dropout"]
+    assert several["recompute"] == {"none", "selective", "around_attention", "full"} and 0.0 in several["model.dropout"]
     refused = sum(is_refused(setting, case) for case in cases)
     assert 5 <= refused <= 30, refused
 

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.models import layers
-from dtgpt.ops.attention.core import PLAIN_RULE, causal_attention
+from dtgpt.ops.attention import flash
+from dtgpt.ops.attention.core import PLAIN_RULE, causal_attention, operations
 from dtgpt.train.record import Record
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
@@ -46,6 +48,53 @@ def test_what_is_computed_again_is_the_same_to_the_last_bit(recipe, plan, precis
         found = run(replace(recipe, recompute=recompute), plan)
         assert (found.losses, found.norms) == (expected.losses, expected.norms)
         assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
+
+
+@pytest.mark.turns(24)
+@pytest.mark.parametrize("plan", ["single", "cp2", "tp2_sp", pytest.param("dp2_zero3", marks=pytest.mark.long), "pp2"])
+@pytest.mark.parametrize("compiled", ["off", pytest.param("on", marks=pytest.mark.long)])
+def test_around_attention_changes_no_bit(recipe, plan, compiled):
+    recipe = change(recipe, micro_batch_size=2, steps=STEPS, compile=compiled, model={"dropout": 0.0})
+    expected, found = run(recipe, plan), run(replace(recipe, recompute="around_attention"), plan)
+    assert (found.losses, found.norms) == (expected.losses, expected.norms)
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
+
+
+class Counting(TorchDispatchMode):
+    """Counts the calls of the operations of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func in operations()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute, times", [("none", 1), ("around_attention", 1), ("full", 2)])
+@pytest.mark.parametrize("backend", ["sdpa", "flash"])
+def test_around_attention_computes_the_core_once(recipe, monkeypatch, backend, recompute, times):
+    """`flash` as on a GPU, with dropout: an operation, here of plain torch."""
+    monkeypatch.setattr(flash, "has_triton", lambda x: True)
+    monkeypatch.setattr(flash, "largest_head", lambda dtype, device: 64)
+    dropout = 0.1 if backend == "flash" else 0.0
+    recipe = change(recipe, recompute=recompute, attention=backend, model={"dropout": dropout})
+    step = training(recipe)
+    with Counting() as counting:
+        loss = step.mean_loss(step.train_step())
+    assert counting.calls == 2 * 2 * times  # blocks, micro-batches
+    plain = training(replace(recipe, recompute="none"))
+    assert loss == plain.mean_loss(plain.train_step())
+
+
+def test_around_attention_is_refused_where_more_than_its_output_is_kept(recipe):
+    recipe = replace(recipe, recompute="around_attention")
+    with pytest.raises(UserError, match="recompute=around_attention, but attention is explicit here"):
+        training(recipe)
+    zbv = change(recipe, plan="pp2_zbv", micro_batch_size=2, model={"dropout": 0.0, "num_layers": 4})
+    with pytest.raises(UserError, match="recompute=around_attention, but the schedule ZBVZeroBubble"):
+        zbv.choose_plan(2)
 
 
 def kept_bytes(recipe) -> int:

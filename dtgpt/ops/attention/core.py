@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtgpt.ops.attention.flash import LARGEST_HEAD, by_heads, check_inputs, flash_attention, hidden_columns
@@ -123,6 +124,18 @@ def choose(dropping: bool, kernels: bool, softcap: bool = False, sinks: bool = F
     if kernels and not softcap:
         return "flash"
     return "explicit" if dropping or softcap or sinks else "sdpa"
+
+
+def operations() -> list[OpOverload]:
+    """Return the operations, of `flash` and of `sdpa`, that an attention core's output comes from."""
+    aten = torch.ops.aten
+    return [
+        torch.ops.dtgpt.flash_forward.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ]
 
 
 def unknown_to(backend: Backend, softcap: bool, sinks: bool) -> str:
