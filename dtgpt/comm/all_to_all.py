@@ -1,5 +1,5 @@
 """All-to-alls by which ranks exchange tokens for heads through memory that they share: each writes what another one is
-to have, as it lies, to that one's memory, so that nothing is packed before."""
+to have, as it lies, to that one's memory, so that nothing is packed before. Copies within a rank run beside."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,11 @@ from torch import Tensor
 
 from dtgpt.comm.arena import Area
 from dtgpt.comm.barrier import Barrier
+from dtgpt.comm.reduce import second_stream
 from dtgpt.comm.scatter import row_of
 
-ROOM = 1 << 26  # bytes that arrive from each other rank at once, at most
+ROOM = 1 << 26  # bytes for what arrives from each other rank, at most: half of them for a turn
+SMALL = 1 << 20  # bytes of the largest message that takes one turn: a half has room for all of it
 WORD = 16  # bytes that a thread of a GPU copies best
 
 
@@ -20,13 +22,15 @@ class TokenExchange:
     @staticmethod
     def bytes(token_bytes: int, tokens: int, ranks: int) -> int:
         """Return the bytes of the area for messages to each other rank of up to `tokens` x `token_bytes`, a multiple of
-        WORD: larger messages than ROOM take several turns."""
-        return (ranks - 1) * max(token_bytes, min(ROOM // token_bytes, tokens) * token_bytes)
+        WORD: for two turns."""
+        return 2 * (ranks - 1) * _tokens_of_turn(token_bytes, tokens) * token_bytes
 
     def __init__(self, area: Area, barrier: Barrier):
         """area: for what comes from the other ranks. barrier: of the stream on which exchanges run."""
         self._area, self._barrier = area, barrier
-        rows = [memory.view(area.ranks - 1, -1) for memory in area.of_ranks]
+        self._stream = second_stream(area.own.device, "copies within a rank") if area.own.is_cuda else None
+        rows = [memory.view(area.ranks - 1, 2, -1) for memory in area.of_ranks]  # two halves for each other rank
+        self._room = rows[area.rank].shape[2]
         self._sent = {rank: rows[rank][row_of(area.rank, rank)] for rank in area.others}
         self._received = {rank: rows[area.rank][row_of(rank, area.rank)] for rank in area.others}
 
@@ -47,20 +51,47 @@ class TokenExchange:
 
     def _exchange(self, sent: list[Sequence[Tensor]], places: list[Sequence[Tensor]]) -> None:
         """Copy, for each tensor, the part `sent` to each rank to the place of what comes from this one there. All are
-        `[B, T, heads, D]`."""
+        `[B, T, heads, D]`.
+
+        A message goes in turns, to one half of the area and the other. While one turn is sent, this rank takes what
+        arrived in the turn before, and only then comes to the barrier: who has passed it may overwrite that half. The
+        last turn always goes to half 1. So the other ranks have taken all from half 0 when an exchange begins, in
+        whatever order CUDA graphs are replayed.
+        """
         mine = self._area.rank
-        token_bytes = sum(parts[mine][:, :1].nbytes for parts in sent)
-        tokens = len(self._area.own) // (self._area.ranks - 1) // token_bytes
-        for begin in range(0, sent[0][mine].shape[1], tokens):
-            turn = slice(begin, begin + tokens)
-            self._barrier.wait()  # by then the others have taken what came before
+        tokens, token_bytes = sent[0][mine].shape[1], sum(parts[mine][:, :1].nbytes for parts in sent)
+        size = min(_tokens_of_turn(token_bytes, tokens), self._room // token_bytes)
+        turns = [slice(begin, begin + size) for begin in range(0, tokens, size)]
+        if len(turns) % 2:
+            self._barrier.wait()  # the first turn goes to half 1
+        for index, turn in enumerate(turns):
+            half = (len(turns) - index) % 2
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
             for rank, memory in self._sent.items():
-                _copy_all(_laid_out(memory, [parts[rank][:, turn] for parts in sent]), [p[rank][:, turn] for p in sent])
-            _copy_all([parts[mine][:, turn] for parts in places], [parts[mine][:, turn] for parts in sent])
+                parts = [whole[rank][:, turn] for whole in sent]
+                _copy_all(_laid_out(memory[half], parts), parts)
+            with torch.cuda.stream(self._stream):  # None: the current one
+                _copy_all([parts[mine][:, turn] for parts in places], [parts[mine][:, turn] for parts in sent])
+                if index:
+                    self._take(places, turns[index - 1], 1 - half)
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
             self._barrier.wait()
-            for rank, memory in self._received.items():
-                arrived = _laid_out(memory, [parts[rank][:, turn] for parts in places])
-                _copy_all([parts[rank][:, turn] for parts in places], arrived)
+        self._take(places, turns[-1], 1)
+
+    def _take(self, places: list[Sequence[Tensor]], turn: slice, half: int) -> None:
+        """Copy what arrived in a turn, in this half of the area, to its places."""
+        for rank, memory in self._received.items():
+            parts = [whole[rank][:, turn] for whole in places]
+            _copy_all(parts, _laid_out(memory[half], parts))
+
+
+def _tokens_of_turn(token_bytes: int, tokens: int) -> int:
+    """Return how many tokens of a message travel in a turn: all of a small one, else at most half of them."""
+    if token_bytes * tokens <= SMALL:
+        return tokens
+    return max(1, min(ROOM // 2 // token_bytes, -(-tokens // 2)))
 
 
 def _by_heads(x: Tensor, ranks: int) -> tuple[Tensor, ...]:

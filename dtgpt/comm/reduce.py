@@ -105,8 +105,9 @@ class CopySum(NarrowSum):
 
 
 @functools.cache
-def second_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all sums: PyTorch has few, and would in the end hand out the one that computes."""
+def second_stream(device: torch.device, purpose: str = "sums") -> torch.cuda.Stream:
+    """Return the stream of all that has this purpose: PyTorch has few, and would in the end hand out the one that
+    computes."""
     return torch.cuda.Stream(device)
 
 
