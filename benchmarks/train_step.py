@@ -92,16 +92,31 @@ def alternating(steps: list[Callable[[], object]], count: int, device: torch.dev
     return [list(times) for times in zip(*rounds, strict=True)]
 
 
-def host_time(step: Callable[[], object], count: int, device: torch.device) -> float:
-    """Median of the seconds in which a step returns; the device is idle before, so that no full queue blocks it."""
+def host_time(step: Callable[[], object], count: int, device: torch.device, until_done: bool = False) -> float:
+    """Median of the seconds in which a step returns, or is done. The device is idle before: no full queue blocks it."""
     found = []
     for _ in range(count):
         drain(device)
         begin = time.perf_counter()
         step()
+        if until_done:
+            drain(device)
         found.append(time.perf_counter() - begin)
     drain(device)
     return statistics.median(found)
+
+
+class Step:
+    """A training step that keeps the losses of the last one."""
+
+    def __init__(self, training: Trainer):
+        self.training, self.losses = training, None
+
+    def __call__(self) -> None:
+        self.losses = self.training.train_step()
+
+    def loss(self) -> float:
+        return self.training.mean_loss(self.losses)
 
 
 def work(plan: str, args: argparse.Namespace, overrides: list[str]) -> list[dict]:
@@ -114,27 +129,32 @@ def work(plan: str, args: argparse.Namespace, overrides: list[str]) -> list[dict
         for name, options in settings.items():
             recipe = make_recipe(args, options, plan)[0]
             runs[name] = recipe, stack.enter_context(open_trainer(recipe))
-        mesh, steps = runs[plan][1].mesh, [training.train_step for _, training in runs.values()]
+        mesh, steps = runs[plan][1].mesh, [Step(training) for _, training in runs.values()]
         for step in steps:
             for _ in range(args.warmup):
                 step()
-        times = alternating(steps, args.steps, mesh.device)
+        if args.steps:
+            times = alternating(steps, args.steps, mesh.device)
+        else:  # steps that take minutes
+            times = [[[host_time(step, 1, mesh.device, until_done=True)]] for step in steps]
         results = []
         for (name, (recipe, training)), step, rounds in zip(runs.items(), steps, times, strict=True):
-            results.append(result(name, recipe, training, measured(training, rounds, args.steps), rounds))
-            results[-1]["loss"] = training.mean_loss(step())
+            results.append(result(name, recipe, training, measured(step, rounds, args.steps), rounds))
+            results[-1]["loss"] = step.loss()
         if args.profile:
             profile(plan, steps[0], mesh.device, show=mesh.rank == 0)
         return results
 
 
-def measured(training: Trainer, rounds: list[list[float]], steps: int) -> dict[str, float]:
+def measured(step: Step, rounds: list[list[float]], steps: int) -> dict[str, float]:
     """Of the slowest and the fullest rank, on every rank the same: seconds of a step and of its host, GiB."""
-    device = training.mesh.device
-    mine = {"host": host_time(training.train_step, min(steps, 10), device), "allocated": peak_memory(device)}
+    mesh = step.training.mesh
+    device = mesh.device
+    host = host_time(step, min(steps, 10), device) if steps else float("nan")
+    mine = {"host": host, "allocated": peak_memory(device)}
     mine["reserved"] = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
     mine["step"] = statistics.median(t for times in rounds for t in times)
-    everyone = training.mesh.gather(mine)
+    everyone = mesh.gather(mine)
     return {key: max(theirs[key] for theirs in everyone) for key in mine}
 
 
@@ -221,7 +241,7 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--micro_batch_size", type=int, default=16)
     parser.add_argument("--micro_batches", type=int, default=1, help="of each replica")
     parser.add_argument("--dropout", type=float, help="default: the recipe's")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps; 0: one, which may take minutes")
     parser.add_argument("--warmup", type=int, default=6, help="steps before, which compile and capture")
     parser.add_argument("--against", help="overrides of a second setting, which takes turns with the first")
     parser.add_argument("--profile", action="store_true", help="then the 40 kernels that take most")

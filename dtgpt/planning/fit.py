@@ -15,7 +15,9 @@ from dtgpt.planning.step_time import step_time
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import UserError
 
-HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps between allocations take the rest
+# Of the device: CUDA's context, NCCL's buffers and what the allocator holds for one stream and cannot give another take
+# the rest. A captured step of 0.898 ran out of memory (docs/long_context.md).
+HEADROOM = 0.89
 GRAIN = 1024  # tokens, of the longest sequence
 MOST_CP = 64  # that `what_fits` tries
 MOST_CHANGES = 4  # that `what_fits` names

@@ -22,6 +22,8 @@ QUANTISED = 4  # bytes moved for each element that becomes 8 bits in both orders
 # Bytes of a score [T, T] moved in 16 bits, both ways: by the fused softmax (docs/fused_softmax.md, 0.417 + 0.530 ms for
 # 537 million), by one of plain PyTorch, and by the six products around either.
 SOFTMAX, PLAIN_SOFTMAX, AROUND = 6.6, 20.0, 12.0
+# Bytes of a score, and kernels, where plain PyTorch draws a mask: counted in `_apply` of `dtgpt.ops.random.dropout`.
+DRAWN, DRAWS = 200, 418
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,9 @@ class Operations:
                 scores = (softmax + AROUND) * self.width / 2 * share * length**2
                 spent = scores / self.rates.memory + 12 * flops / rate  # six whole products
                 forward, backward = forward + spent / 3, backward + spent * 2 / 3
+                if backend == "explicit" and config.dropout:  # both passes draw the mask
+                    drawn = DRAWN * share * length**2 / self.rates.memory + DRAWS * START
+                    forward, backward = forward + drawn, backward + drawn
             else:
                 rate /= (1 + HALF_LENGTH / length) * (MASKED if config.dropout else 1)
                 forward, backward = forward + 2 * flops / rate + START, backward + 5 * flops / rate + 3 * START

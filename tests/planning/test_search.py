@@ -115,10 +115,10 @@ def test_what_fits_is_named_with_its_memory_and_its_cost():
     sizes = {"num_layers": 80, "hidden_size": 8192, "num_heads": 64, "num_kv_heads": 8, "ffn_hidden_size": 28672}
     words = [word for name, value in sizes.items() for word in (f"--model.{name}", f"{value}")]
     settings = load_recipe(RECIPES / "llama3_8b.py", ["--plan", "tp8_sp_zero3", *words]).planned(16)
-    first, second, *_ = what_fits(settings, find_gpu("H100"))
-    assert first.startswith("--recompute around_attention (71.5") and second.startswith("--recompute full (70.2")
+    first, *_ = what_fits(settings, find_gpu("H100"))
+    assert first.startswith("--recompute full (70.2")
     other = what_fits(replace(settings, plan=replace(settings.plan, zero=1)), find_gpu("H200"))
-    assert any(line.startswith("--plan dp2_tp8_zero3_sp (") for line in other)
+    assert any(line.startswith("--plan dp2_tp8_zero2_sp (") for line in other)
 
 
 @pytest.mark.slow(1)

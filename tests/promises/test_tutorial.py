@@ -25,5 +25,5 @@ def test_each_command_works(tmp_path):
         if "compare runs/one-001 runs/two-001" in line:
             assert "equal within rounding" in done.stdout
         if otherwise:
-            assert "optimizer.weight_decay  A 1.0  B 1.9" in done.stdout
+            assert "optimizer.weight_decay  A 2.0  B 1.9" in done.stdout
     assert len(COMMANDS) == 11 and (tmp_path / "hf_model" / "model.safetensors").is_file()
