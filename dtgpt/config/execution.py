@@ -37,6 +37,7 @@ class Settings:
     global_batch_size: int  # samples of a step, after a ramp-up
     attention: Backend = "auto"
     recompute: Recompute = "none"
+    recompute_blocks: int | None = None  # blocks of each stage that are computed again, its first; None: all
     reduce: Reduce = "fast"
     compile: bool = False
     graphs: bool = False  # replay steps as CUDA graphs
@@ -103,10 +104,15 @@ class Settings:
         """Whether each step computes blocks again in backward, with or without their attention."""
         return self.recompute in ("around_attention", "full")
 
+    def repeats(self, index: int) -> bool:
+        """Return whether what `recompute` names is computed again in a block, given by its place in its stage."""
+        return self.recompute != "none" and (self.recompute_blocks is None or index < self.recompute_blocks)
+
     @property
     def observes_again(self) -> bool:
         """Whether a step that observes values for fp8 computes blocks again in backward, which other steps do not."""
-        return self.fp8 and not self.repeats_blocks and not self.plan.splits_backward
+        repeats_all = self.repeats_blocks and self.recompute_blocks is None
+        return self.fp8 and not repeats_all and not self.plan.splits_backward
 
     @property
     def attention_backend(self) -> Backend:

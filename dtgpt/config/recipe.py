@@ -80,6 +80,11 @@ class Recipe:
         "recompute activations in backward: of the attention core (selective), of blocks but that core "
         "(around_attention) or of whole blocks (full)",
     ] = "none"
+    recompute_blocks: Annotated[
+        int | None,
+        "blocks of each pipeline stage that recompute applies to, its first ones; none: all",
+        Bounds(1),
+    ] = None
     reduce: Annotated[
         Reduce,
         "sums of gradients, losses and norms: fast, or exact, in 64-bit fixed point, with the same bits for any number "
@@ -201,6 +206,11 @@ class Recipe:
                 f"reduce=exact, but the schedule {plan.schedule} computes gradients of weights by other operations "
                 "than other plans do, and sums them by itself; use another schedule or --reduce fast"
             )
+        if self.recompute_blocks is not None and plan.splits_backward:
+            raise UserError(
+                f"recompute_blocks={self.recompute_blocks}, but the schedule {plan.schedule} recomputes all blocks or "
+                "none; leave it out or use another schedule"
+            )
         if self.recompute == "around_attention" and plan.splits_backward:
             raise UserError(
                 f"recompute=around_attention, but the schedule {plan.schedule} computes a block again several times, "
@@ -228,6 +238,7 @@ class Recipe:
             global_batch_size=self.global_batch_size,
             attention=self.attention,
             recompute=self.recompute,
+            recompute_blocks=self.recompute_blocks,
             reduce=self.reduce,
             compile=not fp8 and choose_compiler(self.compile, device, graphs, plan, here),
             graphs=graphs,
@@ -284,6 +295,11 @@ class Recipe:
         checks.check_sample_length(self.sample_length, self.model)
         rules = sorted({(core.softcap, core.sinks) for core in inventory(self.model).kinds_of_cores()})
         check_backend(self.attention, self.model.dropout, self.model.head_dim, rules)
+        if self.recompute_blocks is not None and self.recompute == "none":
+            raise UserError(
+                f"recompute_blocks={self.recompute_blocks}, but recompute=none computes nothing again; use --recompute "
+                "full or around_attention, or leave recompute_blocks out"
+            )
         if self.compile == "on" and self.precision == FP8:
             raise UserError(
                 "compile=on, but precision=fp8 has kernels of its own, which torch.compile cannot take; use --compile "

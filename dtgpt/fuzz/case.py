@@ -256,7 +256,8 @@ class Setting:
         fp32 attention is its reference implementation. 16-bit rounding depends on that, so that it stays as it is
         there, and with `--reduce exact`."""
         recipe = self.recipe_of(case)
-        recipe = replace(recipe, plan=SINGLE, plans={}, recompute="none", graph="off", compile="off")
+        recipe = replace(recipe, plan=SINGLE, plans={}, graph="off", compile="off")
+        recipe = replace(recipe, recompute="none", recompute_blocks=None)
         keeps_bits = recipe.precision != "fp32" or recipe.reduce == "exact"
         return recipe if keeps_bits else replace(recipe, attention="explicit")
 

@@ -66,9 +66,10 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     model = _model(draws, architecture, both, careless)
     values = {"model.num_layers": layers, **model, **_batch(draws, both, careless)}
     values |= _training(draws, MODELS[architecture], careless)
-    keeps = values["attention"] in ("flash", "sdpa") and not any(each.splits_backward for each in both)
-    if keeps and values["recompute"] != "none" and draws.chance("around attention", 2):
-        values["recompute"] = "around_attention"
+    if values["recompute"] != "none" and not any(each.splits_backward for each in both):
+        if values["attention"] in ("flash", "sdpa") and draws.chance("around attention", 2):
+            values["recompute"] = "around_attention"
+        values["recompute_blocks"] = draws.pick("blocks that are computed again", (None, None, 1, 2))
     values |= _length(draws, values)
     prepared = draws.chance("token files", 4)
     if prepared:

@@ -11,7 +11,8 @@ from dtgpt.fuzz.case import MODELS, Case, First
 from dtgpt.models.rotary import RotaryConfig
 
 PLAINEST: dict[str, Any] = {
-    "precision": "fp32", "rampup_batch_size": None, "model.dropout": 0.0, "recompute": "none", "attention": "explicit",
+    "precision": "fp32", "rampup_batch_size": None, "model.dropout": 0.0, "recompute_blocks": None,
+    "recompute": "none", "attention": "explicit",
     "data.reset_position_ids": False, "data.reset_attention_mask": False, "data.eod_mask_loss": False, "graph": "off",
     "model.qk_norm": False, "model.rope_factor": 1.0, "model.window": 0, "model.attention_bias": "none",
     "model.tied": False, "optimizer.clip": 0.0, "optimizer.lr": 1e-3,

@@ -58,11 +58,12 @@ class AutoPlan:
         device = torch.device("cpu" if gpu.rates is CPU else "cuda")
 
         def make(plan: ResolvedPlan, micro: int, recompute: Recompute) -> Settings:
-            changed = replace(recipe, micro_batch_size=micro, recompute=recompute)
+            changed = replace(recipe, micro_batch_size=micro, recompute=recompute, recompute_blocks=None)
             changed.check_plan(plan)
             return changed.settings(plan, device, here=False)
 
-        alone = replace(recipe, recompute="none").settings(ResolvedPlan(dp=1), device, here=False)
+        plain = replace(recipe, recompute="none", recompute_blocks=None)
+        alone = plain.settings(ResolvedPlan(dp=1), device, here=False)
         search = Search(
             model=recipe.model,
             world=self.world,
@@ -100,4 +101,5 @@ def with_choice(recipe: Recipe, chosen: Candidate) -> Recipe:
         plan=f"{own.plan.name} {OR} {AUTO}",
         micro_batch_size=own.micro_batch_size,
         recompute=own.recompute,
+        recompute_blocks=own.recompute_blocks,
     )

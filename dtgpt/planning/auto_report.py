@@ -35,12 +35,14 @@ def describe_ranking(ranking: Ranking, gpu: Gpu, number: int) -> list[str]:
 
 def options_of(chosen: Candidate) -> str:
     """Return the options that say the same without `auto`."""
-    plan, micro, recompute = _choice(chosen.settings)
-    return f"--plan {plan} --micro_batch_size {micro} --recompute {recompute}"
+    own = chosen.settings
+    words = f"--plan {own.plan.name} --micro_batch_size {own.micro_batch_size} --recompute {own.recompute}"
+    return words if own.recompute_blocks is None else f"{words} --recompute_blocks {own.recompute_blocks}"
 
 
 def _choice(settings: Settings) -> list[str]:
-    return [settings.plan.name, f"{settings.micro_batch_size}", settings.recompute]
+    blocks = "" if settings.recompute_blocks is None else f" {settings.recompute_blocks}"
+    return [settings.plan.name, f"{settings.micro_batch_size}", f"{settings.recompute}{blocks}"]
 
 
 def _gib(candidate: Candidate) -> str:

@@ -18,6 +18,9 @@ from dtgpt.util.errors import UserError
 # Of the device: CUDA's context, NCCL's buffers and what the allocator holds for one stream and cannot give another take
 # the rest. A captured step of 0.898 ran out of memory (docs/long_context.md).
 HEADROOM = 0.89
+FILLED = (
+    0.8  # of the device, by activations that are kept although the step fits without: nearer to its end, less is sure
+)
 GRAIN = 1024  # tokens, of the longest sequence
 MOST_CP = 64  # that `what_fits` tries
 MOST_CHANGES = 4  # that `what_fits` names
@@ -67,6 +70,23 @@ def largest_micro_batch(settings: Settings, size: float) -> int:
         if fits_into(fullest(memory_by_rank(changed)).total, size):
             return micro
     return 0
+
+
+def with_fewest_blocks(settings: Settings, size: float) -> Settings:
+    """Return settings that fit into `size` bytes with as few blocks computed again in backward as take FILLED of it."""
+    if settings.recompute == "none" or settings.plan.splits_backward:
+        return settings
+    most = max(len(blocks) for blocks in block_ranges(settings.model, settings.plan))
+    changed = [replace(settings, recompute="none", recompute_blocks=None)]
+    changed += [replace(settings, recompute_blocks=count) for count in range(1, most)]
+    low, high = 0, most  # the answer is one of changed[low:high], or the settings
+    while low < high:
+        middle = (low + high) // 2
+        if fullest(memory_by_rank(changed[middle])).total <= FILLED * size:
+            high = middle
+        else:
+            low = middle + 1
+    return [*changed, settings][low]
 
 
 def what_fits(settings: Settings, gpu: Gpu) -> list[str]:

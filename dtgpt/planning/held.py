@@ -8,7 +8,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.planning.parameters import LocalParameter, gradient_bytes
+from dtgpt.planning.parameters import LocalParameter, blocks_again, gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class Held:
         """How many blocks there are of each kind, by an index."""
         examples = inventory(self.settings.model).examples
         return Counter(examples[block] for block in self.blocks)
+
+    def blocks_of(self, again: bool) -> Counter[int]:
+        """Return how many blocks of each kind have something computed again, or have not."""
+        examples, repeated = inventory(self.settings.model).examples, blocks_again(self.settings)
+        return Counter(examples[block] for block in self.blocks if (block in repeated) == again)
 
     @cached_property
     def gradients(self) -> int:

@@ -52,7 +52,9 @@ def memory_of(settings: Settings, rank: int) -> Memory:
     memories = [_fullest_moment(settings, rank)]
     if settings.fp8:
         recompute = "full" if settings.observes_again else settings.recompute
-        memories.append(_fullest_moment(replace(settings, fp8=False, recompute=recompute), rank))
+        blocks = None if settings.observes_again else settings.recompute_blocks
+        changed = replace(settings, fp8=False, recompute=recompute, recompute_blocks=blocks)
+        memories.append(_fullest_moment(changed, rank))
     return max(memories, key=lambda memory: memory.total)
 
 

@@ -1,6 +1,7 @@
 """The moments of a training step at which a rank may need most memory: what is alive then beside weights and states."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dtgpt.comm.scatter import CopyScatter
 from dtgpt.models.roles import Role
@@ -29,17 +30,21 @@ def _passes(held: Held) -> Iterator[Moment]:
     """Yield the head of the last forward pass, backward of a block while most activations are kept, and of the first
     block, when most gradients are there."""
     settings, sent, start = held.settings, _sent_at_once(held), _gradients_at_start(held)
-    kept = held.passes * sum(count * block_activations(settings, kind) for kind, count in held.kinds.items())
-    work = max((block_work(settings, kind) for kind in held.kinds), default=0.0)
+    whole, again = _Blocks(held, again=False), _Blocks(held, again=True)
+    kept = held.passes * (whole.kept + again.kept)
+    work = max(whole.work, again.work)
     heads = 0.0
     if held.place.holds_last:
-        whole, residual = whole_bytes(settings), residual_bytes(settings)
+        tokens, residual = whole_bytes(settings), residual_bytes(settings)
         passes = settings.micro_batches if settings.plan.schedule == "GPipe" and settings.plan.pp > 1 else 1
-        heads = (passes - 1) * (residual + whole + held.head)  # of passes whose backward is still to come
-        own = 2 * residual + whole * (2 if settings.plan.sequence_parallel else 1)
+        heads = (passes - 1) * (residual + tokens + held.head)  # of passes whose backward is still to come
+        own = 2 * residual + tokens * (2 if settings.plan.sequence_parallel else 1)
         yield Moment(start, held.gathered, kept + heads + own, _head_work(held) + sent)
         heads += held.head + residual
-    yield Moment(start, held.gathered, kept + heads, work + sent)
+    yield Moment(start, held.gathered, kept + heads, (whole.work if whole.count else again.work) + sent)
+    if whole.count and again.count:  # those that keep all are the last of a stage, and the first in backward
+        made = held.head + (held.gradients - _of_ends(held)) * whole.count / len(held.blocks)
+        yield Moment(max(start, made), held.gathered, kept - whole.kept, again.work + sent)
     if settings.micro_batches > 1 and start < held.gradients:
         fewer = 1 - 1 / settings.micro_batches
         yield Moment(held.gradients, held.gathered, fewer * (kept + heads), work + sent)
@@ -47,6 +52,18 @@ def _passes(held: Held) -> Iterator[Moment]:
         first = held.blocks[0]
         made = held.head + held.gradients - _of_ends(held)
         yield Moment(made, held.gathered, block_activations(settings, first), block_work(settings, first) + sent)
+
+
+class _Blocks:
+    """The blocks of a rank that compute something again in backward, or the others: how many, the bytes that they keep
+    in a pass, and the most that a backward pass of one works with."""
+
+    def __init__(self, held: Held, again: bool):
+        kinds, settings = held.blocks_of(again), held.settings
+        own = settings if again else replace(settings, recompute="none", recompute_blocks=None)
+        self.count = kinds.total()
+        self.kept = sum(count * block_activations(own, kind) for kind, count in kinds.items())
+        self.work = max((block_work(own, kind) for kind in kinds), default=0.0)
 
 
 def _of_ends(held: Held) -> float:

@@ -129,6 +129,12 @@ def blocks_of_rank(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[i
     return [index for stage in RankCoordinates(plan, rank).stages for index in ranges[stage]]
 
 
+def blocks_again(settings: Settings) -> set[int]:
+    """Return the blocks in which something is computed again in backward."""
+    ranges = block_ranges(settings.model, settings.plan)
+    return {block for blocks in ranges for index, block in enumerate(blocks) if settings.repeats(index)}
+
+
 def tp_dimension(kind: str, role: Role | None, style: ParallelStyle | None) -> int | None:
     """Return the dimension that tensor parallelism cuts of a module's parameter `kind`, weight or bias, or None."""
     if isinstance(style, Partition):

@@ -10,7 +10,7 @@ from dtgpt.config.plan import ResolvedPlan, Schedule, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.planning.activations import residual_bytes
-from dtgpt.planning.fit import MOST_CP, fits_into
+from dtgpt.planning.fit import MOST_CP, fits_into, with_fewest_blocks
 from dtgpt.planning.gpus import Gpu, Rates
 from dtgpt.planning.memory import Memory, fullest, memory_of
 from dtgpt.planning.parameters import GPUS_OF_HOST
@@ -85,7 +85,8 @@ def rank_plans(search: Search, gpu: Gpu, most: int = LISTED) -> Ranking:
         ranking, least = _first_of(queue, gpu, most)
         smallest, reason = min(smallest, least), reason or refused
         if ranking.fitting:
-            return ranking
+            fewer = sorted((_with_fewest_blocks(each, gpu) for each in ranking.fitting), key=lambda each: each.order)
+            return replace(ranking, fitting=fewer)
     words = f"the smallest needs {smallest / 2**30:.1f} GiB" if smallest < float("inf") else "" if large else reason
     raise (TooLarge if large else UserError)(
         f"plan=auto finds no plan of {counted(search.world, 'process', 'processes')} for {gpu.name}"
@@ -122,6 +123,16 @@ def _first_of(queue: list[tuple[float, int, Settings]], gpu: Gpu, most: int) -> 
     fitting = sorted(best.values(), key=lambda candidate: candidate.order)[:most]
     faster = [each for each in large.values() if not fitting or each.seconds < fitting[0].seconds]
     return Ranking(fitting, sorted(faster, key=lambda each: each.order)[:3], tried), smallest
+
+
+def _with_fewest_blocks(candidate: Candidate, gpu: Gpu) -> Candidate:
+    """Return the candidate with no more blocks computed again than it takes to fit."""
+    assert gpu.rates is not None
+    settings = with_fewest_blocks(candidate.settings, gpu.size)
+    if settings == candidate.settings:
+        return candidate
+    time = step_time(settings, gpu.rates)
+    return Candidate(settings, _fullest_of_some(settings), time.total, time)
 
 
 def why_slower(other: Candidate, best: Candidate) -> str:

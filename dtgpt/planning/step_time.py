@@ -9,7 +9,7 @@ from dtgpt.models.inventory import inventory
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.gpus import Rates
 from dtgpt.planning.message_time import over_replicas, seconds_over
-from dtgpt.planning.parameters import LocalParameter, gradient_width, trained_on
+from dtgpt.planning.parameters import LocalParameter, blocks_again, gradient_width, trained_on
 from dtgpt.planning.traffic import collectives_of
 from dtgpt.planning.work import START, Operations, Passes, Work
 
@@ -115,17 +115,19 @@ class _Stages:
     def __init__(self, settings: Settings, rates: Rates):
         plan, parts = settings.plan, inventory(settings.model)
         operations = Operations(settings, rates)
-        blocks = {index: operations.block(index) for index in parts.counts}
+        repeated, kinds = blocks_again(settings), [(index, again) for index in parts.counts for again in (False, True)]
+        blocks = {kind: operations.block(*kind) for kind in kinds}
         ranges = block_ranges(settings.model, plan)
         self._of_rank: list[list[tuple[int, Passes]]] = []
         self._ends: list[int] = []
         for pp in range(plan.pp):
-            counts: dict[int, int] = {}
+            counts: dict[tuple[int, bool], int] = {}
             stages = [stage for stage in range(plan.num_stages) if plan.stage_rank(stage) == pp]
             for stage in stages:
                 for index in ranges[stage]:
-                    counts[parts.examples[index]] = counts.get(parts.examples[index], 0) + 1
-            found = [(count, blocks[index]) for index, count in counts.items()]
+                    kind = parts.examples[index], index in repeated
+                    counts[kind] = counts.get(kind, 0) + 1
+            found = [(count, blocks[kind]) for kind, count in counts.items()]
             found += [(1, operations.embedding())] * (0 in stages)
             found += [(1, operations.head())] * (plan.num_stages - 1 in stages)
             self._of_rank.append(found)

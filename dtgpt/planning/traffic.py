@@ -15,6 +15,7 @@ from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import (
     WIDTH_OF_SUMS,
     LocalParameter,
+    blocks_again,
     blocks_of_rank,
     bytes_to_sum,
     gradient_width,
@@ -71,11 +72,12 @@ def _over_cp(settings: Settings, rank: int) -> list[Collective]:
     plan, config = settings.plan, settings.model
     if plan.cp == 1:
         return []
-    passes = settings.micro_batches * (3 if settings.repeats_blocks else 2)  # forward, again, backward
+    repeated = _repeated(settings)
     degrees, copies = degrees_of_heads(config, plan), plan.ranks_of_queries(config)
     tokens = settings.micro_batch_size * settings.local_length
     count, size = 0, 0
     for block in blocks_of_rank(config, plan, rank):
+        passes = settings.micro_batches * (3 if block in repeated else 2)  # forward, again, backward
         for core in inventory(config).cores(block):
             columns = 2 * (config.num_heads + copies * core.kv_heads) * core.head_dim // degrees[block]
             count += passes * (2 if copies == 1 else 3)
@@ -98,7 +100,7 @@ def _over_tp(
     weights = [p for p in held if p.block is not None and p.name.endswith(".weight")]
     columns = sum(isinstance(p.style, ColwiseParallel) for p in weights)
     rows = sum(isinstance(p.style, RowwiseParallel) for p in weights)
-    into_again, out_again = _recomputed(settings, weights, columns, rows)
+    into_again, out_again = _recomputed(settings, weights)
     if plan.sequence_parallel:
         n = passes * (columns + rows + first + last)
         into, out = "activations into each matrix pair, and gradients", "activations out of each, and gradients"
@@ -109,7 +111,8 @@ def _over_tp(
         n = passes * (columns + rows + last + out_again)
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
         found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
-    joint = sum(p.role is Role.JOINT_NORM for p in held) * passes * (3 if settings.repeats_blocks else 2)
+    repeated = _repeated(settings)
+    joint = passes * sum(3 if p.block in repeated else 2 for p in held if p.role is Role.JOINT_NORM)
     found.append(Collective("all-reduce", "tp", "mean squares of all heads, fp32", joint, 4 * joint * tokens))
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
     if settings.lora.rank:  # the factors of adapters that are whole on every rank
@@ -122,12 +125,19 @@ def _over_tp(
     return [*found, Collective("all-reduce", "tp", f"gradients of {_kinds(partial)}, {words}", bool(partial), size)]
 
 
-def _recomputed(settings: Settings, weights: list[LocalParameter], columns: int, rows: int) -> tuple[int, int]:
+def _repeated(settings: Settings) -> set[int]:
+    """Return the blocks whose messages are sent again in backward: attention alone is repeated within a rank."""
+    return blocks_again(settings) if settings.repeats_blocks else set()
+
+
+def _recomputed(settings: Settings, weights: list[LocalParameter]) -> tuple[int, int]:
     """Return how many of the matrices cut by columns and by rows run forward again in a micro-batch. Recomputation of a
     block ends with the last tensor that backward needs: without dropout, and without a norm after its last matrix,
     before the output of that one."""
-    if not settings.repeats_blocks:
-        return 0, 0
+    repeated = _repeated(settings)
+    weights = [p for p in weights if p.block in repeated]
+    columns = sum(isinstance(p.style, ColwiseParallel) for p in weights)
+    rows = sum(isinstance(p.style, RowwiseParallel) for p in weights)
     last = {p.block: p for p in weights}  # in the order of the modules
     ends = [p for p in last.values() if settings.model.dropout == 0 and isinstance(p.style, RowwiseParallel)]
     return columns, rows - len(ends)

@@ -82,8 +82,8 @@ class Operations:
         """Return the seconds in which `elements` of each token are read or written."""
         return kernels * START + self.tokens * elements * (width or self.width) / self.rates.memory
 
-    def block(self, index: int) -> Passes:
-        """Return the passes of block `index`."""
+    def block(self, index: int, again: bool) -> Passes:
+        """Return the passes of block `index`. again: whether what the recipe names is computed again in it."""
         settings, config = self.settings, self.config
         forward, backward, quantised, c, r, biases = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         fp8, trains = settings.fp8, not settings.lora.rank
@@ -112,6 +112,7 @@ class Operations:
             quantised -= QUANTISED * self.tokens * (c + r - attended)
         bytes_8 = quantised / self.rates.memory
         return self._again(
+            again,
             Passes(
                 Work(forward, core_forward, self.moved(9 * self.stream + gate + rotary, 5), 0, bytes_8 / 2),
                 Work(
@@ -121,7 +122,7 @@ class Operations:
                     0,
                     bytes_8 / 2,
                 ),
-            )
+            ),
         )
 
     def _adapted(self, p, rows: int, inner: int, forward: float, backward: float) -> tuple[float, float]:
@@ -159,9 +160,9 @@ class Operations:
             heads += 2 * (config.num_heads + 2 * core.kv_heads) * core.head_dim / plan.tp
         return forward, backward, heads
 
-    def _again(self, passes: Passes) -> Passes:
-        """Return the passes with what the recipe computes again."""
-        recompute = self.settings.recompute
+    def _again(self, again: bool, passes: Passes) -> Passes:
+        """Return the passes with what the recipe computes again, if it does."""
+        recompute = self.settings.recompute if again else "none"
         if self.settings.plan.splits_backward:
             passes = Passes(passes.forward * SPLIT, passes.backward * SPLIT)
         if recompute == "full":

@@ -69,6 +69,7 @@ def _execution(settings: Settings, mesh: Mesh) -> dict[str, Any]:
         "precision": settings.precision,
         "attention": settings.attention_backend,
         "recompute": settings.recompute,
+        "recompute_blocks": settings.recompute_blocks,
         "reduce": settings.reduce,
         "compile": settings.compile,
         "graph": settings.graphs,

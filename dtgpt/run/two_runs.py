@@ -27,7 +27,8 @@ NOT_RECORDED = "not recorded"
 UNCOMPARED = {"samples", "tokens", *PERPLEXITIES}  # counts, and what follows from losses
 # How a step is computed: its result may differ by rounding.
 EXECUTION = (
-    "plan", "world", "micro_batch_size", "precision", "attention", "recompute", "reduce", "compile", "graph", "device",
+    "plan", "world", "micro_batch_size", "precision", "attention", "recompute", "recompute_blocks", "reduce", "compile",
+    "graph", "device",
 )  # fmt: skip
 # Fields of a recipe without influence on a curve; of these sections, all but what is measured on the way.
 WITHOUT_INFLUENCE = ("name", "timeout", "runs", "resume", "exit_after", "exit_interval")

@@ -111,8 +111,9 @@ def with_plan(recipe: Recipe, world: int) -> Recipe:
     chosen = AutoPlan(recipe=recipe, world=world).settled()
     if chosen.plan != recipe.plan:
         name, ranks = chosen.plan.partition(OR)[0].strip(), counted(world, "process", "processes")
-        micro, recompute = chosen.micro_batch_size, chosen.recompute
-        say(f"plan auto: {name} on {ranks}, micro-batches of {micro}, recompute {recompute}")
+        micro, recompute, blocks = chosen.micro_batch_size, chosen.recompute, chosen.recompute_blocks
+        first = "" if blocks is None else f" in the first {counted(blocks, 'block')} of a stage"
+        say(f"plan auto: {name} on {ranks}, micro-batches of {micro}, recompute {recompute}{first}")
     return chosen
 
 

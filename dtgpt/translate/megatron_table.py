@@ -242,7 +242,9 @@ OPTIONS = {
         "recompute-activations": to("--recompute selective"),
         "checkpoint-activations": to("--recompute full"),
         "recompute-granularity KIND": to("--recompute {KIND}"),
-        "recompute-method METHOD, recompute-num-layers N": skip("--recompute full recomputes every block"),
+        "recompute-method METHOD, recompute-num-layers N": skip(
+            "--recompute full recomputes every block, or with --recompute_blocks N the first of each stage"
+        ),
         "recompute-modules NAMES": to("--recompute selective, which recomputes the attention core"),
         "distribute-saved-activations": no("add sp to the plan, as in --plan tp2_sp, which splits saved activations"),
         "cpu-offloading*, fine-grained-*, offload-modules NAMES, min-offloaded-tensor-size N, delay-offload-*, "

@@ -15,7 +15,8 @@ SECTIONS = {
 MODELS = {"gpt2": ("dtgpt.models.gpt2", "GPT2Config"), "llama": ("dtgpt.models.llama", "LlamaConfig")}
 FIRST = (
     "name", "model", "plan", "optimizer", "steps", "train_samples", "seq_length", "micro_batch_size",
-    "global_batch_size", "rampup_batch_size", "seed", "precision", "loss_scale", "attention", "recompute", "graph",
+    "global_batch_size", "rampup_batch_size", "seed", "precision", "loss_scale", "attention", "recompute",
+    "recompute_blocks", "graph",
 )  # fmt: skip
 LAST = ("runs", "resume", "init_from", "data", "log", "checkpoint")
 

@@ -9,8 +9,9 @@ import pytest
 from dtgpt.cli import main
 from dtgpt.config.plan_choice import parse_alternatives
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.planning.auto import AutoPlan, is_auto
-from dtgpt.planning.fit import fits_into, largest_micro_batch, what_fits
+from dtgpt.planning.auto import AutoPlan, is_auto, with_choice
+from dtgpt.planning.auto_report import options_of
+from dtgpt.planning.fit import FILLED, fits_into, largest_micro_batch, what_fits, with_fewest_blocks
 from dtgpt.planning.gpus import GIB, find_gpu, known_gpu
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.planning.step_time import step_time
@@ -170,3 +171,35 @@ def test_rates_of_another_gpu_and_a_network_without_rates_are_one_sentence(capsy
             main(["plan", str(RECIPES / "gpt2_tiny.py"), *words])
         said = capsys.readouterr().err
         assert stop.value.code == 2 and told in said and said.count("\n") == 1
+
+
+LONG = ("--model.seq_length", "32768", "--micro_batch_size", "1", "--global_batch_size", "1", "--plan", "cp2_zero3")
+
+
+@pytest.mark.parametrize("recompute", ["around_attention", "full"])
+def test_as_few_blocks_are_computed_again_as_fill_the_gpu(recompute):
+    settings = load_recipe(RECIPES / "llama3_8b.py", [*LONG, "--recompute", recompute]).planned(2)
+    gpu = find_gpu("H200")
+    fewer = with_fewest_blocks(settings, gpu.size)
+    blocks = fewer.recompute_blocks
+    assert 1 < blocks < 32 and fewer == replace(settings, recompute_blocks=blocks)
+    none, one_less = replace(settings, recompute="none"), replace(fewer, recompute_blocks=blocks - 1)
+
+    def needed(changed) -> float:
+        return fullest(memory_by_rank(changed)).total
+
+    assert needed(settings) < needed(fewer) <= FILLED * gpu.size < needed(one_less) < needed(none)
+    times = [step_time(each, gpu.rates).total for each in (none, one_less, fewer, settings)]
+    assert times == sorted(times) and len(set(times)) == 4
+    assert with_fewest_blocks(settings, 2 * gpu.size) == none  # nothing has to be computed again
+    assert with_fewest_blocks(settings, needed(settings)) == settings
+
+
+def test_auto_computes_no_more_blocks_again_than_it_takes_to_fit():
+    recipe = replace(load_recipe(RECIPES / "llama3_8b.py", LONG), plan="auto")
+    gpu = replace(find_gpu("H200"), size=110 * GIB)
+    best = AutoPlan(recipe=recipe, world=2, gpu=gpu).ranking().best
+    assert best.settings.recompute == "around_attention" and 1 < best.settings.recompute_blocks < 32
+    chosen = with_choice(recipe, best)
+    assert chosen.recompute_blocks == best.settings.recompute_blocks
+    assert options_of(best).endswith(f"--recompute around_attention --recompute_blocks {chosen.recompute_blocks}")

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.models import layers
+from dtgpt.models.layers import AttentionCore
 from dtgpt.ops.attention import flash
 from dtgpt.ops.attention.core import PLAIN_RULE, causal_attention, operations
 from dtgpt.train.record import Record
@@ -88,6 +89,47 @@ def test_around_attention_computes_the_core_once(recipe, monkeypatch, backend, r
     assert loss == plain.mean_loss(plain.train_step())
 
 
+@pytest.mark.parametrize("recompute", ["selective", "around_attention", "full"])
+def test_the_first_blocks_of_a_stage_alone_are_computed_again(recipe, recompute):
+    backend = "explicit" if recompute == "selective" else "sdpa"
+    recipe = change(recipe, attention=backend, recompute=recompute, model={"dropout": 0.0, "num_layers": 3})
+    every, some = training(recipe), training(replace(recipe, recompute_blocks=2))
+    plain = training(change(recipe, recompute="none"))
+    assert again(every) == [True] * 3 and again(some) == [True, True, False] and again(plain) == [False] * 3
+    assert kept_by(every) < kept_by(some) < kept_by(plain)
+    assert len({step.mean_loss(step.train_step()) for step in (every, some, plain)}) == 1
+
+
+def again(step) -> list[bool]:
+    """Of each block, whether it or its attention core runs by a checkpoint."""
+    found = []
+    for block in step.stages[0].blocks.values():
+        parts = [block, *(part for part in block.modules() if isinstance(part, AttentionCore))]
+        found.append(any("checkpoint" in repr(part.bound.run) for part in parts))
+    return found
+
+
+@pytest.mark.turns(24)
+@pytest.mark.parametrize("plan", ["pp2", "pp2_interleaved", "dp2_zero3"])
+def test_the_first_blocks_alone_under_a_plan(recipe, plan):
+    sizes = {"num_layers": 4, "dropout": 0.0}
+    recipe = change(recipe, micro_batch_size=2, steps=STEPS, recompute="around_attention", model=sizes)
+    expected, found = run(recipe, plan), run(replace(recipe, recompute_blocks=1), plan)
+    assert (found.losses, found.norms) == (expected.losses, expected.norms)
+
+
+def test_blocks_are_refused_where_nothing_or_all_is_computed_again(recipe):
+    with pytest.raises(UserError, match="recompute_blocks=2, but recompute=none computes nothing again"):
+        replace(recipe, recompute_blocks=2).validate()
+    with pytest.raises(UserError, match="recompute_blocks=0 is out of range"):
+        replace(recipe, recompute="full", recompute_blocks=0).validate()
+    zbv = change(
+        recipe, plan="pp2_zbv", micro_batch_size=2, recompute="full", recompute_blocks=1, model={"num_layers": 4}
+    )
+    with pytest.raises(UserError, match="recompute_blocks=1, but the schedule ZBVZeroBubble"):
+        zbv.choose_plan(2)
+
+
 def test_around_attention_is_refused_where_more_than_its_output_is_kept(recipe):
     recipe = replace(recipe, recompute="around_attention")
     with pytest.raises(UserError, match="recompute=around_attention, but attention is explicit here"):
@@ -98,8 +140,12 @@ def test_around_attention_is_refused_where_more_than_its_output_is_kept(recipe):
 
 
 def kept_bytes(recipe) -> int:
+    return kept_by(training(recipe))
+
+
+def kept_by(step) -> int:
     """Of all that autograd saves in a step's only micro-batch, each memory once."""
-    step, kept = training(recipe), {}
+    kept = {}
 
     def keep(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()  # held, so that no other takes its place
