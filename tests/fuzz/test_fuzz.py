@@ -251,6 +251,10 @@ def test_what_is_not_equal_is_said(setting):
     assert "copies of a [(0, 3)] differ" in sentence([first, second._replace(copies=[("a [(0, 3)]", "y")])])
     assert "validation loss" in sentence([first, second._replace(held_out=5.001)])
     assert "validation loss" in sentence([first, second._replace(held_out=None)])
+    rounded = Alone(
+        one, moved=one._replace(record=replace(record, losses=[5.001]))
+    )  # which validation losses do not show
+    assert judge(case, [first, second._replace(held_out=5.001)], rounded).verdict == "right"
     assert "initial weights differ" in sentence([first._replace(record=replace(record, initial="other")), second])
     assert "learning rate of step 1" in sentence([first._replace(record=replace(record, rates=[2e-3])), second])
     broken = replace(record, tensors={"weight/a": torch.tensor([1.0, 1.0, math.nan])})
