@@ -18,9 +18,8 @@ from dtgpt.util.errors import UserError
 # Of the device: CUDA's context, NCCL's buffers and what the allocator holds for one stream and cannot give another take
 # the rest. A captured step of 0.898 ran out of memory (docs/long_context.md).
 HEADROOM = 0.89
-FILLED = (
-    0.8  # of the device, by activations that are kept although the step fits without: nearer to its end, less is sure
-)
+# Up to so much of the device, blocks keep activations although the step fits without: nearer to its end, less is sure.
+FILLED = 0.8
 GRAIN = 1024  # tokens, of the longest sequence
 MOST_CP = 64  # that `what_fits` tries
 MOST_CHANGES = 4  # that `what_fits` names
@@ -127,11 +126,14 @@ def _changed(settings: Settings) -> Iterator[Settings]:
     sizes, own = dict.fromkeys((settings.micro_batch_size, 1)), settings.recompute
     less = ["full"] if plan.splits_backward else settings.recomputes[1:]
     recomputes = dict.fromkeys((own, *less)) if own != "full" else [own]
+    again = dict.fromkeys([(own, settings.recompute_blocks), *((each, None) for each in recomputes)])
     every = [
-        replace(settings, plan=cut.without_idle_zero(), micro_batch_size=micro, recompute=recompute)
+        replace(
+            settings, plan=cut.without_idle_zero(), micro_batch_size=micro, recompute=recompute, recompute_blocks=blocks
+        )
         for cut in plans
         for micro in sizes
-        for recompute in recomputes
+        for recompute, blocks in again
     ]
     yield from sorted(every, key=lambda changed: len(_words(settings, changed)))
 
@@ -141,16 +143,16 @@ def _words(settings: Settings, changed: Settings) -> frozenset[str]:
     words = set()
     if changed.plan != settings.plan:
         words.add(f"--plan {changed.plan.name}")
-    for name in ("micro_batch_size", "recompute"):
-        if getattr(changed, name) != getattr(settings, name):
-            words.add(f"--{name} {getattr(changed, name)}")
+    for name in ("micro_batch_size", "recompute", "recompute_blocks"):
+        if (value := getattr(changed, name)) != getattr(settings, name):
+            words.add(f"--{name} {'none' if value is None else value}")
     return frozenset(words)
 
 
 def _on_more_gpus(settings: Settings, size: float) -> list[str]:
     """Return the fewest GPUs, with context parallelism and full recomputation, on which a sample fits; [] for none."""
     for cp in (2**n for n in range(1, MOST_CP.bit_length()) if 2**n > settings.plan.cp):
-        cut = replace(settings, plan=replace(settings.plan, cp=cp, zero=3), recompute="full")
+        cut = replace(settings, plan=replace(settings.plan, cp=cp, zero=3), recompute="full", recompute_blocks=None)
         if _runs(cut) and fits_into(fullest(memory_by_rank(cut)).total, size):
             return [f"--plan {cut.plan.name} --recompute full on {cut.plan.world:,} GPUs"]
     return []

@@ -28,7 +28,7 @@ def describe_plan(settings: Settings, name: str, notes: list[str], gpu: Gpu, ste
         words = f"largest that fit: micro-batches of {micro:,}, or samples of {length:,} tokens"
         fewer = with_fewest_blocks(settings, gpu.size)
         if fewer != settings:
-            words += f"; as it is, {_computed_again(fewer)} fits, and is faster"
+            words += f"; faster: {_computed_again(fewer)}"
         lines.insert(-1, hanging(words, 2))
     else:
         lines.append(hanging(f"what would fit: {'; '.join(what_fits(settings, gpu))}", 2))

@@ -59,6 +59,8 @@ def _remedy_for_memory(settings: Settings) -> str:
     """Return what makes a step need less memory, without a change of the curve, as a sentence goes on."""
     if settings.micro_batch_size > 1:
         return "lower micro_batch_size (the curve stays the same)"
+    if settings.recompute_blocks is not None:
+        return "raise recompute_blocks or leave it out (the curve stays the same)"
     if settings.recompute != "full":
         return "use --recompute full (the curve stays the same)"
     return "use a plan that cuts the model over more processes (dtgpt plan shows them)"

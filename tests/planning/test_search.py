@@ -203,3 +203,10 @@ def test_auto_computes_no_more_blocks_again_than_it_takes_to_fit():
     chosen = with_choice(recipe, best)
     assert chosen.recompute_blocks == best.settings.recompute_blocks
     assert options_of(best).endswith(f"--recompute around_attention --recompute_blocks {chosen.recompute_blocks}")
+
+
+def test_more_blocks_are_named_where_too_few_are_computed_again():
+    settings = load_recipe(RECIPES / "llama3_8b.py", [*LONG, "--recompute", "full", "--recompute_blocks", "1"]).planned(
+        2
+    )
+    assert "--recompute_blocks none (" in what_fits(settings, replace(find_gpu("H200"), size=90 * GIB))[0]

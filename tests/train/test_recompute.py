@@ -183,6 +183,7 @@ def test_the_core_is_computed_once_more(recipe, monkeypatch, recompute, times):
         ({}, "lower micro_batch_size"),
         ({"micro_batch_size": 1}, "use --recompute full"),
         ({"micro_batch_size": 1, "recompute": "selective"}, "use --recompute full"),
+        ({"micro_batch_size": 1, "recompute": "full", "recompute_blocks": 1}, "raise recompute_blocks or leave it out"),
         ({"micro_batch_size": 1, "recompute": "full"}, "use a plan that cuts the model over more processes"),
     ],
 )
