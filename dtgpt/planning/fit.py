@@ -72,10 +72,12 @@ def largest_micro_batch(settings: Settings, size: float) -> int:
 
 
 def with_fewest_blocks(settings: Settings, size: float) -> Settings:
-    """Return settings that fit into `size` bytes with as few blocks computed again in backward as take FILLED of it."""
+    """Return the settings with as few blocks computed again in backward as take up to FILLED of `size` bytes, and with no
+    more than now."""
     if settings.recompute == "none" or settings.plan.splits_backward:
         return settings
     most = max(len(blocks) for blocks in block_ranges(settings.model, settings.plan))
+    most = min(most, settings.recompute_blocks or most)
     changed = [replace(settings, recompute="none", recompute_blocks=None)]
     changed += [replace(settings, recompute_blocks=count) for count in range(1, most)]
     low, high = 0, most  # the answer is one of changed[low:high], or the settings
@@ -154,7 +156,8 @@ def _on_more_gpus(settings: Settings, size: float) -> list[str]:
     for cp in (2**n for n in range(1, MOST_CP.bit_length()) if 2**n > settings.plan.cp):
         cut = replace(settings, plan=replace(settings.plan, cp=cp, zero=3), recompute="full", recompute_blocks=None)
         if _runs(cut) and fits_into(fullest(memory_by_rank(cut)).total, size):
-            return [f"--plan {cut.plan.name} --recompute full on {cut.plan.world:,} GPUs"]
+            words = _words(settings, replace(cut, plan=settings.plan))
+            return [" ".join([f"--plan {cut.plan.name}", *sorted(words), f"on {cut.plan.world:,} GPUs"])]
     return []
 
 

@@ -51,8 +51,9 @@ def memory_of(settings: Settings, rank: int) -> Memory:
     """Return the fullest moment of a training step on `rank`. In fp8 that may be in the first step, which observes."""
     memories = [_fullest_moment(settings, rank)]
     if settings.fp8:
-        recompute = "full" if settings.observes_again else settings.recompute
-        blocks = None if settings.observes_again else settings.recompute_blocks
+        again = settings.observes_again
+        recompute = "full" if again and not settings.repeats_blocks else settings.recompute
+        blocks = None if again else settings.recompute_blocks
         changed = replace(settings, fp8=False, recompute=recompute, recompute_blocks=blocks)
         memories.append(_fullest_moment(changed, rank))
     return max(memories, key=lambda memory: memory.total)

@@ -56,9 +56,10 @@ def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str]
 
 def _heading(name: str, settings: Settings) -> list[str]:
     config, tokens = settings.model, settings.global_batch_size * settings.seq_length
+    first = "" if settings.recompute_blocks is None else f", recompute_blocks {settings.recompute_blocks}"
     lines = [
         f"recipe  {name}: {parameters(config.num_parameters)}, {config.num_layers} blocks of {config.hidden_size}, "
-        f"T={settings.seq_length}, {settings.number_types}, recompute {settings.recompute}",
+        f"T={settings.seq_length}, {settings.number_types}, recompute {settings.recompute}{first}",
         f"batch   {settings.global_batch_size:,} samples = {tokens:,} tokens, micro-batches of "
         f"{settings.micro_batch_size}",
     ]
