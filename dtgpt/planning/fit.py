@@ -72,7 +72,7 @@ def largest_micro_batch(settings: Settings, size: float) -> int:
 
 
 def with_fewest_blocks(settings: Settings, size: float) -> Settings:
-    """Return the settings with as few blocks computed again in backward as take up to FILLED of `size` bytes, and with no
+    """Return the settings with as few blocks computed again in backward as take up to FILLED of `size` bytes: with no
     more than now."""
     if settings.recompute == "none" or settings.plan.splits_backward:
         return settings
