@@ -16,6 +16,7 @@ from dtgpt.planning.gpus import GIB, find_gpu, known_gpu
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.planning.step_time import step_time
 from dtgpt.train.settle import load_recipe
+from dtgpt.util.console import byte_size
 from dtgpt.util.errors import UserError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -193,6 +194,18 @@ def test_as_few_blocks_are_computed_again_as_fill_the_gpu(recompute):
     assert times == sorted(times) and len(set(times)) == 4
     assert with_fewest_blocks(settings, 2 * gpu.size) == none  # nothing has to be computed again
     assert with_fewest_blocks(settings, needed(settings)) == settings
+    # Of a recipe that names blocks, fewer are faster. With one less it fits, too, but beyond FILLED.
+    assert with_fewest_blocks(replace(settings, recompute_blocks=blocks + 1), gpu.size) == fewer
+    assert fits_into(needed(one_less), gpu.size) and with_fewest_blocks(one_less, gpu.size) == one_less
+
+
+@pytest.mark.parametrize("recompute", ["around_attention", "full"])
+def test_as_many_blocks_as_there_are_need_what_all_need(recompute):
+    """In fp8, in the step that observes, too."""
+    words = ["--plan", "pp2", "--precision", "fp8", "--recompute", recompute]
+    settings = load_recipe(RECIPES / "llama3_8b.py", words).planned(2)
+    every = replace(settings, recompute_blocks=32)
+    assert memory_by_rank(every) == memory_by_rank(settings)
 
 
 def test_auto_computes_no_more_blocks_again_than_it_takes_to_fit():
@@ -205,8 +218,13 @@ def test_auto_computes_no_more_blocks_again_than_it_takes_to_fit():
     assert options_of(best).endswith(f"--recompute around_attention --recompute_blocks {chosen.recompute_blocks}")
 
 
-def test_more_blocks_are_named_where_too_few_are_computed_again():
-    settings = load_recipe(RECIPES / "llama3_8b.py", [*LONG, "--recompute", "full", "--recompute_blocks", "1"]).planned(
-        2
-    )
-    assert "--recompute_blocks none (" in what_fits(settings, replace(find_gpu("H200"), size=90 * GIB))[0]
+@pytest.mark.parametrize("recompute", ["around_attention", "full"])
+def test_where_some_blocks_are_too_few_all_are_named(recompute):
+    words = ["--plan", "zero3", "--recompute", recompute, "--recompute_blocks", "1"]
+    settings = load_recipe(RECIPES / "llama3_8b_128k.py", words).planned(8)
+    gpu = find_gpu("H200")
+    every = fullest(memory_by_rank(replace(settings, recompute_blocks=None))).total
+    assert any(line.startswith(f"--recompute_blocks none ({byte_size(every)})") for line in what_fits(settings, gpu))
+    longer = replace(settings.model, seq_length=2**22)
+    changes = what_fits(replace(settings, model=longer, seq_length=2**22), gpu)
+    assert any(line.endswith("--recompute_blocks none on 256 GPUs") for line in changes)

@@ -111,3 +111,10 @@ def test_a_gpu_that_cannot_train_in_fp8_is_refused(capsys, more):
     said = capsys.readouterr().err
     assert stop.value.code == 2 and "--gpu A100-40GB does not multiply 8-bit floats" in said
     assert "use --precision bf16" in said
+
+
+def test_the_heading_says_how_many_blocks_are_computed_again(capsys):
+    words = [str(RECIPES / "llama32_1b.py"), "--plans", "dp", "--world", "8", "--recompute", "full"]
+    assert "recompute_blocks" not in output_of(capsys, *words)
+    some = output_of(capsys, *words, "--recompute_blocks", "3")
+    assert "recompute full, recompute_blocks 3" in " ".join(some.split())
