@@ -79,7 +79,11 @@ def pytest_terminal_summary(terminalreporter, config):
     """Say which marks `slow` are missing or wrong, after all tests or the quick ones."""
     if is_whole() and config.option.markexpr in ("not long", "quick"):
         reports = [report for kind in terminalreporter.stats.values() for report in kind]
-        found = [(*dict(r.user_properties)["budget"], r.duration) for r in reports if hasattr(r, "duration")]
+        found = [
+            (*budget, report.duration)
+            for report in reports
+            if hasattr(report, "duration") and (budget := dict(report.user_properties).get("budget"))
+        ]  # a test that ended its process has none
         times, all_ran = slowness(config.option.numprocesses or 1), config.option.markexpr != "quick"
         for line in wrong_marks(found, times, all_ran):
             terminalreporter.write_line(line)

@@ -295,7 +295,7 @@ class Recipe:
         checks.check_sample_length(self.sample_length, self.model)
         rules = sorted({(core.softcap, core.sinks) for core in inventory(self.model).kinds_of_cores()})
         check_backend(self.attention, self.model.dropout, self.model.head_dim, rules)
-        if self.recompute_blocks is not None and self.recompute == "none":
+        if self.recompute_blocks is not None and self.recompute == "none" and self.plan != AUTO:
             raise UserError(
                 f"recompute_blocks={self.recompute_blocks}, but recompute=none computes nothing again; use --recompute "
                 "full or around_attention, or leave recompute_blocks out"

@@ -94,6 +94,7 @@ def test_the_micro_batch_of_the_recipe_is_not_used(small):
     odd = replace(small, micro_batch_size=4, global_batch_size=7)
     odd.validate()
     assert with_plan(odd, 1, known_gpu("H100")).micro_batch_size in (1, 7)
+    replace(odd, recompute_blocks=3).validate()
     with pytest.raises(UserError, match="global_batch_size=7 is not a multiple of micro_batch_size=4"):
         replace(odd, plan="single | auto").validate()
 
