@@ -37,6 +37,37 @@ def check_batch(micro: int, whole: int) -> None:
         )
 
 
+def check_recompute(recompute: str, blocks: int | None) -> None:
+    if blocks is not None and recompute == "none":
+        raise UserError(
+            f"recompute_blocks={blocks}, but recompute=none computes nothing again; use --recompute full or "
+            "around_attention, or leave recompute_blocks out"
+        )
+
+
+def check_recompute_apart(recompute: str, blocks: int | None, schedule: str) -> None:
+    """Check what is computed again under a schedule that computes gradients of weights apart."""
+    if blocks is not None:
+        raise UserError(
+            f"recompute_blocks={blocks}, but the schedule {schedule} recomputes all blocks or none; leave it out or "
+            "use another schedule"
+        )
+    if recompute == "around_attention":
+        raise UserError(
+            f"recompute=around_attention, but the schedule {schedule} computes a block again several times, and what "
+            "attention gave is kept for one; use --recompute full or another schedule"
+        )
+
+
+def check_recompute_kept(recompute: str, backend: str | None) -> None:
+    """Check that attention keeps little beside its output. backend: one that keeps scores, if there is any."""
+    if recompute == "around_attention" and backend:
+        raise UserError(
+            f"recompute=around_attention, but attention is {backend} here, which keeps scores for backward beside its "
+            "output; use --attention flash, or sdpa without dropout, or --recompute full"
+        )
+
+
 def check_rampup_end(rampup: str, whole: int) -> None:
     start, increment, samples = parse_rampup(rampup)
     if not 0 < start < whole or increment < 1 or (whole - start) % increment or samples < 0:

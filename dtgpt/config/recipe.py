@@ -206,16 +206,8 @@ class Recipe:
                 f"reduce=exact, but the schedule {plan.schedule} computes gradients of weights by other operations "
                 "than other plans do, and sums them by itself; use another schedule or --reduce fast"
             )
-        if self.recompute_blocks is not None and plan.splits_backward:
-            raise UserError(
-                f"recompute_blocks={self.recompute_blocks}, but the schedule {plan.schedule} recomputes all blocks or "
-                "none; leave it out or use another schedule"
-            )
-        if self.recompute == "around_attention" and plan.splits_backward:
-            raise UserError(
-                f"recompute=around_attention, but the schedule {plan.schedule} computes a block again several times, "
-                "and what attention gave is kept for one; use --recompute full or another schedule"
-            )
+        if plan.splits_backward:
+            checks.check_recompute_apart(self.recompute, self.recompute_blocks, plan.schedule)
         if self.compile == "on" and plan.splits_backward:
             raise UserError(
                 f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
@@ -253,11 +245,7 @@ class Recipe:
                 f"reduce=exact, but attention={self.attention} is sdpa here, whose kernels on GPUs add up gradients in "
                 "any order; use --attention flash or explicit, or --reduce fast"
             )
-        if self.recompute == "around_attention" and made.scores_backend:
-            raise UserError(
-                f"recompute=around_attention, but attention is {made.scores_backend} here, which keeps scores for "
-                "backward beside its output; use --attention flash or sdpa, or --recompute full"
-            )
+        checks.check_recompute_kept(made.recompute, made.scores_backend)
         return made
 
     def planned_choice(self, world: int | None) -> PlanChoice:
@@ -295,11 +283,8 @@ class Recipe:
         checks.check_sample_length(self.sample_length, self.model)
         rules = sorted({(core.softcap, core.sinks) for core in inventory(self.model).kinds_of_cores()})
         check_backend(self.attention, self.model.dropout, self.model.head_dim, rules)
-        if self.recompute_blocks is not None and self.recompute == "none" and self.plan != AUTO:
-            raise UserError(
-                f"recompute_blocks={self.recompute_blocks}, but recompute=none computes nothing again; use --recompute "
-                "full or around_attention, or leave recompute_blocks out"
-            )
+        if self.plan != AUTO:  # which chooses both
+            checks.check_recompute(self.recompute, self.recompute_blocks)
         if self.compile == "on" and self.precision == FP8:
             raise UserError(
                 "compile=on, but precision=fp8 has kernels of its own, which torch.compile cannot take; use --compile "
