@@ -53,6 +53,7 @@ class Training:
         result.apply(self.given.values(), entries_of(result.architecture))
         self._model()
         self._attention()
+        self._recompute()
         self._precision()
         self._schedule()
         plan = self._plan()
@@ -151,6 +152,15 @@ class Training:
             self.result.skip(self._words(name), "there is one implementation of each model")
         if self._has(unfused):
             self.result.skip(self._words(unfused), "it has no effect with this attention")
+
+    def _recompute(self) -> None:
+        name, result = "recompute-num-layers", self.result
+        if not self._has(name):
+            return
+        if self._text("recompute-granularity") == "full" and self._text("recompute-method") == "block":
+            result.set(self._words(name), recompute_blocks=self._count(name))
+        else:
+            result.skip(self._words(name), "each block that is recomputed keeps its own input")
 
     def _precision(self) -> None:
         result = self.result

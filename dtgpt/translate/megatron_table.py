@@ -242,9 +242,8 @@ OPTIONS = {
         "recompute-activations": to("--recompute selective"),
         "checkpoint-activations": to("--recompute full"),
         "recompute-granularity KIND": to("--recompute {KIND}"),
-        "recompute-method METHOD, recompute-num-layers N": skip(
-            "--recompute full recomputes every block, or with --recompute_blocks N the first of each stage"
-        ),
+        "recompute-method METHOD": skip("--recompute full recomputes every block, or --recompute_blocks of each stage"),
+        "recompute-num-layers N": together("--recompute_blocks {N}, with --recompute-method block"),
         "recompute-modules NAMES": to("--recompute selective, which recomputes the attention core"),
         "distribute-saved-activations": no("add sp to the plan, as in --plan tp2_sp, which splits saved activations"),
         "cpu-offloading*, fine-grained-*, offload-modules NAMES, min-offloaded-tensor-size N, delay-offload-*, "

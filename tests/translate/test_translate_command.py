@@ -82,6 +82,11 @@ def test_defaults_of_megatron_lm(translated):
     [
         ("--bf16 --recompute-activations", {"precision": "bf16", "recompute": "selective"}),
         ("--recompute-granularity full --recompute-method uniform", {"recompute": "full"}),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+         {"recompute": "full", "recompute_blocks": None}),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+         {"recompute": "full", "recompute_blocks": 1}),
+        ("--recompute-activations --recompute-num-layers 1", {"recompute": "selective", "recompute_blocks": None}),
         ("--bf16 --fp8-format hybrid", {"precision": "fp8"}),
         ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", {"plan": "pp2_interleaved2"}),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"plan": "zero2"}),
