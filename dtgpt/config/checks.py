@@ -59,9 +59,9 @@ def check_recompute_apart(recompute: str, blocks: int | None, schedule: str) -> 
         )
 
 
-def check_recompute_kept(recompute: str, backend: str | None) -> None:
+def check_recompute_kept(backend: str | None) -> None:
     """Check that attention keeps little beside its output. backend: one that keeps scores, if there is any."""
-    if recompute == "around_attention" and backend:
+    if backend is not None:
         raise UserError(
             f"recompute=around_attention, but attention is {backend} here, which keeps scores for backward beside its "
             "output; use --attention flash, or sdpa without dropout, or --recompute full"

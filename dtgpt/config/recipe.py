@@ -245,7 +245,8 @@ class Recipe:
                 f"reduce=exact, but attention={self.attention} is sdpa here, whose kernels on GPUs add up gradients in "
                 "any order; use --attention flash or explicit, or --reduce fast"
             )
-        checks.check_recompute_kept(made.recompute, made.scores_backend)
+        if made.recompute == "around_attention":
+            checks.check_recompute_kept(made.scores_backend)
         return made
 
     def planned_choice(self, world: int | None) -> PlanChoice:
