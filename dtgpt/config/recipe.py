@@ -61,7 +61,8 @@ class Recipe:
     plan: Annotated[
         str,
         "parallel plan, such as dp4, zero3, tp2_sp or tp2_pp2; dp: a replica for each process; 'tp4 | tp2': the first "
-        "that fits the processes that are there; auto: the fastest that fits, with micro_batch_size and recompute",
+        "that fits the processes that are there; auto: the fastest that fits, with micro_batch_size, recompute and "
+        "recompute_blocks",
     ] = "dp"
     plans: Mapping[str, Plan] = field(default_factory=dict)  # user-defined plans by the names that `plan` can have
     device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"

@@ -68,7 +68,8 @@ def judge(
     limits = limits_of(ours) if tolerance is None else Limits(tolerance, tolerance, tolerance, tolerance)
     before = first[0].between if first else ()
     # One try shows what rounding does: in validation losses it may be little by chance, and more in those of steps.
-    rounding = max(_held_out(_held_out_losses(moved), reference), *(each.loss for each in explained)) if moved else 0.0
+    shown = [_held_out(_held_out_losses(moved), reference)] if moved else []
+    rounding = max([*shown, *(each.loss for each in explained)], default=0.0)
     held_out = max(_held_out([*before, *_held_out_losses(seen)], reference) for seen in ranks)
     all_problems = [
         *problems(found, limits, explained),

@@ -92,19 +92,18 @@ def lay_out_stage(
 def set_execution(part: Decoder, settings: Settings, mesh: Mesh) -> None:
     """Give the attention cores their back end, and let what `recompute` names run again in backward. Steps in fp8 that
     observe compute all blocks again: their 16-bit activations would take more memory than any other step."""
-    blocks = cast(Iterable[BoundModule], part.blocks.values())
-    again = [(block, settings.recompute if settings.repeats(index) else "none") for index, block in enumerate(blocks)]
-    for block, recompute in again:
+    blocks = list(enumerate(cast(Iterable[BoundModule], part.blocks.values())))
+    for index, block in blocks:
         for module in block.modules():
             if isinstance(module, AttentionCore):
                 bind(module, backend=settings.attention)
-                if recompute == "selective":
+                if settings.recompute == "selective" and settings.repeats(index):
                     bind(module, run=recomputed(module.compute))
     if mesh.cp_group is not None:  # around what selective recomputation repeats, so that no message is sent again
         exchange_heads(part, mesh.cp_group, settings.plan)
-    for block, recompute in again:
-        if recompute in ("around_attention", "full"):
-            keeps = operations() if recompute == "around_attention" else []
+    keeps = operations() if settings.recompute == "around_attention" else []
+    for index, block in blocks:
+        if settings.repeats_blocks and settings.repeats(index):
             bind(block, run=recomputed(block.compute, keeps))
         elif settings.observes_again:
             bind(block, run=recomputed_while(partial(observes, block), block.compute))

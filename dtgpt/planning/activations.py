@@ -19,7 +19,8 @@ def block_activations(settings: Settings, block: int) -> float:
         return residual_bytes(settings)  # the input of the block
     sizes = block_sizes(settings, block)
     if settings.recompute == "around_attention":
-        return residual_bytes(settings) + sizes.output + sum_bytes(settings, block)
+        backends = map(settings.backend_of, inventory(settings.model).cores(block))
+        return residual_bytes(settings) + sizes.output + sum(_beside_output(settings, each) for each in backends)
     if settings.recompute == "selective":  # under cp other ranks' output is not kept, either
         return sizes.saved - (sizes.output if settings.plan.cp > 1 else 0)
     return sizes.saved + core_bytes(settings, block)
@@ -123,7 +124,7 @@ def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
         return tensors * width * scores + repeated
     windowed = core.window is not None and core.window < settings.seq_length
     masked = settings.masks_documents or windowed or len(pieces) > 1
-    kept = _sum_bytes_of(settings, backend)
+    kept = _beside_output(settings, backend)
     if backend == "sdpa" and not reads_groups(settings.device, settings.dtype, masked):
         kept += repeated
     if backend == "sdpa" and masked and scores:
@@ -134,13 +135,8 @@ def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
     return kept
 
 
-def sum_bytes(settings: Settings, block: int) -> float:
-    """Return the bytes of what the attention operations of a block give beside their outputs."""
-    return sum(_sum_bytes_of(settings, settings.backend_of(core)) for core in inventory(settings.model).cores(block))
-
-
-def _sum_bytes_of(settings: Settings, backend: str) -> float:
-    """Return the bytes of the logarithms of sums of a core, and of its keep decisions."""
+def _beside_output(settings: Settings, backend: str) -> float:
+    """Return the bytes that the operation of a core gives beside its output: logarithms of sums, and keep decisions."""
     pieces = attended(settings)
     kept = 4 * sum(queries for queries, _ in pieces)  # of each row, fp32
     if backend == "flash" and settings.model.dropout > 0:

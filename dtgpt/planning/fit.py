@@ -1,10 +1,12 @@
 """Whether a plan fits into a GPU, the longest sample that does, and what to change where it does not."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.overrides import value_text
 from dtgpt.config.plan import ResolvedPlan, divisors
 from dtgpt.models.config import LARGEST_SIZE
 from dtgpt.parallel.stages import block_ranges
@@ -80,14 +82,8 @@ def with_fewest_blocks(settings: Settings, size: float) -> Settings:
     most = min(most, settings.recompute_blocks or most)
     changed = [replace(settings, recompute="none", recompute_blocks=None)]
     changed += [replace(settings, recompute_blocks=count) for count in range(1, most)]
-    low, high = 0, most  # the answer is one of changed[low:high], or the settings
-    while low < high:
-        middle = (low + high) // 2
-        if fullest(memory_by_rank(changed[middle])).total <= FILLED * size:
-            high = middle
-        else:
-            low = middle + 1
-    return [*changed, settings][low]
+    first = bisect_left(changed, True, key=lambda each: fullest(memory_by_rank(each)).total <= FILLED * size)
+    return [*changed, settings][first]
 
 
 def what_fits(settings: Settings, gpu: Gpu) -> list[str]:
@@ -95,7 +91,7 @@ def what_fits(settings: Settings, gpu: Gpu) -> list[str]:
     all but the last keep the loss curve."""
     found: list[tuple[float, str, frozenset[str]]] = []
     for changed in _changed(settings):
-        words = _words(settings, changed)
+        words = options_of_change(settings, changed)
         if not words or any(known <= words for _, _, known in found) or not _runs(changed):
             continue
         memory = fullest(memory_by_rank(changed)).total
@@ -127,7 +123,7 @@ def _changed(settings: Settings) -> Iterator[Settings]:
         plans.append(replace(plan, dp=plan.dp // times, pp=plan.pp * times, zero=min(plan.zero, 1)))
     sizes, own = dict.fromkeys((settings.micro_batch_size, 1)), settings.recompute
     less = ["full"] if plan.splits_backward else settings.recomputes[1:]
-    recomputes = dict.fromkeys((own, *less)) if own != "full" else [own]
+    recomputes = [own, *less] if own != "full" else [own]
     again = dict.fromkeys([(own, settings.recompute_blocks), *((each, None) for each in recomputes)])
     every = [
         replace(
@@ -137,17 +133,17 @@ def _changed(settings: Settings) -> Iterator[Settings]:
         for micro in sizes
         for recompute, blocks in again
     ]
-    yield from sorted(every, key=lambda changed: len(_words(settings, changed)))
+    yield from sorted(every, key=lambda changed: len(options_of_change(settings, changed)))
 
 
-def _words(settings: Settings, changed: Settings) -> frozenset[str]:
+def options_of_change(settings: Settings, changed: Settings) -> frozenset[str]:
     """Return the options by which `changed` differs."""
     words = set()
     if changed.plan != settings.plan:
         words.add(f"--plan {changed.plan.name}")
     for name in ("micro_batch_size", "recompute", "recompute_blocks"):
         if (value := getattr(changed, name)) != getattr(settings, name):
-            words.add(f"--{name} {'none' if value is None else value}")
+            words.add(f"--{name} {value_text(value)}")
     return frozenset(words)
 
 
@@ -156,7 +152,7 @@ def _on_more_gpus(settings: Settings, size: float) -> list[str]:
     for cp in (2**n for n in range(1, MOST_CP.bit_length()) if 2**n > settings.plan.cp):
         cut = replace(settings, plan=replace(settings.plan, cp=cp, zero=3), recompute="full", recompute_blocks=None)
         if _runs(cut) and fits_into(fullest(memory_by_rank(cut)).total, size):
-            words = _words(settings, replace(cut, plan=settings.plan))
+            words = options_of_change(settings, replace(cut, plan=settings.plan))
             return [" ".join([f"--plan {cut.plan.name}", *sorted(words), f"on {cut.plan.world:,} GPUs"])]
     return []
 

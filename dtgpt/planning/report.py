@@ -2,7 +2,14 @@
 
 from dtgpt.config.execution import Settings
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.planning.fit import fits_into, largest_micro_batch, longest_sequence, what_fits, with_fewest_blocks
+from dtgpt.planning.fit import (
+    fits_into,
+    largest_micro_batch,
+    longest_sequence,
+    options_of_change,
+    what_fits,
+    with_fewest_blocks,
+)
 from dtgpt.planning.gpus import GIB, Gpu
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.parameters import GPUS_OF_HOST, parameters_of
@@ -28,17 +35,11 @@ def describe_plan(settings: Settings, name: str, notes: list[str], gpu: Gpu, ste
         words = f"largest that fit: micro-batches of {micro:,}, or samples of {length:,} tokens"
         fewer = with_fewest_blocks(settings, gpu.size)
         if fewer != settings:
-            words += f"; faster: {_computed_again(fewer)}"
+            words += f"; faster: {' '.join(sorted(options_of_change(settings, fewer)))}"
         lines.insert(-1, hanging(words, 2))
     else:
         lines.append(hanging(f"what would fit: {'; '.join(what_fits(settings, gpu))}", 2))
     return "\n".join(lines)
-
-
-def _computed_again(settings: Settings) -> str:
-    """Return the options that say what is computed again."""
-    blocks = settings.recompute_blocks
-    return f"--recompute {settings.recompute}" if blocks is None else f"--recompute_blocks {blocks}"
 
 
 def verdict(needed: float, gpu: Gpu, rank: str) -> str:

@@ -4,6 +4,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from dtgpt.config.execution import Recompute, Settings
 from dtgpt.config.plan import ResolvedPlan, Schedule, divisors
@@ -54,7 +55,7 @@ class Candidate:
     def order(self) -> tuple[float, int, str, int]:
         """What candidates are sorted by, on every rank the same."""
         own = self.settings
-        return self.seconds, own.recomputes.index(own.recompute), own.plan.name, own.micro_batch_size
+        return self.seconds, get_args(Recompute).index(own.recompute), own.plan.name, own.micro_batch_size
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,9 @@ class _Stages:
     def __init__(self, settings: Settings, rates: Rates):
         plan, parts = settings.plan, inventory(settings.model)
         operations = Operations(settings, rates)
-        repeated, kinds = blocks_again(settings), [(index, again) for index in parts.counts for again in (False, True)]
-        blocks = {kind: operations.block(*kind) for kind in kinds}
+        repeated = blocks_again(settings)
+        kinds = [(example, block in repeated) for block, example in enumerate(parts.examples)]
+        blocks = {kind: operations.block(*kind) for kind in dict.fromkeys(kinds)}
         ranges = block_ranges(settings.model, plan)
         self._of_rank: list[list[tuple[int, Passes]]] = []
         self._ends: list[int] = []
@@ -125,8 +126,7 @@ class _Stages:
             stages = [stage for stage in range(plan.num_stages) if plan.stage_rank(stage) == pp]
             for stage in stages:
                 for index in ranges[stage]:
-                    kind = parts.examples[index], index in repeated
-                    counts[kind] = counts.get(kind, 0) + 1
+                    counts[kinds[index]] = counts.get(kinds[index], 0) + 1
             found = [(count, blocks[kind]) for kind, count in counts.items()]
             found += [(1, operations.embedding())] * (0 in stages)
             found += [(1, operations.head())] * (plan.num_stages - 1 in stages)

@@ -118,3 +118,10 @@ def test_the_heading_says_how_many_blocks_are_computed_again(capsys):
     assert "recompute_blocks" not in output_of(capsys, *words)
     some = output_of(capsys, *words, "--recompute_blocks", "3")
     assert "recompute full, recompute_blocks 3" in " ".join(some.split())
+
+
+def test_what_is_faster_is_said_in_all_options_that_it_takes(capsys):
+    words = [str(RECIPES / "llama32_1b.py"), "--plan", "dp", "--world", "8", "--gpu", "H200", "--recompute", "full"]
+    assert "faster: --recompute none fits" in " ".join(output_of(capsys, *words).replace("fits:", "fits").split())
+    some = output_of(capsys, *words, "--recompute_blocks", "3")
+    assert "faster: --recompute none --recompute_blocks none" in " ".join(some.split())
