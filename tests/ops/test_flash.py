@@ -188,12 +188,14 @@ def test_the_kernels_in_the_interpreter():
     # Documents of the last queries, of which some columns belong to none
     cases += ", ((1, 40, 2, 16), f, 0.3, 0, 'cpu', 0.05, 1, 150), ((2, 70, 2, 16), f, 0.0, 0, 'cpu', 0.02, 0, 200)"
     cases += ", ((1, 64, 2, 16), f, 0.3, 1, 'cpu', 0.03, 0, 128), ((1, 64, 2, 64), h, 0.0, 1, 'cpu', 0.03, 1, 192)"
-    # Read by descriptors: 16 bits, no dropout, whole tiles; then not, for lack of whole tiles
+    # Read by descriptors: 16 bits, no dropout; then not, for lack of a common length
     cases += ", ((1, 128, 2, 64), h, 0.0, 0, 'cpu', 0.0, 1), ((1, 256, 2, 64), h, 0.0, 0, 'cpu', 0.03, 1)"
-    cases += ", ((1, 128, 2, 128), h, 0.0, 0, 'cpu', 0.03, 2), ((1, 70, 4, 64), h, 0.0, 0, 'cpu', 0.02, 2)"
-    cases += ", ((1, 128, 1, 256), h, 0.0, 0, 'cpu', 0.03)"
+    cases += ", ((1, 128, 2, 128), h, 0.0, 0, 'cpu', 0.03, 2), ((2, 70, 4, 64), h, 0.0, 0, 'cpu', 0.02, 2)"
+    cases += ", ((2, 201, 2, 128), h, 0.0, 0, 'cpu', 0.0, 1), ((1, 1, 2, 64), h, 0.0, 0, 'cpu', 0.0, 1)"
+    cases += ", ((1, 128, 1, 256), h, 0.0, 0, 'cpu', 0.03), ((1, 70, 4, 64), h, 0.0, 0, 'cpu', 0.02, 2, 100)"
     # Windows and sinks, by descriptors and not, with documents and dropout
     cases += ", ((1, 256, 1, 128), h, 0.0, {'window': 70, 'sinks': 2.0, 'scale': 0.2})"
+    cases += ", ((2, 143, 2, 64), h, 0.0, 0, 'cpu', 0.03, 1, {'window': 33, 'sinks': 0.5})"
     cases += ", ((2, 150, 2, 16), f, 0.3, 1, 'cpu', 0.0, 1, {'window': 33, 'sinks': 0.5})"
     cases += ", ((1, 100, 2, 16), f, 0.3, 0, 'cpu', 0.03, 1, {'window': 1, 'sinks': -1.0})"
     cases += ", ((1, 70, 2, 16), f, 0.1, 0, 'cpu', 0.0, {'sinks': 20.0})"
@@ -268,6 +270,19 @@ def test_the_kernels_read_views_of_any_strides(offset):
         leaves = [x.detach().requires_grad_() for x in qkv]
         out = flash.flash_attention(*leaves)
         found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_the_kernels_find_rows_beyond_32_bits(p):
+    rows = torch.empty(1, 2200, 1 << 20, device="cuda", dtype=BF16)[..., : 3 * 2 * 64].normal_()
+    assert rows.shape[1] * rows.stride(1) > 1 << 31
+    key, found = keys_of(1, device="cuda") if p else None, []
+    for leaf in (rows, rows.contiguous()):
+        leaf = leaf.unflatten(2, (2, 3, 64)).requires_grad_()
+        out = flash.flash_attention(*split_qkv(leaf), key, p)
+        found.append([out, *torch.autograd.grad(out, leaf, torch.ones_like(out))])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -371,12 +386,12 @@ def test_models_get_the_kernels_that_are_meant_for_them(model, expected, monkeyp
     "length, columns, size, kv_heads, dtype, expected",
     [
         (4096, 4096, 64, 2, BF16, True), (4096, 4096, 128, 4, FP16, True), (128, 128, 128, 1, BF16, True),
-        (4096, 4096, 64, 4, BF16, False), (4096, 4096, 64, 2, FP32, False), (4000, 4000, 64, 2, BF16, False),
+        (4096, 4096, 64, 4, BF16, False), (4096, 4096, 64, 2, FP32, False), (4001, 4001, 64, 2, BF16, True),
         (128, 256, 64, 2, BF16, False), (4096, 4096, 256, 1, BF16, True), (4096, 4096, 96, 2, BF16, False),
         (4096, 4096, 32, 2, BF16, False),
     ],
 )  # fmt: skip
-def test_descriptors_serve_whole_tiles_only(length, columns, size, kv_heads, dtype, expected, monkeypatch):
+def test_descriptors_serve_queries_of_all_columns(length, columns, size, kv_heads, dtype, expected, monkeypatch):
     monkeypatch.setattr(flash_launch, "has_hopper", lambda device: True)
     for batch, shards in ((1, 1), (3, 1), (1, 2)):  # the same for each micro-batch and each part of the heads
         heads = (4 // shards, max(1, kv_heads // shards)) if kv_heads > 1 else (4, 1)

@@ -2,10 +2,11 @@
 
 They compute what `flash_kernels` does without dropout and with S = T, for 16-bit heads on GPUs whose copy engine (TMA)
 moves whole tiles. Threads then hold no addresses, which leaves registers for larger tiles and deeper pipelines.
+The engine reads zeros beyond T: such queries add nothing to dk and dv, and no query sees such keys.
 
 q and grad are descriptors of `[B, N, T, D]`, k and v of `[B, N / GROUP, T, D]`; sums, sinks, spans, c, scale and the
-strides d_b, d_t, d_n are those of `flash_kernels`. lse, out, dq, dk and dv are pointers. D is a power of two, and tiles
-divide T.
+strides d_b, d_t, d_n are those of `flash_kernels`. lse, out, dq, dk and dv are pointers. D is a power of two.
+BOUND: tiles do not divide T.
 """
 
 import triton
@@ -59,9 +60,9 @@ def _forward_tiles(
 def forward_by_tiles(
     q, k, v, out, lse, sinks, spans, d_b, d_t, d_n, T, N, places, c,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BAND: tl.constexpr, SPANS: tl.constexpr,
+    BAND: tl.constexpr, BOUND: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse, the binary logarithm of the sum of exponentials. Grid (T / BLOCK_M B N)."""
+    """Compute out and lse, the binary logarithm of the sum of exponentials. Grid (ceil(T / BLOCK_M) B N)."""
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
     sample, head = place // N, place % N
@@ -75,7 +76,7 @@ def forward_by_tiles(
     if SPANS:
         spans += sample.to(tl.int64) * 2 * T
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
-        starts, _ = load_pairs(spans, rows, T, False)
+        starts, _ = load_pairs(spans, rows, T, BOUND)
         acc, total, top = _forward_tiles(
             acc, total, top, q_tile, k, v, sample, group, rows, starts, first, clear, middle, end, c,
             D, BLOCK_N, False, True,
@@ -95,9 +96,10 @@ def forward_by_tiles(
 def keys_by_tiles(
     q, k, v, grad, sums, dk, dv, spans, d_b, d_t, d_n, T, N, places, c, scale,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BAND: tl.constexpr, SPANS: tl.constexpr,
+    BAND: tl.constexpr, BOUND: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv, of strides d_b, d_t, d_n, from the sums of `queries_by_tiles`. Grid (T / BLOCK_N B N / GROUP).
+    """Compute dk and dv, of strides d_b, d_t, d_n, from the sums of `queries_by_tiles`. Grid (ceil(T / BLOCK_N) B N /
+    GROUP).
 
     Tiles are transposed, `[keys, queries]`: these are the left operands of two products, which the tensor cores read
     from registers. One loop goes over the queries of all heads that share the keys, so that its pipeline fills once.
@@ -114,13 +116,13 @@ def keys_by_tiles(
     first, end, ends = tl.maximum(begin, 0) // BLOCK_M * BLOCK_M, T, columns
     if SPANS:
         spans += sample.to(tl.int64) * 2 * T
-        _, ends = load_pairs(spans, columns, T, False)
+        _, ends = load_pairs(spans, columns, T, BOUND)
         end = tl.load(spans + 2 * (tl.minimum(begin + BLOCK_N, T) - 1) + 1)
     begin_of_head, head = first, group * GROUP
     for _ in range(tl.cdiv(end - first, BLOCK_M) * GROUP):
         rows = first + tl.arange(0, BLOCK_M)
         q_tile = tile_of(q, sample, head, first, BLOCK_M, D)
-        level, delta = load_pairs(sums + (sample * N + head).to(tl.int64) * 2 * T, rows, T, False)
+        level, delta = load_pairs(sums + (sample * N + head).to(tl.int64) * 2 * T, rows, T, BOUND)
         g_tile = tile_of(grad, sample, head, first, BLOCK_M, D)
         if D > 64:  # products begin with the sums to subtract, since registers could not hold these until then
             levels = tl.broadcast_to(level[None, :] * (-1.0 / c), [BLOCK_N, BLOCK_M])
@@ -173,9 +175,9 @@ def _query_tiles(
 def queries_by_tiles(
     q, k, v, grad, out, lse, sums, dq, spans, d_b, d_t, d_n, T, N, places, c, scale,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BAND: tl.constexpr, SPANS: tl.constexpr,
+    BAND: tl.constexpr, BOUND: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, of strides d_b, d_t, d_n, and the sums for `keys_by_tiles`. Grid (T / BLOCK_M B N)."""
+    """Compute dq, of strides d_b, d_t, d_n, and the sums for `keys_by_tiles`. Grid (ceil(T / BLOCK_M) B N)."""
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
     sample, head = place // N, place % N
@@ -184,14 +186,14 @@ def queries_by_tiles(
     rows = begin + tl.arange(0, BLOCK_M)
     q_tile = tile_of(q, sample, head, begin, BLOCK_M, D)
     g_tile = tile_of(grad, sample, head, begin, BLOCK_M, D)
-    o = load(out + sample.to(tl.int64) * T * N * D + head * D, rows, N * D, T, D, D, False)
+    o = load(out + sample.to(tl.int64) * T * N * D + head * D, rows.to(tl.int64), N * D, T, D, D, BOUND)
     level, delta = sum_products(o, g_tile, lse, sums, place.to(tl.int64), rows, T, 1.0)
     total = tl.zeros([BLOCK_M, D], tl.float32)
     group = head // GROUP
     if SPANS:
         spans += sample.to(tl.int64) * 2 * T
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
-        starts, _ = load_pairs(spans, rows, T, False)
+        starts, _ = load_pairs(spans, rows, T, BOUND)
         total = _query_tiles(
             total, q_tile, g_tile, k, v, sample, group, level, delta, rows, starts, first, clear, middle, end, c,
             D, BLOCK_N, False, True,

@@ -12,9 +12,9 @@ and the like are strides of the others. v is None where it starts D elements aft
 share their addresses. Query i has the position i + S - T; earlier is S - T, or None for 0. out and grad are contiguous.
 
 A tile has BLOCK_M queries or BLOCK_N keys; BLOCK_N is WORD where DROP, and in `keys_kernel` BLOCK_M divides BLOCK_N.
-The D elements of a head are padded to WIDTH, a power of two. BOUND: tiles do not divide T or S. spans: int32
-`[B, S, 2]`, bounds [first, end) of the document of each position. rescale: the inverse of the share that
-dropout keeps.
+The D elements of a head are padded to WIDTH, a power of two. BOUND: tiles do not divide T or S. LONG: strides of rows
+are multiplied in 64 bits. spans: int32 `[B, S, 2]`, bounds [first, end) of the document of each position. rescale: the
+inverse of the share that dropout keeps.
 """
 
 import triton
@@ -25,6 +25,7 @@ from dtgpt.ops.attention.flash_tiles import (
     first_sums,
     load,
     load_pairs,
+    long,
     program_tile,
     seen,
     seen_columns,
@@ -69,11 +70,12 @@ def forward_tiles(
 def forward_kernel(
     q, k, v, out, lse, sinks, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, T, earlier, N, count, places, c, rescale,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
+    BAND: tl.constexpr, LONG: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Compute out and lse, the binary logarithm of the sum of exponentials. sinks: `[N]` or None. Grid (ceil(T /
     BLOCK_M) B N)."""
     S = T if earlier is None else T + earlier
+    q_t, k_t = long(q_t, LONG), long(k_t, LONG)
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
     place = places - 1 - place
@@ -149,17 +151,17 @@ def keys_kernel(
     q, k, v, grad, sums, dk, dv, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, d_b, d_t, d_n,
     T, earlier, N, count, places, c, rescale, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
+    BAND: tl.constexpr, LONG: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, of strides d_b, d_t, d_n, from the sums of `queries_kernel`. Grid (ceil(S / BLOCK_N) B N /
     GROUP)."""
     S = T if earlier is None else T + earlier
+    q_t, k_t, grad_t = long(q_t, LONG), long(k_t, LONG), long(N * D, LONG)
     tile, place = program_tile(tl.cdiv(S, BLOCK_N), places, BAND)
     place = places - 1 - place
     sample, head = (place // (N // GROUP)).to(tl.int64), place % (N // GROUP)
     begin = tile * BLOCK_N
     columns = begin + tl.arange(0, BLOCK_N)
-    grad_t = N * D
     if v is None:
         v = k + D
     k_tile = load(k + sample * k_b + head * k_n, columns, k_t, S, D, WIDTH, BOUND)
@@ -234,12 +236,13 @@ def queries_kernel(
     q, k, v, out, grad, lse, sums, dq, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, d_b, d_t, d_n,
     T, earlier, N, count, places, c, rescale, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
+    BAND: tl.constexpr, LONG: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, of strides d_b, d_t, d_n, and sums `[B, N, T, 2]` for `keys_kernel`: lse, and the sum of out * grad
     over D, without the factor `rescale` that both kernels omit from products with grad. Grid (ceil(T / BLOCK_M) B N).
     """
     S = T if earlier is None else T + earlier
+    q_t, k_t, grad_t = long(q_t, LONG), long(k_t, LONG), long(N * D, LONG)
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
     sample, head = (place // N).to(tl.int64), place % N
@@ -253,10 +256,10 @@ def queries_kernel(
     if DROP:
         words += place.to(tl.int64) * 2 * count
     q = load(q + sample * q_b + head * q_n, rows, q_t, T, D, WIDTH, BOUND)
-    base = sample * T * N * D + head * D
-    g = load(grad + base, rows, N * D, T, D, WIDTH, BOUND)
+    base = sample * T * grad_t + head * D
+    g = load(grad + base, rows, grad_t, T, D, WIDTH, BOUND)
     level, delta = sum_products(
-        load(out + base, rows, N * D, T, D, WIDTH, BOUND), g, lse, sums, place, rows, T, rescale
+        load(out + base, rows, grad_t, T, D, WIDTH, BOUND), g, lse, sums, place, rows, T, rescale
     )
     total = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     if SPANS:

@@ -1,8 +1,8 @@
 """How the kernels of `dtgpt.ops.attention.flash` are launched: which, with which tiles, and on what memory.
 
 `descriptor_kernels` serve training without dropout where the GPU copies whole tiles: 16-bit heads of 64 that share keys
-and heads of 128 and 256, and lengths that tiles divide. `flash_kernels` serve all else, heads of 64 that share no keys
-as fast. The choice depends on the model and the GPU, never on the number of samples and heads.
+and heads of 128 and 256. `flash_kernels` serve all else, heads of 64 that share no keys as fast. The choice depends on
+the model and the GPU, never on the number of samples and heads.
 """
 
 import math
@@ -15,8 +15,8 @@ from dtgpt.ops.fast import has_hopper, shared_memory
 from dtgpt.ops.random.dropout import keep_scale, threshold
 
 LOG2_E = 1 / math.log(2)
-LARGEST_TILE = 128  # rows
 WORD = 64  # decisions of dropout in a word, as in `flash_mask`
+PLACES = 1 << 31  # that 32 bits tell apart
 BAND = 32  # heads whose keys and values should fit in the L2 cache together
 
 
@@ -36,7 +36,7 @@ NARROW = {
     "queries": FlashLaunch(64, 64, 4, 2),
 }  # D <= 64
 NARROW_DROPPING = NARROW | {"queries": FlashLaunch(64, 64, 4, 3)}  # whose words take the registers of a fourth program
-NARROW_GROUPED = NARROW | {"forward": FlashLaunch(64, 128, 4, 2)}  # where NARROW_TILES serve other lengths
+NARROW_GROUPED = NARROW | {"forward": FlashLaunch(64, 128, 4, 2)}  # where NARROW_TILES serve training
 WIDE = {"forward": FlashLaunch(128, 64, 8, 2), "keys": FlashLaunch(64, 64, 8, 2), "queries": FlashLaunch(64, 64, 4, 2)}
 SINGLE = {
     "forward": FlashLaunch(32, 64, 8, 1),
@@ -129,12 +129,11 @@ class Call:
         q, k, v = _readable(self.q, self.k, self.v)
         strided = (q, k) if made is None else (q, k, made)
         grid, places, constants = self._tiles(name)
-        largest = max(self.launches[name].BLOCK_M, self.launches[name].BLOCK_N)
-        bound = self.length % largest + self.columns % largest != 0
+        long = self.columns * max(self.heads * self.size, q.stride(1), k.stride(1)) >= PLACES
         getattr(self.kernels, f"{name}_kernel")[grid](
             q, k, v, *tensors, None if self.words is None else self.words.view(torch.int32), self.spans,
             *(stride for tensor in strided for stride in tensor.stride()[:3]), *self.sizes, self.count, places,
-            LOG2_E * self.scale, self.rescale, *scale, **self.shape, **constants, BOUND=bound,
+            LOG2_E * self.scale, self.rescale, *scale, **self.shape, **constants, LONG=long,
             DROP=self.words is not None,
         )  # fmt: skip
 
@@ -156,19 +155,20 @@ class Call:
         how, of_keys = self.launches[name], name == "keys"
         tiles = math.ceil(self.columns / how.BLOCK_N) if of_keys else math.ceil(self.length / how.BLOCK_M)
         places = self.batch * self.kv_heads if of_keys else self.places
+        largest = max(how.BLOCK_M, how.BLOCK_N)
         constants = {**how._asdict(), "GROUP": self.heads // self.kv_heads, "BAND": BAND}
+        constants["BOUND"] = self.length % largest + self.columns % largest != 0
         return (tiles * places,), places, constants | {"SPANS": self.spans is not None}
 
 
 def takes_tiles(q: Tensor, k: Tensor) -> bool:
     """Return whether `descriptor_kernels` serve q `[B, T, N, D]` and k `[B, S, N_kv, D]` without dropout."""
     (_, length, heads, size), (_, columns, kv_heads, _) = q.shape, k.shape
-    whole = length == columns and length % LARGEST_TILE == 0
-    return whole and gains_by_tiles(q.dtype, heads, kv_heads, size, q.device)
+    return length == columns and gains_by_tiles(q.dtype, heads, kv_heads, size, q.device)
 
 
 def gains_by_tiles(dtype: torch.dtype, heads: int, kv_heads: int, size: int, device: torch.device) -> bool:
-    """Return whether `descriptor_kernels` serve lengths that tiles divide, of such heads without dropout."""
+    """Return whether `descriptor_kernels` serve such heads without dropout, in samples without earlier columns."""
     gains = size in (128, 256) or (size == 64 and kv_heads < heads)
     return dtype.itemsize == 2 and gains and has_hopper(device)
 

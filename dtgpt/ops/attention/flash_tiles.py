@@ -23,6 +23,12 @@ def first_sums(sinks, head, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def long(stride, LONG: tl.constexpr):
+    """Return the stride in 64 bits where LONG."""
+    return stride.to(tl.int64) if LONG else stride
+
+
+@triton.jit
 def load(base, rows, stride, T, D: tl.constexpr, WIDTH: tl.constexpr, BOUND: tl.constexpr):
     """Load rows of D elements, `[R, WIDTH]`: zeros beyond D and, where BOUND, in rows from T on."""
     columns = tl.arange(0, WIDTH)
@@ -35,7 +41,7 @@ def load(base, rows, stride, T, D: tl.constexpr, WIDTH: tl.constexpr, BOUND: tl.
 @triton.jit
 def store(base, rows, stride, value, T, D: tl.constexpr, WIDTH: tl.constexpr):
     columns = tl.arange(0, WIDTH)
-    pointers = base + rows[:, None] * stride + columns[None, :]
+    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(pointers, value.to(base.dtype.element_ty), mask=(rows[:, None] < T) & (columns[None, :] < D))
 
 
