@@ -145,13 +145,12 @@ def _beside_output(settings: Settings, backend: str) -> float:
 
 
 def block_work(settings: Settings, block: int) -> float:
-    """Return the bytes that the backward pass of a block works with: the gradients of its widest tensor, of its branch
-    and of the residual stream, or those of explicit scores; and what is computed again."""
-    again = 0.0
-    if settings.repeats_blocks:
+    """Return the bytes that the backward pass of a block works with beside the gradient of its output: those of the
+    block on the meta device, or the gradients of explicit scores; and what is computed again."""
+    sizes, again = block_sizes(settings, block), 0.0
+    if settings.repeats_blocks:  # the input is there
         kept = block_activations(settings, block) - residual_bytes(settings)
-        again = block_activations(replace(settings, recompute="none"), block) - kept
+        again = sizes.beside + core_bytes(settings, block) - kept
     elif settings.recompute == "selective":
         again = core_bytes(settings, block)
-    sizes = block_sizes(settings, block)
-    return max(sizes.widest + 2 * whole_bytes(settings), explicit_work(settings, block)) + again
+    return max(sizes.working, explicit_work(settings, block)) + again

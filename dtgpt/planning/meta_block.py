@@ -1,4 +1,4 @@
-"""A block on the meta device with the sizes of one rank, and what its autograd keeps there."""
+"""A block on the meta device with the sizes of one rank, and what its passes take there."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from dtgpt.config.lora import LoraConfig
 from dtgpt.models.binding import BoundModule, bind
@@ -20,6 +20,7 @@ from dtgpt.ops.fast import split_backward
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.lora import local_adapter
+from dtgpt.planning.alive import Alive
 
 
 class BlockKind(NamedTuple):
@@ -43,30 +44,35 @@ class BlockSizes:
     """One block on one rank, for a micro-batch."""
 
     saved: int  # bytes that autograd keeps, without weights and the inside of the attention core
-    widest: int  # bytes of the largest activation
+    beside: int  # of these, bytes beside the block's input
+    working: int  # bytes that its backward pass takes more at most, without the gradient of the output and those of
+    # weights, but for those that an operation in fp8 makes with its input's
     repeated: int  # bytes that keys and values would take more with heads of their own for each head of queries
     output: int  # bytes of the outputs of attention cores
 
 
 @lru_cache(maxsize=32)
 def sizes_of(kind: BlockKind, batch: int) -> BlockSizes:
-    saved, recorder = {}, _Recorder(kind.copies)
-    block, widest = make_block(kind, recorder)
-    weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
+    recorder, saved = _Recorder(kind.copies), set()
+    block = make_block(kind, recorder)
+    x, gradient = make_input(kind, batch).requires_grad_(), make_input(kind, batch)
+    own = x.untyped_storage()._cdata
+    given = {tensor.untyped_storage()._cdata for tensor in (x, gradient, *block.parameters())}
 
     def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            saved[storage._cdata] = storage  # kept, so that no other storage takes its address
+        saved.add(tensor.untyped_storage()._cdata)
         return tensor
 
-    x = make_input(kind, batch)
-    with split_backward() if kind.apart else nullcontext(), saved_tensors_hooks(save, lambda tensor: tensor):
-        block(x.requires_grad_(), Context())
-    kept = sum(s.nbytes() for s in saved.values())
+    with split_backward() if kind.apart else nullcontext(), Alive(given) as alive:
+        with saved_tensors_hooks(save, lambda tensor: tensor):
+            end = [block(x, Context()).grad_fn]
+        beside = alive.peak = alive.now
+        torch.autograd.grad([GradientEdge(end.pop(), 0)], [x], [gradient])
+    working = alive.peak - beside
     if kind.apart and kind.fp8:  # rounded weights count as weights that matmuls read, as casts do without fp8
-        kept -= sum(module.weight.nbytes for module in block.modules() if isinstance(module, nn.Linear))
-    return BlockSizes(kept, batch * kind.length * widest * kind.dtype.itemsize, recorder.repeated, recorder.output)
+        beside -= sum(module.weight.nbytes for module in block.modules() if isinstance(module, nn.Linear))
+    kept = beside + (x.nbytes if own in saved else 0)
+    return BlockSizes(kept, beside, working, recorder.repeated, recorder.output)
 
 
 def make_input(kind: BlockKind, batch: int) -> Tensor:
@@ -74,15 +80,13 @@ def make_input(kind: BlockKind, batch: int) -> Tensor:
     return torch.empty(batch, length, kind.config.hidden_size, dtype=kind.dtype, device="meta")
 
 
-def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> tuple[BoundModule, int]:
-    """Return the block, and the features of its widest activation."""
+def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundModule:
     config, recorder = kind.config, recorder or _Recorder(kind.copies)
     with torch.device("meta"):
         block = config.make_block(kind.example).to(kind.dtype)
     at = f"blocks.{kind.example}"
-    widest = max(
-        _cut(config, f"{at}.{name}", module, kind.tp, kind.sequence_parallel) for name, module in block.named_modules()
-    )
+    for name, module in block.named_modules():
+        _cut(config, f"{at}.{name}", module, kind.tp, kind.sequence_parallel)
     if kind.lora.rank:
         block.requires_grad_(False)
         for parameter in filter(kind.lora.adapts, inventory(config).of_block(kind.example)):
@@ -95,28 +99,26 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> tuple[Bo
             bind(module, cache=recorder)
         elif isinstance(module, Linear | DeferredBiasLinear) and kind.fp8:
             bind(module, sites=_known_sites(kind.keeps_weights))
-    return block, widest
+    return block
 
 
-def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> int:
-    """Give a module of a block the shapes of tp rank 0. Returns the features of its output."""
+def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> None:
+    """Give a module of a block the shapes of tp rank 0."""
     role = role_of(name, config.roles)
     if isinstance(module, JointNorm):
         module.weight = nn.Parameter(module.weight[: len(chunk(range(len(module.weight)), tp, 0))])
     if not isinstance(module, nn.Linear):
-        return 0
+        return
     if role in COLUMNS:
         rows = len(chunk(range(module.out_features), tp, 0))
         module.weight = nn.Parameter(module.weight[:rows])
         module.bias = None if module.bias is None else nn.Parameter(module.bias[:rows])
         if sequence_parallel:  # its input is all-gathered
             module.register_forward_pre_hook(lambda module, inputs: (inputs[0].repeat(1, tp, 1), *inputs[1:]))
-        return rows
-    if role is Role.ROW:
+    elif role is Role.ROW:
         module.weight = nn.Parameter(module.weight[:, : len(chunk(range(module.in_features), tp, 0))])
         if sequence_parallel:  # its output is reduce-scattered
             module.register_forward_hook(lambda module, inputs, output: output.chunk(tp, dim=1)[0].clone())
-    return module.out_features
 
 
 def _known_sites(keeps_weights: bool) -> Sites:

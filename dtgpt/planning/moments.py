@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtgpt.comm.scatter import CopyScatter
+from dtgpt.config.execution import Settings
 from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.planning import zero_bubble
@@ -27,31 +28,37 @@ def moments(held: Held) -> Iterator[Moment]:
 
 
 def _passes(held: Held) -> Iterator[Moment]:
-    """Yield the head of the last forward pass, backward of a block while most activations are kept, and of the first
+    """Yield the head of the last forward pass, backward of blocks while most activations are kept, and of the first
     block, when most gradients are there."""
     settings, sent, start = held.settings, _sent_at_once(held), _gradients_at_start(held)
+    stream = residual_bytes(settings)  # of a gradient of the residual stream
     whole, again = _Blocks(held, again=False), _Blocks(held, again=True)
     kept = held.passes * (whole.kept + again.kept)
     work = max(whole.work, again.work)
     heads = 0.0
     if held.place.holds_last:
-        tokens, residual = whole_bytes(settings), residual_bytes(settings)
+        tokens = whole_bytes(settings)
         passes = settings.micro_batches if settings.plan.schedule == "GPipe" and settings.plan.pp > 1 else 1
-        heads = (passes - 1) * (residual + tokens + held.head)  # of passes whose backward is still to come
-        own = 2 * residual + tokens * (2 if settings.plan.sequence_parallel else 1)
+        heads = (passes - 1) * (stream + tokens + held.head)  # of passes whose backward is still to come
+        own = 2 * stream + tokens * (2 if settings.plan.sequence_parallel else 1)
         yield Moment(start, held.gathered, kept + heads + own, _head_work(held) + sent)
-        heads += held.head + residual
+        heads += held.head + stream
     yield Moment(start, held.gathered, kept + heads, (whole.work if whole.count else again.work) + sent)
+    if len(held.blocks) > 1 and not start and not (whole.count and again.count):  # and of the block before it
+        less = block_activations(settings, held.blocks[-1])
+        yield Moment(sum(_scattered(held, held.blocks[-1])), held.gathered, kept + heads - less, work + sent)
     if whole.count and again.count:  # those that keep all are the last of a stage, and the first in backward
         made = held.head + (held.gradients - _of_ends(held)) * whole.count / len(held.blocks)
-        yield Moment(max(start, made), held.gathered, kept - whole.kept, again.work + sent)
+        yield Moment(max(start, made), held.gathered, kept - whole.kept, again.work + stream + sent)
     if settings.micro_batches > 1 and start < held.gradients:
         fewer = 1 - 1 / settings.micro_batches
         yield Moment(held.gradients, held.gathered, fewer * (kept + heads), work + sent)
     if held.blocks:
         first = held.blocks[0]
-        made = held.head + held.gradients - _of_ends(held)
-        yield Moment(made, held.gathered, block_activations(settings, first), block_work(settings, first) + sent)
+        made, work = held.head + held.gradients - _of_ends(held), block_work(settings, first) + stream
+        if len(held.blocks) > 1:
+            made += _scattered(held, held.blocks[1])[0] - _scattered(held, first)[1]
+        yield Moment(made, held.gathered, block_activations(settings, first), work + sent)
 
 
 class _Blocks:
@@ -75,6 +82,22 @@ def _of_ends(held: Held) -> float:
     return gradient_width(settings) * sum((p.local if cut else p.by_tp) for p in held.trained if p.block is None)
 
 
+def _scattered(held: Held, block: int) -> tuple[float, float]:
+    """Return the bytes of the gradients of a block as `fully_shard` sends them, which stay until it sends those of the
+    next one, and of those that it makes of them in a rank's only micro-batch."""
+    settings, plan = held.settings, held.settings.plan
+    if not plan.zero or plan.pp > 1 or settings.lora.rank or settings.reduce == "exact":
+        return 0, 0
+    own = [p for p in held.trained if p.block == block]
+    made = gradient_width(settings) * sum(p.local for p in own) if settings.micro_batches == 1 else 0
+    return _scattered_width(settings) * sum(p.by_tp for p in own), made
+
+
+def _scattered_width(settings: Settings) -> int:
+    """Return the bytes of an element of the gradients that `fully_shard` sends."""
+    return settings.scattered_dtype.itemsize if shards_are_pushed(settings) else 4
+
+
 def _gradients_at_start(held: Held) -> float:
     """Return the bytes of gradients while most activations are kept: of micro-batches before, or of buckets that are
     always there."""
@@ -85,9 +108,8 @@ def _gradients_at_start(held: Held) -> float:
         return 0
     if not plan.zero or plan.pp > 1:
         return held.gradients
-    sent = settings.scattered_dtype.itemsize if shards_are_pushed(settings) else 4
-    left = sent * held.around if plan.zero >= 2 else 0  # what was scattered last, until the next is
-    return held.gradients + left
+    left = held.around if plan.zero >= 2 else 0  # elements that were scattered last, until the next are
+    return held.gradients + _scattered_width(settings) * left
 
 
 def _head_work(held: Held) -> float:
@@ -119,11 +141,14 @@ def _end_of_backward(held: Held) -> Moment:
         if plan.tp > 1:  # DTensor makes the gradient of all rows, and copies this rank's
             work += width * (plan.tp + 1) * tables[0].by_tp
     if plan.zero and plan.pp == 1:
-        local = sum(p.local for p in held.trained if p.block is None)
-        scattered = settings.scattered_dtype.itemsize if shards_are_pushed(settings) else 4
-        if settings.cuts_each_gradient and settings.micro_batches == 1 and settings.reduce == "fast":
-            full -= gradient_width(settings) * local
-        work = max(work + width * held.around, (width + scattered) * held.around)
+        whole = making = width * held.around
+        if settings.reduce == "fast":  # while sums are made, torch's `foreach_reduce` still holds the last gradient
+            ends = [p for p in held.trained if p.block is None]
+            local = gradient_width(settings) * sum(p.local for p in ends)
+            making = max(whole, local + width * ends[-1].by_tp)
+            if settings.cuts_each_gradient and settings.micro_batches == 1:
+                full -= local
+        work = max(work + whole, _scattered_width(settings) * held.around + making)
     elif settings.sums_gradients or settings.reduce == "exact":
         work += width * held.around
     return Moment(full, _gathered_at_end(held), 0, work + sent)

@@ -9,16 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from weakref import finalize
-
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dtgpt.models.binding import bind
 from dtgpt.models.layers import Context
 from dtgpt.ops.fast import split_backward
 from dtgpt.parallel.build import recomputed
+from dtgpt.planning.alive import Alive
 from dtgpt.planning.meta_block import BlockKind, make_block, make_input
 from dtgpt.util.torch_private import backward_of_inputs, backward_of_weights
 
@@ -38,7 +34,7 @@ class SplitSizes:
 @lru_cache(maxsize=64)
 def halves_of(kind: BlockKind, again: bool) -> SplitSizes:
     """Return the sizes for one sample. again: whether the block is computed again in backward."""
-    block, _ = make_block(kind)
+    block = make_block(kind)
     weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
     if again:
         bind(block, run=recomputed(block.compute))
@@ -63,34 +59,3 @@ def _weights_in_turn(parameters: Iterator[Any], groups: list[dict[str, Any]]) ->
     for group in groups:
         backward_of_weights(iter(every), [group])
         yield
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make, as long as they live."""
-
-    def __init__(self, without: set[int]):
-        """without: storages that do not count."""
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen = set(without)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor)
-        return result
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size

@@ -82,7 +82,7 @@ def _stage(held: Held, stage: int) -> _Stage:
     kept = sum(block_activations(settings, block) for block in blocks)
     gradients = gradient_width(settings) * sum(p.by_tp for p in own)
     if first:  # its two halves are one, for weights
-        during = max((block_work(settings, block) for block in blocks), default=0.0)
+        during = residual_bytes(settings) + max((block_work(settings, block) for block in blocks), default=0.0)
         return _Stage(kept + casts, casts, 0, during, gradients)
     after, during, left = _halves(held, blocks)
     if last:  # logits; their gradient, until the half for weights, which copies it and makes the table's gradient

@@ -5,23 +5,29 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from dtgpt.models.binding import bind
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import Context
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.fast import split_backward
 from dtgpt.optim import muon_memory
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.parallel import matrices
 from dtgpt.parallel.build import recomputed
-from dtgpt.planning.activations import split_sizes
+from dtgpt.planning.activations import block_activations, block_work, split_sizes
+from dtgpt.planning.alive import Alive
 from dtgpt.planning.allocator import MIB, padding
 from dtgpt.planning.meta_block import BlockKind, make_block, make_input
-from dtgpt.planning.split_backward import Alive
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.torch_private import backward_of_inputs, backward_of_weights
 
 MODEL = GPT2Config(num_layers=4, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257, dropout=0.0)
+LLAMA = LlamaConfig(
+    num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden_size=176, seq_length=128,
+    vocab_size=257,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -56,6 +62,31 @@ def test_an_update_by_muon_works_with_the_bytes_that_are_planned(recipe, monkeyp
     assert alive.peak == pytest.approx(planned, rel=0.1)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", [MODEL, LLAMA])
+def test_backward_of_blocks_works_with_the_bytes_that_are_planned(recipe, model, recompute):
+    """Three blocks on the meta device; the input of the first and the gradient of the last one's output are given."""
+    recipe = replace(recipe, model=model, micro_batch_size=2, recompute=recompute, attention="sdpa")
+    settings = replace(recipe, plan="single", global_batch_size=2).planned(1)
+    kind = BlockKind(model, 0, 128, 1, False, 0, settings.dtype, False, False, True, settings.lora)
+    blocks = nn.ModuleList([make_block(kind) for _ in range(3)])
+    if recompute == "full":
+        for block in blocks:
+            bind(block, run=recomputed(block.compute))
+    x, gradient = make_input(kind, 2).requires_grad_(), make_input(kind, 2)
+    given = {tensor.untyped_storage()._cdata for tensor in (x, gradient, *blocks.parameters())}
+    with Alive(given) as alive:
+        y = x
+        for block in blocks:
+            y = block(y, Context())
+        end = [y.grad_fn]
+        del y
+        alive.peak = 0
+        torch.autograd.grad([GradientEdge(end.pop(), 0)], [x], [gradient])
+    planned = 3 * block_activations(settings, 0) - x.nbytes + block_work(settings, 0)
+    assert alive.peak == pytest.approx(planned, rel=0.005)
+
+
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("again", [False, True])
 def test_the_halves_of_a_stage_are_those_of_its_blocks(recipe, again):
@@ -63,7 +94,7 @@ def test_the_halves_of_a_stage_are_those_of_its_blocks(recipe, again):
     recipe = replace(recipe, model=MODEL, micro_batch_size=2, recompute="full" if again else "none")
     settings = replace(recipe, plan="pp2_zbv", global_batch_size=8).planned(2)
     kind = BlockKind(MODEL, 0, 128, 1, False, 0, settings.dtype, True, False, True, settings.lora)
-    blocks = nn.ModuleList([make_block(kind)[0] for _ in range(3)])
+    blocks = nn.ModuleList([make_block(kind) for _ in range(3)])
     if again:
         for block in blocks:
             bind(block, run=recomputed(block.compute))

@@ -66,6 +66,7 @@ def test_activations_of_a_block_are_those_of_its_operations(recipe, config, plan
     assert block_activations(settings, 0) == pytest.approx(expected, rel=0.01)
 
 
+LONG = "--micro_batch_size 1 --global_batch_size 1"
 MEASURED = [  # GiB of PyTorch's allocator on the fullest rank, H200, torch 2.11; with and without graphs
     ("llama32_1b", "--global_batch_size 4", 1, 32.54),
     ("llama32_1b", "--global_batch_size 4 --recompute full", 1, 23.77),
@@ -74,6 +75,13 @@ MEASURED = [  # GiB of PyTorch's allocator on the fullest rank, H200, torch 2.11
     ("qwen3_0_6b", "--global_batch_size 4", 1, 22.16),
     ("qwen3_0_6b", "--global_batch_size 4 --recompute full", 1, 12.52),
     ("llama3_8b", "--global_batch_size 1 --plan tp2_sp", 2, 73.11),
+    ("llama32_1b", f"{LONG} --model.seq_length 131072 --recompute around_attention", 1, 45.74),
+    ("llama32_1b", f"{LONG} --model.seq_length 131072 --recompute around_attention --plan cp2_zero3", 2, 23.24),
+    ("llama32_1b", f"{LONG} --model.seq_length 1000000 --recompute full --plan cp2_zero3", 2, 91.73),
+    ("llama3_8b", f"{LONG} --model.seq_length 32768 --recompute around_attention --plan cp2_zero3", 2, 66.17),
+    ("llama3_8b", f"{LONG} --model.seq_length 65536 --recompute around_attention --plan cp2_zero3", 2, 71.81),
+    ("llama3_8b", f"{LONG} --model.seq_length 65536 --recompute full --plan cp2_zero3", 2, 68.88),
+    ("llama3_8b", f"{LONG} --model.seq_length 131072 --recompute full --plan cp4_zero3", 4, 41.65),
 ]
 
 

@@ -32,8 +32,10 @@ def product(
 
     inverse_a, inverse_b: fp32 scalar tensors, the inverses of the factors' scales. bias: `[N]` in `dtype`, or None.
     fast: sum in the tensor cores' own precision, about 14 bits; otherwise fp32 takes up the sums of groups, which takes
-    5 % longer, and is what training does. Not differentiable.
+    5 % longer, and is what training does. Not differentiable. On the meta device nothing is computed.
     """
+    if a.is_meta:
+        return a.new_empty(len(a), len(b), dtype=dtype)
     if not _has_kernel(a, b):
         return reference(a, b, inverse_a, inverse_b, dtype, bias)
     whole, bias = F.ScalingType.TensorWise, None if bias is None else _aligned(bias)
