@@ -15,7 +15,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import AUTO, OR, resolve
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.gpus import CPU, GIB, Gpu, known_gpu, this_gpu
-from dtgpt.planning.search import LISTED, Candidate, Ranking, Search, TooLarge, rank_plans
+from dtgpt.planning.search import LISTED, Candidate, Ranking, Search, TooLarge, numbers_of_processes, rank_plans
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import total_memory
 
@@ -73,7 +73,7 @@ class AutoPlan:
             make=make,
         )
         refused = None
-        for count in range(self.world, 0, -1):
+        for count in numbers_of_processes(search):
             try:
                 return rank_plans(replace(search, world=count), gpu, most)
             except TooLarge:

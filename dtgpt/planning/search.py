@@ -196,6 +196,17 @@ def _candidates(
     return queue, reason, dropped
 
 
+def numbers_of_processes(search: Search) -> list[int]:
+    """Return the numbers to search, the largest first: all processes, and fewer where a division of them has replicas
+    that can share the samples."""
+    model, counts = search.model, {1}
+    tps = (n for n in divisors(math.gcd(*model.cut_by_tp.values())) if n <= GPUS_OF_HOST)
+    cps = (2**n for n in range(MOST_CP.bit_length()))
+    for factors in (divisors(search.samples), tps, cps, range(1, model.num_layers + 1)):
+        counts = {count * n for n in factors for count in counts if count * n < search.world}
+    return [search.world, *sorted(counts, reverse=True)]
+
+
 def _divisions(
     model: ModelConfig, world: int, seq_length: int, cuts_samples: bool
 ) -> Iterator[tuple[ResolvedPlan, list[tuple[Schedule, int | None]], list[int]]]:

@@ -14,6 +14,7 @@ from dtgpt.planning.auto_report import options_of
 from dtgpt.planning.fit import FILLED, fits_into, largest_micro_batch, what_fits, with_fewest_blocks
 from dtgpt.planning.gpus import GIB, find_gpu, known_gpu
 from dtgpt.planning.memory import fullest, memory_by_rank
+from dtgpt.planning.search import Search, _divisions, numbers_of_processes, rank_plans
 from dtgpt.planning.step_time import step_time
 from dtgpt.train.settle import load_recipe
 from dtgpt.util.console import byte_size
@@ -70,6 +71,27 @@ def test_the_choice_is_the_fastest_of_all_that_fit(small, size):
     divisions = [(p.dp, p.tp, p.pp, p.zero) for p in (each.settings.plan for each in found.fitting)]
     assert len(set(divisions)) == len(divisions) > 2
     assert all(not fits_into(each.memory.total, gpu.size) for each in found.too_large)
+
+
+def test_of_a_billion_processes_only_numbers_that_can_share_the_samples_are_searched(small, monkeypatch):
+    searched = []
+
+    def rank(search, *arguments):
+        searched.append(search.world)
+        assert len(searched) < 20
+        return rank_plans(search, *arguments)
+
+    monkeypatch.setattr("dtgpt.planning.auto.rank_plans", rank)
+    found = AutoPlan(recipe=small, world=10**9, gpu=GPU).ranking()
+    assert found.best.settings.plan.world == searched[-1] == 16 * 64 * 8 * 4  # samples, MOST_CP, heads, blocks
+    numbers = numbers_of_processes(
+        Search(model=small.model, world=200, samples=16, seq_length=512, recomputes=[], make=None)
+    )
+    sharing = {
+        n: [16 % plan.dp == 0 for cp in (False, True) for plan, *_ in _divisions(small.model, n, 512, cp)]
+        for n in range(1, 200)
+    }
+    assert numbers == [200, *(n for n in range(199, 0, -1) if any(sharing[n]))]
 
 
 def test_the_choice_is_written_as_a_plan_and_kept_while_it_fits(small):
