@@ -1,5 +1,5 @@
-"""Folders of GPT-Neo, OLMo 3, Gemma 3, GPT-OSS, Phi-3 and Qwen2.5, read and written; the other side is transformers
-itself."""
+"""Folders of GPT-Neo, OLMo 3, Gemma 3, GPT-OSS, Phi-3, Qwen2.5 and Ministral, read and written; the other side is
+transformers itself."""
 
 import json
 from contextlib import suppress

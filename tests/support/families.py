@@ -1,5 +1,5 @@
-"""Small GPT-Neos, OLMo 3s, Gemma 3s, Phi-3s, Qwen2.5s and GPT-OSS of transformers, and names of parameters there.
-Used by tests only."""
+"""Small GPT-Neos, OLMo 3s, Gemma 3s, Phi-3s, Qwen2.5s, Ministrals and GPT-OSS of transformers, and names of
+parameters there. Used by tests only."""
 
 import torch
 import transformers
@@ -34,6 +34,8 @@ MODELS = {
     "gpt_oss": ("GptOss", "GptOss", {**GROUPED, "head_dim": 16, "sliding_window": 7, "num_local_experts": 1,
                                      "num_experts_per_tok": 1, "rope_parameters": {**YARN, "truncate": False}}),
     "qwen2": ("Qwen2", "Qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+    "ministral": ("Ministral", "Ministral", {**GROUPED, "head_dim": 16, "sliding_window": 7,
+                                             "layer_types": ["full_attention", *["sliding_attention"] * 3]}),
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""LLaMA, Mistral, Qwen2.5 and dense Qwen3 as transformers has them: names, layout and the fields of config.json.
+"""LLaMA, Mistral, Ministral, Qwen2.5 and dense Qwen3 as transformers has them: names, layout and the fields of
+config.json.
 
 transformers keeps q, k and v, and gate and up, as matrices `[out, in]` of their own. What transformers 4 and 5 say
 differently of rotary positions stands in `rope.py`.
@@ -53,6 +54,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "llama": Family(None, None, 11008, 2048, 32000, reads_biases=True),
     "mistral": Family(8, None, 14336, 131072, 32000, window=4096, windows="typed"),
+    "ministral": Family(8, None, 14336, 131072, 32000, window=4096, windows="typed"),
     "qwen2": Family(32, None, 22016, 32768, 151936, window=4096, windows="switched", biases="qkv"),
     "qwen3": Family(32, 128, 22016, 32768, 151936, window=4096, windows="switched", reads_biases=True),
     "phi3": Family(None, None, 8192, 4096, 32064, windows="all", eps=1e-5, hidden=3072),
@@ -194,7 +196,8 @@ def write_kinds(config: WindowConfig) -> list[str]:
 def write_config(config: LlamaConfig) -> dict[str, Any]:
     """Return the fields of config.json, of the family whose class has what `config` asks for: norms of heads are
     Qwen3's, biases of queries, keys and values alone Qwen2's, and transformers' Llama refuses a width that its heads do
-    not divide, which Mistral takes. Raise UserError where no class has all of it."""
+    not divide, which Mistral takes, and Ministral where some layers have a window. Raise UserError where no class has
+    all of it."""
     kinds = [config.is_local(layer) for layer in range(config.num_layers)]
     window = config.window if any(kinds) else None
     by_layer = {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": write_kinds(config)}
@@ -207,6 +210,9 @@ def write_config(config: LlamaConfig) -> dict[str, Any]:
         kind, name = "llama", "LlamaForCausalLM"
     elif config.attention_bias == "none" and not config.qk_norm and (window is None or all(kinds)):
         kind, name, own = "mistral", "MistralForCausalLM", {"sliding_window": window}
+    elif config.attention_bias == "none" and not config.qk_norm:
+        own = {"sliding_window": window, "layer_types": write_kinds(config)}
+        kind, name = "ministral", "MinistralForCausalLM"
     else:
         raise UserError(
             f"no class of transformers has model.qk_norm={config.qk_norm}, "
