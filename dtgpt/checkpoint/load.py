@@ -185,10 +185,18 @@ def find_checkpoint(
 def check_same_model(where: Path, saved: ModelConfig, wanted: ModelConfig) -> None:
     """Raise UserError, field by field, where the model of a checkpoint has another shape. Dropout may change."""
     check_same_architecture(where, saved, wanted)
-    there, here = asdict(saved), asdict(wanted)
-    differences = [f"{k} {there[k]} there, {here[k]} here" for k in here if k not in FREE and there[k] != here[k]]
+    differences = [f"{k} {getattr(saved, k)} there, {getattr(wanted, k)} here" for k in differing(saved, wanted)]
     if differences:
         raise UserError(f"{where} holds another model: {'; '.join(differences)}; give the same --model values")
+
+
+def differing(saved: ModelConfig, wanted: ModelConfig) -> list[str]:
+    """Return the fields by which two models of one architecture differ. Windows that hide nothing at these positions
+    are no difference: older versions left them out of what they read from Hugging Face's folders."""
+    there, here = asdict(saved), asdict(wanted)
+    kinds = [[config.block_kind(index) for index in range(config.num_layers)] for config in (saved, wanted)]
+    free = FREE | {"window", "window_pattern"} if kinds[0] == kinds[1] else FREE
+    return [name for name in here if name not in free and there[name] != here[name]]
 
 
 def check_same_samples(checkpoint: Checkpoint, seq_length: int) -> None:

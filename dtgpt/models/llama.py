@@ -74,6 +74,11 @@ class LlamaConfig(RotaryConfig):
     def make_embedding(self, dtype: torch.dtype) -> "Embedding":
         return Embedding(self, dtype)
 
+    def window_of(self, index: int) -> int | None:
+        """Return the window of block `index`; None: it has none, or one that hides nothing at these positions."""
+        window = super().window_of(index)
+        return window if window is not None and window < self.seq_length else None
+
     def make_block(self, index: int) -> "Block":
         return Block(self, self.window_of(index))
 

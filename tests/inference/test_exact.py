@@ -227,7 +227,7 @@ WITHOUT = {
 @pytest.mark.parametrize("config", WITHOUT.values(), ids=WITHOUT)
 def test_a_model_without_decode_kernels_is_refused(config):
     load.check_blocks(GPT2)
-    load.check_blocks(replace(LLAMA, attention_bias="all", rope_scaling="yarn"))
+    load.check_blocks(replace(LLAMA, attention_bias="all", rope_scaling="yarn", window=LLAMA.seq_length))
     with pytest.raises(UserError, match=r"exact=True has kernels for GPT-2 and LLaMA blocks.*leave exact out"):
         load.check_blocks(config)
 

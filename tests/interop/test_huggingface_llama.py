@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dtgpt.checkpoint.load import Saved
+from dtgpt.checkpoint.load import Saved, check_same_model
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.config.overrides import read_words
 from dtgpt.data.tokenizers.open import open_tokenizer
@@ -17,6 +17,7 @@ from dtgpt.inference.load import load
 from dtgpt.interop.hf import llama
 from dtgpt.interop.hf import model as huggingface
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface
+from dtgpt.interop.hf.origin import Origin
 from dtgpt.interop.inspect import inspect, model_digest
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import tokenizer_beside
@@ -215,6 +216,32 @@ def test_a_model_is_continued_at_more_positions(recipe, tmp_path, capsys):
     refused(
         lambda: settle(config, read_words(options, config)[1]), "--model.rope_theta 7.0, where the model has 500000"
     )
+
+
+def test_a_window_that_hides_nothing_is_kept_for_more_positions(recipe, tmp_path):
+    their_model("odd width", vocab_size=257, max_position_embeddings=20, sliding_window=20).save_pretrained(
+        tmp_path / "theirs"
+    )
+    options = ["--init_from", str(tmp_path / "theirs"), "--model.seq_length", "48", "--seq_length", "24"]
+    recipe = replace(recipe, model=our_model().config)
+    with open_trainer(settle(recipe, read_words(options, recipe)[1])) as trainer:
+        save_huggingface(InMemory(trainer.stages[0]), tmp_path / "longer")
+        edit(tmp_path / "theirs", max_position_embeddings=48)
+        for folder in ("theirs", "longer"):
+            theirs = AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
+            assert theirs.config.sliding_window == 20 and same_logits(trainer.stages[0], theirs)
+
+
+def test_a_window_that_hides_nothing_is_no_other_model(tmp_path):
+    """Runs of older versions have none, where the folder that they began with has one."""
+    their_model("odd width").save_pretrained(tmp_path)  # a window of all 64 positions
+    held = HuggingFace(tmp_path).config
+    older, settings = replace(held, window=0), json.loads((tmp_path / "config.json").read_text())
+    made = {"config.json": llama.write_config(older) | {"torch_dtype": "float32"}}
+    assert Origin({"config.json": settings}).settings(older, made)["config.json"]["sliding_window"] == 64
+    check_same_model(tmp_path, held, older)
+    refused(lambda: check_same_model(tmp_path, replace(held, window=63), older), "window 63 there, 0 here")
+    refused(lambda: check_same_model(tmp_path, *(replace(c, seq_length=65) for c in (held, older))), "window 64 there")
 
 
 @pytest.mark.slow(3)

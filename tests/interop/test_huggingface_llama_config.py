@@ -131,11 +131,10 @@ def test_a_model_that_dtgpt_does_not_have_is_refused_by_its_key(tmp_path, kind, 
         ("llama", {"rope_scaling": {"rope_type": "default", "type": "linear"}, "attention_bias": None}),
         ("llama", {"layer_types": ["full_attention"] * 3, "sliding_window": None, "quantization_config": None}),
         ("llama", {"sliding_window": 8}),  # which transformers' Llama does not read
-        ("mistral", {"sliding_window": 64}), ("mistral", {}), ("mistral", {"layer_types": None}),
+        ("mistral", {}), ("mistral", {"layer_types": None}),
         ("qwen3", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 3}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}),
     ],
 )  # fmt: skip
 def test_settings_that_change_nothing_are_accepted(tmp_path, kind, settings):
@@ -147,6 +146,8 @@ def test_settings_that_change_nothing_are_accepted(tmp_path, kind, settings):
     ("kind", "settings", "window", "pattern"),
     [
         ("mistral", {"sliding_window": 63}, 63, "L"), ("mistral", {"max_position_embeddings": 4097}, 4096, "L"),
+        ("mistral", {"sliding_window": 64}, 64, "L"), ("mistral", {}, 4096, "L"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": [SLIDING] * 3}, 64, "L"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, 32, "GGL"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "layer_types": [SLIDING] * 3}, 32, "L"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING]}, 5, "LG"),
@@ -157,7 +158,13 @@ def test_settings_that_change_nothing_are_accepted(tmp_path, kind, settings):
 def test_layers_with_a_window_are_those_of_the_configuration(tmp_path, kind, settings, window, pattern):
     config = ARCHITECTURES[kind].read_config(SIZES | {"model_type": kind} | settings, tmp_path)
     assert (config.window, config.window_pattern) == (window, pattern)
-    assert [config.window_of(i) for i in range(3)] == [window if (pattern * 3)[i] == "L" else None for i in range(3)]
+    for one in (config, replace(config, seq_length=5000)):
+        hides = window < one.seq_length
+        expected = [window if hides and (pattern * 3)[i] == "L" else None for i in range(3)]
+        assert [one.window_of(i) for i in range(3)] == expected
+    written = ARCHITECTURES[kind].write_config(config)
+    again = ARCHITECTURES[written["model_type"]].read_config(written, tmp_path)
+    assert (again.window, again.window_pattern) == (window, pattern)
 
 
 NUMBERS = (

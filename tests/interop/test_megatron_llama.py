@@ -286,6 +286,8 @@ def test_ranks_of_two_architectures_are_refused(tmp_path):
         (replace(CONFIG, num_heads=6, num_kv_heads=3), (2, 1), "num_kv_heads=3 cannot be split"),
         (CONFIG, (1, 3), "num_layers=4 cannot be split over pipeline_parallel_size=3"),
         (replace(CONFIG, rope_factor=8.0, rope_original_length=4096), (1, 1), "rope_original_length=4096 .* has 8192"),
+        (replace(CONFIG, window=CONFIG.seq_length - 1), (1, 1), "window=.* cannot be written for Megatron-LM"),
+        (replace(CONFIG, window=CONFIG.seq_length), (3, 1), "num_heads=4 cannot be split"),  # which hides nothing
     ],
 )
 def test_exports_that_cannot_be_are_refused_before_anything_is_written(tmp_path, config, sizes, words):

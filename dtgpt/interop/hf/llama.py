@@ -16,7 +16,7 @@ from dtgpt.interop.foreign import Rules, check_rules, checked, epsilon, whole_nu
 from dtgpt.interop.hf.activation import read_activation, write_activation
 from dtgpt.interop.hf.groups import joined, separated
 from dtgpt.interop.hf.rope import FULL, SLIDING, read_rope, write_rope
-from dtgpt.models.config import ModelConfig
+from dtgpt.models.config import LARGEST_SIZE, ModelConfig
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.rotary import RotaryConfig
 from dtgpt.models.source import Part
@@ -113,7 +113,7 @@ def read_config(settings: dict[str, Any], path: Path) -> LlamaConfig:
         qk_norm=settings["model_type"] == "qwen3",
         attention_bias="all" if family.reads_biases and settings.get("attention_bias") else family.biases,
         norm_eps=epsilon(settings, ("rms_norm_eps",), family.eps, path),
-        **read_window(settings, family, positions, layers, path),
+        **read_window(settings, family, layers, path),
         **read_rope(settings, positions, path),
     )
     return checked(config, path)
@@ -133,9 +133,9 @@ def _check_options(settings: dict[str, Any], family: Family, path: Path) -> None
     check_rules(settings, rules, path)
 
 
-def read_window(settings: dict[str, Any], family: Family, positions: int, layers: int, path: Path) -> dict[str, Any]:
-    """Return the fields of `WindowConfig`: a window of W admits the last W tokens. One that is no shorter than all
-    positions changes nothing, and is left out."""
+def read_window(settings: dict[str, Any], family: Family, layers: int, path: Path) -> dict[str, Any]:
+    """Return the fields of `WindowConfig`: a window of W admits the last W tokens. One of as many tokens as the
+    model has positions hides nothing until it has more; one of more than any model can have is left out."""
     kinds = read_kinds(settings, layers, path)
     window = settings.get("sliding_window", family.window) if family.windows != "none" else None
     if family.windows == "switched":
@@ -152,7 +152,7 @@ def read_window(settings: dict[str, Any], family: Family, positions: int, layers
     size = whole_number({"sliding_window": window}, ("sliding_window",), None, path)
     if size < 1 or (layers > MOST_KINDS and pattern != LOCAL):
         raise UserError(f"{path} has sliding_window={size} and num_hidden_layers={layers}; give another model")
-    return {} if size >= positions else {"window": size, "window_pattern": pattern}
+    return {} if size > LARGEST_SIZE else {"window": size, "window_pattern": pattern}
 
 
 def read_kinds(settings: dict[str, Any], layers: int, path: Path) -> list[bool] | None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.load import FREE
+from dtgpt.checkpoint.load import differing
 from dtgpt.checkpoint.manifest import STATE
 from dtgpt.data.tokenizers.export import CLASS
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -94,12 +94,8 @@ def _describes(settings: dict[str, Any], config: ModelConfig) -> bool:
     return (
         architecture is ARCHITECTURES.get(config.architecture)
         and type(held) is type(config)
-        and _shape(held) == _shape(config)
+        and not differing(held, config)
     )
-
-
-def _shape(config: ModelConfig) -> dict[str, Any]:
-    return {name: value for name, value in asdict(config).items() if name not in FREE}
 
 
 def read_origin(path: Path) -> Origin:
