@@ -136,7 +136,8 @@ def _facts(recipe: dict[str, Any], start: dict[str, Any]) -> dict[str, str]:
     if isinstance(digest := start.get("data"), str):
         start = start | {"data": digest[:SHOWN_DIGEST]}
     named = {f"recipe/{name}": value for name, value in recipe.items()}
-    named |= {f"start/{name}": value for name, value in start.items() if value is not None}
+    known = {name: value for name, value in start.items() if value is not None or recipe.get(name, "") is None}
+    named |= {f"start/{name}": value for name, value in known.items()}  # null is a value where the recipe has it, too
     return {name: shown_name(value_text(value)) for name, value in named.items()}
 
 

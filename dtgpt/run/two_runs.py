@@ -210,7 +210,8 @@ def differences(a: Run, b: Run) -> dict[str, FieldGroup]:
 
 def _group(title: str, fields: Iterable[Field], recorded: Iterable[bool]) -> FieldGroup:
     without = " and ".join(letter for letter, known in zip("AB", recorded, strict=True) if not known)
-    return FieldGroup(title, [one for one in fields if one.a != one.b], without)
+    same = {value_text(None), NOT_RECORDED}  # an option that is not set, and a version that does not have it
+    return FieldGroup(title, [one for one in fields if one.a != one.b and {one.a, one.b} != same], without)
 
 
 def _initial(pieces: list[Segment]) -> str:

@@ -172,6 +172,21 @@ def test_a_resumed_run_names_what_changed(write, compare):
     assert "plan A single B single to step 10, then pp2 world" in compare(a, c)[1]
 
 
+def test_blocks_computed_again_are_none_where_a_start_says_so(write, compare):
+    """In starts and recipes, no number of `recompute_blocks` is null; older versions have no such field."""
+    starts = [start(recompute_blocks=1), start(10, recompute_blocks=None, before={"recompute_blocks": 1})]
+    a = write("a", losses(range(1, 31)), {"recompute_blocks": None}, starts)
+    b = write("b", losses(range(1, 31)), {"recompute_blocks": 1}, [start(recompute_blocks=1)])
+    assert "rounding alone) recompute_blocks A 1 to step 10, then none B 1 versions" in compare(a, b)[1]
+    c = write("c", losses(range(1, 31)), {"recompute_blocks": None}, [start(recompute_blocks=None)])
+    assert "recompute_blocks" not in compare(c, write("d", losses(range(1, 31)), {"recompute_blocks": None}))[1]
+    assert "recompute_blocks A 1 to step 10, then none B none" in compare(a, c)[1]
+    older = write("older", losses(range(1, 31)))
+    assert "recompute_blocks" not in compare(c, older)[1]
+    out = compare(b, older)[1]
+    assert "execution the same" in out and "recompute_blocks A 1 B not recorded" in out
+
+
 def test_data_code_and_versions(write, compare):
     a = write("a", losses(range(1, 31)))
     b = write(
