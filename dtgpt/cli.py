@@ -14,7 +14,7 @@ from pathlib import Path
 from dtgpt.commands.help import HELP
 from dtgpt.run.signals import follow_launcher, interrupt_imports, say_interrupted
 from dtgpt.util.console import close_streams, prepare_streams, say, say_error
-from dtgpt.util.errors import UserError, remedy, shown
+from dtgpt.util.errors import UserError, sentence_of, shown
 
 interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
@@ -23,7 +23,6 @@ COMMANDS = (
     "translate", "inspect", "plot", "recipe", "doctor",
 )  # fmt: skip
 RANK_0_FIRST = 5.0  # seconds for rank 0 to say first why the run ends
-LONGEST_PATH = 4096  # characters of any path that can exist
 USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options of COMMAND)
 
   dtgpt prepare INPUT ... --output-prefix PREFIX
@@ -120,11 +119,9 @@ def _exit(work: Callable[[], int]) -> None:
     except UserError as error:
         sentence = str(error)
     except OSError as error:
-        if not remedy(error):
+        if (told := sentence_of(error)) is None:
             raise
-        name = str(error.filename or "")
-        place = f"{name if len(name) <= LONGEST_PATH else shown(name)}: " if name else ""
-        sentence = f"{place}{error.strerror}; {remedy(error)}"
+        sentence = told
     except KeyboardInterrupt:
         say_interrupted()
         _leave(130)

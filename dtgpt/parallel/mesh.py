@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.util.allocator import keep_freed_memory
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, sentence_of
 from dtgpt.util.torch_private import default_store, set_group_timeout
 
 Result = TypeVar("Result")
@@ -203,7 +203,8 @@ class Mesh:
             except (UserError, OSError, SafetensorError) as error:
                 if self.world == 1:
                     raise
-                sentence = str(error) or repr(error)
+                told = sentence_of(error) if isinstance(error, OSError) else None
+                sentence = told or str(error) or repr(error)
         outcomes = self.gather((result, sentence))
         for _, refused in outcomes:
             if refused:

@@ -12,10 +12,12 @@ from typing import Any
 
 MOST_NAMES = 10_000  # of a folder in which a name like another one is looked for
 MOST_SHOWN = 120  # characters of a value in a message
+LONGEST_PATH = 4096  # characters of any path that can exist
 LARGEST_SHOWN = 10**40  # integers above it are shown by their size: printing takes time that grows with its square
 REMEDIES = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or choose another file system",
     errno.EACCES: "choose a place that can be read and written",
     errno.EPERM: "choose a place that can be read and written",
     errno.EROFS: "choose a place that can be written",
@@ -69,6 +71,15 @@ def did_you_mean(path: Path, otherwise: str) -> str:
 def remedy(error: BaseException, otherwise: str = "") -> str:
     """Return what a user can do about an error of the system, `otherwise` where no remedy is known for it."""
     return REMEDIES.get(getattr(error, "errno", 0), otherwise)
+
+
+def sentence_of(error: OSError) -> str | None:
+    """Return an error of the system as a sentence with the file and a remedy; None where no remedy is known for it."""
+    if not remedy(error):
+        return None
+    name = str(error.filename or "")
+    place = f"{name if len(name) <= LONGEST_PATH else shown(name)}: " if name else ""
+    return f"{place}{error.strerror}; {remedy(error)}"
 
 
 class _Short(reprlib.Repr):

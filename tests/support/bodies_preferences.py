@@ -1,15 +1,20 @@
 """What ranks do in tests/train/test_preferences.py."""
 
+import resource
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
+from dtgpt.data.chats.pairs import PairDataset
 from dtgpt.ops.loss.preference import FIGURES
+from dtgpt.train import loop
 from dtgpt.train.checkpoints import state_of
 from dtgpt.train.interval_loss import KEY, IntervalLoss
 from dtgpt.train.preferences import held_out_figures, save_reference
 from dtgpt.train.startup import open_trainer
+from dtgpt.util.errors import UserError
 
 
 def train_pairs(recipe: Recipe, run: Path, last: int) -> tuple[list[float], list[dict[str, float]]]:
@@ -33,3 +38,21 @@ def train_pairs(recipe: Recipe, run: Path, last: int) -> tuple[list[float], list
         with Saver(checkpoints, trainer.shards, trainer.optimizer.rule) as saver:
             saver.save(trainer.step, state_of(trainer, asdict(recipe)), must=True)
         return losses, figures
+
+
+def train_without_room_for_its_reference(recipe: Recipe) -> str:
+    """What ends a run that can write 1,500 bytes of its reference."""
+
+    def save(run: Path, data: PairDataset) -> None:
+        former = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, former[1]))
+        try:
+            save_reference(run, data)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+    with mock.patch.object(loop, "save_reference", save):
+        try:
+            return f"exit code {loop.train(recipe)}"
+        except UserError as error:
+            return str(error)

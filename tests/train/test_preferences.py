@@ -26,7 +26,7 @@ from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError
-from tests.support.bodies_preferences import train_pairs
+from tests.support.bodies_preferences import train_pairs, train_without_room_for_its_reference
 from tests.support.chats import text, write_tokenizer
 from tests.support.ranks import pool
 from tests.support.runs import change, constant, newest_run
@@ -279,6 +279,17 @@ def test_a_run_reports_preferences_and_goes_on(dpo, capsys, tmp_path):
     kept.unlink()
     with pytest.raises(UserError, match=r"reference\.bin, the log-probabilities before training, cannot be read"):
         train(replace(parted, resume="auto", steps=6))
+
+
+@pytest.mark.turns(8)
+def test_a_reference_that_cannot_be_written_is_told_by_its_file_and_not_kept(dpo):
+    told = pool().run(2, train_without_room_for_its_reference, replace(dpo, plan="dp2"), timeout=120)
+    run = newest_run(dpo)
+    assert told == [f"{run / 'reference.bin'}: File too large; raise the limit on the size of a file (ulimit -f), or "
+                    "choose another file system"] * 2  # fmt: skip
+    assert {path.name for path in run.iterdir()} == {"hugging_face.json", "lock"}
+    train(replace(dpo, steps=1, resume="auto"))
+    assert newest_run(dpo) != run and (newest_run(dpo) / "reference.bin").is_file()
 
 
 def test_what_pairs_cannot_be_trained_with_is_refused(dpo, folder, prepared, tmp_path):
