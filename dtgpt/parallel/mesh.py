@@ -170,12 +170,13 @@ class Mesh:
             dist.all_reduce(tensor, how)
         return tensor
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, on every rank."""
+    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Return the values of all ranks, on every rank. group: of all ranks, such as `commands`, whose timeout it
+        has."""
         if self.world == 1:
             return [value]
         values = [None] * self.world
-        dist.all_gather_object(values, value, group=messages)
+        dist.all_gather_object(values, value, group=group or messages)
         return values
 
     def post(self, name: str, text: str) -> None:

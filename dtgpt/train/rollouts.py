@@ -135,8 +135,9 @@ class Rollouts:
         prompts = self.prompts(step)
         with torch.compiler.set_stance("force_eager"):  # single tokens would be compiled anew
             if self.alone:
+                patient = mesh.commands  # a reward may take longer on one rank than the timeout; made before it does
                 found, failure = self._lead(prompts[mesh.rank :: mesh.world])
-                parts = mesh.gather(found)
+                parts = mesh.gather(found, patient)
             elif mesh.rank:
                 self.engine.follow()
                 parts = [broadcast_json(mesh)]

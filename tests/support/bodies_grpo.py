@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest import mock
@@ -35,6 +36,15 @@ class Fatal(Low):
     def reward(self, index: int, answer: str) -> float:
         if index == 7:
             die()
+        return super().reward(index, answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(Low):
+    """A reward that takes long for one prompt."""
+
+    def reward(self, index: int, answer: str) -> float:
+        time.sleep(1.5 * (index == 1))
         return super().reward(index, answer)
 
 

@@ -25,7 +25,7 @@ from dtgpt.train.loop import train
 from dtgpt.train.rollouts import why_not_exact
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
-from tests.support.bodies_grpo import Failing, Fatal, Low, failure_of, train_and_die, train_answers
+from tests.support.bodies_grpo import Failing, Fatal, Low, Slow, failure_of, train_and_die, train_answers
 from tests.support.chats import write_tokenizer
 from tests.support.ranks import RankFailed, pool
 from tests.support.runs import change, constant, newest_run, on_cuda
@@ -71,6 +71,13 @@ def assert_follows(parted, expected):
         assert own_ids == ids, parted.plan
         assert own_losses == pytest.approx(losses, abs=1e-6), parted.plan
         assert own_norms == pytest.approx(norms, rel=1e-5), parted.plan
+
+
+@pytest.mark.turns(8)
+@pytest.mark.parametrize("plan", ["dp2", "tp2"])
+def test_ranks_wait_longer_than_the_timeout_for_the_rewards_of_another(grpo, plan):
+    slow = replace(grpo, plan=plan, grpo=Slow(**vars(grpo.grpo)), timeout=3.0)  # 4 rewards take 6 s
+    assert pool().run(2, train_answers, slow, 2)[0][1] == train_answers(grpo, 2)[1]
 
 
 def test_all_ranks_end_where_a_reward_fails_on_one(grpo):
