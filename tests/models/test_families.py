@@ -65,13 +65,14 @@ def test_logits_loss_and_every_gradient_agree_with_transformers(tmp_path, family
 @pytest.mark.turns(24)
 @pytest.mark.parametrize("family", ["gpt_neo", "olmo3", "gemma3", "gpt_oss"])
 def test_50_steps_agree_with_transformers_and_torch_adamw(recipe, tmp_path, family):
-    """Weight decay of matrices alone, clipping and warmup; accumulation over two micro-batches here."""
+    """Weight decay of matrices alone, clipping and warmup; accumulation over two micro-batches here. At a rate of 3e-3,
+    the last bit of OLMo 3's weights moves the loss of transformers itself by 3e-5 in step 46."""
     own = their_config(family, vocab_size=257, initializer_range=0.1)
     own._attn_implementation = "eager"
     twin = type(their_model(family))(own)
     twin.save_pretrained(tmp_path / "theirs")
     config = replace(HuggingFace(tmp_path / "theirs").config, seq_length=40, init_std=0.05)
-    optimizer = OptimizerConfig(lr=3e-3, min_lr=3e-3, warmup=5, weight_decay=0.1, clip=1.5, beta2=0.95)
+    optimizer = OptimizerConfig(lr=2e-3, min_lr=2e-3, warmup=5, weight_decay=0.1, clip=1.5, beta2=0.95)
     trainer = training(replace(recipe, model=config, steps=50, optimizer=optimizer, log=LogConfig()))
     if config.learns_positions:
         own.max_position_embeddings = 40
@@ -80,12 +81,12 @@ def test_50_steps_agree_with_transformers_and_torch_adamw(recipe, tmp_path, fami
     matrices = [p for name, p in twin.named_parameters() if p.dim() > 1 and not name.endswith("bias")]
     vectors = [p for p in twin.parameters() if not any(p is matrix for matrix in matrices)]
     decays = [{"params": part, "weight_decay": decay} for part, decay in ((matrices, 0.1), (vectors, 0.0))]
-    theirs = torch.optim.AdamW(decays, 3e-3, (0.9, 0.95))
+    theirs = torch.optim.AdamW(decays, 2e-3, (0.9, 0.95))
     for step in range(50):
         tokens, _, _ = trainer.batches.take(step)
         loss = trainer.mean_loss(trainer.train_step())
         for group in theirs.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 5)
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 5)
         their_loss = cross_entropy(twin(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
         theirs.zero_grad()
         their_loss.backward()
