@@ -28,6 +28,7 @@ from tests.support.bodies_adamw import (
     number,
 )
 from tests.support.bodies_exact import check_fixed_point, check_pieces, check_squares
+from tests.support.interpreter import let_kernels_loop
 
 TRITON = importlib.util.find_spec("triton") is not None
 
@@ -159,6 +160,7 @@ def test_mixed_dtypes():
 
 def interpreted() -> None:
     """Run by the test below in a process of its own: the kernels, on CPU tensors."""
+    let_kernels_loop()
     adamw.has_triton = importlib.import_module("dtgpt.ops.optim.gradients").has_triton = lambda x: True
     kernels = importlib.import_module("dtgpt.ops.optim.adamw_kernels")
     kernels.CHUNK = 1024

@@ -13,6 +13,7 @@ import dtgpt.ops.loss.head
 from dtgpt.ops.loss.cross_entropy import cross_entropy, local_terms, losses_of, plain_gradient
 from dtgpt.ops.loss.head import head_loss
 from dtgpt.parallel.coordinates import chunk
+from tests.support.interpreter import let_kernels_loop
 
 
 class Case(NamedTuple):
@@ -151,18 +152,9 @@ def check_kernels(device: str, dtype: torch.dtype, cases: list[Rows]) -> None:
 
 def interpret_kernels() -> None:
     """`check_kernels` on a CPU, under Triton's interpreter, in blocks so small that rows have several."""
-    from triton.runtime import interpreter
-
     import dtgpt.ops.loss.cross_entropy_kernels as kernels
 
-    patch = interpreter._patch_lang_tensor
-
-    def patch_for_new_numpy(tensor, scope) -> None:
-        """NumPy from 2.4 on makes no int of an array of one element; as bounds of loops Triton has such."""
-        patch(tensor, scope)
-        tensor.__index__ = lambda self: self.handle.data.item()
-
-    interpreter._patch_lang_tensor = patch_for_new_numpy
+    let_kernels_loop()
     for dtype in (torch.float32, torch.bfloat16):
         kernels.BLOCK_BYTES = 128 * dtype.itemsize
         check_kernels("cpu", dtype, ROWS)

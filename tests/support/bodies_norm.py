@@ -20,6 +20,7 @@ from dtgpt.ops.random.dropout import keep_mask
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.ops.rotary import rotary
 from dtgpt.ops.rotary.table import Rotation, angle_table
+from tests.support.interpreter import let_kernels_loop
 
 EPS = 1e-5
 # Of bf16 the interpreter cuts bits off where a GPU rounds.
@@ -210,20 +211,6 @@ def custom_ops() -> ExitStack:
         stack.enter_context(mock.patch.object(module, "may_fuse", lambda x: True))
     stack.enter_context(mock.patch.object(bias, "has_triton", lambda x: True))
     return stack
-
-
-def let_kernels_loop() -> None:
-    """In a process with TRITON_INTERPRET=1: numpy 2.4 makes no number of an array of one element, as the interpreter
-    expects of the bounds of loops."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_index(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_index
 
 
 def interpret(body: Callable, *cases: tuple) -> None:

@@ -21,7 +21,7 @@ from dtgpt.ops.sampling.edits import edit
 from dtgpt.ops.sampling.record import record_reference
 from dtgpt.ops.sampling.reference import kept, sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
-from tests.support.bodies_norm import let_kernels_loop
+from tests.support.interpreter import let_kernels_loop
 
 NO_IDS = SpecialIds()
 
