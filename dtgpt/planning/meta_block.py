@@ -65,7 +65,7 @@ def sizes_of(kind: BlockKind, batch: int) -> BlockSizes:
 
     with split_backward() if kind.apart else nullcontext(), Alive(given) as alive:
         with saved_tensors_hooks(save, lambda tensor: tensor):
-            end = [block(x, Context()).grad_fn]
+            end = [block(x, Context()).grad_fn]  # emptied below: nothing but the pass then holds what it frees
         beside = alive.peak = alive.now
         torch.autograd.grad([GradientEdge(end.pop(), 0)], [x], [gradient])
     working = alive.peak - beside
