@@ -124,8 +124,8 @@ def check_kernels(device: str, dtype: torch.dtype, cases: list[Rows]) -> None:
 
     generator = torch.Generator().manual_seed(1)
     rtol = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
-    scale = torch.tensor(50.0, device=device)
-    for (count, width, start, real), cap in product(cases, (0.0, 4.0)):
+    for (count, width, start, real), cap, each in product(cases, (0.0, 4.0), (False, True)):
+        scale = (50 * torch.rand(count, generator=generator) if each else torch.tensor(50.0)).to(device)
         logits = (3 * torch.randn(count, width, generator=generator)).to(dtype)
         logits[:, real:] = torch.nan
         logits = logits.to(device)

@@ -58,14 +58,8 @@ def flat(weights: Tensor | None) -> Tensor | None:
 
 
 def weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
-    """Multiply the losses `[rows]` by their weights."""
+    """Multiply the losses `[rows]`, or one number for all, by the rows' weights."""
     return losses if weights is None else losses * weights
-
-
-def weigh_(gradient: Tensor, weights: Tensor | None) -> None:
-    """Multiply the rows of the gradient `[rows, V]` by their weights, in place."""
-    if weights is not None:
-        gradient.mul_(weights[:, None])
 
 
 def real_columns(width: int, vocab_size: int, start: int) -> int:
@@ -84,10 +78,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         logits, targets, largest, total, weights = ctx.saved_tensors
-        scale = grad / len(logits)
         result = logits.clone()
-        to_gradient_(result, targets, largest, total, scale, *ctx.numbers)
-        weigh_(result, weights)
+        to_gradient_(result, targets, largest, total, weighted(grad / len(logits), weights), *ctx.numbers)
         return result, None, None, None, None, None, None
 
 
@@ -137,7 +129,8 @@ def plain_gradient(
     logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
     cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Return scale x (softmax - onehot) for this rank's columns, in the logits' dtype, and 0 for padding."""
+    """Return scale x (softmax - onehot) for this rank's columns, in the logits' dtype, and 0 for padding. scale: fp32, of
+    all rows or `[rows]`."""
     columns = torch.arange(logits.shape[-1], device=logits.device)
     values = logits.float()
     probabilities = torch.exp(capped(values, cap) - largest[:, None]) / total[:, None]
@@ -145,7 +138,7 @@ def plain_gradient(
     gradient = probabilities - here.float()
     if cap:
         gradient *= (1 + (values / cap).square()) ** -1.5
-    return (torch.where(columns < real, gradient, 0) * scale).to(logits.dtype)
+    return (torch.where(columns < real, gradient, 0) * scale.reshape(-1, 1)).to(logits.dtype)
 
 
 @torch.library.custom_op("dtgpt::cross_entropy_terms", mutates_args=())
@@ -171,15 +164,18 @@ def to_gradient_(
     """Replace logits `[rows, V_local]` by scale x (softmax - onehot), times the slope of the cap, and by 0 in the
     padding.
 
-    largest, total: fp32 `[rows]`, terms of whole rows; scale: fp32 scalar, applied before the result is rounded.
+    largest, total: fp32 `[rows]`, terms of whole rows; scale: fp32, of all rows or `[rows]`, applied before the result is
+    rounded.
     """
     if has_triton(logits):
         from dtgpt.ops.loss.cross_entropy_kernels import launch_gradient
 
         launch_gradient(logits, targets, largest, total, scale, start, real, cap)
         return
+    scale = scale.expand(len(logits))
     for rows in _chunks(logits):
-        logits[rows] = plain_gradient(logits[rows], targets[rows], largest[rows], total[rows], scale, start, real, cap)
+        terms = targets[rows], largest[rows], total[rows], scale[rows]
+        logits[rows] = plain_gradient(logits[rows], *terms, start, real, cap)
 
 
 @torch.library.custom_op("dtgpt::cross_entropy_", mutates_args=("logits",))

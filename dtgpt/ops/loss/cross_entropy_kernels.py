@@ -149,21 +149,22 @@ def terms_kernel(
 @triton.jit(do_not_specialize=["targets", "largest", "total", "scale", "rows", "start", "real"])
 def gradient_kernel(
     logits, targets, largest, total, scale, rows, start, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Replace logits by their gradient, from the statistics of whole rows."""
+    """Replace logits by their gradient, from the statistics of whole rows. SCALES: 1 where each row has one, else 0."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = logits + tl.cast(row, tl.int64) * WIDTH
         column, hit = load_target(line, targets, row, start, real)
         tl.debug_barrier()  # all threads have the target's logit before one of them overwrites it
         top, mass = tl.load(largest + row), tl.load(total + row)
-        overwrite(line, real, column, hit, top, mass, tl.load(scale), WIDTH, BLOCK, CAP)
+        overwrite(line, real, column, hit, top, mass, tl.load(scale + row * SCALES), WIDTH, BLOCK, CAP)
 
 
 @triton.jit(do_not_specialize=["targets", "losses", "scale", "rows", "real"])
 def loss_kernel(
-    logits, targets, losses, scale, rows, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr
-):
+    logits, targets, losses, scale, rows, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
     """Do the work of both kernels above for whole rows, and write losses: a row is read from device memory once. scale
     None: the logits stay."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -172,15 +173,16 @@ def loss_kernel(
         largest, total = statistics(line, real, WIDTH, BLOCK, CAP)  # its sums over threads are barriers too
         tl.store(losses + row, tl.log(total) - (softly(hit, CAP) - largest))
         if scale is not None:
-            overwrite(line, real, column, hit, largest, total, tl.load(scale), WIDTH, BLOCK, CAP)
+            factor = tl.load(scale + row * SCALES)
+            overwrite(line, real, column, hit, largest, total, factor, WIDTH, BLOCK, CAP)
 
 
-def _launch(kernel, logits: Tensor, *arguments, cap: float) -> None:
+def _launch(kernel, logits: Tensor, *arguments, cap: float, **constants: int) -> None:
     rows, width = logits.shape
     grid = (min(rows, PROGRAMS * multiprocessors(logits.device)),)
     block = min(BLOCK_BYTES // logits.element_size(), max(triton.next_power_of_2(width), LANE.value))
     options = {"num_warps": WARPS, "maxnreg": REGISTERS // (32 * WARPS * PROGRAMS)}
-    kernel[grid](logits, *arguments, WIDTH=width, BLOCK=block, CAP=cap, **options)
+    kernel[grid](logits, *arguments, WIDTH=width, BLOCK=block, CAP=cap, **constants, **options)
 
 
 def launch_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
@@ -194,14 +196,16 @@ def launch_gradient(
     logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
     cap: float = 0.0,
 ) -> None:  # fmt: skip
-    """Replace logits by their gradient; largest, total: fp32 `[rows]` of whole rows; scale: fp32 `[]`."""
-    _launch(gradient_kernel, logits, targets, largest, total, scale, len(logits), start, real, cap=cap)
+    """Replace logits by their gradient; largest, total: fp32 `[rows]` of whole rows; scale: fp32 `[]` or `[rows]`."""
+    arguments = targets, largest, total, scale, len(logits), start, real
+    _launch(gradient_kernel, logits, *arguments, cap=cap, SCALES=scale.dim())
 
 
 def launch_loss(logits: Tensor, targets: Tensor, scale: Tensor | None, real: int, cap: float = 0.0) -> Tensor:
     """Return losses, fp32 `[rows]`, and replace the logits by scale x their gradients, unless scale is None."""
     losses = torch.empty(len(logits), device=logits.device)
-    _launch(loss_kernel, logits, targets, losses, scale, len(logits), real, cap=cap)
+    scales = 0 if scale is None else scale.dim()
+    _launch(loss_kernel, logits, targets, losses, scale, len(logits), real, cap=cap, SCALES=scales)
     return losses
 
 

@@ -198,8 +198,8 @@ class _HeadLoss(torch.autograd.Function):
         losses, dx, dweight = x.new_empty(count, dtype=torch.float32), x.new_empty(x.shape), None
         dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for rows, logits in _logits(x, weight, bias, vocab_size, group):
-            losses[rows] = _losses_and_gradient_(logits, targets[rows], start, real, group, scale, cap)
-            passes.weigh_(logits, None if weights is None else weights[rows])
+            factors = scale if weights is None else scale * weights[rows]
+            losses[rows] = _losses_and_gradient_(logits, targets[rows], start, real, group, factors, cap)
             torch.mm(logits, weight, out=dx[rows])
             if ctx.needs_input_grad[1]:
                 dweight = _add_product(dweight, logits.t(), x[rows], alone=len(logits) == count)
