@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference, write_prompts
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
+from dtgpt.ops.decode import blocks
 from dtgpt.ops.decode.blocks import embed, run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.norm.norm import norm_reference
@@ -166,6 +167,19 @@ def test_a_row_has_the_same_bits_in_every_company(shape, length):
         slots, positions = case.slots[rows], case.positions[rows]
         for alone, together in zip(own, kept, strict=True):
             assert torch.equal(alone[slots, :, positions], together[slots, :, positions]), count
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "gelu", "swiglu"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "size"), [(65, 104, 40), (200, 3000, 768), (512, 16384, 256), (40, 8200, 72)]
+)
+def test_exact_products_of_many_rows_have_the_bits_of_few(epilogue, rows, columns, size):
+    """Many rows take larger tiles, which are read in another way; neither 64 rows nor 32 columns divide these sizes."""
+    x, weight, bias = random(rows, size), random(columns, size, scale=size**-0.5), random(columns)
+    for added in (None, bias):
+        found = blocks.product(x, weight, added, epilogue, exact=True)
+        alone = [blocks.product(part, weight, added, epilogue, exact=True) for part in x.split(32)]
+        assert torch.equal(found, torch.cat(alone))
 
 
 @pytest.mark.parametrize("learned", [True, False])

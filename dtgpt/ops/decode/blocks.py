@@ -9,7 +9,7 @@ tensor-parallel ranks, each with its own `BlockWeights`; `all_reduce` then sums 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from dtgpt.comm.exchange import Exchange
 from dtgpt.ops.attention.cached import decode_attention
 from dtgpt.ops.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
-from dtgpt.ops.fast import has_hopper, shared_memory
+from dtgpt.ops.fast import has_hopper, multiprocessors, shared_memory
 
 GROUP = 512  # elements of K in a group, as in `kernels`
 EPILOGUES = ("groups", "logits", "plain", "gelu", "qkv", "swiglu")
@@ -33,6 +33,13 @@ class Tile(NamedTuple):
     BK: int
     num_warps: int
     num_stages: int
+
+
+LARGE = (
+    Tile(256, 128, 64, 8, 4), Tile(128, 128, 64, 4, 5), Tile(64, 128, 64, 4, 6), Tile(64, 64, 128, 4, 4),
+    Tile(64, 32, 128, 4, 6),
+)  # fmt: skip
+FILLED = 0.7  # of the multiprocessors, by tiles of the size that is taken
 
 
 def choose_tile(rows: int, columns: int, groups: int, size: int, head_dim: int, chain: bool = False) -> Tile:
@@ -66,6 +73,33 @@ def choose_chain(rows: int, columns: int, size: int, itemsize: int) -> Tile:
     if rows > 16 and columns <= 2048:
         return Tile(32 if rows <= 32 else 64, 16 if rows <= 64 else 32, 128, 4, 5)
     return choose_tile(rows, columns, 1, size, 128, chain=True)
+
+
+def many_rows(rows: int, columns: int) -> bool:
+    """Return whether a product in one chain gains from the copy engine, which leaves registers for large tiles."""
+    return rows > 64 or (rows > 32 and columns > 8192)
+
+
+def choose_large(rows: int, columns: int, multiprocessors: int) -> Tile:
+    """Return the largest tile of `LARGE` that leaves few multiprocessors without one, as measured on an H200."""
+
+    def fills(tile: Tile) -> bool:
+        programs = math.ceil(rows / tile.BM) * math.ceil(columns / tile.BN)
+        return 2 * rows > tile.BM and programs >= FILLED * multiprocessors
+
+    return next(filter(fills, LARGE), LARGE[-1])
+
+
+def copied_in_tiles(x: Tensor) -> bool:
+    """Return whether the copy engine reads tiles of 16-bit x `[R, K]`: rows begin at multiples of 16 bytes."""
+    return x.itemsize == 2 and x.is_contiguous() and x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0
+
+
+def described(x: Tensor, rows: int, columns: int) -> Any:
+    """Return a descriptor of x `[R, K]`, read in tiles `[rows, columns]`."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # imported on first use, since it needs Triton
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
 @functools.cache
@@ -147,16 +181,22 @@ def product(
     out = torch.empty(shape, dtype=dtype, device=x.device)
     keys, values, slots, positions = write or (None, None, None, None)
     kv_heads, length, head_dim = (1, 1, 128) if keys is None else keys.shape[1:]
-    pdl = has_hopper(x.device)
-    tile = choose_tile(rows, columns, groups, size, head_dim, chain=epilogue == "logits")
-    if exact:
+    pdl, chain = has_hopper(x.device), exact or epilogue == "logits"
+    by_tiles = chain and pdl and many_rows(rows, columns) and all(map(copied_in_tiles, (x, weight)))
+    if by_tiles:
+        tile = choose_large(rows, columns, multiprocessors(x.device))
+    elif exact:
         tile = choose_chain(rows, columns, size, x.itemsize)
+    else:
+        tile = choose_tile(rows, columns, groups, size, head_dim, chain)
     stage = (tile.BM + tile.BN) * tile.BK * x.itemsize  # bytes; smaller GPUs have room for fewer stages
+    if by_tiles:
+        x, weight = described(x, tile.BM, tile.BK), described(weight, tile.BN, tile.BK)
     kernels().product_kernel[(math.ceil(rows / tile.BM), math.ceil(columns / tile.BN), groups)](
         x, weight, bias, out, keys, values, slots, positions, rows, columns, size,
         BM=tile.BM, BN=tile.BN, BK=tile.BK, EPILOGUE=epilogue, EVEN=columns % tile.BN == 0 and size % 128 == 0,
-        PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl, EXACT=exact,
-        num_warps=tile.num_warps, num_stages=min(tile.num_stages, shared_memory(x.device) // stage), launch_pdl=pdl,
+        PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl, EXACT=exact, TILES=by_tiles,
+        num_warps=tile.num_warps, num_stages=min(tile.num_stages, shared_memory(out.device) // stage), launch_pdl=pdl,
     )  # fmt: skip
     return out
 

@@ -110,12 +110,20 @@ def silu(t):
 
 
 @triton.jit
+def load_tile(source, at, start, inside, row, TILES: tl.constexpr):
+    """Load a tile of x or weight from column `start` on: where TILES by the copy engine, `[rows, BK]` from `row` on of
+    the descriptor `source`; else from the pointers `at`."""
+    return source.load([row, start]) if TILES else tl.load(at + start, inside, 0.0)
+
+
+@triton.jit
 def product_kernel(
     x, weight, bias, out, keys, values, slots, positions, rows, columns, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write x w^T for a tile of rows and columns, x `[M, K]`, weight `[N, K]`.
+    """Write x w^T for a tile of rows and columns, x `[M, K]`, weight `[N, K]`; where TILES both are descriptors.
 
     EPILOGUE: "groups" writes the sum of the program's group of K to out fp32 `[groups, M, N]`; "logits" one chain over
     all of K to out fp32 `[M, N]`; "plain" the sum with its bias, if any; "gelu" that through GELU; "swiglu" of each two
@@ -124,21 +132,22 @@ def product_kernel(
     columns of one head of k and v: those of its queries, k and v. EVEN: BN divides the columns and 128 divides K.
     """
     tile = tl.program_id(1)  # rows are the inner index: their programs share the weights in L2
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    n = tile * BN + tl.arange(0, BN)
+    first_row, first_column = tl.program_id(0) * BM, tile * BN
+    m = first_row + tl.arange(0, BM)
+    n = first_column + tl.arange(0, BN)
     k = tl.arange(0, BK)
     row_inside, column_inside = (m < rows)[:, None], ((n < columns) | EVEN)[None, :]
     row = m.to(tl.int64)[:, None]
-    x_at = x + row * K + k[None, :]
-    w_at = weight + n.to(tl.int64)[None, :] * K + k[:, None]
+    x_at = x if TILES else x + row * K + k[None, :]
+    w_at = weight if TILES else weight + n.to(tl.int64)[None, :] * K + k[:, None]
     total = tl.zeros((BM, BN), tl.float32)
     begin(PDL)
     if (EPILOGUE == "logits") | EXACT:
         for start in range(0, K, BK):
             left = (start + k < K) | EVEN
-            x_part = tl.load(x_at + start, row_inside & left[None, :], 0.0)
-            w_part = tl.load(w_at + start, column_inside & left[:, None], 0.0)
-            total = tl.dot(x_part, w_part, total, input_precision="ieee")
+            x_part = load_tile(x, x_at, start, row_inside & left[None, :], first_row, TILES)
+            w_part = load_tile(weight, w_at, start, column_inside & left[:, None], first_column, TILES)
+            total = tl.dot(x_part, w_part.T if TILES else w_part, total, input_precision="ieee")
     else:
         group = tl.zeros((BM, BN), tl.float32)
         first = tl.program_id(2) * GROUP
@@ -146,10 +155,10 @@ def product_kernel(
         for start in range(first, last, SEGMENT):
             segment = tl.zeros((BM, BN), tl.float32)
             for step in tl.static_range(0, SEGMENT, BK):
-                left = (start + step + k < K) | EVEN
-                x_part = tl.load(x_at + start + step, row_inside & left[None, :], 0.0)
-                w_part = tl.load(w_at + start + step, column_inside & left[:, None], 0.0)
-                segment = tl.dot(x_part, w_part, segment)
+                left, at = (start + step + k < K) | EVEN, start + step
+                x_part = load_tile(x, x_at, at, row_inside & left[None, :], first_row, TILES)
+                w_part = load_tile(weight, w_at, at, column_inside & left[:, None], first_column, TILES)
+                segment = tl.dot(x_part, w_part.T if TILES else w_part, segment)
             group = tl.fma(segment, 1.0, group)  # the compiler would make one longer chain of a plain sum
             if EPILOGUE != "groups":  # noqa: SIM102, since a condition must be either of constants or of values
                 if (start + SEGMENT) % GROUP == 0:
@@ -158,7 +167,7 @@ def product_kernel(
         total += group
     inside = row_inside & column_inside
     if EXACT & (EPILOGUE != "plain"):  # the activation is an op of its own in training
-        total = total.to(x.dtype.element_ty).to(tl.float32)
+        total = total.to(out.dtype.element_ty).to(tl.float32)
     if bias is not None:
         total += tl.load(bias + n, n < columns, 0.0).to(tl.float32)[None, :]
     if EPILOGUE == "groups":

@@ -129,8 +129,8 @@ def plain_gradient(
     logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
     cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Return scale x (softmax - onehot) for this rank's columns, in the logits' dtype, and 0 for padding. scale: fp32, of
-    all rows or `[rows]`."""
+    """Return scale x (softmax - onehot) for this rank's columns, in the logits' dtype, and 0 for padding; scale: fp32,
+    one for all rows or `[rows]`."""
     columns = torch.arange(logits.shape[-1], device=logits.device)
     values = logits.float()
     probabilities = torch.exp(capped(values, cap) - largest[:, None]) / total[:, None]
@@ -164,8 +164,8 @@ def to_gradient_(
     """Replace logits `[rows, V_local]` by scale x (softmax - onehot), times the slope of the cap, and by 0 in the
     padding.
 
-    largest, total: fp32 `[rows]`, terms of whole rows; scale: fp32, of all rows or `[rows]`, applied before the result is
-    rounded.
+    largest, total: fp32 `[rows]`, terms of whole rows; scale: fp32, one for all rows or `[rows]`, applied before the
+    result is rounded.
     """
     if has_triton(logits):
         from dtgpt.ops.loss.cross_entropy_kernels import launch_gradient

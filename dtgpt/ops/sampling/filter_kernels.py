@@ -16,15 +16,13 @@ from torch import Tensor
 
 from dtgpt.ops.sampling.primitives import (
     CHUNK,
-    LAST,
     PROMPT_LENGTH,
     ROW,
     WARPS,
-    gumbel,
+    best_draw,
     load_chunk,
     load_float,
     ordered,
-    paired,
     unordered,
     weight_of,
 )
@@ -290,9 +288,8 @@ def draw_kernel(edited, stride, width, parameters, positions, slots, edges, best
         values = load_chunk(edited + row * stride, ids, width, vocab_size)
         bits, edge, last_id = ordered(values), tl.load(edges + row * 2), tl.load(edges + row * 2 + 1)
         stays = (ids < vocab_size) & ((bits > edge) | ((bits == edge) & (ids <= last_id)))
-        score = tl.div_rn(values, temperature) + gumbel(line, position, chunk * CHUNK, CHUNK)
-        pairs = tl.where(stays, paired(score, ids), LAST)
-        tl.store(best + row * tl.num_programs(0) + chunk, tl.max(pairs, 0))
+        pair = best_draw(line, position, chunk * CHUNK, values, stays, temperature, CHUNK)
+        tl.store(best + row * tl.num_programs(0) + chunk, pair)
 
 
 def find_edges(edited: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, terms: Tensor) -> Tensor:

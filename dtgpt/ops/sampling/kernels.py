@@ -1,7 +1,7 @@
 """Triton kernels of `dtgpt.ops.sampling.sample`. Needs Triton.
 
 A row of logits is cut into chunks, each the work of one program, so that one row alone keeps many multiprocessors busy:
-the noise takes two logarithms in float64 an id. A program per row then joins what the chunks found. Filters take two
+the noise of an id takes a few dozen operations. A program per row then joins what the chunks found. Filters take two
 kernels in between, those of `filter_kernels`.
 """
 
@@ -19,7 +19,7 @@ from dtgpt.ops.sampling.primitives import (
     ROW,
     WARPS,
     WEIGHT,
-    gumbel,
+    best_draw,
     id_of,
     load_chunk,
     paired,
@@ -79,10 +79,10 @@ def chunk_kernel(
     temperature, greedy, top_k, top_p = load_choice(line, position)
     pair = LAST
     if not (FILTERS & is_filtered(line, greedy, top_k, top_p)):
-        score = values
-        if not greedy:
-            score = tl.div_rn(values, temperature) + gumbel(line, position, first, CHUNK)
-        pair = tl.max(tl.where(token, paired(score, ids), LAST), 0)
+        if greedy:
+            pair = tl.max(tl.where(token, paired(values, ids), LAST), 0)
+        else:
+            pair = best_draw(line, position, first, values, token, temperature, CHUNK)
     tl.store(best + row * chunks + chunk, pair)
 
 

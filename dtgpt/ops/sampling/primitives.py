@@ -23,6 +23,8 @@ KEY = tl.constexpr(Integers._fields.index("key_0"))
 WEIGHT = tl.constexpr(2.0**40)  # that of the peak
 LAST = tl.constexpr(-(1 << 63))  # below every pair of a score and an id
 LOW_WORD = tl.constexpr(0xFFFFFFFF)
+CELL = tl.constexpr(2.3283064365386963e-10)  # 2^-32
+NEAR = tl.constexpr(1e-4)
 
 
 @triton.jit
@@ -70,15 +72,51 @@ def load_float(parameters, index):
 
 
 @triton.jit
-def gumbel(parameters, position, first, CHUNK: tl.constexpr):
-    """Return the noise of ids `first` to `first + CHUNK`, fp32, equal to that of the reference."""
+def noise_words(parameters, position, first, CHUNK: tl.constexpr):
+    """Return the random words of ids `first` to `first + CHUNK`, uint32."""
     k0, k1 = tl.load(parameters + KEY).to(tl.uint32), tl.load(parameters + KEY + 1).to(tl.uint32)
     block = (first // 4 + tl.arange(0, CHUNK // 4)).to(tl.uint32)
     zero = block * 0
     w0, w1, w2, w3 = philox(k0, k1, block, zero + position.to(tl.uint32), zero, zero)
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (CHUNK,))  # word 2 i + j is at [i, j]
-    uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (CHUNK,))  # word 2 i + j is at [i, j]
+
+
+@triton.jit
+def gumbel(words):
+    """Return the noise that words stand for, fp32, equal to that of the reference."""
+    uniform = (words.to(tl.float64) + 0.5) * CELL
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def rough_gumbel(words):
+    """Return `gumbel` without arithmetic in fp64, with an error below NEAR / 4."""
+    rest = ((words ^ LOW_WORD).to(tl.float32) + 0.5) * CELL  # 1 - uniform
+    ratio = rest / (2.0 - rest)
+    square = ratio * ratio
+    series = ratio * (2.0 + square * (2.0 / 3.0 + square * 0.4))  # -log(1 - rest), where that is small
+    uniform = (words.to(tl.float32) + 0.5) * CELL
+    return -tl.log(tl.where(rest < 0.125, series, -tl.log(uniform)))
+
+
+@triton.jit
+def best_draw(parameters, position, first, values, stays, temperature, CHUNK: tl.constexpr):
+    """Return the pair of the largest of values / temperature + `gumbel` among those of ids `first` to `first + CHUNK`
+    that stay; LAST where none does. Only ids near the largest, by `rough_gumbel`, get their noise in fp64."""
+    ids = first + tl.arange(0, CHUNK)
+    words = noise_words(parameters, position, first, CHUNK)
+    values = tl.div_rn(values, temperature)
+    left = tl.where(stays, values + rough_gumbel(words), float("-inf"))
+    top = tl.max(left, 0)
+    least = top - (NEAR + tl.abs(top) * 1e-6)  # sums in fp32 are rounded, too
+    best = tl.max(tl.where(stays, paired(tl.full((CHUNK,), float("-inf"), tl.float32), ids), LAST), 0)
+    while (top >= least) & (top > float("-inf")):
+        one = tl.max(tl.where(left == top, ids, -1), 0)
+        word, value = tl.sum(tl.where(ids == one, words, 0), 0), tl.sum(tl.where(ids == one, values, 0.0), 0)
+        best = tl.maximum(best, paired(value + gumbel(word), one))
+        left = tl.where(ids == one, float("-inf"), left)
+        top = tl.max(left, 0)
+    return best
 
 
 @triton.jit
