@@ -144,7 +144,7 @@ def exact_attention(
     (rows, kv_heads, group, size), length = q.shape, keys.shape[2]
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     out = torch.empty(rows, kv_heads * group, size, dtype=q.dtype, device=q.device)
-    how = exact_launch(q.dtype, kv_heads * group, kv_heads, size, q.device)
+    how = exact_launch(q.dtype, kv_heads * group, kv_heads, size, rows, q.device)
     exact_kernel[(kv_heads, rows)](
         q, k, v, keys, values, slots, positions, out, *q.stride()[:2], *k.stride()[:2],
         math.log2(math.e) / math.sqrt(size), KV_HEADS=kv_heads, GROUP=group, SIZE=size, LENGTH=length,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_hopper, shared_memory
+from dtgpt.ops.fast import has_hopper, multiprocessors, shared_memory
 from dtgpt.ops.random.dropout import keep_scale, threshold
 
 LOG2_E = 1 / math.log(2)
@@ -64,7 +64,8 @@ LARGE_TILES = {
     "queries": FlashLaunch(64, 64, 4, 2),
 }
 LARGE_MEMORY = 200_000  # bytes of shared memory that suffice for LARGE and LARGE_TILES
-EXACT_STAGES = 3
+EXACT_STAGES, EXACT_STAGES_OF_MANY = 3, 2  # the latter leave memory for more programs, where there are CROWDED of them
+CROWDED = 3  # programs for each multiprocessor
 
 
 class Call:
@@ -192,14 +193,17 @@ def largest_head(dtype: torch.dtype, device: torch.device) -> int:
     return 256 if dtype.itemsize == 2 and shared_memory(device) >= LARGE_MEMORY else 128
 
 
-def exact_launch(dtype: torch.dtype, heads: int, kv_heads: int, size: int, device: torch.device) -> FlashLaunch:
-    """Return the launch of a kernel for one query each of some heads, with the bits of `forward`: as wide tiles of
-    keys, and rows of scores that one warp holds, or in fp32 the same threads."""
+def exact_launch(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, rows: int, device: torch.device
+) -> FlashLaunch:
+    """Return the launch of a kernel for one query each of some heads of `rows` samples, with the bits of `forward`: as
+    wide tiles of keys, and rows of scores that one warp holds, or in fp32 the same threads."""
     if dtype == torch.float32:
         return SINGLE["forward"]
     gains = gains_by_tiles(dtype, heads, kv_heads, size, device)
     keys = launches_of(dtype, size, False, gains, False)["forward"].BLOCK_N
-    stages = min(EXACT_STAGES, shared_memory(device) // (2 * keys * size * dtype.itemsize))
+    wanted = EXACT_STAGES if kv_heads * rows < CROWDED * multiprocessors(device) else EXACT_STAGES_OF_MANY
+    stages = min(wanted, shared_memory(device) // (2 * keys * size * dtype.itemsize))
     return FlashLaunch(BLOCK_M=16, BLOCK_N=keys, num_warps=1, num_stages=max(stages, 1))
 
 

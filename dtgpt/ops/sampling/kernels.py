@@ -69,8 +69,9 @@ def chunk_kernel(
     total = tl.sum(weight_of(values, base), 0)
     total = tl.where(broken == 1, float("nan"), (total.to(tl.float64) / WEIGHT).to(tl.float32))
     tl.store(terms + (row * 3 + 1) * chunks + chunk, total)
-    pairs = tl.where(ids < columns, paired(values, ids), LAST)
-    store_best(pairs, top + (row * chunks + chunk) * alternatives, alternatives)
+    if alternatives > 0:
+        pairs = tl.where(ids < columns, paired(values, ids), LAST)
+        store_best(pairs, top + (row * chunks + chunk) * alternatives, alternatives)
     values = tl.where(token, values, float("-inf"))
     if EDITED:
         values = load_chunk(edited + row * edited_stride, ids, edited_width, vocab_size)

@@ -24,7 +24,7 @@ WEIGHT = tl.constexpr(2.0**40)  # that of the peak
 LAST = tl.constexpr(-(1 << 63))  # below every pair of a score and an id
 LOW_WORD = tl.constexpr(0xFFFFFFFF)
 CELL = tl.constexpr(2.3283064365386963e-10)  # 2^-32
-NEAR = tl.constexpr(1e-4)
+ROUNDING = tl.constexpr(1e-5)  # of sums in fp32 and of their logarithms, relative to 1 + the sum
 
 
 @triton.jit
@@ -89,33 +89,31 @@ def gumbel(words):
 
 
 @triton.jit
-def rough_gumbel(words):
-    """Return `gumbel` without arithmetic in fp64, with an error below NEAR / 4."""
-    rest = ((words ^ LOW_WORD).to(tl.float32) + 0.5) * CELL  # 1 - uniform
-    ratio = rest / (2.0 - rest)
-    square = ratio * ratio
-    series = ratio * (2.0 + square * (2.0 / 3.0 + square * 0.4))  # -log(1 - rest), where that is small
-    uniform = (words.to(tl.float32) + 0.5) * CELL
-    return -tl.log(tl.where(rest < 0.125, series, -tl.log(uniform)))
+def gumbel_bound(words):
+    """Return numbers that `gumbel` does not exceed, but for rounding: -log(r), since -log(1 - r) is at least r. They
+    are close where the noise is large, and take no arithmetic in fp64."""
+    return -tl.log(((words ^ LOW_WORD).to(tl.float32) + 0.5) * CELL)
 
 
 @triton.jit
 def best_draw(parameters, position, first, values, stays, temperature, CHUNK: tl.constexpr):
     """Return the pair of the largest of values / temperature + `gumbel` among those of ids `first` to `first + CHUNK`
-    that stay; LAST where none does. Only ids near the largest, by `rough_gumbel`, get their noise in fp64."""
+    that stay; LAST where none does. Ids get their noise in the order of its bounds, until none can be the largest."""
     ids = first + tl.arange(0, CHUNK)
     words = noise_words(parameters, position, first, CHUNK)
-    values = tl.div_rn(values, temperature)
-    left = tl.where(stays, values + rough_gumbel(words), float("-inf"))
-    top = tl.max(left, 0)
-    least = top - (NEAR + tl.abs(top) * 1e-6)  # sums in fp32 are rounded, too
-    best = tl.max(tl.where(stays, paired(tl.full((CHUNK,), float("-inf"), tl.float32), ids), LAST), 0)
-    while (top >= least) & (top > float("-inf")):
+    if temperature != 1.0:
+        values = tl.div_rn(values, temperature)
+    left = tl.where(stays, values + gumbel_bound(words), float("-inf"))
+    top, best, reached = tl.max(left, 0), LAST, float("-inf")
+    while (top > float("-inf")) & (top >= reached - ROUNDING * (1.0 + tl.abs(reached))):
         one = tl.max(tl.where(left == top, ids, -1), 0)
         word, value = tl.sum(tl.where(ids == one, words, 0), 0), tl.sum(tl.where(ids == one, values, 0.0), 0)
-        best = tl.maximum(best, paired(value + gumbel(word), one))
+        score = value + gumbel(word)
+        reached, best = tl.maximum(reached, score), tl.maximum(best, paired(score, one))
         left = tl.where(ids == one, float("-inf"), left)
         top = tl.max(left, 0)
+    if best == LAST:  # no score is finite
+        best = tl.max(tl.where(stays, paired(tl.full((CHUNK,), float("-inf"), tl.float32), ids), LAST), 0)
     return best
 
 
