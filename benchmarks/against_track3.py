@@ -4,9 +4,10 @@
 
 `--theirs`: their records/track_3_optimization/train_gpt_simple.py, of which a temporary copy runs with another number
 of steps, validation at the end alone on `--eval_samples` samples, the loss of each step recorded, and our initial
-weights (`--own_weights`: with its own). Both take the same shards, in the same order: those of `--data`, a folder with
-fineweb_train_*.bin and fineweb_val_*.bin, or else `--tokens` tokens of the sources that are installed with Python, by a
-tokenizer of 1024 tokens. Options that it does not know are those of our recipe.
+weights (`--own_weights`: with its own). `--again N`: it runs once more in micro-batches of N samples, which shows how
+far rounding alone moves its losses. All take the same shards, in the same order: those of `--data`, a folder with
+fineweb_train_*.bin and fineweb_val_*.bin, or else `--tokens` tokens of the sources that are installed with Python, by
+a tokenizer of 1024 tokens. Options that it does not know are those of our recipe.
 """
 
 import argparse
@@ -36,6 +37,7 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "track3.py"
 REPLACED = (  # in their script: pattern, what takes its place
     (r"train_steps = \d+", "train_steps = {steps}"),
     (r"val_tokens = .*", "val_tokens = {eval_tokens}"),
+    (r"\nmbs = \d+", "\nmbs = {micro}"),
     (r"( +)# create the optimizer\(s\)\n", r"\1{load}\n\1# create the optimizer(s)\n"),
     (r"if step == train_steps or step % val_step_freq == 0:", "if step == train_steps:"),
     (
@@ -51,11 +53,13 @@ REPLACED = (  # in their script: pattern, what takes its place
 )
 
 
-def patched(script: str, steps: int, eval_tokens: int, weights: bool) -> str:
+def patched(script: str, steps: int, eval_tokens: int, weights: bool, micro: int) -> str:
     """Return their script with the replacements. Raises UserError where it is another version."""
     load = "model.load_state_dict(torch.load('weights.pt'), strict=False)" if weights else ""
     for pattern, text in REPLACED:
-        script, count = re.subn(pattern, text.format(steps=steps, eval_tokens=eval_tokens, load=load), script)
+        script, count = re.subn(
+            pattern, text.format(steps=steps, eval_tokens=eval_tokens, load=load, micro=micro), script
+        )
         if count != 1:
             raise UserError(f"--theirs has {count} places such as {pattern!r}, not one; it is another version")
     return script
@@ -123,13 +127,13 @@ def summary(losses: list[float], seconds: list[float], validation: float | None)
     return {"losses": losses, "ms": 1e3 * step, "tokens_per_second": BATCH / step, "validation": validation}
 
 
-def run_theirs(script: Path, folder: Path, steps: int, eval_tokens: int, weights: bool) -> dict:
-    """Run a copy of their script as one process. weights: with our initial weights."""
+def run_theirs(script: Path, folder: Path, steps: int, eval_tokens: int, weights: bool, micro: int = 64) -> dict:
+    """Run a copy of their script as one process. weights: with our initial weights. micro: samples of a micro-batch."""
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         (work / "data").mkdir()
         (work / "data" / "fineweb10B").symlink_to(folder.resolve())
-        (work / "theirs.py").write_text(patched(script.read_text(), steps, eval_tokens, weights))
+        (work / "theirs.py").write_text(patched(script.read_text(), steps, eval_tokens, weights, micro))
         if weights:
             torch.save(their_weights(), work / "weights.pt")
         own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29531"}
@@ -167,6 +171,9 @@ def run_ours(folder: Path, steps: int, eval_samples: int, options: list[str]) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--theirs", type=Path, help="their train_gpt_simple.py; without it ours runs alone")
+    parser.add_argument(
+        "--again", type=int, metavar="N", help="run theirs a second time, in micro-batches of N samples"
+    )
     parser.add_argument("--data", type=Path, help="folder of shards; made where it has none")
     parser.add_argument("--tokens", type=int, default=60_000_000, help="tokens for training, where shards are made")
     parser.add_argument("--steps", type=int, default=60)
@@ -190,6 +197,10 @@ def main() -> int:
         if args.theirs:
             found["theirs"] = run_theirs(args.theirs, folder, args.steps, eval_tokens, not args.own_weights)
             args.out.write_text(json.dumps(found))
+        if args.theirs and args.again:
+            again = run_theirs(args.theirs, folder, args.steps, eval_tokens, not args.own_weights, args.again)
+            found[f"by {args.again}"] = again
+            args.out.write_text(json.dumps(found))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -200,6 +211,10 @@ def main() -> int:
     print("step    " + "".join(f"{name:>12}" for name in names))
     for step in sorted({*range(0, args.steps, max(1, args.steps // 12)), args.steps - 1}):
         print(f"{step + 1:<8}" + "".join(f"{found[name]['losses'][step]:12.4f}" for name in names))
+    for name in names:
+        if name != "theirs" and "theirs" in found:
+            apart = np.abs(np.subtract(found[name]["losses"], found["theirs"]["losses"]))
+            print(f"{name} and theirs: mean {apart.mean():.4f}, largest {apart.max():.4f} in step {apart.argmax() + 1}")
     return 0
 
 
