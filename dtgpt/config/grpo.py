@@ -43,6 +43,11 @@ class GrpoConfig:
         "draw answers with the bits of training's log-probabilities; auto: where GPU, plan and model can",
     ] = "auto"
 
+    share_prompts: Annotated[
+        Switch,
+        "compute a prompt once for all answers to it in training; auto: where plan and micro-batches can",
+    ] = "auto"
+
     def prepare(self) -> None:
         """Read what prompts need. Called on each rank before a run begins; raises UserError where it is missing."""
 

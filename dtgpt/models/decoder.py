@@ -12,6 +12,7 @@ from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Part, inventory
 from dtgpt.models.layers import Context
+from dtgpt.ops.attention.shared import SharedTokens
 from dtgpt.ops.loss.preference import Pairs
 from dtgpt.ops.random.philox import fold, normal, row_chunks
 
@@ -36,13 +37,15 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, dropout_keys: Tensor | None = None, targets: Tensor | None = None,
         positions: Tensor | None = None, document_bounds: Tensor | None = None, loss_weights: Tensor | None = None,
-        answers: Tensor | None = None, reference: Tensor | None = None,
+        answers: Tensor | None = None, reference: Tensor | None = None, copies: Tensor | None = None,
+        origins: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Arguments are those of `Batch`, `x` the tokens or activations; dropout keys of None: evaluation."""
+        seen = document_bounds if copies is None or origins is None else SharedTokens(copies, origins)
 
         def context(sites: range) -> Context:
             keys = None if dropout_keys is None else dropout_keys[:, sites.start : sites.stop]
-            return Context(keys, positions, document_bounds)
+            return Context(keys, positions, seen)
 
         if self.embedding is not None:
             x = self.embedding(x, context(range(self.inventory.embedding.num_sites)))

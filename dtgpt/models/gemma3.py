@@ -135,7 +135,7 @@ class Attention(nn.Module):
         qkv = rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
         q_weight, k_weight = (shifted(norm.weight, 1.0) for norm in (self.q_norm, self.k_norm))
         q, k, v = rotary_qkv(qkv, context.positions, self.rotation, self.num_positions, q_weight, k_weight, self.eps)
-        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
+        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.seen)
         return self.proj(heads.flatten(-2))
 
 

@@ -78,5 +78,5 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Branch:
         q, k, v = split_qkv(rearrange(self.qkv(x), "b t (n three d) -> b t n three d", three=3, d=self.head_dim))
-        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
+        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.seen)
         return Branch(self.proj(heads.flatten(-2)), self.proj.bias)

@@ -83,7 +83,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Branch:
         qkv = rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
         q, k, v = rotary_qkv(qkv, context.positions, self.rotation, self.num_positions)
-        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
+        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.seen)
         return Branch(self.proj(heads.flatten(-2)), self.proj.bias)
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dtgpt.models.binding import PLAIN, Binding, BoundModule
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
+from dtgpt.ops.attention.shared import SharedTokens
 from dtgpt.ops.fast import is_apart
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
@@ -25,6 +26,7 @@ from dtgpt.ops.random.dropout import Site, dropout
 
 NO_DROPOUT: Site = (None, 0.0)
 LossWeights = Tensor | Pairs | None  # what a head hands on to `Output`
+Seen = Tensor | SharedTokens | None  # int32 [B, T, 2], bounds of documents; or samples whose tokens rows share
 
 
 class Context(NamedTuple):
@@ -32,7 +34,7 @@ class Context(NamedTuple):
 
     dropout_keys: Tensor | None = None  # int64 [B, S, 2] of this block's S sites
     positions: Tensor | None = None  # int64 [B, T]
-    document_bounds: Tensor | None = None  # int32 [B, T, 2]
+    seen: Seen = None  # of what tokens may attend to, but for causality
 
 
 class Branch(NamedTuple):
@@ -239,11 +241,12 @@ class AttentionCore(BoundModule):
         """Whether this is causal attention and nothing else."""
         return all(value is None for value in (self.window, self.softcap, self.scale, self.sinks))
 
-    def compute(
-        self, q: Tensor, k: Tensor, v: Tensor, site: Site, document_bounds: Tensor | None, first_head: int | None = None
-    ) -> Tensor:
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, site: Site, seen: Seen, first_head: int | None = None) -> Tensor:
         """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T. first_head: the head of this
         rank's parameters that is the first of q, where context parallelism gives some heads only."""
+        if isinstance(seen, SharedTokens):
+            q, k, v = (seen.samples(each) for each in (q, k, v))
+            return seen.rows(self.compute(q, k, v, site, None, first_head))
         sinks: Tensor | None = self.sinks
         if sinks is not None:
             local = sinks.to_local() if isinstance(sinks, DTensor) else sinks
@@ -252,7 +255,7 @@ class AttentionCore(BoundModule):
         rule = AttentionRule(self.window, self.softcap, self.scale, sinks)
         if self.bound.cache is not None:
             return self.bound.cache.attend(q, k, v, rule)
-        options: dict[str, Any] = {"spans": document_bounds, "backend": self.bound.backend, "rule": rule}
+        options: dict[str, Any] = {"spans": seen, "backend": self.bound.backend, "rule": rule}
         return causal_attention(q, k, v, *site, **options)
 
 

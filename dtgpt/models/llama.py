@@ -175,7 +175,7 @@ class Attention(nn.Module):
         qkv = rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
         norms = () if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight, self.eps)
         q, k, v = rotary_qkv(qkv, context.positions, self.rotation, self.num_positions, *norms)
-        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
+        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.seen)
         return Branch(self.proj(heads.flatten(-2)), self.proj.bias)
 
     def decode_rotary(self) -> Rotary:

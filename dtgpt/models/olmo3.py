@@ -106,5 +106,5 @@ class Attention(nn.Module):
         queries = q.unflatten(-1, (k.shape[-1] // self.head_dim, -1, self.head_dim))
         packed = torch.cat([queries, k.unflatten(-1, (-1, 1, self.head_dim)), v.unsqueeze(3)], dim=3)
         q, k, v = rotary_qkv(packed, context.positions, self.rotation, self.num_positions)
-        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
+        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.seen)
         return self.proj(heads.flatten(-2))

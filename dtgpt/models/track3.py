@@ -160,7 +160,7 @@ class Attention(nn.Module):
         # Weights of the norms that are no parameters; that of q brings the scores, / sqrt(D) in the core, to scale.
         q_weight, k_weight = (constant(value, self.head_dim, x.device) for value in (self.scale, 1.0))
         q, k, v = rotary_qkv(qkv, context.positions, self.rotation, self.num_positions, q_weight, k_weight, self.eps)
-        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
+        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.seen)
         return Branch(self.proj(heads.flatten(-2)), self.proj.bias)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.config.grpo import GrpoConfig
+from dtgpt.models.batch import Batch
 
 STD_EPS = 1e-4  # added to the standard deviation of a group, as in TRL
 
@@ -24,20 +25,60 @@ class Answer(NamedTuple):
     reward: float
 
 
-def weighted_rows(answers: Sequence[Answer], part: slice, grpo: GrpoConfig, length: int) -> tuple[Tensor, Tensor]:
-    """Return tokens int64 `[B, T + 1]` and weights fp32 `[B, T]` of a part of all answers of a step, T = `length`: the
-    mean over its tokens of -log p times weight is its part of the loss."""
-    advantages = advantages_of(torch.tensor([answer.reward for answer in answers], dtype=torch.float64), grpo)
-    mean_length = sum(len(answer.ids) for answer in answers) / len(answers)
-    own = answers[part]
-    tokens = torch.zeros(len(own), length + 1, dtype=torch.int64)
-    weights = torch.zeros(len(own), length)
-    for row, (answer, advantage) in enumerate(zip(own, advantages[part].tolist(), strict=True)):
+def weighted_rows(answers: Sequence[Answer], part: slice, grpo: GrpoConfig, length: int) -> Batch:
+    """Return a part of all answers of a step as samples of `length` tokens T. The mean over tokens of -log p times
+    weight is its part of the loss."""
+    factors, own = weighed(answers, grpo, length)[part], answers[part]
+    tokens, weights = torch.zeros(len(own), length + 1, dtype=torch.int64), torch.zeros(len(own), length)
+    for row, (answer, factor) in enumerate(zip(own, factors, strict=True)):
         ids, first = [*answer.prompt_ids, *answer.ids], len(answer.prompt_ids)
         tokens[row, : len(ids)] = torch.tensor(ids)
+        weights[row, first - 1 : len(ids) - 1] = factor
+    return Batch(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), loss_weights=weights)
+
+
+def row_length(grpo: GrpoConfig, length: int) -> int:
+    """Return the tokens of a row of `shared_rows`."""
+    return length + (grpo.group - 1) * (grpo.max_new_tokens + 1)
+
+
+def shared_rows(answers: Sequence[Answer], part: slice, grpo: GrpoConfig, length: int) -> Batch:
+    """Return what `weighted_rows` does, a row for each group: the prompt without its last token, once, and then that
+    token and an answer, for each answer. Each place has one target so."""
+    group, each = grpo.group, grpo.max_new_tokens + 1
+    size, shared, factors = row_length(grpo, length), length - each, weighed(answers, grpo, length)[part]
+    own, count = answers[part], len(factors) // group
+    tokens, targets = torch.zeros(2, count, size, dtype=torch.int64)
+    places, weights = torch.arange(size).repeat(count, 1), torch.zeros(count, size)
+    copies, origins = torch.empty(count, group, length, dtype=torch.int64), places.clone()
+    step, first_of = torch.arange(length), shared + each * torch.arange(group)
+    for row in range(count):
+        prompt = own[row * group].prompt_ids
+        before = len(prompt) - 1
+        tokens[row, :before] = torch.tensor(prompt[:-1], dtype=torch.int64)
+        after = first_of[:, None] + (step - before).clamp(0, each - 1)
+        copies[row] = torch.where(step < before, step, after)
+        for index in range(group):
+            answer, first = own[row * group + index], shared + each * index
+            end = first + len(answer.ids)
+            ids = torch.tensor([prompt[-1], *answer.ids])
+            tokens[row, first : end + 1], targets[row, first:end] = ids, ids[1:]
+            weights[row, first:end] = factors[row * group + index] * size / (group * length)  # of a mean over places
+            places[row, first : first + each] = before + torch.arange(each)
+            origins[row, first : first + each] = index * length + before + torch.arange(each)
+    return Batch(tokens, targets=targets, positions=places, loss_weights=weights, copies=copies, origins=origins)
+
+
+def weighed(answers: Sequence[Answer], grpo: GrpoConfig, length: int) -> list[float]:
+    """Return the factor of -log p of each token of an answer, whose mean over all tokens of the samples, of `length`
+    each, is the loss."""
+    advantages = advantages_of(torch.tensor([answer.reward for answer in answers], dtype=torch.float64), grpo)
+    mean_length = sum(len(answer.ids) for answer in answers) / len(answers)
+    found = []
+    for answer, advantage in zip(answers, advantages.tolist(), strict=True):
         divisor = {"dr_grpo": grpo.max_new_tokens, "grpo": len(answer.ids), "dapo": mean_length}
-        weights[row, first - 1 : len(ids) - 1] = advantage * length / divisor[grpo.loss]
-    return tokens, weights
+        found.append(advantage * length / divisor[grpo.loss])
+    return found
 
 
 def advantages_of(rewards: Tensor, grpo: GrpoConfig) -> Tensor:

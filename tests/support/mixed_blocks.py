@@ -90,6 +90,6 @@ class SharedBlock(BoundModule):
         x, h = self.norm(x)
         parts = rearrange(self.heads(h), "b t (g parts d) -> b t g parts d", parts=self.queries + 2, d=self.head_dim)
         q, k, v = parts[..., : self.queries, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
-        attended = self.core(q, k, v, (None, 0.0), context.document_bounds)
+        attended = self.core(q, k, v, (None, 0.0), context.seen)
         x = add(x, Branch(self.out(attended.flatten(-2)), self.out.bias), (None, 0.0))
         return self.wide(x, context.dropout_keys)

@@ -85,7 +85,7 @@ class Attention(nn.Module):
         q, k, v = parts[..., : self.group, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
         positions = torch.arange(q.shape[1], device=x.device)[None] if context.positions is None else context.positions
         q, k = rotate(q, positions), rotate(k, positions)
-        attended = self.core(q, k, v, NO_DROPOUT, context.document_bounds)
+        attended = self.core(q, k, v, NO_DROPOUT, context.seen)
         return Branch(self.out(attended.flatten(-2)), None)
 
 

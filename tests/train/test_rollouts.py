@@ -135,15 +135,16 @@ def test_gradients_are_those_of_the_formula(grpo, loss):
             torch.testing.assert_close(found[name], wanted, rtol=0, atol=1e-5 * wanted.abs().max().item() + 1e-9)
 
 
-def test_the_ratio_is_one_to_the_bit_in_every_pass(grpo):
+@pytest.mark.parametrize("share", ["on", "off"])
+def test_the_ratio_is_one_to_the_bit_in_every_pass(grpo, share):
     """Of the log-probabilities that the update has, to those that a pass before it computes for the same batch."""
+    grpo = replace(grpo, micro_batch_size=4, grpo=replace(grpo.grpo, share_prompts=share))
     with open_trainer(grpo) as trainer:
         for step in range(3):
-            tokens, mask, _ = as_rows(trainer.rollouts.draw(step), 16)
-            size, updated = grpo.micro_batch_size, []
-            with torch.no_grad():
-                logits = [trainer.engine.logits(piece[:, :-1]) for piece in tokens.split(size)]
-                before = [to_loss_and_gradient_(flat(z), t, torch.ones(()), TOKENS) for z, t in paired(logits, tokens)]
+            batch, before, updated = trainer.batch(step), [], []
+            for piece in batch.chunk(2):
+                logits = trainer.engine.mean_loss(piece._replace(targets=None, loss_weights=None)).flatten(0, 1)
+                before.append(to_loss_and_gradient_(logits, piece.targets.flatten(), torch.ones(()), TOKENS))
 
             def kept(*arguments, updated=updated):
                 updated.append(to_loss_and_gradient_(*arguments))
@@ -151,16 +152,8 @@ def test_the_ratio_is_one_to_the_bit_in_every_pass(grpo):
 
             with mock.patch("dtgpt.ops.loss.cross_entropy.to_loss_and_gradient_", kept):
                 trainer.train_step()
-            ratio = torch.exp(torch.cat(before) - torch.cat(updated))[mask.flatten() > 0]
+            ratio = torch.exp(torch.cat(before) - torch.cat(updated))[batch.loss_weights.flatten() != 0]
             assert len(ratio) > 8 and (ratio == 1.0).all()
-
-
-def flat(logits):
-    return logits.flatten(0, 1).clone()
-
-
-def paired(logits, tokens):
-    return zip(logits, (piece[:, 1:].flatten() for piece in tokens.split(len(logits[0]))), strict=True)
 
 
 @pytest.mark.cuda
