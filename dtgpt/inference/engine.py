@@ -4,7 +4,6 @@
 Tokens after the one that ended a sequence, from a round that was launched already, are discarded.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from dtgpt.inference.beam_slots import BeamSlots
+from dtgpt.inference.completion import Alternatives
 from dtgpt.inference.finite import has_finite_weights
 from dtgpt.inference.leader import Leader, failures_shared, follow
 from dtgpt.inference.messages import Channel
@@ -212,9 +212,13 @@ class Engine:
                 events += self._begin(start)
         if launched.drawn is not None:
             results = launched.drawn.wait()
+            tokens, logprobs = results.tokens.tolist(), results.logprobs.tolist()  # of all rows at once
             for index, row in enumerate(launched.rows):
-                if row.request in self._requests and row.choice in self._requests[row.request].live:
-                    events += self._extend(row, Sampled(*(values[index] for values in results)))
+                active = self._requests.get(row.request)
+                if active is not None and row.choice in active.live:
+                    count = active.request.alternatives
+                    likeliest = _alternatives(Sampled(*(part[index] for part in results)), count) if count else []
+                    events += self._extend(row, tokens[index], logprobs[index], likeliest)
         if launched.candidates is not None:
             results = launched.candidates.wait()
             for request in dict.fromkeys(row.request for row in launched.beams):
@@ -256,28 +260,16 @@ class Engine:
                 self._remove(start.request, choice)
         return events
 
-    def _extend(self, row: Row, drawn: Sampled) -> list[Event]:
-        """Add new tokens `[R]` to a choice, up to that which ends it."""
+    def _extend(
+        self, row: Row, tokens: list[int], logprobs: list[float], alternatives: list[Alternatives]
+    ) -> list[Event]:  # fmt: skip
+        """Add new tokens to a choice, up to that which ends it."""
         active = self._requests[row.request]
-        asked, ids = active.request, active.ids[row.choice]
-        had, finish = len(ids), None
-        for token, logprob in zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True):
-            if math.isnan(logprob):
-                return self._break_off(row.request)
-            before = ids[-1] if ids else asked.ids[-1]
-            if asked.bans_all(ids, token, logprob):
-                finish = "length"  # as of beams
-                break
-            ids.append(token)
-            if asked.ends_with(before, token, len(ids) - 1):
-                finish = "stop"
-            elif len(ids) == asked.sampling.max_new_tokens:
-                finish = "length"
-            if finish:
-                break
-        new = len(ids) - had
-        logprobs, alternatives = drawn.logprobs[:new].tolist(), _alternatives(drawn, asked.alternatives)[:new]
-        event = Event(row.request, row.choice, ids[had:], logprobs, alternatives, finish)
+        new, finish = active.request.accept(active.ids[row.choice], tokens, logprobs)
+        if finish == NOT_FINITE:
+            return self._break_off(row.request)
+        event = Event(row.request, row.choice, tokens[:new], logprobs[:new], alternatives[:new], finish)
+        active.ids[row.choice] += event.ids
         if finish:
             self._scheduler.finish(row.request, row.choice)
             self._remove(row.request, row.choice)
@@ -295,7 +287,7 @@ class Engine:
             del self._requests[request]
 
 
-def _alternatives(results: Sampled | Scores, count: int) -> list[list[tuple[int, float]]]:
+def _alternatives(results: Sampled | Scores, count: int) -> list[Alternatives]:
     ids, logprobs = results.top_ids[:, :count].tolist(), results.top_logprobs[:, :count].tolist()
     return [list(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from dtgpt.inference.beam import Beams
@@ -70,6 +71,32 @@ class Request:
             raise UserError("a beam search does not return likeliest tokens; use alternatives=0, or no beams")
         if self.sampling.stop_on_double_eol:
             raise UserError("a beam search cannot stop at two newlines; leave stop_on_double_eol out, or use no beams")
+
+    def accept(self, new: list[int], tokens: list[int], logprobs: list[float]) -> tuple[int, str | None]:
+        """Return how many of `tokens`, whose `logprobs` these are, continue a sequence that has `new` ones, and the
+        reason of its end, None where it goes on. NOT_FINITE: a log-probability is NaN."""
+        left = self.sampling.max_new_tokens - len(new)
+        if self._decisive_ids.isdisjoint(tokens) and math.isfinite(sum(logprobs)):  # the length alone can end it
+            return min(left, len(tokens)), "length" if left <= len(tokens) else None
+        ids = [*new]
+        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            if math.isnan(logprob):
+                return place, NOT_FINITE
+            if self.bans_all(ids, token, logprob):
+                return place, "length"  # as of beams
+            before = ids[-1] if ids else self.ids[-1]
+            ids.append(token)
+            if self.ends_with(before, token, len(ids) - 1):
+                return place + 1, "stop"
+            if place + 1 == left:
+                return left, "length"
+        return len(tokens), None
+
+    @cached_property
+    def _decisive_ids(self) -> frozenset[int | None]:
+        """The ids at which `ends_with` or `bans_all` may be true, where log-probabilities are finite."""
+        pair = [self.special.newline] if self.sampling.stop_on_double_eol else []
+        return frozenset([*self.stop_ids, *pair, *([0] if self.sampling.no_repeat_ngram_size else [])])
 
     def ends_with(self, before: int, token: int, index: int) -> bool:
         """Return whether new token number `index`, from 0, ends the sequence. `before`: the token before it."""

@@ -1,7 +1,7 @@
 """Prompts on an engine, on the rank that leads it: tokens become text, and stop strings end it."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -217,32 +217,40 @@ class _Sequence:
 
     def take(self, event: Event) -> str:
         """Add the tokens of an event, up to the one with which a stop string is complete. Return the new text."""
-        pieces = []
-        for place, i in enumerate(event.ids):
-            self._add(event, place)
-            ends = event.finish == "stop" and place == len(event.ids) - 1 and i == self._end
-            if self._stream is not None and not ends:
-                pieces.append(self._search.add(self._stream.add(i)))
-                if self._search.found:
-                    break
-        if event.finish is not None and not self._search.found and self._stream is not None:
-            pieces.append(self._search.add(self._stream.finish()))
-            pieces.append(self._search.finish())
+        text, taken = "", len(event.ids)
+        if self._stream is not None:
+            ends = event.finish == "stop" and event.ids[-1:] == [self._end]
+            text, read = self._read(self._stream, event.ids[:-1] if ends else event.ids)
+            if self._search.found:
+                taken = read
+            elif event.finish is not None:
+                text += self._search.add(self._stream.finish()) + self._search.finish()
+        self.ids += event.ids[:taken]
+        self.logprobs += event.logprobs[:taken]
+        if self._wants_alternatives:
+            self.alternatives += map(list, event.alternatives[:taken])
         self.finish = "stop" if self._search.found else event.finish
         self.score = event.score
-        self._pieces += pieces
-        return "".join(pieces)
+        self._pieces.append(text)
+        return text
+
+    def _read(self, stream: TextStream, ids: Sequence[int]) -> tuple[str, int]:
+        """Return the text of ids, and how many of them there are up to the one that completes a stop string."""
+        if not self._search.strings:
+            return stream.extend(ids), len(ids)
+        before, text = stream.mark(), stream.extend(ids)
+        if not self._search.ends(text):
+            return self._search.add(text), len(ids)
+        stream.go_back(before)
+        pieces: list[str] = []
+        while not self._search.found and len(pieces) < len(ids):
+            pieces.append(self._search.add(stream.add(ids[len(pieces)])))
+        return "".join(pieces), len(pieces)
 
     @property
     def text(self) -> str | None:
         """The text so far, None without a tokenizer."""
         return None if self._stream is None else "".join(self._pieces)
-
-    def _add(self, event: Event, place: int) -> None:
-        self.ids.append(event.ids[place])
-        self.logprobs.append(event.logprobs[place])
-        if self._wants_alternatives:
-            self.alternatives.append(list(event.alternatives[place]))
 
 
 def line_ends(options: Options, special: SpecialIds) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.errors import UserError, shown
@@ -24,11 +25,23 @@ class TextStream:
 
     def add(self, i: int) -> str:
         """Return the text that is certain with this id."""
-        return self._decoder.add(i)
+        return self._decoder.extend([i])
+
+    def extend(self, ids: Sequence[int]) -> str:
+        """Return what `add` of each id would return, joined; decoding is called once, not once an id."""
+        return self._decoder.extend(ids)
 
     def finish(self) -> str:
         """Return the rest, in which U+FFFD stands for an incomplete character."""
         return self._decoder.finish()
+
+    def mark(self) -> dict[str, Any]:
+        """Return what `go_back` needs to come back to this place."""
+        return dict(vars(self._decoder))  # decoders replace what they hold; they change none of it in place
+
+    def go_back(self, mark: dict[str, Any]) -> None:
+        """Forget the ids since a mark."""
+        vars(self._decoder).update(mark)
 
 
 class _Bytes:
@@ -36,24 +49,28 @@ class _Bytes:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = b""  # of a character that is not complete
 
     def skip(self, prompt: Sequence[int]) -> None:
-        for i in prompt[-4:]:  # a character has up to four bytes
-            self._utf8.decode(self._tokenizer.bytes_of(i) or b"")
+        self.extend(prompt[-4:])  # a character has up to four bytes
 
-    def add(self, i: int) -> str:
-        return self._utf8.decode(self._tokenizer.bytes_of(i) or b"")
+    def extend(self, ids: Iterable[int]) -> str:
+        bytes_of = self._tokenizer.bytes_of
+        found = b"".join([self._held, *(bytes_of(i) or b"" for i in ids)])
+        text, read = codecs.utf_8_decode(found, "replace")
+        self._held = found[read:]
+        return text
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        text, self._held = self._held.decode(errors="replace"), b""
+        return text
 
 
 class _DecodeWindow:
     """Decode tokens by a library, each behind some that came before it: a library may drop the blank at the beginning
     of a text, and joins bytes to characters.
 
-    `_ids[: _done]` is the beginning of the window, whose text `_shown` was returned before.
+    `_ids[: _done]` is the beginning of the window, whose text `_shown` was returned before. What is behind is held.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -65,26 +82,26 @@ class _DecodeWindow:
         self._ids, self._done = list(prompt), len(prompt)
         self._shown = self._tokenizer.decode(prompt)
 
-    def add(self, i: int) -> str:
-        self._ids.append(i)
-        text = self._tokenizer.decode(self._ids)
-        return self._advance(text) if self._is_certain(text) else ""
+    def extend(self, ids: Sequence[int]) -> str:
+        before, self._ids = len(self._ids), [*self._ids, *ids]
+        for end in range(len(self._ids), before, -1):  # the last id behind which the text is certain
+            if not self._tokenizer.is_byte(self._ids[end - 1]):
+                text = self._tokenizer.decode(self._ids[:end])
+                if not text.endswith(BROKEN):  # no token after these changes their text
+                    return self._advance(text, end)
+        return ""
 
     def finish(self) -> str:
-        return self._advance(self._tokenizer.decode(self._ids))
+        return self._advance(self._tokenizer.decode(self._ids), len(self._ids))
 
-    def _is_certain(self, text: str) -> bool:
-        """Return whether no token after these changes their text."""
-        return not text.endswith(BROKEN) and not (self._ids and self._tokenizer.is_byte(self._ids[-1]))
-
-    def _advance(self, text: str) -> str:
+    def _advance(self, text: str, end: int) -> str:
+        """Return what the `text` of `_ids[:end]` adds."""
         piece = text[len(self._shown) :]
-        alone = self._tokenizer.decode(self._ids[self._done :])
+        alone = self._tokenizer.decode(self._ids[self._done : end])
         if alone.strip():  # where nothing is visible yet, a library may still drop a blank
-            self._ids, self._shown = self._ids[self._done :], alone
+            self._ids, self._shown, self._done = self._ids[self._done :], alone, end - self._done
         else:
-            self._shown = text
-        self._done = len(self._ids)
+            self._shown, self._done = text, end
         return piece
 
 
@@ -96,21 +113,26 @@ class StopSearch:
     """
 
     def __init__(self, strings: Sequence[str] = (), endings: Sequence[str] = ()):
-        self._endings, self._all = tuple(endings), (*strings, *endings)
+        self._endings, self.strings = tuple(endings), (*strings, *endings)
         self._held = ""
         self.found = False
 
     def add(self, piece: str) -> str:
         """Return the text that no stop string can contain. `found`: whether the text ends behind it."""
         text = self._held + piece
-        places = [(start + len(stop), start, stop) for stop in self._all if (start := text.find(stop)) >= 0]
+        places = [(start + len(stop), start, stop) for stop in self.strings if (start := text.find(stop)) >= 0]
         if places:
             end, start, stop = min(places)
             self.found, self._held = True, ""
             return text[: end if stop in self._endings else start]
-        kept = max((_overlap(text, stop) for stop in self._all), default=0)
+        kept = max((_overlap(text, stop) for stop in self.strings), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
+
+    def ends(self, piece: str) -> bool:
+        """Return whether the text ends within `piece`, which is not added."""
+        text = self._held + piece
+        return any(stop in text for stop in self.strings)
 
     def finish(self) -> str:
         """Return what was held back because it could have become a match."""

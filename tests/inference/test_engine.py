@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.request import PROMPT, Event, Request
+from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, Request
 from dtgpt.inference.sampling import Sampling, SpecialIds
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -172,6 +174,36 @@ def test_ends_by_ids(rules, prompt, tokens, length):
     before = [prompt[-1], *tokens]
     ends = [index for index, token in enumerate(tokens) if request.ends_with(before[index], token, index)]
     assert (ends[0] + 1 if ends else None) == length
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_tokens_of_a_round_end_a_sequence_where_one_by_one_they_do(data):
+    rules = [{}, {"ends": False}, {"stop_token_ids": (4, 7)}, {"stop_on_eol": True}, {"stop_on_double_eol": True}]
+    more = {
+        "min_new_tokens": data.draw(st.integers(0, 4)),
+        "no_repeat_ngram_size": data.draw(st.integers(0, 2)),
+        "max_new_tokens": data.draw(st.integers(4, 9)),
+    }
+    some = st.lists(st.integers(0, 9), max_size=3)
+    sampling = Sampling(**data.draw(st.sampled_from(rules)), **more)
+    request, new = Request(ids=[5, *data.draw(some)], sampling=sampling, special=SPECIAL), data.draw(some)
+    values = st.sampled_from([-1.0] * 20 + [-math.inf, math.nan])
+    drawn = data.draw(st.lists(st.tuples(st.integers(0, 9), values), min_size=1, max_size=6))
+    ids, finish, count = [*request.ids, *new], None, 0
+    for token, logprob in drawn:
+        if math.isnan(logprob) or request.bans_all(ids[len(request.ids) :], token, logprob):
+            finish = NOT_FINITE if math.isnan(logprob) else "length"
+            break
+        count += 1
+        if request.ends_with(ids[-1], token, len(ids) - len(request.ids)):
+            finish = "stop"
+            break
+        ids.append(token)
+        if len(ids) - len(request.ids) == sampling.max_new_tokens:
+            finish = "length"
+            break
+    assert request.accept(new, [token for token, _ in drawn], [value for _, value in drawn]) == (count, finish)
 
 
 def test_a_sequence_ends_with_the_token_that_stops_it_and_its_slot_serves_the_next():

@@ -11,9 +11,11 @@ from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.sampling import SpecialIds
 from dtgpt.inference.session import PromptJob, Session
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.vocabularies import KINDS, of_every_kind
 
 BYTES = make_tokenizer("bytes", [], 0)
 END = BYTES.end_of_text
+ALPHABET = "the quick fox12é€🎈\n\ufffd"
 LONG = "the quick brown fox jumps over it, again and again"
 
 
@@ -55,6 +57,33 @@ def test_a_stop_string_ends_the_text_before_it_and_the_ids_with_the_token_that_c
     assert (found.text, found.finish_reason) == ("the ", "stop")
     assert bytes(found.ids) == b"the quick b" and len(found.logprobs) == len(found.ids)
     assert not engine.running  # it was cancelled
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    return of_every_kind(tmp_path_factory.mktemp("vocabularies"))
+
+
+@pytest.mark.slow(3)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), steps=st.integers(2, 9), text=st.text(ALPHABET, min_size=1, max_size=30))
+def test_a_sequence_is_the_same_however_many_tokens_come_at_once(tokenizers, kind, data, steps, text):
+    """Stop strings are parts of the text, so that matches begin and end within tokens and events."""
+    tokenizer = tokenizers[kind]
+    begin = data.draw(st.lists(st.integers(0, len(text) - 1), max_size=2))
+    stops = tuple(text[at : at + data.draw(st.integers(1, 5))] for at in begin)
+    some = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=3))
+    script = [*tokenizer.encode(text), *some, *tokenizer.encode("the fox")]
+    most = data.draw(st.integers(1, len(script)))
+    options = Options(max_new_tokens=most, stop_strings=stops, top_logprobs=1, stop_on_eol=data.draw(st.booleans()))
+    found = []
+    for at_once in (1, steps):
+        engine = ScriptedEngine(lambda request, choice: script, steps=at_once)
+        asked = PromptJob(tokenizer.encode("the"), options)
+        found.append(only(Session(engine, tokenizer, special_ids(tokenizer)), asked))
+    assert found[0] == found[1]
+    assert len(found[0].ids) == len(found[0].logprobs) == len(found[0].alternatives)
 
 
 def test_a_stop_string_in_the_last_token_counts_and_half_of_one_is_text():

@@ -6,30 +6,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtgpt.data.tokenizers.char import Char
-from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
-from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
-from dtgpt.data.tokenizers.sentencepiece_export import sentencepiece_json
 from dtgpt.inference.text import StopSearch, TextStream, check_stop_strings, segments, token_of
 from dtgpt.util.errors import UserError
-from tests.support.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
+from tests.support.vocabularies import KINDS, of_every_kind
 
-KINDS = ["bytes", "gpt2", "characters", "tokenizer.json", "sentencepiece", "byte fallback"]
 PROPERTY = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TEXT = st.text(alphabet="the quick fox 12é€🎈\n\ufffd", max_size=12)
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocabularies")
-    pieces = open_tokenizer(str(sentencepiece_model(folder)))
-    own = TokenizerJson("own", tokenizer_json(folder, bos=True).read_text())
-    assert isinstance(pieces, SentencePiece)
-    return {
-        "bytes": make_tokenizer("bytes", [], 0), "gpt2": from_files(*gpt2_files(folder)),
-        "characters": Char(list("the quick fox12é€🎈\n\ufffd ")), "tokenizer.json": own, "sentencepiece": pieces,
-        "byte fallback": TokenizerJson("fallback", sentencepiece_json(pieces)),
-    }  # fmt: skip
+    return of_every_kind(tmp_path_factory.mktemp("vocabularies"))
 
 
 def ids_of(tokenizer):
@@ -51,6 +38,23 @@ def test_the_pieces_are_the_text_that_the_ids_add_to_the_prompt(tokenizers, kind
     stream = TextStream(tokenizer, prompt)
     joined = "".join([stream.add(i) for i in ids]) + stream.finish()
     assert joined == tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
+
+
+@pytest.mark.slow(3)
+@pytest.mark.parametrize("kind", KINDS)
+@PROPERTY
+@given(data=st.data())
+def test_several_ids_at_once_add_what_each_of_them_adds(tokenizers, kind, data):
+    tokenizer = tokenizers[kind]
+    prompt = data.draw(TEXT.map(tokenizer.encode))
+    together, single = TextStream(tokenizer, prompt), TextStream(tokenizer, prompt)
+    for ids in data.draw(st.lists(ids_of(tokenizer), max_size=4)):
+        before = together.mark()
+        piece = "".join(map(single.add, ids))
+        assert together.extend(ids) == piece
+        together.go_back(before)
+        assert together.extend(ids) == piece
+    assert together.finish() == single.finish()
 
 
 @pytest.mark.slow(1)
@@ -109,7 +113,9 @@ def expected_end(text, strings):
 def test_the_text_ends_before_the_first_match_however_it_is_cut(pieces, strings):
     search, shown = StopSearch(strings), ""
     for piece in pieces:
+        ends = search.ends(piece)
         shown += search.add(piece)
+        assert search.found == ends
         assert expected_end(shown, strings) is None
         if search.found:
             break

@@ -7,6 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.data.tokenizers.char import Char
+from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
+from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
+from dtgpt.data.tokenizers.sentencepiece_export import sentencepiece_json
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+
+KINDS = ["bytes", "gpt2", "characters", "tokenizer.json", "sentencepiece", "byte fallback"]
 DATA = Path(__file__).parents[1] / "fixtures"
 
 
@@ -42,6 +49,18 @@ def tokenizer_json(folder: Path, bos: bool = False, end: str = "<|endoftext|>", 
     saved["model"] |= changes
     (folder / "tokenizer.json").write_text(json.dumps(saved))
     return folder / "tokenizer.json"
+
+
+def of_every_kind(folder: Path) -> dict[str, Tokenizer]:
+    """A tokenizer of each of `KINDS`; some know few words and a few other characters."""
+    pieces = open_tokenizer(str(sentencepiece_model(folder)))
+    assert isinstance(pieces, SentencePiece)
+    return {
+        "bytes": make_tokenizer("bytes", [], 0), "gpt2": from_files(*gpt2_files(folder)),
+        "characters": Char(list("the quick fox12é€🎈\n\ufffd ")),
+        "tokenizer.json": TokenizerJson("own", tokenizer_json(folder, bos=True).read_text()), "sentencepiece": pieces,
+        "byte fallback": TokenizerJson("fallback", sentencepiece_json(pieces)),
+    }  # fmt: skip
 
 
 TEXTS = [f"the quick brown fox number {i} jumps, don't they? Größe 日本\n\n" for i in range(99)]
