@@ -21,7 +21,7 @@ SCORES: tuple[Backend, ...] = ("explicit", "fused_softmax")  # which keep scores
 Recompute = Literal["none", "selective", "around_attention", "full"]
 Reduce = Literal["fast", "exact"]
 Switch = Literal["auto", "on", "off"]
-MOST_SLOTS = 256  # sequences that are generated at the same time
+MOST_SLOTS = 512  # sequences that are generated at the same time
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from dtgpt.inference.prompt_batches import group_prompts
 from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, Request
 from dtgpt.inference.results import Pending
 from dtgpt.inference.runner import ModelRunner
-from dtgpt.inference.sampling import variant_of
+from dtgpt.inference.sampling import key_of, variant_of
 from dtgpt.inference.scheduler import IDLE_TOKENS, PromptChunk, Round, Row, Scheduler, Start
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.config import ModelConfig
@@ -27,6 +27,8 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.scores import Scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
+
+COPIED = 1 << 16  # positions of slots that are copied at once, which takes as much memory for the time of a copy
 
 
 @dataclass
@@ -155,8 +157,7 @@ class Engine:
 
     def _launch(self, work: Round) -> _Launched:
         scores = self._read(work.chunks)
-        for start in work.starts:
-            self._start(start)
+        self._start(work.starts)
         drawn, candidates = self._decode(work.rows, work.steps), self._decode(work.beams, steps=1)
         return _Launched(scores, work.starts, work.rows, drawn, work.beams, candidates)
 
@@ -181,17 +182,32 @@ class Engine:
     def _decode(self, rows: Sequence[Row], steps: int) -> Pending[Sampled] | None:
         return self.commands.decode([row.slot for row in rows], steps, self._variant(rows)) if rows else None
 
-    def _start(self, start: Start) -> None:
-        active = self._requests[start.request]
-        asked, begun = active.request, list(zip(start.choices, start.slots, strict=True))
-        if asked.beams is not None:
-            active.search, begun = BeamSlots(asked, start.slots), begun[:1]  # a search begins with one row
-        (_, source), *others = begun
-        if others:
-            self.commands.copy([source] * len(others), [slot for _, slot in others], len(asked.ids) - 1)
-        for choice, slot in begun:
+    def _start(self, starts: Sequence[Start]) -> None:
+        """Begin the choices of requests: the first of each in the slot that has read the prompt, the others as copies
+        of it, many at once, with keys of their own."""
+        copies: list[tuple[int, int, tuple[int, int]]] = []  # source, target, key
+        longest = 0
+        for start in starts:
+            active = self._requests[start.request]
+            asked, begun = active.request, list(zip(start.choices, start.slots, strict=True))
+            if asked.beams is not None:
+                active.search, begun = BeamSlots(asked, start.slots), begun[:1]  # a search begins with one row
+            (choice, source), *others = begun
             payload = SlotState.encode(asked.ids, asked.sampling, asked.special, asked.prompt_index, choice)
-            self.commands.start(slot, payload)
+            self.commands.start(source, payload)
+            if (len(copies) + len(others)) * max(longest, len(asked.ids)) > COPIED:
+                self._copy(copies, longest)
+                copies, longest = [], 0
+            copies += [(source, slot, key_of(asked.sampling, asked.prompt_index, choice)) for choice, slot in others]
+            longest = max(longest, len(asked.ids) - 1)
+        self._copy(copies, longest)
+
+    def _copy(self, copies: Sequence[tuple[int, int, tuple[int, int]]], length: int) -> None:
+        """Copy the first `length` positions and the state of slots; copies: (source, target, key of the target)."""
+        if copies:
+            sources, targets, keys = zip(*copies, strict=True)
+            self.commands.copy(sources, targets, length)
+            self.commands.set_keys(targets, keys)
 
     def _variant(self, rows: Sequence[Row]) -> Variant:
         """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class Leader:
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         self._channel.send(Kind.COPY, [length, *sources, *targets])
         self._runner.copy(sources, targets, length)
+
+    def set_keys(self, slots: Sequence[int], keys: Sequence[tuple[int, int]]) -> None:
+        self._channel.send(Kind.KEYS, [*slots, *chain.from_iterable(keys)])
+        self._runner.set_keys(slots, keys)
 
     def assign(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         self._channel.send(Kind.ASSIGN, [*slots, *tokens])
@@ -99,6 +103,9 @@ def _execute(runner: ModelRunner, kind: Kind, payload: list[int]) -> None:
         case Kind.COPY:
             length, *slots = payload
             runner.copy(slots[:half], slots[half:], length)
+        case Kind.KEYS:
+            slots, words = payload[: len(payload) // 3], payload[len(payload) // 3 :]
+            runner.set_keys(slots, list(zip(words[::2], words[1::2], strict=True)))
         case Kind.ASSIGN:
             runner.assign(payload[:half], payload[half:])
         case Kind.DECODE:

@@ -25,6 +25,7 @@ class Kind(IntEnum):
     RELEASE = 7  # nothing
     PREFILL_BATCH = 8  # count, *slots, *lengths, *ids of all prompts
     PING = 9  # nothing; every rank meets the others
+    KEYS = 10  # *slots, *the two words of each slot's key
 
 
 class Channel:

@@ -24,7 +24,7 @@ from dtgpt.util.hardware import to_device
 
 # Rows of steps that are so short that one graph holds all of a round: else the time between graphs would show.
 ROWS_OF_SHORT_STEPS = 8
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a decode step: few shapes, thus few graphs
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of a decode step: few shapes, thus few graphs
 
 
 class ModelRunner:
@@ -85,6 +85,11 @@ class ModelRunner:
         """Copy the first `length` positions, and all of the state, of slots to other slots, all at once."""
         self.cache.copy(self._tensor(sources), self._tensor(targets), length)
         self.state.copy(list(sources), list(targets))
+
+    @torch.no_grad()
+    def set_keys(self, slots: Sequence[int], keys: Sequence[tuple[int, int]]) -> None:
+        """Let the draws of each of `slots` be those of a key of two words."""
+        self.state.set_keys(list(slots), list(keys))
 
     @torch.no_grad()
     def assign(self, slots: Sequence[int], tokens: Sequence[int]) -> None:

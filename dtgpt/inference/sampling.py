@@ -235,12 +235,17 @@ def variant_of(samplings: Iterable[Sampling], alternatives: int = 0) -> Variant:
     )
 
 
+def key_of(sampling: Sampling, prompt_index: int, choice: int) -> tuple[int, int]:
+    """Return the two words of the key of a sequence's draws."""
+    return fold_words(sampling.seed, "text", prompt_index, choice)
+
+
 def parameters_of(sampling: Sampling, special: SpecialIds, prompt: int, prompt_index: int, choice: int) -> Tensor:
     """Return a row of parameters for `dtgpt.ops.sampling`, int64 on the CPU.
 
     prompt: number of ids of the prompt. The draws of a sequence belong to (seed, prompt_index, choice).
     """
-    key_0, key_1 = fold_words(sampling.seed, "text", prompt_index, choice)
+    key_0, key_1 = key_of(sampling, prompt_index, choice)
     colon, newline = special.colon, special.newline
     if not sampling.prevent_newline_after_colon or colon is None or newline is None:
         colon, newline = NONE, NONE

@@ -5,7 +5,9 @@ from torch import Tensor
 
 from dtgpt.inference.sampling import Sampling, SpecialIds, parameters_of
 from dtgpt.ops.sampling.record import record
-from dtgpt.ops.sampling.sequences import PARAMETERS, Sequences
+from dtgpt.ops.sampling.sequences import PARAMETERS, Integers, Sequences
+
+KEY = Integers._fields.index("key_0")
 
 
 class SlotState:
@@ -48,6 +50,11 @@ class SlotState:
         read, written = self._upload(torch.tensor([sources, targets], dtype=torch.int64))
         for tensor in self.sequences:
             tensor[written] = tensor[read]
+
+    def set_keys(self, slots: list[int], keys: list[tuple[int, int]]) -> None:
+        """Let the draws of each slot be those of a key of two words."""
+        rows, *words = self._upload(torch.tensor([slots, *zip(*keys, strict=True)], dtype=torch.int64))
+        self.parameters[rows, KEY], self.parameters[rows, KEY + 1] = words
 
     def assign(self, slots: list[int], tokens: list[int]) -> None:
         """Replace the last token of each slot, as a beam search does that chooses on the host."""

@@ -19,7 +19,7 @@ class Batch(NamedTuple):
     loss_weights: Tensor | None = None  # fp32 [B, T]: factor of each token's loss; with answers [B, P]: of each pair's
     answers: Tensor | None = None  # bool [B, T, 2 P]: the targets of each answer, of which two are a pair
     reference: Tensor | None = None  # fp64 [B, 2 P]: log-probabilities of answers before training; None: to be returned
-    copies: Tensor | None = None  # int64 [B, G, T]: of rows of S tokens that G samples share, as of `SharedTokens`
+    copies: Tensor | None = None  # int64 [B, G, T]: of rows of S tokens that G samples share, as of `shared_tokens`
     origins: Tensor | None = None  # int64 [B, S]
 
     @property

@@ -12,7 +12,7 @@ from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Part, inventory
 from dtgpt.models.layers import Context
-from dtgpt.ops.attention.shared import SharedTokens
+from dtgpt.ops.attention.shared import shared_tokens
 from dtgpt.ops.loss.preference import Pairs
 from dtgpt.ops.random.philox import fold, normal, row_chunks
 
@@ -41,7 +41,7 @@ class Decoder(nn.Module):
         origins: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Arguments are those of `Batch`, `x` the tokens or activations; dropout keys of None: evaluation."""
-        seen = document_bounds if copies is None or origins is None else SharedTokens(copies, origins)
+        seen = document_bounds if copies is None or origins is None else shared_tokens(copies, origins)
 
         def context(sites: range) -> Context:
             keys = None if dropout_keys is None else dropout_keys[:, sites.start : sites.stop]

@@ -1,9 +1,10 @@
 """Tokens that several samples share, such as a prompt with several answers: they come once, and attention copies them.
 
-A row holds what its G samples share, P tokens, and then what each has for itself: S tokens in all. Whatever works on
-single tokens works on rows; attention works on samples `[B G, T]`, with the bits that it has for samples which share
-nothing. In gradients of tokens that samples share, these are added in their order, rounded once.
+A row holds what its G samples share, and then what each has for itself: S tokens in all. Whatever works on single
+tokens works on rows; attention works on samples `[B G, T]`, with the bits that it has for samples which share nothing.
+In gradients of tokens that samples share, these are added in their order, rounded once.
 
+Reference: `sum_rows` on a CPU. Fast path: one Triton kernel, which reads and writes each number once.
 Sharding rule: rows and heads may be sharded.
 """
 
@@ -12,60 +13,80 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtgpt.ops.fast import has_triton
+
 
 class SharedTokens(NamedTuple):
-    """Where the tokens of samples are in their row."""
+    """Where the tokens of samples, and those of rows, come from, and what their gradients are sums of: int64 tables as
+    of `sum_rows`, of all rows, or of all samples, one after the other."""
 
-    copies: Tensor  # int64 [B, G, T]: the place in its row of each token of a sample
-    origins: Tensor  # int64 [B, S]: the token of the row's samples, of G T, that counts for each place
+    to_samples: Tensor  # [B G T, 1]
+    from_samples: Tensor  # [B S, G]
+    to_rows: Tensor  # [B S, 1]
+    from_rows: Tensor  # [B G T, 1]
+    group: int  # G
 
     def samples(self, x: Tensor) -> Tensor:
         """Return `[B G, T, ..]` of rows x `[B, S, ..]`."""
-        return _Samples.apply(x, *self)
+        return _Moved.apply(x, self.to_samples, self.from_samples, len(x) * self.group)
 
     def rows(self, x: Tensor) -> Tensor:
         """Return rows `[B, S, ..]` of samples x `[B G, T, ..]`, from the tokens that count."""
-        return _Rows.apply(x, *self)
+        return _Moved.apply(x, self.to_rows, self.from_rows, len(x) // self.group)
 
 
-def _take(x: Tensor, places: Tensor) -> Tensor:
-    """Return `[B, .., ..]` of x `[B, n, ..]` at places `[B, ..]`."""
-    first = len(x[0]) * torch.arange(len(x), device=x.device)
-    found = x.flatten(0, 1).index_select(0, (places.flatten(1) + first[:, None]).flatten())
-    return found.view(*places.shape, *x.shape[2:])
+def shared_tokens(copies: Tensor, origins: Tensor) -> SharedTokens:
+    """Return the tables for `copies` int64 `[B, G, T]`, the place in its row of each token of a sample, and `origins`
+    int64 `[B, S]`, the token of the row's samples, of G T, that counts for each place. What samples share is at the
+    same place in all of them and in the row."""
+    (count, group, length), size, device = copies.shape, origins.shape[1], copies.device
+    row, place = torch.arange(count, device=device)[:, None], torch.arange(size, device=device)
+    flat = copies.flatten(1)
+    counts = origins.gather(1, flat) == torch.arange(group * length, device=device)
+    first = length - (size - length) // (group - 1)  # of the places of samples' own
+    shared = place[:first, None] + length * torch.arange(group, device=device)
+    alone = torch.full((size - first, group - 1), -1, device=device).expand(count, -1, -1)
+    held = copies[:, 0, :first] == place[:first]  # a row may share fewer
+    every = torch.where(held[..., None], shared, -1)
+    back = torch.cat([every, torch.cat([origins[:, first:, None], alone], dim=2)], dim=1)
+    begin = row * group * length
+    return SharedTokens(
+        to_samples=(flat + row * size).view(-1, 1),
+        from_samples=torch.where(back < 0, -1, back + begin[..., None]).view(-1, group),
+        to_rows=(origins + begin).view(-1, 1),
+        from_rows=torch.where(counts, flat + row * size, -1).view(-1, 1),
+        group=group,
+    )
 
 
-class _Samples(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Tokens by one table, and their gradients by another."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, copies: Tensor, origins: Tensor) -> Tensor:
-        ctx.save_for_backward(copies, origins)
-        return _take(x, copies).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        copies, origins = ctx.saved_tensors
-        group, length = copies.shape[1:]
-        grad = grad.unflatten(0, (-1, group))
-        made = _take(grad.flatten(1, 2), origins)
-        shared = length - (origins.shape[1] - length) // (group - 1)  # places before the samples' own
-        if shared:
-            every = copies[:, 0, :shared] == torch.arange(
-                shared, device=copies.device
-            )  # where a prompt is shorter: not
-            total = grad[:, :, :shared].sum(1, dtype=torch.float32) * every.view(*every.shape, *[1] * (grad.dim() - 3))
-            made[:, :shared] = total.to(made.dtype)
-        return made, None, None
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, copies: Tensor, origins: Tensor) -> Tensor:
-        ctx.save_for_backward(copies, origins)
-        return _take(x.unflatten(0, (len(copies), -1)).flatten(1, 2), origins)
+    def forward(ctx, x: Tensor, forth: Tensor, back: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.count = len(x)
+        return sum_rows(x.flatten(0, 1).flatten(1), forth).view(count, -1, *x.shape[2:])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        copies, origins = ctx.saved_tensors
-        counts = origins.gather(1, copies.flatten(1)) == torch.arange(copies[0].numel(), device=copies.device)
-        made = _take(grad, copies) * counts.view(*copies.shape, *[1] * (grad.dim() - 2))
-        return made.flatten(0, 1), None, None
+        (back,) = ctx.saved_tensors
+        moved = sum_rows(grad.flatten(0, 1).flatten(1), back)
+        return moved.view(ctx.count, -1, *grad.shape[2:]), None, None, None
+
+
+@torch.library.custom_op("dtgpt::sum_rows", mutates_args=())
+def sum_rows(x: Tensor, table: Tensor) -> Tensor:
+    """Return `[M, F]`: for each row of the table int64 `[M, K]` the sum of the rows of x `[N, F]` that it names, in its
+    order; -1: none."""
+    if has_triton(x):
+        from dtgpt.ops.attention.shared_kernels import launch_sum  # imported on first use, since it needs Triton
+
+        return launch_sum(x.contiguous(), table)
+    found = x.index_select(0, table.clamp(min=0).flatten()).view(*table.shape, -1) * (table >= 0)[..., None]
+    return found.sum(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+@sum_rows.register_fake
+def _(x: Tensor, table: Tensor) -> Tensor:
+    return x.new_empty(len(table), x.shape[1])
