@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from dtgpt.ops.attention.core import AttentionRule, Backend
+from dtgpt.ops.fp8.parts import Parts
 from dtgpt.ops.fp8.sites import Sites
 from dtgpt.ops.loss.preference import PreferenceLoss
 
@@ -28,6 +29,8 @@ class Binding(NamedTuple):
     backend: Backend = "auto"  # of an attention core
     cache: AttentionCache | None = None  # of an attention core; None: the tokens of the batch attend to each other
     sites: Sites | None = None  # of a matrix that computes in fp8
+    into: Parts | None = None  # of a matrix that is cut by columns: what makes its input whole
+    out: Parts | None = None  # of a matrix that is cut by rows: what sums its output
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # of a matrix: x, weight, bias -> output
     start: tuple[int, ...] | None = None  # of a dropout site that gets a shard: global index of its first element
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss

@@ -14,7 +14,7 @@ from dtgpt.ops.attention.shared import SharedTokens
 from dtgpt.ops.fast import is_apart
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
-from dtgpt.ops.local_linear import on_local_tensors
+from dtgpt.ops.local_linear import local, on_local_tensors
 from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import head_loss, preference_loss
 from dtgpt.ops.loss.preference import Pairs
@@ -84,15 +84,19 @@ def mlp(
     x: Tensor, first: Linear | DeferredBiasLinear, second: DeferredBiasLinear, activation: Callable[..., Tensor]
 ) -> Tensor:
     """Return second(activation(first(x))), or with first.bias, which first leaves to the activation, as its second
-    argument. In a run in fp8 whose plan cuts neither matrix, what lies between them is in 8 bits only, where fused
-    kernels know the activation."""
+    argument. In a run in fp8, where kernels know the activation, what lies between the matrices is in 8 bits only,
+    unless a plan's own table cuts them."""
     one, two = first.bound.sites, second.bound.sites
-    cut = isinstance(first.weight, DTensor) or isinstance(second.weight, DTensor)
+    into, out = first.bound.into, second.bound.out
+    whole = not isinstance(first.weight, DTensor) and not isinstance(second.weight, DTensor)
+    fits = whole or (into is not None and out is not None)
     bias = () if first.bias is None else (first.bias,)
     name = fused_name(activation, first.bias is not None)
-    if one is None or two is None or cut or not one.quantise or is_apart() or name is None:
+    if one is None or two is None or not fits or not one.quantise or is_apart() or name is None:
         return second(activation(first(x), *bias))
-    return fp8_mlp(x, first.weight.to(x.dtype), first.bias, second.weight.to(x.dtype), one, two, name)
+    weights = [local(module.weight.to(x.dtype)) for module in (first, second)]
+    own_bias = None if first.bias is None else local(first.bias)
+    return fp8_mlp(x, weights[0], own_bias, weights[1], one, two, name, into, out)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -22,8 +22,8 @@ def on_local_tensors(function: Function, x: Tensor, weight: Tensor, bias: Tensor
     mesh, rows = weight.device_mesh, isinstance(cut, Shard) and cut.dim == 1
     given, given_gradient, made = _layouts(cut, x.ndim)
     x = _redistributed(x, given).to_local(grad_placements=[given_gradient])
-    local_bias = None if bias is None or rows else _local(bias, weight)
-    y = function(x, weight.to_local(grad_placements=[cut]), local_bias)
+    local_bias = None if bias is None or rows else local(bias)
+    y = function(x, local(weight), local_bias)
     whole = DTensor.from_local(y, mesh, [made], run_check=False)
     return whole + bias if rows and bias is not None else whole
 
@@ -43,5 +43,6 @@ def _redistributed(x: Tensor, placement: Placement) -> DTensor:
     return x if x.placements == (placement,) else x.redistribute(placements=[placement])
 
 
-def _local(bias: Tensor, weight: DTensor) -> Tensor:
-    return bias.to_local(grad_placements=weight.placements) if isinstance(bias, DTensor) else bias
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, whose gradient is that of the part; a plain tensor as it is."""
+    return tensor.to_local(grad_placements=tensor.placements) if isinstance(tensor, DTensor) else tensor

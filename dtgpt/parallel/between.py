@@ -4,6 +4,8 @@ sequence of, become the input of a matrix that is cut by columns, and so does th
 In eager execution on GPUs of one host, kernels that reach the other ranks' memory take the place of NCCL.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,24 +31,46 @@ def dim_of(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def sum_parts(part: Tensor, mesh: DeviceMesh, placement: Placement, peers: KernelCollectives | None) -> Tensor:
-    """Return the sum of the ranks' `part`, laid out by `placement`: `Replicate` or `Shard`. The sum that all ranks keep
-    may take the place of its addend."""
-    if torch.compiler.is_compiling():
-        return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(mesh, [placement]).to_local()
-    dim = dim_of(placement)
-    return _Sum.apply(part, dim, _collectives([*part.shape], dim, part.itemsize, mesh, peers))
+@dataclass(frozen=True)
+class Layout:
+    """How activations lie on the tp ranks between two pairs of matrices: each rank has them whole (`Replicate`), or its
+    part (`Shard`). `peers`: what gathers and sums them, where kernels can do it."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    peers: KernelCollectives | None
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the activations that each rank has whole, from each rank's own; without a gradient."""
+        dim, shape = dim_of(self.placement), [*part.shape]
+        if dim is not None:
+            shape[dim] *= self.mesh.size()
+        return self._collectives(shape, part.itemsize).gather(part, dim)
+
+    def sum(self, whole: Tensor) -> Tensor:
+        """Return the sum of the ranks' `whole`, of which each rank gets its own; without a gradient. The sum that all
+        ranks keep may take the place of its addend."""
+        return self._collectives([*whole.shape], whole.itemsize).sum(whole, dim_of(self.placement))
+
+    def _collectives(self, whole: list[int], itemsize: int) -> KernelCollectives | GroupCollectives:
+        fits = self.peers and self.peers.takes(whole, dim_of(self.placement), itemsize)
+        return self.peers if self.peers and fits else GroupCollectives(self.mesh.get_group())
 
 
-def whole_input(x: Tensor, mesh: DeviceMesh, placement: Placement, peers: KernelCollectives | None) -> DTensor:
-    """Return a local activation, laid out by `placement`, as a DTensor that each rank has whole."""
+def sum_parts(part: Tensor, layout: Layout) -> Tensor:
+    """Return `layout.sum(part)`; backward, the gradient that each rank has whole."""
     if torch.compiler.is_compiling():
-        part = DTensor.from_local(x, mesh, [placement], run_check=False)
-        return part if placement.is_replicate() else part.redistribute(mesh, [Replicate()])
-    shape, dim = [*x.shape], dim_of(placement)
-    if dim is not None:
-        shape[dim] *= mesh.size()
-    return _Whole.apply(x, mesh, placement, _collectives(shape, dim, x.itemsize, mesh, peers))
+        addend = DTensor.from_local(part, layout.mesh, [Partial()], run_check=False)
+        return addend.redistribute(layout.mesh, [layout.placement]).to_local()
+    return _Sum.apply(part, layout)
+
+
+def whole_input(x: Tensor, layout: Layout) -> DTensor:
+    """Return a local activation as a DTensor that each rank has whole."""
+    if torch.compiler.is_compiling():
+        part = DTensor.from_local(x, layout.mesh, [layout.placement], run_check=False)
+        return part if layout.placement.is_replicate() else part.redistribute(layout.mesh, [Replicate()])
+    return _Whole.apply(x, layout)
 
 
 def sum_rows(rows: DTensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
@@ -56,23 +80,17 @@ def sum_rows(rows: DTensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
     return _SumRows.apply(rows, mesh, placement)
 
 
-def _collectives(
-    whole: list[int], dim: int | None, itemsize: int, mesh: DeviceMesh, peers: KernelCollectives | None
-) -> KernelCollectives | GroupCollectives:
-    return peers if peers and peers.takes(whole, dim, itemsize) else GroupCollectives(mesh.get_group())
-
-
 class _Sum(torch.autograd.Function):
     """All-reduce or reduce-scatter, forward; the identity or an all-gather, backward."""
 
     @staticmethod
-    def forward(ctx, part: Tensor, dim: int | None, collectives: KernelCollectives | GroupCollectives) -> Tensor:
-        ctx.dim, ctx.collectives = dim, collectives
-        return collectives.sum(part, dim)
+    def forward(ctx, part: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return layout.sum(part)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad if ctx.dim is None else ctx.collectives.gather(grad, ctx.dim), None, None
+        return ctx.layout.gather(grad), None
 
 
 class _SumRows(torch.autograd.Function):
@@ -95,14 +113,13 @@ class _Whole(torch.autograd.Function):
     of the gradients of the ranks."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, mesh: DeviceMesh, placement: Placement, collectives: KernelCollectives | GroupCollectives
-    ) -> DTensor:
-        ctx.mesh, ctx.placement, ctx.collectives = mesh, placement, collectives
-        return DTensor.from_local(collectives.gather(x, dim_of(placement)), mesh, [Replicate()], run_check=False)
+    def forward(ctx, x: Tensor, layout: Layout) -> DTensor:
+        ctx.layout = layout
+        return DTensor.from_local(layout.gather(x), layout.mesh, [Replicate()], run_check=False)
 
     @staticmethod
     def backward(ctx, grad: DTensor):
+        layout = ctx.layout
         if grad.placements[0].is_partial():
-            return ctx.collectives.sum(grad.to_local(), dim_of(ctx.placement)), None, None, None
-        return grad.redistribute(ctx.mesh, [ctx.placement]).to_local(), None, None, None
+            return layout.sum(grad.to_local()), None
+        return grad.redistribute(layout.mesh, [layout.placement]).to_local(), None

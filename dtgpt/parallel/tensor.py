@@ -27,7 +27,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
-from dtgpt.parallel.between import sum_parts, sum_rows, whole_input
+from dtgpt.parallel.between import Layout, sum_parts, sum_rows, whole_input
 from dtgpt.util.errors import UserError
 
 BETWEEN = "what lies between the matrices follows from sequence parallelism"
@@ -53,18 +53,12 @@ class Columnwise(ColwiseParallel):
         self.peers = peers
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        (given,) = layouts = self.input_layouts
+        bind(module, into=Layout(device_mesh, *self.input_layouts, self.peers))
+        return super()._apply(module, device_mesh)
 
-        def to_whole(module: Any, inputs: Any) -> Any:
-            return (
-                inputs[0] if isinstance(inputs[0], DTensor) else whole_input(inputs[0], device_mesh, given, self.peers)
-            )
-
-        module.register_forward_pre_hook(to_whole)
-        self.input_layouts = self.desired_input_layouts
-        super()._apply(module, device_mesh)
-        self.input_layouts = layouts
-        return module
+    @staticmethod
+    def _prepare_input_fn(given: Any, wanted: Any, module: Any, inputs: Any, mesh: DeviceMesh) -> DTensor:
+        return inputs[0] if isinstance(inputs[0], DTensor) else whole_input(inputs[0], module.bound.into)
 
 
 class DeferredBiasRowwise(RowwiseParallel):
@@ -79,13 +73,14 @@ class DeferredBiasRowwise(RowwiseParallel):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         bias, module.bias = module.bias, None  # what is there becomes a DTensor
-        (wanted,) = layouts = self.output_layouts
-        self.output_layouts = (Partial(),)
+        bind(module, out=Layout(device_mesh, *self.output_layouts, self.peers))
         super()._apply(module, device_mesh)
-        self.output_layouts = layouts
-        module.register_forward_hook(lambda module, inputs, part: sum_parts(part, device_mesh, wanted, self.peers))
         module.bias = bias
         return module
+
+    @staticmethod
+    def _prepare_output_fn(wanted: Any, use_local: bool, module: Any, addend: DTensor, mesh: DeviceMesh) -> Tensor:
+        return sum_parts(addend.to_local(), module.bound.out)
 
 
 class SequencePart(ParallelStyle):
@@ -150,7 +145,7 @@ class VocabularyShard(ParallelStyle):
 
         def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             x, *targets = inputs
-            x = whole_input(x, mesh, self.input_layout, None)
+            x = whole_input(x, Layout(mesh, self.input_layout, None))
             if any(target is not None for target in targets):  # the loss works on local tensors: its gradients add up
                 x = x.to_local(grad_placements=[Partial()])
             return (x, *targets)

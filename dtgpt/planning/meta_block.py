@@ -104,7 +104,7 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
 
 def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> None:
     """Give a module of a block the shapes of tp rank 0."""
-    role = role_of(name, config.roles)
+    role, parts = role_of(name, config.roles), _SequenceParts(tp)
     if isinstance(module, JointNorm):
         module.weight = nn.Parameter(module.weight[: len(chunk(range(len(module.weight)), tp, 0))])
     if not isinstance(module, nn.Linear):
@@ -113,12 +113,26 @@ def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_pa
         rows = len(chunk(range(module.out_features), tp, 0))
         module.weight = nn.Parameter(module.weight[:rows])
         module.bias = None if module.bias is None else nn.Parameter(module.bias[:rows])
-        if sequence_parallel:  # its input is all-gathered
-            module.register_forward_pre_hook(lambda module, inputs: (inputs[0].repeat(1, tp, 1), *inputs[1:]))
+        if sequence_parallel:
+            bind(module, into=parts)
+            module.register_forward_pre_hook(lambda module, inputs: (parts.gather(inputs[0]), *inputs[1:]))
     elif role is Role.ROW:
         module.weight = nn.Parameter(module.weight[:, : len(chunk(range(module.in_features), tp, 0))])
-        if sequence_parallel:  # its output is reduce-scattered
-            module.register_forward_hook(lambda module, inputs, output: output.chunk(tp, dim=1)[0].clone())
+        if sequence_parallel:
+            bind(module, out=parts)
+            module.register_forward_hook(lambda module, inputs, output: parts.sum(output))
+
+
+class _SequenceParts(NamedTuple):
+    """Stand-ins for an all-gather and a reduce-scatter over the sequence."""
+
+    ranks: int
+
+    def gather(self, part: Tensor) -> Tensor:
+        return part.repeat(1, self.ranks, 1)
+
+    def sum(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self.ranks, dim=1)[0].clone()
 
 
 def _known_sites(keeps_weights: bool) -> Sites:

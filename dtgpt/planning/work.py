@@ -108,7 +108,7 @@ class Operations:
         gate = c + max(r - attended, 0)  # the projection of attention takes its input as it is
         rotary = 0.0 if config.learns_positions else heads
         dropped = 2 * self.stream if config.dropout else 0
-        if fp8 and self.tp == 1:  # the activation between the matrices of an MLP writes 8 bits itself
+        if fp8:  # the activation between the matrices of an MLP writes 8 bits itself
             quantised -= QUANTISED * self.tokens * (c + r - attended)
         bytes_8 = quantised / self.rates.memory
         return self._again(

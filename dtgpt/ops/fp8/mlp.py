@@ -2,7 +2,7 @@
 
 The activation and the gradient of its input exist in 8 bits only, in both orders. Every value is that of `fp8_linear`,
 the activation, and `fp8_linear` again. Sharding rule: a first matrix cut by its outputs and a second one cut alike by
-its inputs give an addend of the result.
+its inputs give an addend of the result, and one of the gradient of the input; `Parts` gather and sum.
 """
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dtgpt.ops.fp8.activation import activation_backward, activation_forward
 from dtgpt.ops.fp8.linear import quantized_weight, transposed_weight
+from dtgpt.ops.fp8.parts import Parts
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Sites
@@ -17,16 +18,18 @@ from dtgpt.ops.pointwise.activation import Name, check_bias
 
 
 def fp8_mlp(
-    x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, sites_1: Sites, sites_2: Sites, activation: Name
-) -> Tensor:
+    x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, sites_1: Sites, sites_2: Sites,
+    activation: Name, into: Parts | None = None, out: Parts | None = None,
+) -> Tensor:  # fmt: skip
     """Return activation(x weight_1^T) weight_2^T `[.., out]`: "gelu" is gelu_tanh(u + bias), "swiglu" has no bias and
     pairs that lie as of `swiglu`. Raises ValueError for any other one.
 
     x: `[.., in]`; weight_1: `[F, in]`, or `[2 F, in]` without a bias; bias: `[F]`; weight_2: `[out, F]`; x and weights
-    of one 16-bit dtype. The scales of both sites must be known.
+    of one 16-bit dtype. The scales of both sites must be known. into, out: where ranks have cut the matrices, how
+    x and the result lie on them.
     """
     check_bias(activation, bias is not None)
-    return _MLP.apply(x, weight_1, bias, weight_2, sites_1, sites_2, sites_1.record)
+    return _MLP.apply(x, weight_1, bias, weight_2, sites_1, sites_2, sites_1.record, into, out)
 
 
 class _MLP(torch.autograd.Function):
@@ -35,8 +38,10 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, one: Sites, two: Sites, record: bool
-    ) -> Tensor:
+        ctx, x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, one: Sites, two: Sites, record: bool,
+        into: Parts | None, out: Parts | None,
+    ) -> Tensor:  # fmt: skip
+        x = x if into is None else into.gather(x)
         cells = [site.amax if record else None for site in (one.input, two.input)]
         xq, xq_t = quantize(x, one.input.scale, FORWARD, cells[0], rows=True, columns=record)
         wq, kept_1 = quantized_weight(weight_1, one.weight, record, record and one.keeps_weight(x, weight_1))
@@ -45,13 +50,16 @@ class _MLP(torch.autograd.Function):
         wq, kept_2 = quantized_weight(weight_2, two.weight, record, record and two.keeps_weight(hq, weight_2))
         y = product(hq, wq, two.input.inverse, two.weight.inverse, dtype=x.dtype)
         ctx.save_for_backward(xq_t, hq_t, u, bias, kept_1, kept_2)
-        ctx.sites = one, two
-        return y.unflatten(0, x.shape[:-1])
+        ctx.sites, ctx.ends = (one, two), (into, out)
+        y = y.unflatten(0, x.shape[:-1])
+        return y if out is None else out.sum(y)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         xq_t, hq_t, u, bias, kept_1, kept_2 = ctx.saved_tensors
         one, two = ctx.sites
+        into, out = ctx.ends
+        dy = dy if out is None else out.gather(dy)
         g = two.gradient
         gq, gq_t = quantize(dy, g.scale, GRADIENT, g.amax, rows=True, columns=True)
         wq_t = transposed_weight(kept_2, two.weight)
@@ -63,4 +71,6 @@ class _MLP(torch.autograd.Function):
         dx = product(gq, wq_t, g.inverse, one.weight.inverse, dtype=u.dtype)
         d_weight_1 = product(gq_t, xq_t, g.inverse, one.input.inverse, dtype=dy.dtype)
         d_bias = None if bias is None else d_bias
-        return dx.unflatten(0, dy.shape[:-1]), d_weight_1, d_bias, d_weight_2, None, None, None
+        dx = dx.unflatten(0, dy.shape[:-1])
+        dx = dx if into is None else into.sum(dx)
+        return dx, d_weight_1, d_bias, d_weight_2, None, None, None, None, None
