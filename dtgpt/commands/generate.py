@@ -79,7 +79,7 @@ class Execution:
     precision: Precision = "auto"
     exact: Exact = False
     adapter: Adapter = None
-    slots: Annotated[int | None, "texts at the same time; none: as many as needed, up to 256", Bounds(1, 256)] = None
+    slots: Annotated[int | None, "texts at the same time; none: as many as needed, up to 512", Bounds(1, 512)] = None
     max_length: MaxLength = None
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None

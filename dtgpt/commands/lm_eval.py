@@ -44,7 +44,7 @@ class LmEvalOptions:
     precision: Precision = "auto"
     exact: Exact = False
     slots: Annotated[
-        int | None, "texts that are generated at the same time; none: as many as needed, up to 256", Bounds(1, 256)
+        int | None, "texts that are generated at the same time; none: as many as needed, up to 512", Bounds(1, 512)
     ] = None
     max_length: MaxLength = None
     tokenizer: TokenizerName = None

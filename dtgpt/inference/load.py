@@ -49,7 +49,7 @@ def load(
     used without, with a note.
 
     device: "auto", "cpu" or "cuda". precision: "auto", "fp32", "bf16" or "fp16". slots: sequences that are generated at
-    the same time, each with memory for `max_length` positions; "auto": as many as a call needs, up to 256 and to what
+    the same time, each with memory for `max_length` positions; "auto": as many as a call needs, up to 512 and to what
     fits into memory. tokenizer: one of dtgpt, or its file or name as `dtgpt generate --tokenizer` takes it; None for
     the one that is saved with the model. max_length: largest number of tokens of a sequence, prompt included; None: all
     positions of the model. A smaller one takes less memory, and changes no number. exact: give each token the

@@ -112,8 +112,8 @@ def test_slots_grow_with_the_calls_and_a_number_of_slots_is_kept(foreign):
     few = dtgpt.load(foreign, slots=2)
     with pytest.raises(UserError, match="3 sequences of a prompt need as many slots of the cache, which has 2"):
         few.generate([1], num_return_sequences=3)
-    for wrong in (0, 257, "many"):
-        with pytest.raises(UserError, match=r"slots=.*use 1 to 256, or auto"):
+    for wrong in (0, 513, "many"):
+        with pytest.raises(UserError, match=r"slots=.*use 1 to 512, or auto"):
             dtgpt.load(foreign, slots=wrong)
 
 

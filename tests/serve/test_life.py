@@ -209,8 +209,8 @@ def test_what_cannot_be_served_is_one_sentence_before_weights_are_read(refusal, 
         assert "--host" in sentence and "--port" not in sentence, sentence
     for name in ("", "two\nlines", "x" * 300):
         assert "printable" in refusal("--name", name, "--port", "0")
-    assert "300 is too large" in refusal("--slots", "300")
-    assert "1 to 256, or auto" in refusal("--slots", "many")
+    assert "600 is too large" in refusal("--slots", "600")
+    assert "1 to 512, or auto" in refusal("--slots", "many")
     assert "visible ASCII" in refusal("--api-key", "two words")
     assert "visible ASCII" in refusal("--api-key", "")
 
