@@ -1,7 +1,7 @@
 """What a model is built and run with: the choices of a recipe for this machine, resolved once."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -22,6 +22,14 @@ Recompute = Literal["none", "selective", "around_attention", "full"]
 Reduce = Literal["fast", "exact"]
 Switch = Literal["auto", "on", "off"]
 MOST_SLOTS = 512  # sequences that are generated at the same time
+
+
+class Groups(NamedTuple):
+    """Samples that begin with the same prompt, as the answers of GRPO do."""
+
+    size: int  # samples
+    new: int  # most tokens behind a prompt
+    share: Switch  # whether training computes a prompt once for all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +54,46 @@ class Settings:
     optimizer: OptimizerConfig | None = None  # None: nothing is trained
     lora: LoraConfig = field(default_factory=LoraConfig)  # of rank 0: the weights are trained
     slots: int = 0  # answers that are drawn at the same time, whose keys and values are kept beside training
+    groups: Groups | None = None  # of samples that begin alike; None: samples are unlike
 
     @property
     def local_length(self) -> int:
         """Tokens of a sample on each context parallel rank."""
         return self.seq_length // self.plan.cp
+
+    @property
+    def shares(self) -> bool:
+        """Whether the samples of a group are one row, which has what they share once."""
+        return self.groups is not None and self.groups.share != "off" and self.why_not_shared is None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch: samples, or groups of them."""
+        return self.micro_batch_size // (self.groups.size if self.groups is not None and self.shares else 1)
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row on each context parallel rank."""
+        return self._length_of_groups if self.shares else self.local_length
+
+    @property
+    def _length_of_groups(self) -> int:
+        assert self.groups is not None
+        return self.seq_length + (self.groups.size - 1) * (self.groups.new + 1)
+
+    @property
+    def why_not_shared(self) -> str | None:
+        """Why training cannot compute once what the samples of a group share; None where it can."""
+        plan, groups = self.plan, self.groups
+        if groups is None:
+            return "samples do not begin alike"
+        if plan.pp > 1 or plan.cp > 1:
+            return f"plan={plan.name} hands samples of one length on from rank to rank"
+        if self.micro_batch_size % groups.size:
+            return f"micro_batch_size={self.micro_batch_size} is not a multiple of grpo.group={groups.size}"
+        if plan.sequence_parallel and self._length_of_groups % plan.tp:
+            return f"tp={plan.tp} does not divide the {self._length_of_groups:,} tokens of a group"
+        return "reduce=exact has the bits of plans that cannot" if self.reduce == "exact" else None
 
     @property
     def micro_batches(self) -> int:

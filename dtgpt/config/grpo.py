@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from dtgpt.config.execution import MOST_SLOTS, Switch
+from dtgpt.config.execution import MOST_SLOTS, Groups, Switch
 from dtgpt.config.fp8 import FP8
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -59,6 +59,11 @@ class GrpoConfig:
     def reward(self, index: int, answer: str) -> float:
         """Return the reward of an answer to `prompt(index)`: its text, without what ended it."""
         raise NotImplementedError(f"{type(self).__name__} needs a method reward(self, index, answer)")
+
+    @property
+    def groups(self) -> Groups | None:
+        """The answers that begin alike; None without reinforcement."""
+        return Groups(self.group, self.max_new_tokens, self.share_prompts) if self.group else None
 
     def slots_for(self, answers: int, plan: "ResolvedPlan") -> int:
         """Return how many of the answers of a step a rank draws at the same time; 0 without reinforcement."""

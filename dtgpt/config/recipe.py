@@ -240,6 +240,7 @@ class Recipe:
             optimizer=self.optimizer,
             lora=self.lora,
             slots=self.grpo.slots_for(self.global_batch_size, plan),
+            groups=self.grpo.groups,
         )
         if made.reduce == "exact" and device.type == "cuda" and made.attention_backend == "sdpa":
             raise UserError(

@@ -29,7 +29,7 @@ def block_activations(settings: Settings, block: int) -> float:
 def block_sizes(settings: Settings, block: int) -> BlockSizes:
     """Return the sizes of block `block` under the plan, measured once for each kind; in fp8 those of a step by known
     scales."""
-    return sizes_of(_kind(settings, block), settings.micro_batch_size)
+    return sizes_of(_kind(settings, block), settings.rows)
 
 
 def split_sizes(settings: Settings, block: int) -> SplitSizes:
@@ -37,7 +37,7 @@ def split_sizes(settings: Settings, block: int) -> SplitSizes:
     activations' type."""
     kind = _kind(settings, block)._replace(fp8=False)
     again = settings.recompute == "full"
-    return halves_of(kind, again).scaled(settings.micro_batch_size)
+    return halves_of(kind, again).scaled(settings.rows)
 
 
 def _kind(settings: Settings, block: int) -> BlockKind:
@@ -45,7 +45,9 @@ def _kind(settings: Settings, block: int) -> BlockKind:
     return BlockKind(
         config=config,
         example=inventory(config).examples[block],
-        length=settings.local_length,
+        length=settings.row_length,
+        group=settings.groups.size if settings.groups is not None and settings.shares else 0,
+        sample_length=settings.seq_length,
         tp=plan.tp,
         sequence_parallel=plan.sequence_parallel,
         copies=_copies(settings),
@@ -59,7 +61,7 @@ def _kind(settings: Settings, block: int) -> BlockKind:
 
 def whole_bytes(settings: Settings) -> int:
     """Return the bytes of `[B, T / cp, H]`, the input of a matrix."""
-    tokens = settings.micro_batch_size * settings.local_length
+    tokens = settings.rows * settings.row_length
     return settings.dtype.itemsize * tokens * settings.model.hidden_size
 
 

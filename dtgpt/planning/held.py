@@ -74,7 +74,7 @@ class Moment:
 
 def rows_of_logits(settings: Settings) -> int:
     """Return the tokens of a micro-batch on a rank."""
-    return settings.micro_batch_size * settings.local_length
+    return settings.rows * settings.row_length
 
 
 def columns_of_logits(settings: Settings) -> int:

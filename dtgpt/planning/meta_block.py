@@ -16,6 +16,7 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, JointNorm, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule
+from dtgpt.ops.attention.shared import shared_tokens
 from dtgpt.ops.fast import split_backward
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.parallel.coordinates import chunk
@@ -24,7 +25,7 @@ from dtgpt.planning.alive import Alive
 
 
 class BlockKind(NamedTuple):
-    """What the sizes of a block depend on, for a sample of `length` tokens on each rank."""
+    """What the sizes of a block depend on, for a row of `length` tokens on each rank."""
 
     config: ModelConfig
     example: int  # index of a block of this kind
@@ -37,6 +38,8 @@ class BlockKind(NamedTuple):
     fp8: bool
     keeps_weights: bool  # as of `Calibration`
     lora: LoraConfig
+    group: int = 0  # samples, of `sample_length` tokens, that have a row in common; 0: a row is a sample
+    sample_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ def sizes_of(kind: BlockKind, batch: int) -> BlockSizes:
     block = make_block(kind, recorder)
     x, gradient = make_input(kind, batch).requires_grad_(), make_input(kind, batch)
     own = x.untyped_storage()._cdata
-    given = {tensor.untyped_storage()._cdata for tensor in (x, gradient, *block.parameters())}
+    context, tables = _context(kind, batch)
+    given = {tensor.untyped_storage()._cdata for tensor in (x, gradient, *block.parameters(), *tables)}
 
     def save(tensor: Tensor) -> Tensor:
         saved.add(tensor.untyped_storage()._cdata)
@@ -65,7 +69,7 @@ def sizes_of(kind: BlockKind, batch: int) -> BlockSizes:
 
     with split_backward() if kind.apart else nullcontext(), Alive(given) as alive:
         with saved_tensors_hooks(save, lambda tensor: tensor):
-            end = [block(x, Context()).grad_fn]  # emptied below: nothing but the pass then holds what it frees
+            end = [block(x, context).grad_fn]  # emptied below: nothing but the pass then holds what it frees
         beside = alive.peak = alive.now
         torch.autograd.grad([GradientEdge(end.pop(), 0)], [x], [gradient])
     working = alive.peak - beside
@@ -73,6 +77,17 @@ def sizes_of(kind: BlockKind, batch: int) -> BlockSizes:
         beside -= sum(module.weight.nbytes for module in block.modules() if isinstance(module, nn.Linear))
     kept = beside + (x.nbytes if own in saved else 0)
     return BlockSizes(kept, beside, working, recorder.repeated, recorder.output)
+
+
+def _context(kind: BlockKind, rows: int) -> tuple[Context, list[Tensor]]:
+    """Return what a block knows of a micro-batch, and its tensors, which all blocks use."""
+    if not kind.group:
+        return Context(), []
+    with torch.device("meta"):
+        copies = torch.empty(rows, kind.group, kind.sample_length, dtype=torch.int64)
+        positions = torch.empty(rows, kind.length, dtype=torch.int64)
+        seen = shared_tokens(copies, positions)
+    return Context(positions=positions, seen=seen), [positions, *seen[:-1]]
 
 
 def make_input(kind: BlockKind, batch: int) -> Tensor:

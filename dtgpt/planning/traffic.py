@@ -91,7 +91,7 @@ def _over_tp(
     plan, passes = settings.plan, settings.micro_batches
     if plan.tp == 1:
         return []
-    tokens = settings.micro_batch_size * settings.local_length
+    tokens = settings.rows * settings.row_length
     unit = whole_bytes(settings)
     first, last = place.holds_first, place.holds_last
     loss = "loss: maximum, sum and target of each row"

@@ -37,16 +37,12 @@ def weighted_rows(answers: Sequence[Answer], part: slice, grpo: GrpoConfig, leng
     return Batch(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), loss_weights=weights)
 
 
-def row_length(grpo: GrpoConfig, length: int) -> int:
-    """Return the tokens of a row of `shared_rows`."""
-    return length + (grpo.group - 1) * (grpo.max_new_tokens + 1)
-
-
 def shared_rows(answers: Sequence[Answer], part: slice, grpo: GrpoConfig, length: int) -> Batch:
     """Return what `weighted_rows` does, a row for each group: the prompt without its last token, once, and then that
     token and an answer, for each answer. Each place has one target so."""
     group, each = grpo.group, grpo.max_new_tokens + 1
-    size, shared, factors = row_length(grpo, length), length - each, weighed(answers, grpo, length)[part]
+    size, shared = length + (group - 1) * each, length - each
+    factors = weighed(answers, grpo, length)[part]
     own, count = answers[part], len(factors) // group
     tokens, targets = torch.zeros(2, count, size, dtype=torch.int64)
     places, weights = torch.arange(size).repeat(count, 1), torch.zeros(count, size)

@@ -36,7 +36,7 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.train.answers import Answer, figures_of, row_length, shared_rows, weighted_rows
+from dtgpt.train.answers import Answer, figures_of, shared_rows, weighted_rows
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.hardware import TRITON
@@ -77,10 +77,9 @@ class Rollouts:
         if self.grpo.exact == "on" and reason:
             raise UserError(f"grpo.exact=on, but {reason}; use --grpo.exact auto")
         self.exact = self.grpo.exact != "off" and reason is None
-        reason = why_not_shared(self.settings, self.grpo)
+        reason = self.settings.why_not_shared
         if self.grpo.share_prompts == "on" and reason:
             raise UserError(f"grpo.share_prompts=on, but {reason}; use --grpo.share_prompts auto")
-        self.shares = self.grpo.share_prompts != "off" and reason is None
         self.alone = draws_alone(self.mesh.plan)
         self.mesh.turns(self.grpo.prepare, lambda rank: self.alone or rank == 0)
 
@@ -125,7 +124,7 @@ class Rollouts:
         self.best_and_worst = max(answers, key=REWARD), min(answers, key=REWARD)
         own = len(answers) // self.mesh.plan.dp
         part = slice(self.mesh.place.dp * own, (self.mesh.place.dp + 1) * own)
-        make = shared_rows if self.shares else weighted_rows
+        make = shared_rows if self.settings.shares else weighted_rows
         batch = make(answers, part, self.grpo, self.settings.seq_length)
         batch = Batch._make(None if field is None else field.to(self.mesh.device) for field in batch)
         return slice_of(batch, self.mesh.place)
@@ -307,15 +306,3 @@ def why_not_exact(settings: Settings) -> str | None:
     except UserError:
         return f"there are no kernels for it that run blocks of this {settings.model.architecture} model"
     return None
-
-
-def why_not_shared(settings: Settings, grpo: GrpoConfig) -> str | None:
-    """Return why training cannot compute a prompt once for all of its answers; None where it can."""
-    plan, size = settings.plan, settings.micro_batch_size
-    if plan.pp > 1 or plan.cp > 1:
-        return f"plan={plan.name} hands samples of one length on from rank to rank"
-    if size % grpo.group:
-        return f"micro_batch_size={size} is not a multiple of grpo.group={grpo.group}"
-    if plan.sequence_parallel and row_length(grpo, settings.seq_length) % plan.tp:
-        return f"tp={plan.tp} does not divide the {row_length(grpo, settings.seq_length):,} tokens of a group"
-    return "reduce=exact has the bits of plans that cannot" if settings.reduce == "exact" else None

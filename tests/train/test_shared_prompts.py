@@ -12,8 +12,11 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.attention.shared import shared_tokens
 from dtgpt.ops.random.philox import root_key
-from dtgpt.train.answers import Answer, row_length, shared_rows, weighted_rows
-from dtgpt.train.rollouts import why_not_shared
+from dtgpt.planning.gpus import find_gpu
+from dtgpt.planning.memory import memory_of
+from dtgpt.planning.traffic import sent_bytes
+from dtgpt.planning.work import Operations
+from dtgpt.train.answers import Answer, shared_rows, weighted_rows
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_grpo import Low, train_answers
@@ -63,7 +66,7 @@ def test_loss_and_gradients_are_those_of_samples_apart(family, loss):
     grpo, answers = GrpoConfig(group=3, max_new_tokens=NEW, loss=loss), answers_of()
     part = slice(3, 12)  # advantages are those of whole groups, the mean length that of all
     apart, shared = (make(answers, part, grpo, LENGTH) for make in (weighted_rows, shared_rows))
-    assert apart.tokens.shape == (9, LENGTH) and shared.tokens.shape == (3, row_length(grpo, LENGTH)) == (3, 66)
+    assert apart.tokens.shape == (9, LENGTH) and shared.tokens.shape == (3, LENGTH + 2 * (NEW + 1))
     (expected, wanted), (found, gradients) = (loss_and_gradients(model, batch) for batch in (apart, shared))
     assert found == pytest.approx(expected, abs=1e-6) and expected != 0
     for name, gradient in wanted.items():
@@ -107,7 +110,7 @@ def grpo(recipe):
 
 def test_a_run_has_the_answers_and_losses_of_samples_apart(grpo):
     with open_trainer(grpo) as trainer:
-        assert trainer.rollouts.shares and trainer.batch(0).tokens.shape == (2, 16 + 3 * 7)
+        assert trainer.settings.shares and trainer.batch(0).tokens.shape == (2, 16 + 3 * 7)
     apart = replace(grpo, grpo=replace(grpo.grpo, share_prompts="off"))
     losses, ids, norms = train_answers(apart, 3)
     for run in (grpo, replace(grpo, micro_batch_size=8), replace(grpo, compile="on"), replace(grpo, recompute="full")):
@@ -139,7 +142,7 @@ def test_plans_share_prompts_and_follow_one_process(grpo, plan):
 )  # fmt: skip
 def test_what_cannot_share_prompts_says_why(grpo, plan, changes, words):
     settings = replace(grpo, plan=plan, **changes).planned(parse_plan(plan).world)
-    reason = why_not_shared(settings, grpo.grpo)
+    reason = settings.why_not_shared
     assert reason is None if words is None else words in reason
 
 
@@ -147,6 +150,40 @@ def test_prompts_that_must_be_shared_and_cannot_are_refused(grpo):
     wanted = replace(grpo, micro_batch_size=2, grpo=replace(grpo.grpo, share_prompts="on"))
     with pytest.raises(UserError, match=r"share_prompts=on, but micro_batch_size=2 .*use --grpo.share_prompts auto"):
         open_trainer(wanted).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("share", "size", "slots", "measured"),
+    [("on", 64, 256, 47.12), ("on", 64, 512, 49.63), ("off", 64, 512, 52.34), ("off", 16, 256, 30.90),
+     ("on", 16, 256, 30.09)],
+)  # fmt: skip
+def test_the_memory_planned_is_that_of_steps_of_the_1b(recipe, share, size, slots, measured):
+    """GiB of `benchmarks/grpo.py --model llama32_1b` on an H200, torch 2.11: 64 prompts of 64 tokens, 512 answers."""
+    model = LlamaConfig(
+        num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, ffn_hidden_size=8192,
+        vocab_size=128256, seq_length=320, tied=True,
+    )  # fmt: skip
+    large = replace(
+        recipe, model=model, device="cuda", precision="bf16", attention="flash", graph="on", global_batch_size=512,
+        micro_batch_size=size, grpo=Low(group=8, max_new_tokens=256, slots=slots, share_prompts=share),
+    )  # fmt: skip
+    settings = large.planned(1)
+    assert settings.shares == (share == "on")
+    assert memory_of(settings, 0).total / 2**30 == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.parametrize("plan", ["single", "tp2_sp"])
+def test_the_plan_counts_the_tokens_of_a_prompt_once(grpo, plan):
+    """In time and messages, too: rows of 16 + 3 x 8 tokens for four samples of 16."""
+    found = []
+    for share in ("on", "off"):
+        run = replace(grpo, device="cuda", plan=plan, grpo=replace(grpo.grpo, max_new_tokens=7, share_prompts=share))
+        settings = run.planned(parse_plan(plan).world)
+        tokens = Operations(settings, find_gpu("H200").rates).tokens
+        found.append((settings.rows * settings.row_length, tokens, sent_bytes(settings, 0).get("tp", 0)))
+    (tokens, counted, sent), (apart, counted_apart, sent_apart) = found
+    assert (tokens, counted, apart, counted_apart) == (40, 40, 64, 64)
+    assert sent < sent_apart if plan == "tp2_sp" else sent == sent_apart == 0
 
 
 @pytest.mark.cuda
