@@ -247,6 +247,8 @@ class Recipe:
                 f"reduce=exact, but attention={self.attention} is sdpa here, whose kernels on GPUs add up gradients in "
                 "any order; use --attention flash or explicit, or --reduce fast"
             )
+        if self.grpo.share_prompts == "on" and made.groups and made.why_not_shared:
+            raise UserError(f"grpo.share_prompts=on, but {made.why_not_shared}; use --grpo.share_prompts auto")
         if made.recompute == "around_attention":
             checks.check_recompute_kept(made.scores_backend)
         return made

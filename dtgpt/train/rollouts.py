@@ -77,9 +77,6 @@ class Rollouts:
         if self.grpo.exact == "on" and reason:
             raise UserError(f"grpo.exact=on, but {reason}; use --grpo.exact auto")
         self.exact = self.grpo.exact != "off" and reason is None
-        reason = self.settings.why_not_shared
-        if self.grpo.share_prompts == "on" and reason:
-            raise UserError(f"grpo.share_prompts=on, but {reason}; use --grpo.share_prompts auto")
         self.alone = draws_alone(self.mesh.plan)
         self.mesh.turns(self.grpo.prepare, lambda rank: self.alone or rank == 0)
 
