@@ -23,6 +23,7 @@ from dtgpt.commands.model_options import (
 )
 from dtgpt.commands.prompts import Line, read_prompts_file
 from dtgpt.commands.serve import KEY
+from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.inference.generator import Need, need_of
 from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model
@@ -79,7 +80,9 @@ class Execution:
     precision: Precision = "auto"
     exact: Exact = False
     adapter: Adapter = None
-    slots: Annotated[int | None, "texts at the same time; none: as many as needed, up to 512", Bounds(1, 512)] = None
+    slots: Annotated[
+        int | None, f"texts at the same time; none: as many as needed, up to {MOST_SLOTS}", Bounds(1, MOST_SLOTS)
+    ] = None
     max_length: MaxLength = None
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None

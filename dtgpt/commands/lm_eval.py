@@ -17,6 +17,7 @@ from dtgpt.commands.model_options import (
     TokenizerName,
     VocabFile,
 )
+from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.evaluation.shared_model import open_shared
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.field_types import Bounds
@@ -44,7 +45,9 @@ class LmEvalOptions:
     precision: Precision = "auto"
     exact: Exact = False
     slots: Annotated[
-        int | None, "texts that are generated at the same time; none: as many as needed, up to 512", Bounds(1, 512)
+        int | None,
+        f"texts that are generated at the same time; none: as many as needed, up to {MOST_SLOTS}",
+        Bounds(1, MOST_SLOTS),
     ] = None
     max_length: MaxLength = None
     tokenizer: TokenizerName = None

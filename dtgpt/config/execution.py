@@ -31,6 +31,11 @@ class Groups(NamedTuple):
     new: int  # most tokens behind a prompt
     share: Switch  # whether training computes a prompt once for all of them
 
+    def row_length(self, length: int) -> int:
+        """Return the tokens of a row that has what samples of `length` share once, and then, of each, the last token of
+        its prompt and what is behind."""
+        return length + (self.size - 1) * (self.new + 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -74,12 +79,7 @@ class Settings:
     @property
     def row_length(self) -> int:
         """Tokens of a row on each context parallel rank."""
-        return self._length_of_groups if self.shares else self.local_length
-
-    @property
-    def _length_of_groups(self) -> int:
-        assert self.groups is not None
-        return self.seq_length + (self.groups.size - 1) * (self.groups.new + 1)
+        return self.groups.row_length(self.seq_length) if self.groups is not None and self.shares else self.local_length
 
     @property
     def why_not_shared(self) -> str | None:
@@ -91,8 +91,8 @@ class Settings:
             return f"plan={plan.name} hands samples of one length on from rank to rank"
         if self.micro_batch_size % groups.size:
             return f"micro_batch_size={self.micro_batch_size} is not a multiple of grpo.group={groups.size}"
-        if plan.sequence_parallel and self._length_of_groups % plan.tp:
-            return f"tp={plan.tp} does not divide the {self._length_of_groups:,} tokens of a group"
+        if plan.sequence_parallel and (length := groups.row_length(self.seq_length)) % plan.tp:
+            return f"tp={plan.tp} does not divide the {length:,} tokens of a group"
         return "reduce=exact has the bits of plans that cannot" if self.reduce == "exact" else None
 
     @property

@@ -35,7 +35,7 @@ class GrpoConfig:
     ] = "dr_grpo"
     slots: Annotated[
         int | None,
-        "answers that are drawn at the same time, for which memory is kept; none: all of a step, up to 512",
+        f"answers that are drawn at the same time, for which memory is kept; none: all of a step, up to {MOST_SLOTS}",
         Bounds(1, MOST_SLOTS),
     ] = None
     exact: Annotated[

@@ -20,7 +20,6 @@ class Batch(NamedTuple):
     answers: Tensor | None = None  # bool [B, T, 2 P]: the targets of each answer, of which two are a pair
     reference: Tensor | None = None  # fp64 [B, 2 P]: log-probabilities of answers before training; None: to be returned
     copies: Tensor | None = None  # int64 [B, G, T]: of rows of S tokens that G samples share, as of `shared_tokens`
-    origins: Tensor | None = None  # int64 [B, S]
 
     @property
     def beside_tokens(self) -> dict[str, Tensor]:

@@ -38,10 +38,9 @@ class Decoder(nn.Module):
         self, x: Tensor, dropout_keys: Tensor | None = None, targets: Tensor | None = None,
         positions: Tensor | None = None, document_bounds: Tensor | None = None, loss_weights: Tensor | None = None,
         answers: Tensor | None = None, reference: Tensor | None = None, copies: Tensor | None = None,
-        origins: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Arguments are those of `Batch`, `x` the tokens or activations; dropout keys of None: evaluation."""
-        seen = document_bounds if copies is None or origins is None else shared_tokens(copies, origins)
+        seen = document_bounds if copies is None else shared_tokens(copies, x.shape[1])
 
         def context(sites: range) -> Context:
             keys = None if dropout_keys is None else dropout_keys[:, sites.start : sites.stop]

@@ -86,7 +86,7 @@ def _context(kind: BlockKind, rows: int) -> tuple[Context, list[Tensor]]:
     with torch.device("meta"):
         copies = torch.empty(rows, kind.group, kind.sample_length, dtype=torch.int64)
         positions = torch.empty(rows, kind.length, dtype=torch.int64)
-        seen = shared_tokens(copies, positions)
+        seen = shared_tokens(copies, kind.length)
     return Context(positions=positions, seen=seen), [positions, *seen[:-1]]
 
 

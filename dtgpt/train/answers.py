@@ -41,12 +41,13 @@ def shared_rows(answers: Sequence[Answer], part: slice, grpo: GrpoConfig, length
     """Return what `weighted_rows` does, a row for each group: the prompt without its last token, once, and then that
     token and an answer, for each answer. Each place has one target so."""
     group, each = grpo.group, grpo.max_new_tokens + 1
-    size, shared = length + (group - 1) * each, length - each
+    assert grpo.groups is not None
+    size, shared = grpo.groups.row_length(length), length - each
     factors = weighed(answers, grpo, length)[part]
     own, count = answers[part], len(factors) // group
     tokens, targets = torch.zeros(2, count, size, dtype=torch.int64)
     places, weights = torch.arange(size).repeat(count, 1), torch.zeros(count, size)
-    copies, origins = torch.empty(count, group, length, dtype=torch.int64), places.clone()
+    copies = torch.empty(count, group, length, dtype=torch.int64)
     step, first_of = torch.arange(length), shared + each * torch.arange(group)
     for row in range(count):
         prompt = own[row * group].prompt_ids
@@ -61,8 +62,7 @@ def shared_rows(answers: Sequence[Answer], part: slice, grpo: GrpoConfig, length
             tokens[row, first : end + 1], targets[row, first:end] = ids, ids[1:]
             weights[row, first:end] = factors[row * group + index] * size / (group * length)  # of a mean over places
             places[row, first : first + each] = before + torch.arange(each)
-            origins[row, first : first + each] = index * length + before + torch.arange(each)
-    return Batch(tokens, targets=targets, positions=places, loss_weights=weights, copies=copies, origins=origins)
+    return Batch(tokens, targets=targets, positions=places, loss_weights=weights, copies=copies)
 
 
 def weighed(answers: Sequence[Answer], grpo: GrpoConfig, length: int) -> list[float]:

@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_samples_apart(family, loss):
 def test_rows_and_samples_are_those_of_plain_indexing():
     """With gradients, of tensors whose rows do not lie one after the other."""
     batch = shared_rows(answers_of(), slice(None), GrpoConfig(group=3, max_new_tokens=NEW), LENGTH)
-    shared, count = shared_tokens(batch.copies, batch.origins), len(batch.tokens)
+    shared, count = shared_tokens(batch.copies, batch.tokens.shape[1]), len(batch.tokens)
     packed = torch.randn(count, batch.tokens.shape[1], 4, 3, requires_grad=True)
     x, row = packed[:, :, 1:3], torch.arange(count)[:, None]
     samples, expected = shared.samples(x), x[row, batch.copies.flatten(1)].view(3 * count, LENGTH, 2, 3)
@@ -85,11 +85,17 @@ def test_rows_and_samples_are_those_of_plain_indexing():
     (found,), (wanted,) = (torch.autograd.grad((y * weights).sum(), packed) for y in (samples, expected))
     torch.testing.assert_close(found, wanted)
     made = torch.randn(3 * count, LENGTH, 5, requires_grad=True)
-    whole = made.view(count, 3 * LENGTH, 5)[row, batch.origins]
+    whole = made.view(count, 3 * LENGTH, 5)[row, torch.tensor([origins(size) for size in PROMPTS])]
     assert torch.equal(shared.rows(made), whole)
     there = torch.randn(whole.shape) * (batch.loss_weights != 0)[..., None]  # no gradient comes from other places
     (found,), (wanted,) = (torch.autograd.grad((y * there).sum(), made) for y in (shared.rows(made), whole))
     assert torch.equal(found, wanted)
+
+
+def origins(prompt: int) -> list[int]:
+    """Return the token, of three samples, that counts for each place of a row: those of the first where all share."""
+    own = range(prompt - 1, prompt + NEW)
+    return [*range(LENGTH - NEW - 1), *(sample * LENGTH + place for sample in range(3) for place in own)]
 
 
 def counted(batch) -> torch.Tensor:

@@ -35,18 +35,22 @@ class SharedTokens(NamedTuple):
         return _Moved.apply(x, self.to_rows, self.from_rows, len(x) // self.group)
 
 
-def shared_tokens(copies: Tensor, origins: Tensor) -> SharedTokens:
-    """Return the tables for `copies` int64 `[B, G, T]`, the place in its row of each token of a sample, and `origins`
-    int64 `[B, S]`, the token of the row's samples, of G T, that counts for each place. What samples share is at the
-    same place in all of them and in the row."""
-    (count, group, length), size, device = copies.shape, origins.shape[1], copies.device
+def shared_tokens(copies: Tensor, size: int) -> SharedTokens:
+    """Return the tables for rows of `size` tokens S. copies: int64 `[B, G, T]`, the place in its row of each token of a
+    sample: what samples share is at the same place in all of them and in the row; what each has for itself, as many
+    places for each, follows in the order of samples. Tokens behind are copies of a sample's last place."""
+    (count, group, length), device = copies.shape, copies.device
     row, place = torch.arange(count, device=device)[:, None], torch.arange(size, device=device)
+    each = (size - length) // (group - 1)  # places of a sample's own
+    first = length - each
+    held = copies[:, 0, :first] == place[:first]  # a row may share fewer
+    behind = place[first:] - first
+    own = behind // each * length + behind % each + held.sum(1, keepdim=True)
+    origins = torch.cat([place[:first].expand(count, -1), own], dim=1)  # the token, of G T, that counts for a place
     flat = copies.flatten(1)
     counts = origins.gather(1, flat) == torch.arange(group * length, device=device)
-    first = length - (size - length) // (group - 1)  # of the places of samples' own
     shared = place[:first, None] + length * torch.arange(group, device=device)
     alone = torch.full((size - first, group - 1), -1, device=device).expand(count, -1, -1)
-    held = copies[:, 0, :first] == place[:first]  # a row may share fewer
     every = torch.where(held[..., None], shared, -1)
     back = torch.cat([every, torch.cat([origins[:, first:, None], alone], dim=2)], dim=1)
     begin = row * group * length

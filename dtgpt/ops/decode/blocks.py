@@ -80,12 +80,12 @@ def many_rows(rows: int, columns: int) -> bool:
     return rows > 64 or (rows > 32 and columns > 8192)
 
 
-def choose_large(rows: int, columns: int, multiprocessors: int) -> Tile:
+def choose_large(rows: int, columns: int, processors: int) -> Tile:
     """Return the largest tile of `LARGE` that leaves few multiprocessors without one, as measured on an H200."""
 
     def fills(tile: Tile) -> bool:
         programs = math.ceil(rows / tile.BM) * math.ceil(columns / tile.BN)
-        return 2 * rows > tile.BM and programs >= FILLED * multiprocessors
+        return 2 * rows > tile.BM and programs >= FILLED * processors
 
     return next(filter(fills, LARGE), LARGE[-1])
 
