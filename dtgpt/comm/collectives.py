@@ -34,6 +34,12 @@ class GroupCollectives:
         """Return the parts of all ranks, concatenated along `dim`; None: each rank has the whole, which is returned."""
         if dim is None:
             return part.view_as(part)
+        if part.itemsize == 1:  # neither gloo nor every NCCL knows 8-bit floats
+            part, dtype = part.view(torch.uint8), part.dtype
+            return self._concatenated(part, dim).view(dtype)
+        return self._concatenated(part, dim)
+
+    def _concatenated(self, part: Tensor, dim: int) -> Tensor:
         parts = part.new_empty(self.group.size() * len(part), *part.shape[1:])
         all_gather_single(parts, part.contiguous(), self.group)
         return torch.cat(parts.chunk(self.group.size()), dim)
@@ -77,8 +83,10 @@ class KernelCollectives:
             return part.view_as(part)
         shape = list(part.shape)
         shape[dim] *= self.ranks
-        part, whole = part.contiguous(), part.new_empty(shape)
-        launch_gather(part, whole, self._addresses, self._barrier, *self._size(part, dim))
+        rows, whole = math.prod(part.shape[:dim]), part.new_empty(shape)
+        unit = torch.int16 if part.itemsize == 1 else part.dtype  # bytes move in pairs
+        own, all_parts = (tensor.flatten().view(unit) for tensor in (part.contiguous(), whole))
+        launch_gather(own, all_parts, self._addresses, self._barrier, rows, self.part_bytes // unit.itemsize)
         return whole
 
     def sum(self, whole: Tensor, dim: int | None) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from dtgpt.ops.attention.core import AttentionRule, Backend
+from dtgpt.ops.fast import is_apart
 from dtgpt.ops.fp8.parts import Parts
 from dtgpt.ops.fp8.sites import Sites
 from dtgpt.ops.loss.preference import PreferenceLoss
@@ -41,6 +42,13 @@ class Binding(NamedTuple):
 
 
 PLAIN = Binding()
+
+
+def exchanges(bound: Binding) -> bool:
+    """Return whether a matrix that a plan cuts sends its activations itself, in 8 bits: its input or its output is then
+    this rank's own."""
+    cut = bound.into is not None or bound.out is not None
+    return cut and bound.sites is not None and bound.sites.quantise and not is_apart()
 
 
 def bound_of(module: nn.Module) -> Binding:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtgpt.models.binding import PLAIN, Binding, BoundModule
+from dtgpt.models.binding import PLAIN, Binding, BoundModule, exchanges
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.attention.shared import SharedTokens
 from dtgpt.ops.fast import is_apart
@@ -52,7 +52,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
         if self.bound.sites is not None:
-            return on_local_tensors(partial(fp8_linear, sites=self.bound.sites), x, weight, bias)
+            return _in_8_bits(self.bound, x, weight, bias)
         if self.bound.product is not None:
             return on_local_tensors(self.bound.product, x, weight, bias)
         return linear(x, weight, bias)
@@ -66,10 +66,18 @@ class DeferredBiasLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
         if self.bound.sites is not None:
-            return on_local_tensors(partial(fp8_linear, sites=self.bound.sites), x, weight, None)
+            return _in_8_bits(self.bound, x, weight, None)
         if self.bound.product is not None:
             return on_local_tensors(self.bound.product, x, weight, None)
         return linear(x, weight, None)
+
+
+def _in_8_bits(bound: Binding, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert bound.sites is not None
+    if not exchanges(bound) or (bound.into is not None and isinstance(x, DTensor)):
+        return on_local_tensors(partial(fp8_linear, sites=bound.sites), x, weight, bias)
+    own_bias = None if bias is None else local(bias)
+    return fp8_linear(local(x), local(weight), own_bias, bound.sites, bound.into, bound.out)
 
 
 def observes(part: nn.Module) -> bool:

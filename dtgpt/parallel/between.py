@@ -40,6 +40,11 @@ class Layout:
     placement: Placement
     peers: KernelCollectives | None
 
+    @property
+    def cut(self) -> bool:
+        """Whether each rank has its part."""
+        return dim_of(self.placement) is not None
+
     def gather(self, part: Tensor) -> Tensor:
         """Return the activations that each rank has whole, from each rank's own; without a gradient."""
         dim, shape = dim_of(self.placement), [*part.shape]

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from dtgpt.comm.collectives import KernelCollectives
 from dtgpt.config.plan import Plan
-from dtgpt.models.binding import bind
+from dtgpt.models.binding import bind, exchanges
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
@@ -57,8 +57,13 @@ class Columnwise(ColwiseParallel):
         return super()._apply(module, device_mesh)
 
     @staticmethod
-    def _prepare_input_fn(given: Any, wanted: Any, module: Any, inputs: Any, mesh: DeviceMesh) -> DTensor:
-        return inputs[0] if isinstance(inputs[0], DTensor) else whole_input(inputs[0], module.bound.into)
+    def _prepare_input_fn(given: Any, wanted: Any, module: Any, inputs: Any, mesh: DeviceMesh) -> Tensor:
+        as_it_is = isinstance(inputs[0], DTensor) or exchanges(module.bound)
+        return inputs[0] if as_it_is else whole_input(inputs[0], module.bound.into)
+
+    @staticmethod
+    def _prepare_output_fn(wanted: Any, use_local: bool, module: Any, made: Tensor, mesh: DeviceMesh) -> Tensor:
+        return made.to_local() if isinstance(made, DTensor) else made
 
 
 class DeferredBiasRowwise(RowwiseParallel):
@@ -79,8 +84,8 @@ class DeferredBiasRowwise(RowwiseParallel):
         return module
 
     @staticmethod
-    def _prepare_output_fn(wanted: Any, use_local: bool, module: Any, addend: DTensor, mesh: DeviceMesh) -> Tensor:
-        return sum_parts(addend.to_local(), module.bound.out)
+    def _prepare_output_fn(wanted: Any, use_local: bool, module: Any, made: Tensor, mesh: DeviceMesh) -> Tensor:
+        return sum_parts(made.to_local(), module.bound.out) if isinstance(made, DTensor) else made
 
 
 class SequencePart(ParallelStyle):

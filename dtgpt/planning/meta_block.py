@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from dtgpt.config.lora import LoraConfig
-from dtgpt.models.binding import BoundModule, bind
+from dtgpt.models.binding import BoundModule, bind, exchanges
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, JointNorm, Linear
@@ -130,18 +130,21 @@ def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_pa
         module.bias = None if module.bias is None else nn.Parameter(module.bias[:rows])
         if sequence_parallel:
             bind(module, into=parts)
-            module.register_forward_pre_hook(lambda module, inputs: (parts.gather(inputs[0]), *inputs[1:]))
+            module.register_forward_pre_hook(
+                lambda module, inputs: inputs if exchanges(module.bound) else (parts.gather(inputs[0]), *inputs[1:])
+            )
     elif role is Role.ROW:
         module.weight = nn.Parameter(module.weight[:, : len(chunk(range(module.in_features), tp, 0))])
         if sequence_parallel:
             bind(module, out=parts)
-            module.register_forward_hook(lambda module, inputs, output: parts.sum(output))
+            module.register_forward_hook(lambda module, inputs, y: y if exchanges(module.bound) else parts.sum(y))
 
 
 class _SequenceParts(NamedTuple):
     """Stand-ins for an all-gather and a reduce-scatter over the sequence."""
 
     ranks: int
+    cut: bool = True
 
     def gather(self, part: Tensor) -> Tensor:
         return part.repeat(1, self.ranks, 1)

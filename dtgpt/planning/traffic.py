@@ -10,7 +10,7 @@ from dtgpt.config.plan import Plan
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.tensor import SequencePart, SequenceRowwise, degrees_of_heads
+from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise, SequencePart, SequenceRowwise, degrees_of_heads
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import (
     WIDTH_OF_SUMS,
@@ -105,7 +105,12 @@ def _over_tp(
         n = passes * (columns + rows + first + last)
         into, out = "activations into each matrix pair, and gradients", "activations out of each, and gradients"
         gathers, scatters = n + passes * into_again, n + passes * out_again
-        found.append(Collective("all-gather", "tp", into, gathers, gathers * unit))
+        # In fp8, matrices send their input, and the gradient of their output, in 8 bits.
+        sends_8 = settings.fp8 and not plan.splits_backward
+        own = [p for p in weights if sends_8 and isinstance(p.style, Columnwise | DeferredBiasRowwise)]
+        narrow = passes * (len(own) + _recomputed(settings, own)[0])
+        spared = narrow * (unit - unit // settings.dtype.itemsize)
+        found.append(Collective("all-gather", "tp", into, gathers, gathers * unit - spared))
         found.append(Collective("reduce-scatter", "tp", out, scatters, scatters * unit))
     else:
         n = passes * (columns + rows + last + out_again)

@@ -56,6 +56,11 @@ def test_a_gather_and_a_sum_of_parts(dtype, shape, dim):
     assert torch.equal(made.gather(ours, dim), torch.cat([ours, theirs], dim))
     sent = places(memory.of_ranks[1], source=0)[1]  # of the first call
     assert torch.equal(sent[: ours.numel()], ours.view(-1))
+    if dtype == torch.bfloat16:  # bytes, in another call
+        narrow = [part.to(torch.float8_e4m3fn).view(torch.uint8) for part in (ours, theirs)]
+        memory.own.view(2, RANKS, -1)[:, 1, : theirs.numel()] = narrow[1].view(-1)
+        found = made.gather(narrow[0].view(torch.float8_e4m3fn), dim)
+        assert found.dtype == torch.float8_e4m3fn and torch.equal(found.view(torch.uint8), torch.cat(narrow, dim))
     leave(theirs.chunk(RANKS, dim)[0])
     total = (ours.float() + theirs.float()).to(dtype)
     assert torch.equal(made.sum(ours, dim), total.chunk(RANKS, dim)[0])

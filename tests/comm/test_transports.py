@@ -33,6 +33,7 @@ from tests.support.bodies_pushes import shared_files
 from tests.support.gpus import delay, run_on_two_gpus
 from tests.support.ranks import pool
 
+EIGHT_BITS = torch.float8_e4m3fn
 PART, PROGRAMS = 1 << 20, 48  # bytes
 TURNS = {"cpu": 3, "cuda": 100}
 SHAPES = [
@@ -90,12 +91,15 @@ def by_group(mesh: Mesh, group: dist.ProcessGroup) -> Case:
 
     def work() -> list[Tensor]:
         gathered = [made.gather(x, dim) for dim in (0, 1, None)]
+        gathered += [made.gather(x.to(EIGHT_BITS), dim).float() for dim in (0, 1)]
         return [*gathered, *(made.sum(x.clone(), dim) for dim in (0, 1, None))]
 
     def expected() -> list[Tensor]:
         parts, whole = everyones(x, group), total(x, group, x.dtype)
         own = [whole.chunk(group.size(), dim)[group.rank()] for dim in (0, 1)]
-        return [torch.cat(parts, 0), torch.cat(parts, 1), x, *own, whole]
+        rounded = [part.to(EIGHT_BITS).float() for part in parts]
+        narrow = [torch.cat(rounded, dim) for dim in (0, 1)]
+        return [torch.cat(parts, 0), torch.cat(parts, 1), x, *narrow, *own, whole]
 
     return Case([x], work, expected)
 

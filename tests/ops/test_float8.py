@@ -14,7 +14,7 @@ from dtgpt.ops.decode.blocks import product as decode_product
 from dtgpt.ops.fp8 import quantize as module
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.product import product
-from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum
+from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum, transposed
 from dtgpt.ops.pointwise import swiglu
 from tests.ops.test_norm import needs_triton
 from tests.support.bodies_float8 import (
@@ -23,6 +23,7 @@ from tests.support.bodies_float8 import (
     assert_fused_mlp,
     check_activation,
     check_quantize,
+    check_transpose,
     draw,
     interpret,
     make_sites,
@@ -78,6 +79,13 @@ def test_an_amax_is_raised_and_never_lowered():
 def test_the_op_keeps_the_contract_of_custom_ops():
     for amax, *wanted in [(torch.zeros(()), True, True, True), (None, False, True, False), (None, True, False, False)]:
         opcheck(module._quantize, (draw(5, 1), ONE, E4M3, amax, *wanted))
+    opcheck(module._transposed, (draw(5, 3).view(torch.uint8),))
+
+
+def test_bytes_are_transposed():
+    q = torch.arange(6, dtype=torch.uint8).view(2, 3).view(E4M3)
+    q_t = transposed(q)
+    assert q_t.dtype == E4M3 and q_t.is_contiguous() and q_t.view(torch.uint8).tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2)], ids=str)
@@ -162,6 +170,7 @@ def test_blocks_say_to_decode_kernels_which_activation_they_have():
 @needs_triton
 def test_the_kernels_in_the_interpreter():
     interpret("check_quantize", "(72, 130), (4, 1)")
+    interpret("check_transpose", "(72, 130), (4, 1)")
     interpret("check_activation", "(68, 70, False), (36, 40, True)")
 
 
@@ -172,6 +181,7 @@ SIZES = [(64, 64), (16384, 1024), (1000, 1600), (36, 3072), (4, 8), (76, 1), (41
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_kernels_are_bitwise_the_reference(size):
     check_quantize(*size, device=CUDA)
+    check_transpose(*size, device=CUDA)
 
 
 @pytest.mark.cuda

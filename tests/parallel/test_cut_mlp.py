@@ -1,4 +1,5 @@
-"""MLPs in fp8 whose matrices tensor parallelism cuts are fused, with the bits of their modules."""
+"""Matrices in fp8 that tensor parallelism cuts send 8 bits, and MLPs of them are fused, with the bits of modules that
+quantise what was sent in 16."""
 
 from dataclasses import replace
 
@@ -42,9 +43,12 @@ def test_a_cut_mlp_is_fused_and_has_the_bits_of_its_modules(recipe, plan, model,
     plan = parse_plan(plan)
     fused = found_of(recipe, plan, model, recompute=recompute)
     parts = found_of(recipe, plan, model, by_modules=True, recompute=recompute)
+    amaxes = [torch.tensor([rank.amaxes for rank in ranks]).amax(0) for ranks in (fused, parts)]
+    assert torch.equal(*amaxes) and amaxes[0].min() > 0
     for one, other in zip(fused, parts, strict=True):
         assert one.fused == LAYERS * MICRO_BATCHES * (2 if recompute == "full" else 1) and other.fused == 0
-        assert one.loss == other.loss and one.amaxes == other.amaxes and min(one.amaxes) > 0
+        assert one.loss == other.loss
+        assert one.sent == one.planned and (one.sent < 0.7 * other.sent if plan.sequence_parallel else not one.sent)
         assert one.gradients.keys() == other.gradients.keys()
         for name, gradient in one.gradients.items():
             near = 2**-7 * gradient.abs().max().item() if name.endswith(BIAS) else 0

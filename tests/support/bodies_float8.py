@@ -54,6 +54,12 @@ def check_quantize(rows: int, columns: int, device: torch.device | str = "cpu") 
             assert torch.equal(*cells)
 
 
+def check_transpose(rows: int, columns: int, device: torch.device | str = "cpu") -> None:
+    """The kernel against the reference, of all values of a byte."""
+    q = torch.arange(rows * columns, device=device).remainder(256).to(torch.uint8).view(rows, columns)
+    assert torch.equal(quantize.kernels().transpose(q), q.t())
+
+
 def check_activation(rows: int, columns: int, gated: bool, device: torch.device | str = "cpu") -> None:
     """Activations that quantise their results against the activation's own kernels, quantised by the reference."""
     x, dy = draw(rows, columns * (2 if gated else 1), device), draw(rows, columns, device)

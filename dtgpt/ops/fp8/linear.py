@@ -10,20 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.fast import is_apart
+from dtgpt.ops.fp8.parts import Parts, quantize_whole
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Site, Sites
 from dtgpt.ops.pointwise.linear import linear
 
 
-def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites) -> Tensor:
+def fp8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites, into: Parts | None = None, out: Parts | None = None
+) -> Tensor:
     """Return x w^T + bias `[.., out]`. x: `[.., in]`; weight: `[out, in]`; bias: `[out]` or None; local tensors of one
-    16-bit dtype. While the scales are not known the product is of 16 bits, and a training step observes its values."""
+    16-bit dtype. While the scales are not known the product is of 16 bits, and a training step observes its values.
+
+    into, out: where ranks have cut the weight by its outputs or by its inputs, how x or the result lies on them, while
+    scales are known and no schedule splits backward. A result that is summed has no bias."""
     if not sites.quantise:
         return _observed(x, weight, bias, sites) if sites.record else linear(x, weight, bias)
     if is_apart():
         return _apart(x, weight, bias, sites)
-    return _Linear.apply(x, weight, bias, sites, sites.record)
+    return _Linear.apply(x, weight, bias, sites, sites.record, into, out)
 
 
 def _observed(x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites) -> Tensor:
@@ -93,22 +99,30 @@ class _Linear(torch.autograd.Function):
     """Forward keeps the transposed 8-bit copy of the input, and the weight as `quantized_weight` says."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites, record: bool) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites, record: bool,
+        into: Parts | None, out: Parts | None,
+    ) -> Tensor:  # fmt: skip
         first, second = sites.input, sites.weight
-        xq, xq_t = quantize(x, first.scale, FORWARD, first.amax if record else None, rows=True, columns=record)
-        wq, kept = quantized_weight(weight, second, record, record and sites.keeps_weight(x, weight))
+        xq, xq_t, shape = quantize_whole(x, first, FORWARD, first.amax if record else None, record, into)
+        wq, kept = quantized_weight(weight, second, record, record and sites.keeps_weight(xq, weight))
         y = product(xq, wq, first.inverse, second.inverse, dtype=x.dtype, bias=bias)
         ctx.save_for_backward(xq_t, kept)
-        ctx.sites, ctx.has_bias = sites, bias is not None
-        return y.unflatten(0, x.shape[:-1])
+        ctx.sites, ctx.has_bias, ctx.into, ctx.out = sites, bias is not None, into, out
+        y = y.unflatten(0, shape[:-1])
+        return y if out is None else out.sum(y)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         xq_t, kept = ctx.saved_tensors
         first, second, third = ctx.sites.input, ctx.sites.weight, ctx.sites.gradient
-        make = quantize_and_sum if ctx.has_bias else quantize
-        gq, gq_t, *sums = make(grad, third.scale, GRADIENT, third.amax, rows=True, columns=True)
+        shape, d_bias = grad.shape, None
+        if ctx.has_bias:
+            gq, gq_t, d_bias = quantize_and_sum(grad, third.scale, GRADIENT, third.amax, rows=True, columns=True)
+        else:
+            gq, gq_t, shape = quantize_whole(grad, third, GRADIENT, third.amax, True, ctx.out)
         wq_t = transposed_weight(kept, second)
         dx = product(gq, wq_t, third.inverse, second.inverse, dtype=grad.dtype)
         dw = product(gq_t, xq_t, third.inverse, first.inverse, dtype=grad.dtype)
-        return dx.unflatten(0, grad.shape[:-1]), dw, sums[0] if sums else None, None, None
+        dx = dx.unflatten(0, shape[:-1])
+        return dx if ctx.into is None else ctx.into.sum(dx), dw, d_bias, None, None, None, None

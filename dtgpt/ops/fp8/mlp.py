@@ -2,7 +2,8 @@
 
 The activation and the gradient of its input exist in 8 bits only, in both orders. Every value is that of `fp8_linear`,
 the activation, and `fp8_linear` again. Sharding rule: a first matrix cut by its outputs and a second one cut alike by
-its inputs give an addend of the result, and one of the gradient of the input; `Parts` gather and sum.
+its inputs give an addend of the result, and one of the gradient of the input; `Parts` gather, in 8 bits, and
+sum.
 """
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor
 
 from dtgpt.ops.fp8.activation import activation_backward, activation_forward
 from dtgpt.ops.fp8.linear import quantized_weight, transposed_weight
-from dtgpt.ops.fp8.parts import Parts
+from dtgpt.ops.fp8.parts import Parts, quantize_whole
 from dtgpt.ops.fp8.product import product
-from dtgpt.ops.fp8.quantize import quantize
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Sites
 from dtgpt.ops.pointwise.activation import Name, check_bias
 
@@ -41,17 +41,16 @@ class _MLP(torch.autograd.Function):
         ctx, x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, one: Sites, two: Sites, record: bool,
         into: Parts | None, out: Parts | None,
     ) -> Tensor:  # fmt: skip
-        x = x if into is None else into.gather(x)
         cells = [site.amax if record else None for site in (one.input, two.input)]
-        xq, xq_t = quantize(x, one.input.scale, FORWARD, cells[0], rows=True, columns=record)
-        wq, kept_1 = quantized_weight(weight_1, one.weight, record, record and one.keeps_weight(x, weight_1))
+        xq, xq_t, shape = quantize_whole(x, one.input, FORWARD, cells[0], record, into)
+        wq, kept_1 = quantized_weight(weight_1, one.weight, record, record and one.keeps_weight(xq, weight_1))
         u = product(xq, wq, one.input.inverse, one.weight.inverse, dtype=x.dtype)
         hq, hq_t = activation_forward(u, bias, two.input.scale, FORWARD, cells[1], record)
         wq, kept_2 = quantized_weight(weight_2, two.weight, record, record and two.keeps_weight(hq, weight_2))
         y = product(hq, wq, two.input.inverse, two.weight.inverse, dtype=x.dtype)
         ctx.save_for_backward(xq_t, hq_t, u, bias, kept_1, kept_2)
         ctx.sites, ctx.ends = (one, two), (into, out)
-        y = y.unflatten(0, x.shape[:-1])
+        y = y.unflatten(0, shape[:-1])
         return y if out is None else out.sum(y)
 
     @staticmethod
@@ -59,9 +58,8 @@ class _MLP(torch.autograd.Function):
         xq_t, hq_t, u, bias, kept_1, kept_2 = ctx.saved_tensors
         one, two = ctx.sites
         into, out = ctx.ends
-        dy = dy if out is None else out.gather(dy)
         g = two.gradient
-        gq, gq_t = quantize(dy, g.scale, GRADIENT, g.amax, rows=True, columns=True)
+        gq, gq_t, shape = quantize_whole(dy, g, GRADIENT, g.amax, True, out)
         wq_t = transposed_weight(kept_2, two.weight)
         dh = product(gq, wq_t, g.inverse, two.weight.inverse, dtype=u.dtype)
         d_weight_2 = product(gq_t, hq_t, g.inverse, two.input.inverse, dtype=dy.dtype)
@@ -71,6 +69,6 @@ class _MLP(torch.autograd.Function):
         dx = product(gq, wq_t, g.inverse, one.weight.inverse, dtype=u.dtype)
         d_weight_1 = product(gq_t, xq_t, g.inverse, one.input.inverse, dtype=dy.dtype)
         d_bias = None if bias is None else d_bias
-        dx = dx.unflatten(0, dy.shape[:-1])
+        dx = dx.unflatten(0, shape[:-1])
         dx = dx if into is None else into.sum(dx)
         return dx, d_weight_1, d_bias, d_weight_2, None, None, None, None, None

@@ -50,6 +50,11 @@ def quantize_and_sum(
     return _quantize(x, scale, dtype, amax, rows, columns, True)
 
 
+def transposed(q: Tensor) -> Tensor:
+    """Return q_t `[C, R]` of q `[R, C]` of an 8-bit type, contiguous. Not differentiable."""
+    return _transposed(q.view(torch.uint8)).view(q.dtype)
+
+
 def has_kernel(x: Tensor) -> bool:
     """Return whether a kernel can work on x `[.., C]`: whether its rows are a multiple of ROWS."""
     return has_triton(x) and x.numel() > 0 and x.numel() // x.shape[-1] % ROWS == 0
@@ -63,6 +68,21 @@ def kernels():
 
 _quantize = torch.library.custom_op("dtgpt::quantize", reference, mutates_args=("amax",), device_types="cpu")
 _quantize.register_kernel("cuda", lambda x, *rest: (kernels().quantize if has_kernel(x) else reference)(x, *rest))
+
+
+def _transposed_reference(q: Tensor) -> Tensor:
+    return q.t().clone(memory_format=torch.contiguous_format)
+
+
+_transposed = torch.library.custom_op(
+    "dtgpt::transposed_bytes", _transposed_reference, mutates_args=(), device_types="cpu"
+)
+_transposed.register_kernel("cuda", lambda q: (kernels().transpose if has_kernel(q) else _transposed_reference)(q))
+
+
+@_transposed.register_fake
+def _(q):
+    return q.new_empty(q.shape[1], q.shape[0])
 
 
 @_quantize.register_fake

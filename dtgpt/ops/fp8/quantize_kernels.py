@@ -31,6 +31,7 @@ class QuantizeLaunch(NamedTuple):
 
 PLAIN = QuantizeLaunch(rows=64, columns=64, warps=2, occupancy=1 << 10, stages=1)  # a program for each tile
 WITH_SUMS = QuantizeLaunch(rows=64, columns=64, warps=4, occupancy=8, stages=1)
+BYTES = QuantizeLaunch(rows=64, columns=128, warps=4, occupancy=1 << 10, stages=1)
 CELLS = ["scale", "amax"]  # elements of vectors, at any address: one binary serves all
 
 
@@ -135,6 +136,24 @@ def quantize_kernel(
         tl.store(partials + tl.program_id(1) * C + columns, tl.sum(sums, 0), inside)
 
 
+@triton.jit
+def transpose_kernel(q, q_t, rows, C: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the bytes of q `[rows, C]` to q_t `[C, rows]` in words of four rows."""
+    first = tl.cast(tl.program_id(1), tl.int64) * (4 * GROUPS)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.arange(0, GROUPS)
+    left = (rows - first) // 4
+    mask = (group < left)[:, None] & (columns < C)[None, :]
+    place = q + first * C + (4 * C) * group[:, None] + columns[None, :]
+    word = tl.load(place, mask, 0).to(tl.int32)
+    word |= tl.load(place + C, mask, 0).to(tl.int32) << 8
+    word |= tl.load(place + 2 * C, mask, 0).to(tl.int32) << 16
+    word |= tl.load(place + 3 * C, mask, 0).to(tl.int32) << 24
+    words = q_t.to(tl.pointer_type(tl.int32), bitcast=True)
+    to = columns.to(tl.int64)[:, None] * (rows // 4) + first // 4 + group[None, :]
+    tl.store(words + to, tl.trans(word), (columns < C)[:, None] & (group < left)[None, :])
+
+
 DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -175,3 +194,12 @@ def quantize(
     if partials is not None:
         sum_partials(partials, total)
     return q, q_t, total
+
+
+def transpose(q: Tensor, launch: QuantizeLaunch = BYTES) -> Tensor:
+    """Return q_t `[C, R]` of q uint8 `[R, C]`."""
+    (height, width), q = q.shape, q.contiguous()
+    q_t = q.new_empty(width, height)
+    grid = triton.cdiv(width, launch.columns), triton.cdiv(height, launch.rows)
+    transpose_kernel[grid](q, q_t, height, width, launch.rows // ROWS, launch.columns, num_warps=launch.warps)
+    return q_t
