@@ -53,7 +53,7 @@ Work = Callable[[], object]
 def launched(name: str, how: tuple[int, ...], work: Work, band: int = flash_launch.BAND) -> Work:
     """With a kernel launched that way."""
     tables = [flash_launch.NARROW, flash_launch.NARROW_DROPPING, flash_launch.NARROW_TILES, flash_launch.WIDE_TILES]
-    tables.append(flash_launch.LARGE_TILES)
+    tables += [flash_launch.WIDE_SPANS, flash_launch.LARGE_TILES]
 
     def run() -> object:
         before, band_before = [table[name] for table in tables], flash_launch.BAND
@@ -173,7 +173,8 @@ def apart(batch: int, heads: int, mean: int) -> Case:
 
 
 def grouped(batch: int, length: int, heads: int, kv_heads: int, width: int) -> list[Case]:
-    """Long samples whose heads of q share heads of k and v: our back end and those of PyTorch, then our launches."""
+    """Long samples whose heads of q share heads of k and v: our back end and those of PyTorch, then our launches, where
+    there is a choice of them."""
     sizes = [(batch, length, n, width) for n in (heads, kv_heads, kv_heads)]
     leaves = [torch.randn(size, device="cuda").bfloat16().requires_grad_() for size in sizes]
     grad = torch.randn(sizes[0], device="cuda").bfloat16()
@@ -214,7 +215,8 @@ def grouped(batch: int, length: int, heads: int, kv_heads: int, width: int) -> l
         Case(f"forward and backward {name}", both, 3 * moved, 7 * product),
     ]
     tried = LARGE_LAUNCHES if width > 128 else GROUPED_LAUNCHES
-    for kernel, launches in tried.items() if length == 4096 else ():
+    chosen = length != 4096 or flash_launch.takes_warps(q, k, None)
+    for kernel, launches in () if chosen else tried.items():
         work, products = (forward, 2) if kernel == "forward" else (backward, 5)
         variants = {"x".join(map(str, how)): launched(kernel, how, work) for how in launches}
         cases.append(Case(f"launches of {kernel} in {work.__name__} {name}", variants, moved, products * product))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dtgpt.util.hardware import FLOAT8, HOPPER, TRITON
 
+GLUON_VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")  # of Triton: Gluon is experimental, and others may change it
 _apart = False
 
 
@@ -28,6 +29,22 @@ def has_hopper(device: torch.device) -> bool:
     """Return whether a GPU has what came with Hopper, compute capability 9.0: a kernel may start before its predecessor
     has ended (dependent launch), and whole tiles are copied to shared memory (TMA)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
+
+
+@functools.cache
+def has_gluon(device: torch.device) -> bool:
+    """Return whether the kernels that are written in Gluon run on a GPU with the Triton that is installed."""
+    if device.type != "cuda":
+        return False
+    import triton
+
+    return serves_gluon(triton.__version__, torch.cuda.get_device_capability(device))
+
+
+def serves_gluon(version: str, capability: tuple[int, int]) -> bool:
+    """Return whether that is so with a version of Triton and on a compute capability: such kernels call instructions
+    that only Hopper GPUs have (wgmma)."""
+    return version.startswith(GLUON_VERSIONS) and capability[0] == HOPPER[0]
 
 
 @functools.cache

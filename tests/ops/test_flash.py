@@ -206,14 +206,6 @@ def test_the_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.fixture
-def poison():
-    """New memory is full of NaN and of the largest integers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [((2, 1024, 3, 64), BF16, 0.1), ((1, 1024, 2, 64), BF16, 0.0), ((2, 1, 2, 64), BF16, 0.5)]
 SHAPES += [((1, length, 2, 64), BF16, 0.2) for length in (31, 77, 129, 1000, 4095)]

@@ -1,8 +1,9 @@
 """How the kernels of `dtgpt.ops.attention.flash` are launched: which, with which tiles, and on what memory.
 
 `descriptor_kernels` serve training without dropout where the GPU copies whole tiles: 16-bit heads of 64 that share keys
-and heads of 128 and 256. `flash_kernels` serve all else, heads of 64 that share no keys as fast. The choice depends on
-the model and the GPU, never on the number of samples and heads.
+and heads of 128 and 256. On Hopper GPUs, `warp_kernels` take from them heads of 128 without document bounds, and give
+the same bits. `flash_kernels` serve all else, heads of 64 that share no keys as fast. The choice depends on the model,
+the GPU and the version of Triton, never on the number of samples and heads.
 """
 
 import math
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_hopper, multiprocessors, shared_memory
+from dtgpt.ops.fast import has_gluon, has_hopper, multiprocessors, shared_memory
 from dtgpt.ops.random.dropout import keep_scale, threshold
 
 LOG2_E = 1 / math.log(2)
@@ -51,7 +52,14 @@ NARROW_TILES = {
 WIDE_TILES = {
     "forward": FlashLaunch(64, 64, 4, 3),
     "keys": FlashLaunch(64, 64, 4, 2),
-    "queries": FlashLaunch(64, 64, 4, 2),
+    "queries": FlashLaunch(64, 64, 4, 3),
+}
+WIDE_SPANS = WIDE_TILES | {"queries": FlashLaunch(64, 64, 4, 2)}  # whose tiles of queries stay in shared memory
+WARP_ROWS = 64  # of a tile of `warp_kernels`; a program computes one for each of its groups of warps
+WARPS = {
+    "forward": FlashLaunch(3 * WARP_ROWS, WARP_ROWS, 4, 2),
+    "keys": FlashLaunch(WARP_ROWS, 2 * WARP_ROWS, 4, 2),
+    "queries": FlashLaunch(2 * WARP_ROWS, WARP_ROWS, 4, 3),
 }
 LARGE = {
     "forward": FlashLaunch(128, 64, 8, 2),
@@ -91,7 +99,9 @@ class Call:
         self.scale = 1 / math.sqrt(self.size) if scale is None else scale
         gains = words is None and gains_by_tiles(q.dtype, self.heads, self.kv_heads, self.size, q.device)
         self.by_tiles = words is None and takes_tiles(q, k)
-        self.launches = launches_of(q.dtype, self.size, self.by_tiles, gains, words is not None)
+        self.by_warps = words is None and takes_warps(q, k, spans)
+        launches = launches_of(q.dtype, self.size, self.by_tiles, gains, words is not None, spans is not None)
+        self.launches = WARPS if self.by_warps else launches
 
     def draw(self, key: Tensor, p: float, head_start: int) -> None:
         """Draw the keep decisions."""
@@ -141,15 +151,23 @@ class Call:
     def _run_tiles(
         self, name: str, read: tuple[Tensor, ...], *tensors: Tensor | None, made: Tensor, scale: tuple[float, ...] = ()
     ) -> None:
-        """Launch a kernel of `descriptor_kernels`. read: what it reads beside q, k and v, in tiles of queries."""
-        how = self.launches[name]
-        rows = (how.BLOCK_M, how.BLOCK_N, how.BLOCK_N, *(how.BLOCK_M for _ in read))
-        described = (_describe(t, r) for t, r in zip((self.q, self.k, self.v, *read), rows, strict=True))
+        """Launch a kernel of `warp_kernels` or `descriptor_kernels`. read: what it reads beside q, k and v, in tiles of
+        queries."""
+        how, sources = self.launches[name], (self.q, self.k, self.v, *read)
         grid, places, constants = self._tiles(name)
-        getattr(self.descriptor_kernels, f"{name}_by_tiles")[grid](
-            *described, *tensors, self.spans, *made.stride()[:3], self.length, self.heads, places,
-            LOG2_E * self.scale, *scale, D=self.size, **constants,
-        )  # fmt: skip
+        numbers = *made.stride()[:3], self.length, self.heads, places, LOG2_E * self.scale, *scale
+        if self.by_warps:
+            from dtgpt.ops.attention import warp_kernels
+
+            described = (_describe(t, WARP_ROWS, True) for t in sources)
+            shared = {key: constants[key] for key in ("GROUP", "BLOCK_M", "BLOCK_N", "BAND", "num_warps")}
+            kernel = getattr(warp_kernels, f"{name}_by_warps")
+            kernel[grid](*described, *tensors, *numbers, **shared, STAGES=how.num_stages)
+        else:
+            rows = (how.BLOCK_M, how.BLOCK_N, how.BLOCK_N, *(how.BLOCK_M for _ in read))
+            described = (_describe(t, r) for t, r in zip(sources, rows, strict=True))
+            kernel = getattr(self.descriptor_kernels, f"{name}_by_tiles")
+            kernel[grid](*described, *tensors, self.spans, *numbers, D=self.size, **constants)
 
     def _tiles(self, name: str) -> tuple[tuple[int], int, dict[str, Any]]:
         """Return (grid, number of pairs of sample and head, constants) of a kernel over tiles of keys or of queries."""
@@ -168,19 +186,25 @@ def takes_tiles(q: Tensor, k: Tensor) -> bool:
     return length == columns and gains_by_tiles(q.dtype, heads, kv_heads, size, q.device)
 
 
+def takes_warps(q: Tensor, k: Tensor, spans: Tensor | None) -> bool:
+    """Return whether `warp_kernels` take the place of `descriptor_kernels`."""
+    return takes_tiles(q, k) and q.shape[-1] == 128 and spans is None and has_gluon(q.device)
+
+
 def gains_by_tiles(dtype: torch.dtype, heads: int, kv_heads: int, size: int, device: torch.device) -> bool:
     """Return whether `descriptor_kernels` serve such heads without dropout, in samples without earlier columns."""
     gains = size in (128, 256) or (size == 64 and kv_heads < heads)
     return dtype.itemsize == 2 and gains and has_hopper(device)
 
 
-def launches_of(dtype: torch.dtype, size: int, by_tiles: bool, gains: bool, drops: bool) -> Launches:
+def launches_of(dtype: torch.dtype, size: int, by_tiles: bool, gains: bool, drops: bool, spans: bool) -> Launches:
     """Return the launches of the kernels. Tiles of keys in `forward` are as wide in `flash_kernels` as in the kernels
     that serve other lengths of the same heads, since the order of sums follows from them."""
     if dtype == torch.float32:
         return SINGLE
     if by_tiles:
-        return NARROW_TILES if size <= 64 else WIDE_TILES if size <= 128 else LARGE_TILES
+        wide = WIDE_SPANS if spans else WIDE_TILES
+        return NARROW_TILES if size <= 64 else wide if size <= 128 else LARGE_TILES
     if size > 64:
         return WIDE if size <= 128 else LARGE
     return NARROW_DROPPING if drops else NARROW_GROUPED if gains else NARROW
@@ -201,21 +225,28 @@ def exact_launch(
     if dtype == torch.float32:
         return SINGLE["forward"]
     gains = gains_by_tiles(dtype, heads, kv_heads, size, device)
-    keys = launches_of(dtype, size, False, gains, False)["forward"].BLOCK_N
+    keys = launches_of(dtype, size, False, gains, False, False)["forward"].BLOCK_N
     wanted = EXACT_STAGES if kv_heads * rows < CROWDED * multiprocessors(device) else EXACT_STAGES_OF_MANY
     stages = min(wanted, shared_memory(device) // (2 * keys * size * dtype.itemsize))
     return FlashLaunch(BLOCK_M=16, BLOCK_N=keys, num_warps=1, num_stages=max(stages, 1))
 
 
-def _describe(x: Tensor, rows: int) -> Any:
+def _describe(x: Tensor, rows: int, gluon: bool = False) -> Any:
     """Return a descriptor of x `[B, T, N, D]` as `[B, N, T, D]`, read in tiles `[rows, D]`. Rows start at multiples of
-    16 bytes, as the copy engine needs."""
+    16 bytes, as the copy engine needs. gluon: for a kernel in Gluon, which is told how tiles lie in shared memory."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in x.stride()[:3]):
         x = x.contiguous()
     x = x.transpose(1, 2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[-1]])
+    described = x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[-1]]
+    if not gluon:
+        return TensorDescriptor(*described)
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia import hopper
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=4)
+    return hopper.TensorDescriptor(*described, layout)
 
 
 def _readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,0 +1,139 @@
+"""Attention whose warps have tasks of their own: which calls take it, and the bits of the kernels that it replaces."""
+
+import importlib.util
+import math
+
+import pytest
+import torch
+
+from dtgpt.ops import fast
+from dtgpt.ops.attention import flash, flash_launch
+from tests.support.bodies_flash import gradients, inputs
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@pytest.mark.parametrize(
+    "version, capability, expected",
+    [
+        ("3.6.0", (9, 0), True), ("3.9.0+git1b2c", (9, 0), True), ("3.5.1", (9, 0), False), ("3.10.0", (9, 0), False),
+        ("4.0.0", (9, 0), False), ("3.6.0", (8, 9), False), ("3.6.0", (10, 0), False),
+    ],
+)  # fmt: skip
+def test_hopper_and_versions_of_triton_that_were_tried_run_gluon(version, capability, expected):
+    assert fast.serves_gluon(version, capability) == expected
+    assert not fast.has_gluon(torch.device("cpu"))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A CPU seems to be a Hopper GPU."""
+    for name in ("has_hopper", "has_gluon"):
+        monkeypatch.setattr(flash_launch, name, lambda device: True)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "size, columns, dtype, p, documents, expected",
+    [
+        (128, 200, BF16, 0.0, False, True), (128, 200, FP16, 0.0, False, True), (128, 200, FP32, 0.0, False, False),
+        (64, 200, BF16, 0.0, False, False), (256, 200, BF16, 0.0, False, False), (128, 300, BF16, 0.0, False, False),
+        (128, 200, BF16, 0.1, False, False), (128, 200, BF16, 0.0, True, False),
+    ],
+)  # fmt: skip
+def test_calls_with_heads_of_128_take_them(size, columns, dtype, p, documents, expected, hopper, monkeypatch):
+    q, k = torch.empty(2, 200, 4, size, dtype=dtype), torch.empty(2, columns, 2, size, dtype=dtype)
+    words = torch.empty(8, 1, dtype=torch.int64) if p else None
+    spans = torch.zeros(2, columns, 2, dtype=torch.int32) if documents else None
+    call = flash_launch.Call(q, k, k, p, words, spans, None)
+    assert call.by_warps == expected == (call.launches is flash_launch.WARPS)
+    monkeypatch.setattr(flash_launch, "has_gluon", lambda device: False)
+    other = flash_launch.Call(q, k, k, p, words, spans, None)
+    assert not other.by_warps and other.by_tiles == call.by_tiles
+
+
+class Recorder:
+    """Takes the place of a kernel, keeps how it was launched and compiles it."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        self.grid = grid
+        return self.keep
+
+    def keep(self, *arguments, num_warps, **constants):
+        names = self.kernel.arg_names[: len(arguments)]
+        self.values = dict(zip(names, arguments, strict=True)) | constants
+        assert set(self.values) == set(self.kernel.arg_names)
+        self.constants, self.num_warps = constants, num_warps
+
+    def compiled(self):
+        """For a Hopper GPU, where there need not be one."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        types, known, aligned = {}, {}, {}
+        for place, name in enumerate(self.kernel.arg_names):
+            value = self.values[name]
+            types[name] = self.type_of(name, value)
+            if types[name] == "constexpr":
+                known[(place,)] = value
+            elif types[name][0] == "*" or (types[name] == "i32" and value % 16 == 0):
+                aligned[(place,)] = [["tt.divisibility", 16]]
+        source = GluonASTSource(self.kernel, types, known, aligned)
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": self.num_warps})
+
+    def type_of(self, name, value):
+        if value is None or name in self.constants:
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
+            return f"*{NAMES[value.dtype]}"
+        if isinstance(value, int | float):
+            return "i32" if isinstance(value, int) else "fp32"
+        box = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{NAMES[value.base.dtype]}[{box}],{value.layout}>"
+
+
+@needs_triton
+@pytest.mark.slow(10)
+def test_launches_fit_the_kernels_which_compile_without_a_gpu(hopper, monkeypatch):
+    import triton
+
+    if not fast.serves_gluon(triton.__version__, (9, 0)):
+        pytest.skip("needs a version of Triton that was tried")
+    from dtgpt.ops.attention import warp_kernels
+
+    seen = {}
+    for name in ("forward", "queries", "keys"):
+        seen[name] = Recorder(getattr(warp_kernels, f"{name}_by_warps"))
+        monkeypatch.setattr(warp_kernels, f"{name}_by_warps", seen[name])
+    q, k = torch.zeros(2, 1000, 8, 128, dtype=BF16), torch.zeros(2, 1000, 2, 128, dtype=BF16)
+    out, sums, _ = flash_launch.launch_forward(q, k, k, None, 0.0, 0, None, sinks=torch.zeros(8, dtype=BF16))
+    flash_launch.launch_backward(out, q, k, k, out, sums, torch.empty(0), 0.0, None, False)
+    tiles = {"forward": (192, 8), "queries": (128, 8), "keys": (128, 2)}  # rows of a program, heads
+    for name, (rows, heads) in tiles.items():
+        assert seen[name].grid == (math.ceil(1000 / rows) * 2 * heads,)
+        compiled = seen[name].compiled()
+        assert "wgmma" in compiled.asm["ptx"] and compiled.metadata.shared <= 232448
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("length", [1, 64, 200, 1000, 1024, 2048])
+@pytest.mark.parametrize("kv_heads, dtype", [(0, BF16), (0, FP16), (1, BF16), (4, FP16)])
+def test_they_give_the_bits_of_the_kernels_that_they_replace(kv_heads, dtype, length, sinks, poison, monkeypatch):
+    """Where there are no heads of keys and values of their own, q, k and v are packed."""
+    leaves, qkv = inputs((2, length, 4, 128), dtype, "cuda", kv_heads)
+    if not flash_launch.takes_warps(*qkv[:2], None):
+        pytest.skip("needs a Hopper GPU and a version of Triton that was tried")
+    drains = [torch.randn(4, device="cuda").to(dtype).requires_grad_()] if sinks else []
+    cotangent, found = torch.randn_like(qkv[0]), []
+    for tried in (True, False):
+        monkeypatch.setattr(flash_launch, "has_gluon", lambda device, tried=tried: tried)
+        out, sums, _ = flash._forward(*qkv, None, 0.0, 0, None, None, *drains)
+        found.append([out, sums, *gradients(out, leaves, cotangent, drains)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
