@@ -6,12 +6,14 @@ import math
 import pytest
 import torch
 
+from dtgpt.data.document_masks import document_bounds
 from dtgpt.ops import fast
 from dtgpt.ops.attention import flash, flash_launch
+from dtgpt.ops.attention.window import spans_of_window
 from tests.support.bodies_flash import gradients, inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32"}
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
@@ -40,7 +42,7 @@ def hopper(monkeypatch):
     [
         (128, 200, BF16, 0.0, False, True), (128, 200, FP16, 0.0, False, True), (128, 200, FP32, 0.0, False, False),
         (64, 200, BF16, 0.0, False, False), (256, 200, BF16, 0.0, False, False), (128, 300, BF16, 0.0, False, False),
-        (128, 200, BF16, 0.1, False, False), (128, 200, BF16, 0.0, True, False),
+        (128, 200, BF16, 0.1, False, False), (128, 200, BF16, 0.0, True, True),
     ],
 )  # fmt: skip
 def test_calls_with_heads_of_128_take_them(size, columns, dtype, p, documents, expected, hopper, monkeypatch):
@@ -48,10 +50,17 @@ def test_calls_with_heads_of_128_take_them(size, columns, dtype, p, documents, e
     words = torch.empty(8, 1, dtype=torch.int64) if p else None
     spans = torch.zeros(2, columns, 2, dtype=torch.int32) if documents else None
     call = flash_launch.Call(q, k, k, p, words, spans, None)
-    assert call.by_warps == expected == (call.launches is flash_launch.WARPS)
+    assert call.by_warps == expected == (call.launches is flash_launch.WARPS_OF_SHORT)
     monkeypatch.setattr(flash_launch, "has_gluon", lambda device: False)
     other = flash_launch.Call(q, k, k, p, words, spans, None)
     assert not other.by_warps and other.by_tiles == call.by_tiles
+
+
+@pytest.mark.parametrize("length, name", [(2047, "WARPS_OF_SHORT"), (2048, "WARPS")])
+@needs_triton
+def test_programs_of_short_samples_compute_fewer_queries(length, name, hopper):
+    x = torch.empty(1, length, 1, 128, dtype=BF16)
+    assert flash_launch.Call(x, x, x, 0.0, None, None, None).launches is getattr(flash_launch, name)
 
 
 class Recorder:
@@ -100,7 +109,9 @@ class Recorder:
 
 @needs_triton
 @pytest.mark.slow(10)
-def test_launches_fit_the_kernels_which_compile_without_a_gpu(hopper, monkeypatch):
+@pytest.mark.parametrize("length, documents, queries", [(1000, True, 128), (2048, True, 192), (2048, False, 192)])
+def test_launches_fit_the_kernels_which_compile_without_a_gpu(length, documents, queries, hopper, monkeypatch):
+    """queries: of a program, in forward."""
     import triton
 
     if not fast.serves_gluon(triton.__version__, (9, 0)):
@@ -111,14 +122,29 @@ def test_launches_fit_the_kernels_which_compile_without_a_gpu(hopper, monkeypatc
     for name in ("forward", "queries", "keys"):
         seen[name] = Recorder(getattr(warp_kernels, f"{name}_by_warps"))
         monkeypatch.setattr(warp_kernels, f"{name}_by_warps", seen[name])
-    q, k = torch.zeros(2, 1000, 8, 128, dtype=BF16), torch.zeros(2, 1000, 2, 128, dtype=BF16)
-    out, sums, _ = flash_launch.launch_forward(q, k, k, None, 0.0, 0, None, sinks=torch.zeros(8, dtype=BF16))
-    flash_launch.launch_backward(out, q, k, k, out, sums, torch.empty(0), 0.0, None, False)
-    tiles = {"forward": (192, 8), "queries": (128, 8), "keys": (128, 2)}  # rows of a program, heads
+    q, k = torch.zeros(2, length, 8, 128, dtype=BF16), torch.zeros(2, length, 2, 128, dtype=BF16)
+    spans = torch.zeros(2, length, 2, dtype=torch.int32) if documents else None
+    out, sums, _ = flash_launch.launch_forward(q, k, k, None, 0.0, 0, spans, sinks=torch.zeros(8, dtype=BF16))
+    flash_launch.launch_backward(out, q, k, k, out, sums, torch.empty(0), 0.0, spans, False)
+    tiles = {"forward": (queries, 8), "queries": (128, 8), "keys": (128, 2)}  # rows of a program, heads
     for name, (rows, heads) in tiles.items():
-        assert seen[name].grid == (math.ceil(1000 / rows) * 2 * heads,)
+        assert seen[name].grid == (math.ceil(length / rows) * 2 * heads,)
         compiled = seen[name].compiled()
         assert "wgmma" in compiled.asm["ptx"] and compiled.metadata.shared <= 232448
+
+
+def check_bits(length, kv_heads, dtype, sinks, spans, monkeypatch):
+    """Where there are no heads of keys and values of their own, q, k and v are packed."""
+    leaves, qkv = inputs((2, length, 4, 128), dtype, "cuda", kv_heads)
+    if not flash_launch.takes_warps(*qkv[:2]):
+        pytest.skip("needs a Hopper GPU and a version of Triton that was tried")
+    drains = [torch.randn(4, device="cuda").to(dtype).requires_grad_()] if sinks else []
+    cotangent, found = torch.randn_like(qkv[0]), []
+    for tried in (True, False):
+        monkeypatch.setattr(flash_launch, "has_gluon", lambda device, tried=tried: tried)
+        out, sums, _ = flash._forward(*qkv, None, 0.0, 0, spans, None, *drains)
+        found.append([out, sums, *gradients(out, leaves, cotangent, drains)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.cuda
@@ -126,14 +152,20 @@ def test_launches_fit_the_kernels_which_compile_without_a_gpu(hopper, monkeypatc
 @pytest.mark.parametrize("length", [1, 64, 200, 1000, 1024, 2048])
 @pytest.mark.parametrize("kv_heads, dtype", [(0, BF16), (0, FP16), (1, BF16), (4, FP16)])
 def test_they_give_the_bits_of_the_kernels_that_they_replace(kv_heads, dtype, length, sinks, poison, monkeypatch):
-    """Where there are no heads of keys and values of their own, q, k and v are packed."""
-    leaves, qkv = inputs((2, length, 4, 128), dtype, "cuda", kv_heads)
-    if not flash_launch.takes_warps(*qkv[:2], None):
-        pytest.skip("needs a Hopper GPU and a version of Triton that was tried")
-    drains = [torch.randn(4, device="cuda").to(dtype).requires_grad_()] if sinks else []
-    cotangent, found = torch.randn_like(qkv[0]), []
-    for tried in (True, False):
-        monkeypatch.setattr(flash_launch, "has_gluon", lambda device, tried=tried: tried)
-        out, sums, _ = flash._forward(*qkv, None, 0.0, 0, None, None, *drains)
-        found.append([out, sums, *gradients(out, leaves, cotangent, drains)])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    check_bits(length, kv_heads, dtype, sinks, None, monkeypatch)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("window, rate", [(w, r) for w in (None, 64, 100, 1024) for r in (None, 0.003, 1.0) if w or r])
+@pytest.mark.parametrize("length", [200, 1000, 1024, 4096])
+@pytest.mark.parametrize("kv_heads, dtype, sinks", [(0, FP16, False), (1, BF16, True), (2, BF16, False)])
+def test_they_do_with_documents_and_windows(kv_heads, dtype, sinks, length, window, rate, poison, monkeypatch):
+    """rate: how often a document ends, beside some ends around the edges of tiles; None: there are no documents."""
+    spans = None
+    if rate is not None:
+        ends = torch.rand(2, length, device="cuda") < rate
+        ends[1, [at for at in (5, 6, 63, 126, 128, 191, 192, 700) if at < length]] = True
+        spans = document_bounds(ends)
+    if window is not None:
+        spans = spans_of_window(window, 2, length, torch.device("cuda"), spans)
+    check_bits(length, kv_heads, dtype, sinks, spans, monkeypatch)

@@ -1,9 +1,10 @@
 """How the kernels of `dtgpt.ops.attention.flash` are launched: which, with which tiles, and on what memory.
 
 `descriptor_kernels` serve training without dropout where the GPU copies whole tiles: 16-bit heads of 64 that share keys
-and heads of 128 and 256. On Hopper GPUs, `warp_kernels` take from them heads of 128 without document bounds, and give
-the same bits. `flash_kernels` serve all else, heads of 64 that share no keys as fast. The choice depends on the model,
-the GPU and the version of Triton, never on the number of samples and heads.
+and heads of 128 and 256. On Hopper GPUs, `warp_kernels` take from them heads of 128, and give the same bits.
+`flash_kernels` serve all else, heads of 64 that share no keys as fast. The choice depends on the model, the GPU and the
+version of Triton, never on the number of samples and heads. How many queries a program of `warp_kernels` computes
+depends on T, too, but no bits on that.
 """
 
 import math
@@ -61,6 +62,8 @@ WARPS = {
     "keys": FlashLaunch(WARP_ROWS, 2 * WARP_ROWS, 4, 2),
     "queries": FlashLaunch(2 * WARP_ROWS, WARP_ROWS, 4, 3),
 }
+SHORT = 2048  # T below which programs of fewer queries read fewer columns that they hide
+WARPS_OF_SHORT = WARPS | {"forward": FlashLaunch(2 * WARP_ROWS, WARP_ROWS, 4, 2)}
 LARGE = {
     "forward": FlashLaunch(128, 64, 8, 2),
     "keys": FlashLaunch(32, 64, 8, 2),
@@ -99,9 +102,11 @@ class Call:
         self.scale = 1 / math.sqrt(self.size) if scale is None else scale
         gains = words is None and gains_by_tiles(q.dtype, self.heads, self.kv_heads, self.size, q.device)
         self.by_tiles = words is None and takes_tiles(q, k)
-        self.by_warps = words is None and takes_warps(q, k, spans)
+        self.by_warps = words is None and takes_warps(q, k)
         launches = launches_of(q.dtype, self.size, self.by_tiles, gains, words is not None, spans is not None)
-        self.launches = WARPS if self.by_warps else launches
+        if self.by_warps:
+            launches = WARPS_OF_SHORT if self.length < SHORT else WARPS
+        self.launches = launches
 
     def draw(self, key: Tensor, p: float, head_start: int) -> None:
         """Draw the keep decisions."""
@@ -155,19 +160,19 @@ class Call:
         queries."""
         how, sources = self.launches[name], (self.q, self.k, self.v, *read)
         grid, places, constants = self._tiles(name)
-        numbers = *made.stride()[:3], self.length, self.heads, places, LOG2_E * self.scale, *scale
+        rest = self.spans, *made.stride()[:3], self.length, self.heads, places, LOG2_E * self.scale, *scale
         if self.by_warps:
             from dtgpt.ops.attention import warp_kernels
 
             described = (_describe(t, WARP_ROWS, True) for t in sources)
             shared = {key: constants[key] for key in ("GROUP", "BLOCK_M", "BLOCK_N", "BAND", "num_warps")}
             kernel = getattr(warp_kernels, f"{name}_by_warps")
-            kernel[grid](*described, *tensors, *numbers, **shared, STAGES=how.num_stages)
+            kernel[grid](*described, *tensors, *rest, **shared, STAGES=how.num_stages)
         else:
             rows = (how.BLOCK_M, how.BLOCK_N, how.BLOCK_N, *(how.BLOCK_M for _ in read))
             described = (_describe(t, r) for t, r in zip(sources, rows, strict=True))
             kernel = getattr(self.descriptor_kernels, f"{name}_by_tiles")
-            kernel[grid](*described, *tensors, self.spans, *numbers, D=self.size, **constants)
+            kernel[grid](*described, *tensors, *rest, D=self.size, **constants)
 
     def _tiles(self, name: str) -> tuple[tuple[int], int, dict[str, Any]]:
         """Return (grid, number of pairs of sample and head, constants) of a kernel over tiles of keys or of queries."""
@@ -186,9 +191,9 @@ def takes_tiles(q: Tensor, k: Tensor) -> bool:
     return length == columns and gains_by_tiles(q.dtype, heads, kv_heads, size, q.device)
 
 
-def takes_warps(q: Tensor, k: Tensor, spans: Tensor | None) -> bool:
+def takes_warps(q: Tensor, k: Tensor) -> bool:
     """Return whether `warp_kernels` take the place of `descriptor_kernels`."""
-    return takes_tiles(q, k) and q.shape[-1] == 128 and spans is None and has_gluon(q.device)
+    return takes_tiles(q, k) and q.shape[-1] == 128 and has_gluon(q.device)
 
 
 def gains_by_tiles(dtype: torch.dtype, heads: int, kv_heads: int, size: int, device: torch.device) -> bool:

@@ -1,10 +1,11 @@
 """Gluon kernels of `dtgpt.ops.attention.flash` whose warps have tasks of their own. Needs Triton and a Hopper GPU.
 
-They compute what `descriptor_kernels` does, for heads of 128 without document bounds, with the same bits, since every
-sum has the same order. One warp of a program loads tiles; each group of four warps computes a tile of its own. The
-groups share what is loaded: k and v for 192 queries (forward) or 128 (dq), q and grad for 128 keys (dk and dv). Nothing
-holds the groups in step, so that the tensor cores multiply for one while another computes exponentials; within a group,
-products of one tile run beside the exponentials of the next.
+They compute what `descriptor_kernels` does, for heads of 128, with the same bits, since every sum has the same order.
+One warp of a program loads tiles; each group of four warps computes a tile of its own. The groups share what is loaded:
+k and v for 128 or 192 queries (forward) or 128 (dq), q and grad for 128 keys (dk and dv). Nothing holds the groups in
+step, so that the tensor cores multiply for one while another computes exponentials; within a group, products of one
+tile run beside the exponentials of the next. With document bounds, all groups go over the tiles that any of them sees:
+those that are hidden from a group add zeros to its sums, which changes no bits.
 
 Arguments are those of `descriptor_kernels`; descriptors are Gluon's, of boxes of ROWS. BLOCK_M (BLOCK_N in
 `keys_by_warps`) are the rows of all groups of a program, STAGES the slots of a ring of `warp_tiles`. The copy engine
@@ -25,20 +26,24 @@ from dtgpt.ops.attention.warp_tiles import (
     STORED,
     SUMS,
     D,
+    bounds_of_rows,
     column_tiles,
+    end_of_queries,
+    first_tile,
     free,
+    hides,
     load_columns,
+    load_pairs,
     load_queries,
     next_queries,
     products,
+    put_pairs,
     ring_of,
     seen,
     store,
     tile_of,
     wait,
 )
-
-PAIRS = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -51,10 +56,14 @@ def _softmax(scores, total, top, c):
 
 
 @gluon.jit
-def _forward_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sinks, begin, d_t, T, c):
-    """Compute the tile PART of the queries from `begin` on. out, lse, sinks: of their head."""
+def _forward_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sinks, spans, begin, d_t, T, c):
+    """Compute the tile PART of the queries from `begin` on. out, lse, sinks: of their head; spans: of their sample."""
+    low = first_tile(spans, begin)
     begin += PART * ROWS
-    count = column_tiles(begin, T)
+    count = column_tiles(begin, T) - low
+    starts, clear = None, None
+    if spans is not None:
+        starts, clear = bounds_of_rows(spans, begin, low, T)
     rows = begin + gl.arange(0, ROWS, layout=ROW)
     acc = gl.zeros([ROWS, D], gl.float32, SUMS)
     total = gl.zeros([ROWS], gl.float32, ROW)
@@ -67,7 +76,7 @@ def _forward_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sinks, beg
     wait(k_ring, 0)
     scores = warpgroup_mma_wait(0, deps=[products(q, tile_of(k_ring, 0, 0))])
     free(k_ring, 0)
-    p, _, total, top = _softmax(seen(scores, rows, 0, float("-inf")), total, top, c)
+    p, _, total, top = _softmax(seen(scores, rows, starts, low * ROWS, float("-inf")), total, top, c)
     p = gl.convert_layout(p.to(q.dtype), LEFT)
     for i in range(count - 1):
         wait(k_ring, i + 1)
@@ -76,8 +85,8 @@ def _forward_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sinks, beg
         acc = warpgroup_mma(p, tile_of(v_ring, i, 0), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         free(k_ring, i + 1)
-        if i + 2 == count:
-            scores = seen(scores, rows, (i + 1) * ROWS, float("-inf"))
+        if hides(i + 1, clear, count):
+            scores = seen(scores, rows, starts, (low + i + 1) * ROWS, float("-inf"))
         next_p, shrink, total, top = _softmax(scores, total, top, c)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         free(v_ring, i)
@@ -93,46 +102,65 @@ def _forward_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sinks, beg
 
 @gluon.jit(do_not_specialize=["places"])
 def forward_by_warps(
-    q, k, v, out, lse, sinks, d_b, d_t, d_n, T, N, places, c,
+    q, k, v, out, lse, sinks, spans, d_b, d_t, d_n, T, N, places, c,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute out and lse, the binary logarithm of the sum of exponentials. Grid (ceil(T / BLOCK_M) B N)."""
-    gl.static_assert(BLOCK_M == 3 * ROWS and BLOCK_N == ROWS)
+    PARTS: gl.constexpr = BLOCK_M // ROWS
+    gl.static_assert((BLOCK_M == 2 * ROWS or BLOCK_M == 3 * ROWS) and BLOCK_N == ROWS)
     tiles = gl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
     sample, head = place // N, place % N
     begin = (tiles - 1 - tile) * BLOCK_M
-    own, k_ring, v_ring = ring_of(q, 3, 1, 1), ring_of(k, STAGES, 3, 1), ring_of(v, STAGES, 3, 1)
+    own, k_ring, v_ring = ring_of(q, PARTS, 1, 1), ring_of(k, STAGES, PARTS, 1), ring_of(v, STAGES, PARTS, 1)
     fence_async_shared()
     out += sample.to(gl.int64) * d_b + head * d_n
     lse += place.to(gl.int64) * T
     if sinks is not None:
         sinks += head
-    gl.warp_specialize(
-        [
-            (_forward_group, (0, own, k_ring, v_ring, out, lse, sinks, begin, d_t, T, c)),
-            (_forward_group, (1, own, k_ring, v_ring, out, lse, sinks, begin, d_t, T, c)),
-            (_forward_group, (2, own, k_ring, v_ring, out, lse, sinks, begin, d_t, T, c)),
-            (load_columns, (own, k_ring, v_ring, (q,), k, v, sample, head, head // GROUP, begin, T, 3)),
-        ],
-        [4, 4, 1],
-        [160, 160, 24],
-    )
+    if spans is not None:
+        spans += sample.to(gl.int64) * 2 * T
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (_forward_group, (0, own, k_ring, v_ring, out, lse, sinks, spans, begin, d_t, T, c)),
+                (_forward_group, (1, own, k_ring, v_ring, out, lse, sinks, spans, begin, d_t, T, c)),
+                (load_columns, (own, k_ring, v_ring, (q,), k, v, spans, sample, head, head // GROUP, begin, T, 2)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_forward_group, (0, own, k_ring, v_ring, out, lse, sinks, spans, begin, d_t, T, c)),
+                (_forward_group, (1, own, k_ring, v_ring, out, lse, sinks, spans, begin, d_t, T, c)),
+                (_forward_group, (2, own, k_ring, v_ring, out, lse, sinks, spans, begin, d_t, T, c)),
+                (load_columns, (own, k_ring, v_ring, (q,), k, v, spans, sample, head, head // GROUP, begin, T, 3)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
 
 
 @gluon.jit
-def _probabilities(scores, level, c, rows, first, diagonal):
+def _probabilities(scores, level, c, rows, starts, low, i, clear, count):
     p = gl.exp2(scores * c - level[:, None])
-    if diagonal:
-        p = seen(p, rows, first, 0.0)
+    if hides(i, clear, count):
+        p = seen(p, rows, starts, (low + i) * ROWS, 0.0)
     return p
 
 
 @gluon.jit
-def _queries_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sums, dq, begin, d_t, T, N, c, scale):
-    """Compute the tile PART of the queries from `begin` on. out, lse, sums, dq: of their head."""
+def _queries_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sums, dq, spans, begin, d_t, T, N, c, scale):
+    """Compute the tile PART of the queries from `begin` on. out, lse, sums, dq: of their head; spans: of their
+    sample."""
+    low = first_tile(spans, begin)
     begin += PART * ROWS
-    count = column_tiles(begin, T)
+    count = column_tiles(begin, T) - low
+    starts, clear = None, None
+    if spans is not None:
+        starts, clear = bounds_of_rows(spans, begin, low, T)
     r = begin + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, STORED))
     o = gl.load(out + r.to(gl.int64)[:, None] * (N * D) + d[None, :], mask=(r < T)[:, None], other=0.0)
@@ -151,7 +179,7 @@ def _queries_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sums, dq, 
     dp = products(g, tile_of(v_ring, 0, 0))
     scores, dp = warpgroup_mma_wait(0, deps=[scores, dp])
     free(v_ring, 0)
-    p = _probabilities(scores, level, c, rows, 0, count == 1)
+    p = _probabilities(scores, level, c, rows, starts, low, 0, clear, count)
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(q.dtype), LEFT)
     for i in range(count - 1):
         wait(k_ring, i + 1)
@@ -161,7 +189,7 @@ def _queries_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sums, dq, 
         total = warpgroup_mma(ds, tile_of(k_ring, i, 0), total, is_async=True)
         scores, dp = warpgroup_mma_wait(1, deps=[scores, dp])
         free(v_ring, i + 1)
-        p = _probabilities(scores, level, c, rows, (i + 1) * ROWS, i + 2 == count)
+        p = _probabilities(scores, level, c, rows, starts, low, i + 1, clear, count)
         next_ds = (p * (dp - delta[:, None])).to(q.dtype)
         total, ds = warpgroup_mma_wait(0, deps=[total, ds])
         free(k_ring, i)
@@ -174,7 +202,7 @@ def _queries_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sums, dq, 
 
 @gluon.jit(do_not_specialize=["places"])
 def queries_by_warps(
-    q, k, v, grad, out, lse, sums, dq, d_b, d_t, d_n, T, N, places, c, scale,
+    q, k, v, grad, out, lse, sums, dq, spans, d_b, d_t, d_n, T, N, places, c, scale,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, of strides d_b, d_t, d_n, and the sums for `keys_by_warps`. Grid (ceil(T / BLOCK_M) B N)."""
@@ -189,11 +217,13 @@ def queries_by_warps(
     lse += place.to(gl.int64) * T
     sums += place.to(gl.int64) * 2 * T
     dq += sample.to(gl.int64) * d_b + head * d_n
+    if spans is not None:
+        spans += sample.to(gl.int64) * 2 * T
     gl.warp_specialize(
         [
-            (_queries_group, (0, own, k_ring, v_ring, out, lse, sums, dq, begin, d_t, T, N, c, scale)),
-            (_queries_group, (1, own, k_ring, v_ring, out, lse, sums, dq, begin, d_t, T, N, c, scale)),
-            (load_columns, (own, k_ring, v_ring, (q, grad), k, v, sample, head, head // GROUP, begin, T, 2)),
+            (_queries_group, (0, own, k_ring, v_ring, out, lse, sums, dq, spans, begin, d_t, T, N, c, scale)),
+            (_queries_group, (1, own, k_ring, v_ring, out, lse, sums, dq, spans, begin, d_t, T, N, c, scale)),
+            (load_columns, (own, k_ring, v_ring, (q, grad), k, v, spans, sample, head, head // GROUP, begin, T, 2)),
         ],
         [4, 1],
         [240, 24],
@@ -201,41 +231,29 @@ def queries_by_warps(
 
 
 @gluon.jit
-def _load_pairs(sums, head, first, T, needed):
-    """Load the sums of a tile of queries of a head, zeros from T on, or if they are not needed."""
-    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIRS))
-    side = gl.arange(0, 2, layout=gl.SliceLayout(0, PAIRS))
-    pointers = sums + head.to(gl.int64) * 2 * T + 2 * rows[:, None] + side[None, :]
-    return gl.load(pointers, mask=((rows < T) & needed)[:, None], other=0.0)
-
-
-@gluon.jit
-def _put_pairs(memory, slot, pairs):
-    """Write what `_load_pairs` returned, as two tensors `[ROWS]`, for all threads to read."""
-    level, delta = gl.split(pairs)
-    memory.index(2 * slot).store(level)
-    memory.index(2 * slot + 1).store(delta)
-
-
-@gluon.jit
 def _keys_group(
-    PART: gl.constexpr, own, ring, memory, sums, dk, dv, begin_of_all, d_t, T, c, scale, GROUP: gl.constexpr,
+    PART: gl.constexpr, own, ring, memory, sums, dk, dv, spans, begin_of_all, d_t, T, c, scale, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Compute the tile PART of the keys from `begin_of_all` on. sums, of the first of the heads that share them, dk and
-    dv: of their head. memory: two slots for each part, by which the sums of a tile of queries reach all threads."""
+    dv: of their head; spans: of their sample. memory: two slots for each part, by which the sums of a tile of queries
+    reach all threads."""
     begin = begin_of_all + PART * ROWS
     columns = begin + gl.arange(0, ROWS, layout=ROW)
+    end = end_of_queries(spans, begin_of_all, T)
+    if spans is not None:
+        ends = gl.load(spans + 2 * columns + 1, mask=columns < T, other=0)
+        clear = gl.load(spans + 2 * gl.minimum(begin, T - 1) + 1)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
     dk_tile = gl.zeros([ROWS, D], gl.float32, SUMS)
     dv_tile = gl.zeros([ROWS, D], gl.float32, SUMS)
     head, first = 0, begin_of_all
-    _put_pairs(memory, 2 * PART, _load_pairs(sums, head, first, T, True))
+    put_pairs(memory, 2 * PART, load_pairs(sums, head, first, T, True))
     k, v = tile_of(own, PART, 0), tile_of(own, PART, 1)
     wait(own, PART)
-    count = gl.cdiv(T - begin_of_all, ROWS) * GROUP
+    count = gl.cdiv(end - begin_of_all, ROWS) * GROUP
     for i in range(count):
-        next_head, next_first = next_queries(head, first, begin_of_all, T)
-        pairs = _load_pairs(sums, next_head, next_first, T, i + 1 < count)
+        next_head, next_first = next_queries(head, first, begin_of_all, end)
+        pairs = load_pairs(sums, next_head, next_first, T, i + 1 < count)
         slot = 2 * PART + (i & 1)
         level = memory.index(2 * slot).load(COLUMN) * (-1.0 / c)
         delta = -memory.index(2 * slot + 1).load(COLUMN)
@@ -248,15 +266,20 @@ def _keys_group(
         dp = warpgroup_mma(v, g.permute((1, 0)), deltas, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         p = gl.exp2(scores * c)
-        if first <= begin:
+        hidden = first <= begin
+        if spans is not None:
+            hidden |= first + ROWS > clear
+        if hidden:
             rows = first + gl.arange(0, ROWS, layout=COLUMN)
             p = gl.where(rows[None, :] >= columns[:, None], p, 0.0)
+            if spans is not None:
+                p = gl.where(rows[None, :] < ends[:, None], p, 0.0)
         left = gl.convert_layout(p.to(k.dtype), LEFT)
         dv_tile = warpgroup_mma(left, g, dv_tile, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         ds = gl.convert_layout((p * dp).to(k.dtype), LEFT)
         dk_tile = warpgroup_mma(ds, q, dk_tile, is_async=True)
-        _put_pairs(memory, 2 * PART + 1 - (i & 1), pairs)
+        put_pairs(memory, 2 * PART + 1 - (i & 1), pairs)
         dv_tile, left, dk_tile, ds = warpgroup_mma_wait(0, deps=[dv_tile, left, dk_tile, ds])
         free(ring, i)
         head, first = next_head, next_first
@@ -266,7 +289,7 @@ def _keys_group(
 
 @gluon.jit(do_not_specialize=["places"])
 def keys_by_warps(
-    q, k, v, grad, sums, dk, dv, d_b, d_t, d_n, T, N, places, c, scale,
+    q, k, v, grad, sums, dk, dv, spans, d_b, d_t, d_n, T, N, places, c, scale,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv, of strides d_b, d_t, d_n, from the sums of `queries_by_warps`, in transposed tiles as
@@ -281,11 +304,13 @@ def keys_by_warps(
     sums += (sample * N + group * GROUP).to(gl.int64) * 2 * T
     dk += sample.to(gl.int64) * d_b + group * d_n
     dv += sample.to(gl.int64) * d_b + group * d_n
+    if spans is not None:
+        spans += sample.to(gl.int64) * 2 * T
     gl.warp_specialize(
         [
-            (_keys_group, (0, own, ring, memory, sums, dk, dv, begin, d_t, T, c, scale, GROUP)),
-            (_keys_group, (1, own, ring, memory, sums, dk, dv, begin, d_t, T, c, scale, GROUP)),
-            (load_queries, (own, ring, k, v, q, grad, sample, group, begin, T, GROUP)),
+            (_keys_group, (0, own, ring, memory, sums, dk, dv, spans, begin, d_t, T, c, scale, GROUP)),
+            (_keys_group, (1, own, ring, memory, sums, dk, dv, spans, begin, d_t, T, c, scale, GROUP)),
+            (load_queries, (own, ring, k, v, q, grad, spans, sample, group, begin, T, GROUP)),
         ],
         [4, 1],
         [240, 24],

@@ -3,7 +3,8 @@
 Tiles are `[ROWS, D]`. They lie in rings, tuples (tiles, full, empty): slots in shared memory, used in turn, and two
 barriers a slot. The warp that loads waits until a slot is empty, which each group that reads it tells; the groups wait
 until it is full. A slot may hold the tiles of two tensors. The tiles that one group alone reads are a ring, too, of one
-slot a group, filled once. PARTS: groups of a program. Other names are those of the kernels.
+slot a group, filled once. Turns count the tiles that a program loads. PARTS: groups of a program. spans: those of its
+sample, or None. Other names are those of the kernels.
 """
 
 from triton.experimental import gluon
@@ -17,6 +18,7 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))  # what the tensor co
 STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))  # of one number for each row of SCORES
 COLUMN = gl.constexpr(gl.SliceLayout(0, SCORES.value))
+PAIRS = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0]))
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # so called until Triton 3.7
 
 
@@ -80,45 +82,103 @@ def products(a, b):
 
 
 @gluon.jit
-def seen(values, rows, first, hidden: gl.constexpr):
-    """Return values, or `hidden` where a query may not attend to a column of the tile from `first` on."""
+def seen(values, rows, starts, first, hidden: gl.constexpr):
+    """Return values, or `hidden` where a query may not attend to a column of the tile from `first` on. starts: the
+    first column that each query sees, or None."""
     columns = first + gl.arange(0, ROWS, layout=COLUMN)
-    return gl.where(rows[:, None] >= columns[None, :], values, hidden)
+    values = gl.where(rows[:, None] >= columns[None, :], values, hidden)
+    if starts is not None:
+        values = gl.where(starts[:, None] <= columns[None, :], values, hidden)
+    return values
+
+
+@gluon.jit
+def first_tile(spans, begin):
+    """Return the first tile of columns that any query from `begin` on sees, which is that of the first query."""
+    if spans is None:
+        return 0
+    else:  # without it, what follows would be compiled all the same
+        return gl.load(spans + 2 * begin) // ROWS
 
 
 @gluon.jit
 def column_tiles(begin, T):
-    """Return how many tiles of columns the queries from `begin` on see; the last of them is on the diagonal."""
+    """Return how many tiles of columns there are up to those on the diagonal of the queries from `begin` on."""
     return gl.minimum(begin // ROWS + 1, gl.cdiv(T, ROWS))
 
 
 @gluon.jit
-def load_columns(own, k_ring, v_ring, queries, k, v, sample, head, group, begin, T, PARTS: gl.constexpr):
+def bounds_of_rows(spans, begin, low, T):
+    """Return (the first column that each query of the tile from `begin` on sees, the first turn whose tile all of them
+    see). low: the tile of the first turn."""
+    rows = begin + gl.arange(0, ROWS, layout=ROW)
+    last = gl.load(spans + 2 * gl.minimum(begin + ROWS - 1, T - 1))
+    return gl.load(spans + 2 * rows, mask=rows < T, other=0), gl.cdiv(last, ROWS) - low
+
+
+@gluon.jit
+def hides(i, clear, count):
+    """Return whether the tile of turn i hides columns: the last, on the diagonal, and those before `clear`."""
+    if clear is None:
+        return i + 1 == count
+    else:
+        return (i + 1 == count) | (i < clear)
+
+
+@gluon.jit
+def load_columns(own, k_ring, v_ring, queries, k, v, spans, sample, head, group, begin, T, PARTS: gl.constexpr):
     """Load the queries of all groups, from `begin` on, and the columns that any of them sees."""
     _, full, _ = k_ring
     # A group leaves tiles unread that only the later queries see: no load may wait until their slots are empty.
     gl.static_assert(full.shape[0] >= PARTS - 1)
     for n in gl.static_range(PARTS):
         load(own, n, queries, sample, head, begin + n * ROWS)
-    for i in range(column_tiles(begin + (PARTS - 1) * ROWS, T)):
-        load(k_ring, i, (k,), sample, group, i * ROWS)
-        load(v_ring, i, (v,), sample, group, i * ROWS)
+    low = first_tile(spans, begin)
+    for i in range(column_tiles(begin + (PARTS - 1) * ROWS, T) - low):
+        load(k_ring, i, (k,), sample, group, (low + i) * ROWS)
+        load(v_ring, i, (v,), sample, group, (low + i) * ROWS)
 
 
 @gluon.jit
-def next_queries(head, first, begin, T):
-    """Return the tile of queries after (head, first); those of a head start at `begin`."""
+def end_of_queries(spans, begin, T):
+    """Return the end of the queries that see any key of both groups, which begin at `begin`."""
+    if spans is None:
+        return T
+    else:
+        return gl.load(spans + 2 * gl.minimum(begin + 2 * ROWS - 1, T - 1) + 1)
+
+
+@gluon.jit
+def next_queries(head, first, begin, end):
+    """Return the tile of queries after (head, first); those of a head go from `begin` to `end`."""
     first += ROWS
-    last = first >= T
+    last = first >= end
     return head + last.to(gl.int32), gl.where(last, begin, first)
 
 
 @gluon.jit
-def load_queries(own, ring, k, v, q, grad, sample, group, begin, T, GROUP: gl.constexpr):
-    """Load the keys of both groups, from `begin` on, and the queries from there on of all heads that share them."""
+def load_pairs(sums, head, first, T, needed):
+    """Load the sums of a tile of queries of a head, zeros from T on, or if they are not needed."""
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIRS))
+    side = gl.arange(0, 2, layout=gl.SliceLayout(0, PAIRS))
+    pointers = sums + head.to(gl.int64) * 2 * T + 2 * rows[:, None] + side[None, :]
+    return gl.load(pointers, mask=((rows < T) & needed)[:, None], other=0.0)
+
+
+@gluon.jit
+def put_pairs(memory, slot, pairs):
+    """Write what `load_pairs` returned, as two tensors `[ROWS]`, for all threads to read."""
+    level, delta = gl.split(pairs)
+    memory.index(2 * slot).store(level)
+    memory.index(2 * slot + 1).store(delta)
+
+
+@gluon.jit
+def load_queries(own, ring, k, v, q, grad, spans, sample, group, begin, T, GROUP: gl.constexpr):
+    """Load the keys of both groups, from `begin` on, and the queries that see any of all heads that share them."""
     for n in gl.static_range(2):
         load(own, n, (k, v), sample, group, begin + n * ROWS)
-    head, first = group * GROUP, begin
-    for i in range(gl.cdiv(T - begin, ROWS) * GROUP):
+    head, first, end = group * GROUP, begin, end_of_queries(spans, begin, T)
+    for i in range(gl.cdiv(end - begin, ROWS) * GROUP):
         load(ring, i, (q, grad), sample, head, first)
-        head, first = next_queries(head, first, begin, T)
+        head, first = next_queries(head, first, begin, end)
