@@ -42,7 +42,7 @@ def hopper(monkeypatch):
     [
         (128, 200, BF16, 0.0, False, True), (128, 200, FP16, 0.0, False, True), (128, 200, FP32, 0.0, False, False),
         (64, 200, BF16, 0.0, False, False), (256, 200, BF16, 0.0, False, False), (128, 300, BF16, 0.0, False, False),
-        (128, 200, BF16, 0.1, False, False), (128, 200, BF16, 0.0, True, True),
+        (128, 200, BF16, 0.1, False, False), (128, 200, BF16, 0.0, True, False),
     ],
 )  # fmt: skip
 def test_calls_with_heads_of_128_take_them(size, columns, dtype, p, documents, expected, hopper, monkeypatch):
@@ -56,11 +56,14 @@ def test_calls_with_heads_of_128_take_them(size, columns, dtype, p, documents, e
     assert not other.by_warps and other.by_tiles == call.by_tiles
 
 
-@pytest.mark.parametrize("length, name", [(2047, "WARPS_OF_SHORT"), (2048, "WARPS")])
+@pytest.mark.parametrize(
+    "length, name, documents", [(2047, "WARPS_OF_SHORT", False), (2048, "WARPS", False), (8192, "WARPS", True)]
+)
 @needs_triton
-def test_programs_of_short_samples_compute_fewer_queries(length, name, hopper):
+def test_the_length_decides_how_many_queries_a_program_computes(length, name, documents, hopper):
     x = torch.empty(1, length, 1, 128, dtype=BF16)
-    assert flash_launch.Call(x, x, x, 0.0, None, None, None).launches is getattr(flash_launch, name)
+    spans = torch.empty(1, length, 2, dtype=torch.int32) if documents else None
+    assert flash_launch.Call(x, x, x, 0.0, None, spans, None).launches is getattr(flash_launch, name)
 
 
 class Recorder:
@@ -118,6 +121,7 @@ def test_launches_fit_the_kernels_which_compile_without_a_gpu(length, documents,
         pytest.skip("needs a version of Triton that was tried")
     from dtgpt.ops.attention import warp_kernels
 
+    monkeypatch.setattr(flash_launch, "LONG", 0)
     seen = {}
     for name in ("forward", "queries", "keys"):
         seen[name] = Recorder(getattr(warp_kernels, f"{name}_by_warps"))
@@ -136,7 +140,8 @@ def test_launches_fit_the_kernels_which_compile_without_a_gpu(length, documents,
 def check_bits(length, kv_heads, dtype, sinks, spans, monkeypatch):
     """Where there are no heads of keys and values of their own, q, k and v are packed."""
     leaves, qkv = inputs((2, length, 4, 128), dtype, "cuda", kv_heads)
-    if not flash_launch.takes_warps(*qkv[:2]):
+    monkeypatch.setattr(flash_launch, "LONG", 0)
+    if not flash_launch.takes_warps(*qkv[:2], spans):
         pytest.skip("needs a Hopper GPU and a version of Triton that was tried")
     drains = [torch.randn(4, device="cuda").to(dtype).requires_grad_()] if sinks else []
     cotangent, found = torch.randn_like(qkv[0]), []

@@ -1,7 +1,8 @@
 """How the kernels of `dtgpt.ops.attention.flash` are launched: which, with which tiles, and on what memory.
 
 `descriptor_kernels` serve training without dropout where the GPU copies whole tiles: 16-bit heads of 64 that share keys
-and heads of 128 and 256. On Hopper GPUs, `warp_kernels` take from them heads of 128, and give the same bits.
+and heads of 128 and 256. On Hopper GPUs, `warp_kernels` take from them heads of 128, and give the same bits; documents
+and windows in long samples only.
 `flash_kernels` serve all else, heads of 64 that share no keys as fast. The choice depends on the model, the GPU and the
 version of Triton, never on the number of samples and heads. How many queries a program of `warp_kernels` computes
 depends on T, too, but no bits on that.
@@ -63,6 +64,7 @@ WARPS = {
     "queries": FlashLaunch(2 * WARP_ROWS, WARP_ROWS, 4, 3),
 }
 SHORT = 2048  # T below which programs of fewer queries read fewer columns that they hide
+LONG = 8192  # T from which documents and windows are as a rule wide enough for them: those of 256 are not
 WARPS_OF_SHORT = WARPS | {"forward": FlashLaunch(2 * WARP_ROWS, WARP_ROWS, 4, 2)}
 LARGE = {
     "forward": FlashLaunch(128, 64, 8, 2),
@@ -102,7 +104,7 @@ class Call:
         self.scale = 1 / math.sqrt(self.size) if scale is None else scale
         gains = words is None and gains_by_tiles(q.dtype, self.heads, self.kv_heads, self.size, q.device)
         self.by_tiles = words is None and takes_tiles(q, k)
-        self.by_warps = words is None and takes_warps(q, k)
+        self.by_warps = words is None and takes_warps(q, k, spans)
         launches = launches_of(q.dtype, self.size, self.by_tiles, gains, words is not None, spans is not None)
         if self.by_warps:
             launches = WARPS_OF_SHORT if self.length < SHORT else WARPS
@@ -191,9 +193,10 @@ def takes_tiles(q: Tensor, k: Tensor) -> bool:
     return length == columns and gains_by_tiles(q.dtype, heads, kv_heads, size, q.device)
 
 
-def takes_warps(q: Tensor, k: Tensor) -> bool:
+def takes_warps(q: Tensor, k: Tensor, spans: Tensor | None) -> bool:
     """Return whether `warp_kernels` take the place of `descriptor_kernels`."""
-    return takes_tiles(q, k) and q.shape[-1] == 128 and has_gluon(q.device)
+    bounds_are_wide = spans is None or q.shape[1] >= LONG
+    return takes_tiles(q, k) and bounds_are_wide and q.shape[-1] == 128 and has_gluon(q.device)
 
 
 def gains_by_tiles(dtype: torch.dtype, heads: int, kv_heads: int, size: int, device: torch.device) -> bool:
