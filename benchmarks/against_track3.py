@@ -4,10 +4,10 @@
 
 `--theirs`: their records/track_3_optimization/train_gpt_simple.py, of which a temporary copy runs with another number
 of steps, validation at the end alone on `--eval_samples` samples, the loss of each step recorded, and our initial
-weights (`--own_weights`: with its own). `--again N`: it runs once more in micro-batches of N samples, with `--eager`
-not compiled, which shows how far rounding alone moves its losses. All take the same shards, in the same order: those of
-`--data`, a folder with fineweb_train_*.bin and fineweb_val_*.bin, or else `--tokens` tokens of the sources that are
-installed with Python, by a tokenizer of 1024 tokens. Options that it does not know are those of our recipe.
+weights (`--own_weights`: with its own). `--again N`: it runs once more in micro-batches of N samples, which shows how
+far rounding alone moves its losses. All take the same shards, in the same order: those of `--data`, a folder with
+fineweb_train_*.bin and fineweb_val_*.bin, or else `--tokens` tokens of the sources that are installed with Python, by
+a tokenizer of 1024 tokens. Options that it does not know are those of our recipe.
 """
 
 import argparse
@@ -38,7 +38,6 @@ REPLACED = (  # in their script: pattern, what takes its place
     (r"train_steps = \d+", "train_steps = {steps}"),
     (r"val_tokens = .*", "val_tokens = {eval_tokens}"),
     (r"\nmbs = \d+", "\nmbs = {micro}"),
-    (r"\nmodel\.compile\(dynamic=False\)", "\n{compile}"),
     (r"( +)# create the optimizer\(s\)\n", r"\1{load}\n\1# create the optimizer(s)\n"),
     (r"if step == train_steps or step % val_step_freq == 0:", "if step == train_steps:"),
     (
@@ -54,13 +53,13 @@ REPLACED = (  # in their script: pattern, what takes its place
 )
 
 
-def patched(script: str, steps: int, eval_tokens: int, weights: bool, micro: int, compiled: bool) -> str:
+def patched(script: str, steps: int, eval_tokens: int, weights: bool, micro: int) -> str:
     """Return their script with the replacements. Raises UserError where it is another version."""
-    values = {"steps": steps, "eval_tokens": eval_tokens, "micro": micro}
-    values["load"] = "model.load_state_dict(torch.load('weights.pt'), strict=False)" if weights else ""
-    values["compile"] = "model.compile(dynamic=False)" if compiled else ""
+    load = "model.load_state_dict(torch.load('weights.pt'), strict=False)" if weights else ""
     for pattern, text in REPLACED:
-        script, count = re.subn(pattern, text.format(**values), script)
+        script, count = re.subn(
+            pattern, text.format(steps=steps, eval_tokens=eval_tokens, load=load, micro=micro), script
+        )
         if count != 1:
             raise UserError(f"--theirs has {count} places such as {pattern!r}, not one; it is another version")
     return script
@@ -128,15 +127,13 @@ def summary(losses: list[float], seconds: list[float], validation: float | None)
     return {"losses": losses, "ms": 1e3 * step, "tokens_per_second": BATCH / step, "validation": validation}
 
 
-def run_theirs(
-    script: Path, folder: Path, steps: int, eval_tokens: int, weights: bool, micro: int = 64, compiled: bool = True
-) -> dict:
+def run_theirs(script: Path, folder: Path, steps: int, eval_tokens: int, weights: bool, micro: int = 64) -> dict:
     """Run a copy of their script as one process. weights: with our initial weights. micro: samples of a micro-batch."""
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         (work / "data").mkdir()
         (work / "data" / "fineweb10B").symlink_to(folder.resolve())
-        (work / "theirs.py").write_text(patched(script.read_text(), steps, eval_tokens, weights, micro, compiled))
+        (work / "theirs.py").write_text(patched(script.read_text(), steps, eval_tokens, weights, micro))
         if weights:
             torch.save(their_weights(), work / "weights.pt")
         own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29531"}
@@ -177,7 +174,6 @@ def main() -> int:
     parser.add_argument(
         "--again", type=int, metavar="N", help="run theirs a second time, in micro-batches of N samples"
     )
-    parser.add_argument("--eager", action="store_true", help="that second time without torch.compile")
     parser.add_argument("--data", type=Path, help="folder of shards; made where it has none")
     parser.add_argument("--tokens", type=int, default=60_000_000, help="tokens for training, where shards are made")
     parser.add_argument("--steps", type=int, default=60)
@@ -202,15 +198,14 @@ def main() -> int:
             found["theirs"] = run_theirs(args.theirs, folder, args.steps, eval_tokens, not args.own_weights)
             args.out.write_text(json.dumps(found))
         if args.theirs and args.again:
-            more = args.again, not args.eager
-            again = run_theirs(args.theirs, folder, args.steps, eval_tokens, not args.own_weights, *more)
-            found[f"by {args.again}{', eager' * args.eager}"] = again
+            again = run_theirs(args.theirs, folder, args.steps, eval_tokens, not args.own_weights, args.again)
+            found[f"by {args.again}"] = again
             args.out.write_text(json.dumps(found))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     for name, run in found.items():
-        print(f"{name:<12}{run['ms']:8.1f} ms a step {run['tokens_per_second']:12,.0f} tokens/s, ", end="")
+        print(f"{name:<8}{run['ms']:8.1f} ms a step {run['tokens_per_second']:12,.0f} tokens/s, ", end="")
         print(f"validation loss {run['validation']}")
     names = list(found)
     print("step    " + "".join(f"{name:>12}" for name in names))
