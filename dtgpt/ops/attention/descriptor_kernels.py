@@ -186,11 +186,6 @@ def queries_by_tiles(
     rows = begin + tl.arange(0, BLOCK_M)
     q_tile = tile_of(q, sample, head, begin, BLOCK_M, D)
     g_tile = tile_of(grad, sample, head, begin, BLOCK_M, D)
-    # Of this width the compiler then keeps both in registers, and shared memory holds a third stage. Rows from T on are
-    # zeros anyway. With spans it does not, since other loads come between.
-    if D == 128 and not SPANS:
-        q_tile = tl.where((rows < T)[:, None], q_tile, 0.0)
-        g_tile = tl.where((rows < T)[:, None], g_tile, 0.0)
     o = load(out + sample.to(tl.int64) * T * N * D + head * D, rows.to(tl.int64), N * D, T, D, D, BOUND)
     level, delta = sum_products(o, g_tile, lse, sums, place.to(tl.int64), rows, T, 1.0)
     total = tl.zeros([BLOCK_M, D], tl.float32)

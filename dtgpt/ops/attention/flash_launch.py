@@ -1,11 +1,10 @@
 """How the kernels of `dtgpt.ops.attention.flash` are launched: which, with which tiles, and on what memory.
 
 `descriptor_kernels` serve training without dropout where the GPU copies whole tiles: 16-bit heads of 64 that share keys
-and heads of 128 and 256. On Hopper GPUs, `warp_kernels` take from them heads of 128, and give the same bits; documents
-and windows in long samples only.
-`flash_kernels` serve all else, heads of 64 that share no keys as fast. The choice depends on the model, the GPU and the
-version of Triton, never on the number of samples and heads. How many queries a program of `warp_kernels` computes
-depends on T, too, but no bits on that.
+and heads of 128 and 256. On Hopper GPUs, `warp_kernels` take from them heads of 128, with documents or windows in long
+samples only, and give the same bits. `flash_kernels` serve all else, heads of 64 that share no keys as fast. The choice
+depends on the model, the GPU and the version of Triton, never on the number of samples and heads, and on T only where
+no bits do.
 """
 
 import math
@@ -54,9 +53,8 @@ NARROW_TILES = {
 WIDE_TILES = {
     "forward": FlashLaunch(64, 64, 4, 3),
     "keys": FlashLaunch(64, 64, 4, 2),
-    "queries": FlashLaunch(64, 64, 4, 3),
+    "queries": FlashLaunch(64, 64, 4, 2),
 }
-WIDE_SPANS = WIDE_TILES | {"queries": FlashLaunch(64, 64, 4, 2)}  # whose tiles of queries stay in shared memory
 WARP_ROWS = 64  # of a tile of `warp_kernels`; a program computes one for each of its groups of warps
 WARPS = {
     "forward": FlashLaunch(3 * WARP_ROWS, WARP_ROWS, 4, 2),
@@ -105,7 +103,7 @@ class Call:
         gains = words is None and gains_by_tiles(q.dtype, self.heads, self.kv_heads, self.size, q.device)
         self.by_tiles = words is None and takes_tiles(q, k)
         self.by_warps = words is None and takes_warps(q, k, spans)
-        launches = launches_of(q.dtype, self.size, self.by_tiles, gains, words is not None, spans is not None)
+        launches = launches_of(q.dtype, self.size, self.by_tiles, gains, words is not None)
         if self.by_warps:
             launches = WARPS_OF_SHORT if self.length < SHORT else WARPS
         self.launches = launches
@@ -205,14 +203,13 @@ def gains_by_tiles(dtype: torch.dtype, heads: int, kv_heads: int, size: int, dev
     return dtype.itemsize == 2 and gains and has_hopper(device)
 
 
-def launches_of(dtype: torch.dtype, size: int, by_tiles: bool, gains: bool, drops: bool, spans: bool) -> Launches:
+def launches_of(dtype: torch.dtype, size: int, by_tiles: bool, gains: bool, drops: bool) -> Launches:
     """Return the launches of the kernels. Tiles of keys in `forward` are as wide in `flash_kernels` as in the kernels
     that serve other lengths of the same heads, since the order of sums follows from them."""
     if dtype == torch.float32:
         return SINGLE
     if by_tiles:
-        wide = WIDE_SPANS if spans else WIDE_TILES
-        return NARROW_TILES if size <= 64 else wide if size <= 128 else LARGE_TILES
+        return NARROW_TILES if size <= 64 else WIDE_TILES if size <= 128 else LARGE_TILES
     if size > 64:
         return WIDE if size <= 128 else LARGE
     return NARROW_DROPPING if drops else NARROW_GROUPED if gains else NARROW
@@ -233,7 +230,7 @@ def exact_launch(
     if dtype == torch.float32:
         return SINGLE["forward"]
     gains = gains_by_tiles(dtype, heads, kv_heads, size, device)
-    keys = launches_of(dtype, size, False, gains, False, False)["forward"].BLOCK_N
+    keys = launches_of(dtype, size, False, gains, False)["forward"].BLOCK_N
     wanted = EXACT_STAGES if kv_heads * rows < CROWDED * multiprocessors(device) else EXACT_STAGES_OF_MANY
     stages = min(wanted, shared_memory(device) // (2 * keys * size * dtype.itemsize))
     return FlashLaunch(BLOCK_M=16, BLOCK_N=keys, num_warps=1, num_stages=max(stages, 1))
