@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtgpt.util.hardware import FLOAT8, HOPPER, TRITON
 
-GLUON_VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")  # of Triton: Gluon is experimental, and others may change it
+GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is experimental, and others have not run the tests on a GPU
 _apart = False
 
 
