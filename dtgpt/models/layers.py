@@ -73,6 +73,7 @@ class DeferredBiasLinear(nn.Linear):
 
 
 def _in_8_bits(bound: Binding, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x w^T + bias of a module that is bound to sites; x: whole, or this rank's where the matrix sends it."""
     assert bound.sites is not None
     if not exchanges(bound) or (bound.into is not None and isinstance(x, DTensor)):
         return on_local_tensors(partial(fp8_linear, sites=bound.sites), x, weight, bias)

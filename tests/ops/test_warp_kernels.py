@@ -122,7 +122,7 @@ def test_launches_fit_the_kernels_which_compile_without_a_gpu(length, documents,
         pytest.skip("needs a version of Triton that is known to compile them")
     from dtgpt.ops.attention import warp_kernels
 
-    monkeypatch.setattr(flash_launch, "LONG", 0)
+    monkeypatch.setattr(flash_launch, "BOUNDED", 0)
     seen = {}
     for name in ("forward", "queries", "keys"):
         seen[name] = Recorder(getattr(warp_kernels, f"{name}_by_warps"))
@@ -141,7 +141,7 @@ def test_launches_fit_the_kernels_which_compile_without_a_gpu(length, documents,
 def check_bits(length, kv_heads, dtype, sinks, spans, monkeypatch):
     """Where there are no heads of keys and values of their own, q, k and v are packed."""
     leaves, qkv = inputs((2, length, 4, 128), dtype, "cuda", kv_heads)
-    monkeypatch.setattr(flash_launch, "LONG", 0)
+    monkeypatch.setattr(flash_launch, "BOUNDED", 0)
     if not flash_launch.takes_warps(*qkv[:2], spans):
         pytest.skip("needs a Hopper GPU and a version of Triton that was tried")
     drains = [torch.randn(4, device="cuda").to(dtype).requires_grad_()] if sinks else []

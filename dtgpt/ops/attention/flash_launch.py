@@ -62,7 +62,7 @@ WARPS = {
     "queries": FlashLaunch(2 * WARP_ROWS, WARP_ROWS, 4, 3),
 }
 SHORT = 2048  # T below which programs of fewer queries read fewer columns that they hide
-LONG = 8192  # T from which documents and windows are as a rule wide enough for them: those of 256 are not
+BOUNDED = 8192  # T from which they serve documents and windows, too: documents of 256 tokens are faster without them
 WARPS_OF_SHORT = WARPS | {"forward": FlashLaunch(2 * WARP_ROWS, WARP_ROWS, 4, 2)}
 LARGE = {
     "forward": FlashLaunch(128, 64, 8, 2),
@@ -193,8 +193,8 @@ def takes_tiles(q: Tensor, k: Tensor) -> bool:
 
 def takes_warps(q: Tensor, k: Tensor, spans: Tensor | None) -> bool:
     """Return whether `warp_kernels` take the place of `descriptor_kernels`."""
-    bounds_are_wide = spans is None or q.shape[1] >= LONG
-    return takes_tiles(q, k) and bounds_are_wide and q.shape[-1] == 128 and has_gluon(q.device)
+    fits = q.shape[-1] == 128 and (spans is None or q.shape[1] >= BOUNDED)
+    return fits and takes_tiles(q, k) and has_gluon(q.device)
 
 
 def gains_by_tiles(dtype: torch.dtype, heads: int, kv_heads: int, size: int, device: torch.device) -> bool:

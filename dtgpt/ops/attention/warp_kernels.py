@@ -27,9 +27,8 @@ from dtgpt.ops.attention.warp_tiles import (
     SUMS,
     D,
     bounds_of_rows,
-    column_tiles,
+    columns_of,
     end_of_queries,
-    first_tile,
     free,
     hides,
     load_columns,
@@ -58,9 +57,7 @@ def _softmax(scores, total, top, c):
 @gluon.jit
 def _forward_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sinks, spans, begin, d_t, T, c):
     """Compute the tile PART of the queries from `begin` on. out, lse, sinks: of their head; spans: of their sample."""
-    low = first_tile(spans, begin)
-    begin += PART * ROWS
-    count = column_tiles(begin, T) - low
+    begin, low, count = columns_of(PART, spans, begin, T)
     starts, clear = None, None
     if spans is not None:
         starts, clear = bounds_of_rows(spans, begin, low, T)
@@ -145,6 +142,7 @@ def forward_by_warps(
 
 @gluon.jit
 def _probabilities(scores, level, c, rows, starts, low, i, clear, count):
+    """Return the probabilities of the tile of turn i, from the logarithms of their sums."""
     p = gl.exp2(scores * c - level[:, None])
     if hides(i, clear, count):
         p = seen(p, rows, starts, (low + i) * ROWS, 0.0)
@@ -155,9 +153,7 @@ def _probabilities(scores, level, c, rows, starts, low, i, clear, count):
 def _queries_group(PART: gl.constexpr, own, k_ring, v_ring, out, lse, sums, dq, spans, begin, d_t, T, N, c, scale):
     """Compute the tile PART of the queries from `begin` on. out, lse, sums, dq: of their head; spans: of their
     sample."""
-    low = first_tile(spans, begin)
-    begin += PART * ROWS
-    count = column_tiles(begin, T) - low
+    begin, low, count = columns_of(PART, spans, begin, T)
     starts, clear = None, None
     if spans is not None:
         starts, clear = bounds_of_rows(spans, begin, low, T)

@@ -93,18 +93,14 @@ def seen(values, rows, starts, first, hidden: gl.constexpr):
 
 
 @gluon.jit
-def first_tile(spans, begin):
-    """Return the first tile of columns that any query from `begin` on sees, which is that of the first query."""
-    if spans is None:
-        return 0
-    else:  # without it, what follows would be compiled all the same
-        return gl.load(spans + 2 * begin) // ROWS
-
-
-@gluon.jit
-def column_tiles(begin, T):
-    """Return how many tiles of columns there are up to those on the diagonal of the queries from `begin` on."""
-    return gl.minimum(begin // ROWS + 1, gl.cdiv(T, ROWS))
+def columns_of(PART: gl.constexpr, spans, begin, T):
+    """Return (first query, first tile of columns, number of tiles) of the tile PART of the queries from `begin` on. All
+    parts go from the first tile that the query at `begin` sees up to that on their diagonal."""
+    low = 0
+    if spans is not None:
+        low = gl.load(spans + 2 * begin) // ROWS
+    begin += PART * ROWS
+    return begin, low, gl.minimum(begin // ROWS + 1, gl.cdiv(T, ROWS)) - low
 
 
 @gluon.jit
@@ -133,8 +129,8 @@ def load_columns(own, k_ring, v_ring, queries, k, v, spans, sample, head, group,
     gl.static_assert(full.shape[0] >= PARTS - 1)
     for n in gl.static_range(PARTS):
         load(own, n, queries, sample, head, begin + n * ROWS)
-    low = first_tile(spans, begin)
-    for i in range(column_tiles(begin + (PARTS - 1) * ROWS, T) - low):
+    _, low, count = columns_of(PARTS - 1, spans, begin, T)
+    for i in range(count):
         load(k_ring, i, (k,), sample, group, (low + i) * ROWS)
         load(v_ring, i, (v,), sample, group, (low + i) * ROWS)
 
