@@ -22,6 +22,7 @@ from dtgpt.ops.decode.weights import Rotary
 from dtgpt.ops.fast import has_hopper, has_triton, shared_memory
 
 SPLIT = 128  # positions that a kernel takes at once, as in `cached_kernels`
+SHORT = 8  # splits of a slot, up to which a program takes splits that follow each other
 HEAD_SIZES = (16, 32, 64, 128)  # D that the kernels of whole blocks take
 ROW_SIZES = (*HEAD_SIZES, 256)  # D that those of attention take
 
@@ -163,16 +164,21 @@ class Spread(NamedTuple):
 
 
 def spread_splits(splits: int, rows: int, room: bool) -> Spread:
-    """Return how the splits of each slot are spread over programs, as measured by `benchmarks/op_decode.py` on an H200
-    for slots of up to 2048 positions. Most splits of longer slots are empty, and a program that finds nothing takes
-    time, too: such slots have fewer programs than splits.
+    """Return how the splits of each slot are spread over programs, as measured on an H200. Where sequences are much
+    shorter than their slots most splits are empty, and a program that finds nothing takes time, too. Few programs take
+    long over one sequence that fills its slot. With p programs a slot, the first grows with rows * p, the second
+    with splits / p: their sum is smallest where p is in proportion to the root of splits / rows.
 
     room: whether a program has memory for two splits, so that it loads one while it computes another.
     """
-    each = 1 if rows < 16 or not room else 2 if rows < 256 else 4
-    most = max(16, min(128, 1024 // rows))
-    programs = math.ceil(splits / each)
-    return Spread(programs, each) if programs <= most else Spread(most, step=most)
+    if rows < 16 or not room:
+        most = max(16, min(128, 1024 // rows))
+    elif splits <= SHORT:
+        each = 2 if rows < 256 else 4
+        return Spread(math.ceil(splits / each), each)
+    else:
+        most = max(2, round(8.5 * math.sqrt(splits / rows)))
+    return Spread(splits) if splits <= most else Spread(most, step=most)
 
 
 def attend_chunk(
