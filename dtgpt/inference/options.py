@@ -80,7 +80,8 @@ def read_options(given: Mapping[str, Any], prompt_length: int, config: ModelConf
     known.setdefault("max_new_tokens", max(1, min(most, config.seq_length - prompt_length)))
     options = Options(**known)
     options.validate(config.vocab_size, config.seq_length)
-    return options if options.do_sample else replace(options, temperature=0.0)
+    draws = options.do_sample and options.top_p > 0  # `Sampling` has Megatron-LM's rule: a top_p of 0 is no filter
+    return options if draws else replace(options, temperature=0.0)
 
 
 def advice(name: str, known: tuple[str, ...] = NAMES) -> str:

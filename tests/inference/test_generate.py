@@ -50,9 +50,10 @@ def model(foreign):
     return dtgpt.load(foreign, device="cpu", tokenizer=BYTES)
 
 
-def test_greedy_text_follows_the_model_token_by_token(model):
+@pytest.mark.parametrize("greedy", [{"do_sample": False}, {"temperature": 0}, {"top_p": 0, "top_p_decay": 0.5}])
+def test_greedy_text_follows_the_model_token_by_token(model, greedy):
     ids, whole = [5, 6, 7], whole_model()
-    for token in model.generate([5, 6, 7], max_new_tokens=12, do_sample=False):
+    for token in model.generate([5, 6, 7], max_new_tokens=12, **greedy):
         logits = whole(torch.tensor([ids]))[0, -1, :257]
         assert token == int(logits.argmax())
         ids.append(token)
