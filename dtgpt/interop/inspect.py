@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from dtgpt.checkpoint.adapter import ADAPTER, base_of
 from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
@@ -39,8 +40,8 @@ def inspect(path: Path, tensors: bool = False) -> str:
             raise UserError("; ".join([*lines, "every checkpoint is damaged: restore one"]))
         if not whole:
             raise UserError(f"{opened[path][2]}; restore the file, or give another checkpoint")
-        source = Saved(whole[-1])
-        lines = [*(lines if is_run else []), *_checkpoint(whole[-1]), f"  {WHOLE}"]
+        source = Saved(whole[-1]) if base_of(whole[-1]) is None else open_source(whole[-1].folder)
+        lines = [*(lines if is_run else []), *_checkpoint(whole[-1], source), f"  {WHOLE}"]
     watched = Watched(source)
     listed = [f"  {digest}  {name} {shape}" for name, shape, digest in tensor_digests(watched)] if tensors else []
     if not tensors:
@@ -59,7 +60,7 @@ def _open(folder: Path) -> tuple[Checkpoint | None, str, str | None]:
         return None, "", str(damage)
 
 
-def _checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
+def _checkpoint(checkpoint: Checkpoint, source: Source) -> Iterator[str]:
     state = checkpoint.state
     yield f"checkpoint {checkpoint.folder}: {_size(checkpoint)}"
     yield f"  step {state['step']}, {state['consumed_samples']:,} samples, {state['tokens']:,} tokens seen"
@@ -69,7 +70,9 @@ def _checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"  weights of {state['origin']}"
     if "loss_scale" in state:
         yield f"  loss scale {state['loss_scale']['scale']:g}, {state['loss_scale']['skipped']} skipped steps"
-    yield from _model(Saved(checkpoint))
+    if (base := base_of(checkpoint)) is not None:
+        yield f"  adapters of rank {checkpoint.state[ADAPTER]['rank']}, merged here into {base}"
+    yield from _model(source)
     yield f"  {'weights and optimizer' if checkpoint.has_optimizer else 'weights alone'}, " + ", ".join(
         f"{name} {version}" for name, version in state["versions"].items() if name in ("dtgpt", "torch")
     )

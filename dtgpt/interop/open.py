@@ -37,6 +37,11 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
         mesh = mesh or Mesh(ResolvedPlan(), torch.device("cpu"))
         checkpoint = find_checkpoint(mesh, path, path if own else None, weights_alone=True)
         base = base_of(checkpoint)
+        if base is not None and not base.exists():
+            raise UserError(
+                f"{path} holds adapters of a model that was at {base}, which does not exist; put it back, or give the "
+                f"model where it is, with --adapter {path}"
+            )
         return Saved(checkpoint) if base is None else merged(open_source(base, mesh), base, checkpoint)
     # A run that goes on with its own checkpoint needs none of these modules.
     if (path / "config.json").is_file():
@@ -58,6 +63,8 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
         from dtgpt.interop.llmc import LLMC
 
         return LLMC(path)
+    if (path / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{path} holds an adapter and no model; give the model that it is for, with --adapter {path}")
     raise UserError(f"{path} holds no model that dtgpt knows; give {KNOWN}")
 
 

@@ -16,6 +16,7 @@ from dtgpt.config.fp8 import FP8
 from dtgpt.config.lora import LoraConfig
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.sections import OptimizerConfig
+from dtgpt.interop.inspect import inspect
 from dtgpt.interop.open import open_config
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.planning.memory import memory_of
@@ -150,6 +151,11 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     with torch.no_grad():
         theirs = opened_by_peft(lora.init_from, tmp_path / "peft")(TOKENS).logits
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6 * ours.abs().max().item())
+    said, whole = (inspect(path, tensors=True) for path in (checkpoint, tmp_path / "merged"))
+    assert f"adapters of rank {LORA.rank}, merged here into {lora.init_from}" in said
+    assert said[said.index("attn.qkv.weight") :] == whole[whole.index("attn.qkv.weight") :]  # digests of the weights
+    with pytest.raises(UserError, match="peft holds an adapter and no model; give the model that it is for, with --a"):
+        dtgpt.load(tmp_path / "peft")
     other = save_base(kind, tmp_path / "other", seed=1)
     with pytest.raises(UserError, match=r"is an adapter for another model than .*other: its base was .*base, with"):
         dtgpt.load(other, adapter=checkpoint)
@@ -169,6 +175,9 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
         (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | given))
         with pytest.raises(UserError, match=wrong):
             dtgpt.load(lora.init_from, adapter=tmp_path / "peft")
+    Path(lora.init_from).rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"adapters of a model that was at .*base, which does not exist; put it back"):
+        dtgpt.load(checkpoint)
 
 
 VARIANTS = {
