@@ -15,6 +15,7 @@ from dtgpt.util.errors import UserError, shown
 
 NOT_OF_CHATS = ("prompt", "echo", "suffix", "best_of", "return_token_ids")
 UNSUPPORTED = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities")
+LENGTHS = ("max_completion_tokens", "max_tokens")  # names of one number
 MOST_LIKELIEST = 5  # tokens with their log-probabilities, as for completions
 
 
@@ -24,6 +25,13 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
         if body.get(name):
             why = "is not supported" if name in UNSUPPORTED else "is for completions, and not for chats"
             raise HttpProblem(400, f"{name} {why}; leave it out", name)
+    lengths = {name: body[name] for name in LENGTHS if body.get(name) is not None}
+    if len(set(map(repr, lengths.values()))) > 1:
+        both = " and ".join(f"{name}={shown(value)}" for name, value in lengths.items())
+        raise HttpProblem(400, f"{both} differ; leave one out", LENGTHS[1])
+    for name, value in lengths.items():
+        if value == 0:
+            raise HttpProblem(400, f"{name}={shown(value)} generates nothing; use 1 or more", name)
     kind = body.get("response_format") or {"type": "text"}
     if kind != {"type": "text"}:
         raise HttpProblem(400, f"response_format={shown(kind)} is not supported; leave it out", "response_format")

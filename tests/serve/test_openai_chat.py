@@ -90,6 +90,8 @@ def test_log_probabilities_are_those_of_completions(client, tokenizer, model):
     ({"top_logprobs": 2}, "needs logprobs=true"), ({"logprobs": True, "top_logprobs": 9}, "not 0 to 5"),
     ({"extra_body": {"prompt": "x"}}, "for completions"),
     ({"response_format": {"type": "json_object"}}, "not supported"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens=0 generates nothing; use 1 or more$"),
+    ({"max_tokens": 11}, "max_completion_tokens=12 and max_tokens=11 differ; leave one out"),
     ({"max_completion_tokens": 1000}, "maximum context length"), ({"temperature": -1}, "temperature"),
 ])  # fmt: skip
 def test_wrong_requests_are_a_sentence(client, options, wrong):
