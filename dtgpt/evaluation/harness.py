@@ -90,7 +90,10 @@ class HarnessModel(TemplateLM):
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         if chat_template:
-            raise UserError("a model of dtgpt has no chat template; leave --apply_chat_template out")
+            raise UserError(
+                "dtgpt lm-eval has no chat template; leave --apply_chat_template out, or evaluate dtgpt serve MODEL "
+                "with lm_eval --model local-chat-completions"
+            )
         return ""
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:

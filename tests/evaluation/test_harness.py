@@ -138,7 +138,7 @@ def test_requests_of_ids_are_judged_alike(folder):
     assert (own.eot_token_id, own.prefix_token_id) == (hf.eot_token_id, hf.prefix_token_id)
     with pytest.raises(UserError, match="65 tokens is longer than the model's 64 positions"):
         own._loglikelihood_tokens([(("", ""), [1], [2] * 65)], disable_tqdm=True)
-    with pytest.raises(UserError, match="no chat template"):
+    with pytest.raises(UserError, match=r"no chat template; leave .* or evaluate dtgpt serve MODEL"):
         own.chat_template(True)
     assert own._loglikelihood_tokens([], disable_tqdm=True) == [] and own.generate_until([]) == []
 
