@@ -18,7 +18,7 @@ from dtgpt.interop.megatron.export import export_notes, save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.open import open_adapter, open_source, with_adapter
-from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
+from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside, tokenizer_place
 from dtgpt.models.source import Watched
 from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import parameters, say
@@ -91,6 +91,8 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
         sizes = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
         for note in export_notes(source.config):
             say(note, warning=True)
+        if tokenizer_place(path) is not None:
+            say(f"{target} has no tokenizer, which a Megatron-LM tree cannot hold; name that of {path} by --tokenizer")
         progress = source.iteration or None, source.consumed_samples
         save_megatron(watched, target, *sizes, dtype, *progress, options.transformer_impl)
     if watched.problem:

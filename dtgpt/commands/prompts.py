@@ -65,6 +65,10 @@ def _from_json(number: int, line: str, place: str) -> Line:
         raise UserError(f'{place} is not JSON ({reason}); write an object such as {{"prompt": "Hello"}}') from None
     if not isinstance(given, dict) or not isinstance(given.get("prompt"), str):
         raise UserError(f'{place} is {shown(given)}, not an object with a text under "prompt"; write one')
+    names = [name for name, _ in json.loads(line, object_pairs_hook=list)]
+    if len(names) > len(given):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{place} has the key {shown_name(twice)} twice; leave one out")
     wrong = next((name for name in given if name not in KEYS), None)
     if wrong is not None:
         raise UserError(f"{place} has the key {shown_name(wrong)}; {advice(wrong, KEYS)}")

@@ -47,7 +47,13 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
         asked["max_tokens"] = tokens
     elif asked.get("max_tokens") is None:
         asked["max_tokens"] = max(1, service.config.seq_length - len(ids))
-    return read_request(asked, service.generator, service.model_id, service.limits)
+    try:
+        return read_request(asked, service.generator, service.model_id, service.limits)
+    except HttpProblem as problem:
+        if problem.param == "max_tokens" and tokens is not None:  # by the name that the client sent
+            problem.param = LENGTHS[0]
+            problem.message = problem.message.replace("max_tokens", LENGTHS[0])
+        raise
 
 
 def _logprobs(body: dict[str, Any]) -> int | None:

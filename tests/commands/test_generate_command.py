@@ -136,6 +136,7 @@ def test_lines_of_plain_text_are_prompts_of_their_own(generate, tmp_path):
     (b'{"prompt": "a", "max_tokens": 5}', ["line 1 has the key max_tokens", "did you mean max_new_tokens?"]),
     (b'{"prompt": "a", "num_samples": 5}', ["line 1 has the key num_samples", "mean num_return_sequences?"]),
     (b'{"prompt": "a", "q": 5}', ["line 1 has the key q; use one of prompt, id, max_new_tokens"]),
+    (b'{"prompt": "a", "prompt": "b"}', ["line 1 has the key prompt twice; leave one out"]),
     (b'{"prompt": "a", "id": NaN}', ["line 1 has the id nan", "use a text or a number"]),
     (b'{"prompt": "a", "top_p": 5}', ["line 1: top_p=5"]), (b'{"prompt": "a", "seed": 1.5}', ["line 1: seed=1.5"]),
     (b'{"prompt": "a"}\n{"prompt": "\xff"}', ["line 2 is not UTF-8"]), (b"[" * 100_000, ["line 1", "nested"]),

@@ -249,6 +249,8 @@ def test_a_tokenizer_is_named_for_a_model_that_has_none(run, tmp_path, capsys):
     named = ConvertOptions(to="hf", tokenizer=str(run / "tokenizer.json"))
     convert(tmp_path / "bare", tmp_path / "hf", named)
     assert capsys.readouterr().err == "" and (tmp_path / "hf" / "tokenizer.json").is_file()
+    convert(run, tmp_path / "tree_of_run", ConvertOptions(to="megatron"))
+    assert f"name that of {run} by --tokenizer" in capsys.readouterr().out
     with pytest.raises(UserError, match="a Megatron-LM tree cannot hold the tokenizer"):
         convert(tmp_path / "bare", tmp_path / "tree", replace(named, to="megatron"))
     vocab, merges = gpt2_files(tmp_path)

@@ -93,6 +93,7 @@ def test_log_probabilities_are_those_of_completions(client, tokenizer, model):
     ({"max_completion_tokens": 0}, "max_completion_tokens=0 generates nothing; use 1 or more$"),
     ({"max_tokens": 11}, "max_completion_tokens=12 and max_tokens=11 differ; leave one out"),
     ({"max_completion_tokens": 1000}, "maximum context length"), ({"temperature": -1}, "temperature"),
+    ({"max_completion_tokens": -3}, "^Error code: 400 - max_completion_tokens=-3 is"),
 ])  # fmt: skip
 def test_wrong_requests_are_a_sentence(client, options, wrong):
     with pytest.raises(openai.BadRequestError, match=wrong):

@@ -208,7 +208,7 @@ def test_adapters_that_peft_made_are_read(kind, tmp_path):
         adapted.save_pretrained(tmp_path / f"{number}")
         ours = dtgpt.load(base, adapter=tmp_path / f"{number}", device="cpu")(TOKENS)
         assert (ours - logits_of(base)).abs().max() > 0.05
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * ours.abs().max().item())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6 * ours.abs().max().item())
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss"], indirect=True)
