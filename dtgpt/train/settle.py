@@ -111,9 +111,10 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
         checked(file)
         file = with_steps(file)
     _say_kept({name: attrgetter(name)(file) for name in kept}, kept)
-    init_from = asked.init_from if "init_from" in given and asked.resume != AUTO else None  # it has its weights
     resume = str(run) if asked.resume == AUTO else asked.resume
-    return replace(replace_values(asked, kept), resume=resume, init_from=init_from)
+    recipe = replace(replace_values(asked, kept), resume=resume)
+    takes_base = "init_from" in given and (asked.resume != AUTO or recipe.lora.rank > 0)  # a run of weights has its own
+    return recipe if takes_base else replace(recipe, init_from=None)
 
 
 def _counted_on(recipe: Recipe, run: Path, chosen: Path | None) -> Recipe:

@@ -57,6 +57,12 @@ def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoin
     recipe = job.recipe
     if checkpoint is not None:
         begin = base_of(checkpoint) if recipe.lora.rank else None
+        if begin is not None and recipe.init_from is not None:
+            begin = Path(recipe.init_from)  # the base, at another place: `check_same_adapter` compares fingerprints
+        elif begin is not None and not begin.exists():
+            raise UserError(
+                f"{begin}, the base of the adapters, does not exist; name it where it is: --init_from MODEL"
+            )
     else:
         begin = model_to_begin_with(recipe.init_from, recipe.resume)
     if begin is not None:

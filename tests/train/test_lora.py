@@ -21,7 +21,9 @@ from dtgpt.interop.open import open_config
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.planning.memory import memory_of
 from dtgpt.train.gate import Reference
+from dtgpt.train.loop import train
 from dtgpt.train.record import Tracing
+from dtgpt.train.settle import override
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trace import Key
 from dtgpt.util.errors import UserError
@@ -101,6 +103,27 @@ def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(lora, 
         found = pool().run(parse_plan(plan).world, train_and_save, replace(lora, plan=plan), run, 2)[0][0]
         found += train_and_save(replace(lora, micro_batch_size=2, init_from=None), run, STEPS)[0]  # as one process
         assert found == pytest.approx(losses, abs=1e-6), plan
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("kind", ["llama"], indirect=True)
+def test_a_run_goes_on_with_a_base_that_was_moved(lora, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = replace(lora, name="moved", micro_batch_size=1, global_batch_size=1)
+    common = ["--log.sample_tokens", "0", "--runs", "runs", "--device", "cpu", "--steps"]
+    words = [*common, "3", "--resume", "runs/moved-001"]
+    assert train(override(file, [*common, "2"])) == 0
+    Path(lora.init_from).rename("elsewhere")
+    with pytest.raises(UserError, match=r"base, the base of the adapters, does not exist; name it .* --init_from"):
+        train(override(file, words))
+    with pytest.raises(UserError, match=r"the base of the adapters in runs/moved-001, does not .* --adapter runs"):
+        dtgpt.load("runs/moved-001")
+    save_base("llama", tmp_path / "other", seed=1)
+    with pytest.raises(UserError, match=r"is an adapter for another model than .*other: its base was"):
+        train(override(file, [*words, "--init_from", "other"]))
+    assert train(override(file, [*words, "--init_from", "elsewhere"])) == 0
+    assert train(override(file, [*common, "4", "--resume", "auto"])) == 0  # the newest checkpoint names the new place
+    assert dtgpt.load("runs/moved-001") is not None
 
 
 @pytest.mark.turns(8)
