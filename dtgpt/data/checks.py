@@ -47,6 +47,18 @@ def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> 
         )
 
 
+def without_effect(data: DataConfig) -> list[str]:
+    """Return a sentence for each option, other than by default, that these data do not use."""
+    if is_prepared(data.path):
+        unused = {"held_out": "prepared data are divided by data.split", "json_key": "prepared data are tokens"}
+    else:
+        unused = {"split": "of a text, data.held_out is kept for validation"}
+        if data.path is None:
+            unused["json_key"] = "no file is read: give its data.path"
+    given = {name: getattr(data, name) for name in unused if getattr(data, name) != getattr(DataConfig(), name)}
+    return [f"data.{name}={value} has no effect: {unused[name]}" for name, value in given.items()]
+
+
 def _check_tokenizer(data: DataConfig, vocab_size: int, model: Path | None) -> None:
     tokenizer = with_tokenizer(data, vocab_size).tokenizer
     check_named_once("gpt2", data.vocab_file, data.merge_file)

@@ -12,6 +12,7 @@ from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.chats.pairs import PairDataset
+from dtgpt.data.checks import without_effect
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
 from dtgpt.data.megatron.prepared import is_prepared, load_prepared
 from dtgpt.data.tokenizers.open import load_tokenizer
@@ -145,6 +146,8 @@ def check_tokenizer(run: Path, ours: Tokenizer) -> None:
 def read_dataset(recipe: Recipe) -> Dataset:
     """Return the recipe's text or prepared tokens, checked against the recipe's model and options."""
     data = recipe.data
+    for note in without_effect(data):
+        say(note, warning=True)
     if is_prepared(data.path):
         samples = data.train_samples or recipe.batch_sizes().before(recipe.num_steps)
         seed, length = recipe.seed, recipe.sample_length

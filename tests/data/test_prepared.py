@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.config.sections import DataConfig
+from dtgpt.config.sections import DEFAULT_SPLIT, DataConfig
 from dtgpt.data.dataset import load_dataset
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.megatron.samples import SampleRequest, load_samples
@@ -241,6 +241,20 @@ def test_data_that_cannot_be_are_refused_before_a_run_begins(recipe, data, words
     with pytest.raises(UserError) as error:
         train(change(recipe, data=data))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "data, unused",
+    [
+        ({"held_out": 0.3, "json_key": "body"}, ["data.held_out=0.3", "data.json_key=body"]),
+        ({"path": None, "json_key": "body", "split": "8,1,1"}, ["data.split=8,1,1", "data.json_key=body"]),
+        ({"path": None, "split": DEFAULT_SPLIT, "held_out": 0.3}, []), ({"split": "8,1,1"}, []),
+    ],
+)  # fmt: skip
+def test_options_that_the_data_do_not_use_are_a_warning(recipe, capsys, data, unused):
+    read_dataset(change(recipe, data=data))
+    said = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    assert [line.split()[1] for line in said] == unused
 
 
 def test_tokens_beyond_the_vocabulary_are_named(recipe, tmp_path):
