@@ -3,12 +3,13 @@ values cannot be trained with. Bounds of a single field stand beside the field; 
 `dtgpt.config.plan`."""
 
 import math
-from dataclasses import fields
+from collections.abc import Collection
+from dataclasses import asdict, fields
 from typing import Any
 
 from dtgpt.config.batch_size import parse_rampup
 from dtgpt.config.schedule import Schedule
-from dtgpt.config.sections import OptimizerConfig
+from dtgpt.config.sections import LogConfig, LossScaleConfig, OptimizerConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.console import duration, parameters
 from dtgpt.util.errors import UserError, shown
@@ -27,6 +28,25 @@ def check_unused(section: str, values: Any, switch: str, example: float) -> None
                 f"{section}.{field.name}={value} has no effect with {section}.{switch}=0; give --{section}.{switch}, "
                 f"such as {example}, or --{section}.{field.name} {field.default}, its default"
             )
+
+
+def without_effect(
+    optimizer: OptimizerConfig, loss_scale: LossScaleConfig, log: LogConfig, precision: str
+) -> list[str]:
+    """Return a sentence for each value, other than the default, that other values leave without effect."""
+    unused: list[tuple[str, Any, Collection[str], str]] = []
+    if optimizer.schedule != "wsd":
+        unused.append(("optimizer", optimizer, ("wsd_decay",), f"with optimizer.schedule={optimizer.schedule}"))
+    if precision != "fp16":
+        unused.append(("loss_scale", loss_scale, asdict(loss_scale), f"with precision={precision}: only fp16 has one"))
+    if log.sample_tokens == 0:
+        unused.append(("log", log, ("prompt",), "with log.sample_tokens=0"))
+    return [
+        f"{section}.{field.name}={getattr(values, field.name)} has no effect {why}"
+        for section, values, names, why in unused
+        for field in fields(values)
+        if field.name in names and getattr(values, field.name) != field.default
+    ]
 
 
 def check_batch(micro: int, whole: int) -> None:

@@ -327,6 +327,7 @@ class Recipe:
                 f"the run ends within its warmup: {length} of {schedule.warmup} {schedule.unit}, so the learning rate "
                 f"never reaches optimizer.lr={schedule.lr:g}"
             )
+        found += checks.without_effect(self.optimizer, self.loss_scale, self.log, self.precision)
         if choice.named.zero and choice.plan.data_ranks == 1:
             found.append(checks.one_replica(choice.named.zero))
         if self.attention in ("flash", "fused_softmax") and device_type == "cpu":

@@ -224,6 +224,11 @@ def test_a_model_that_is_large_for_a_cpu_is_told(recipe):
         (["--plan", "tp2_zero3"], 1, "ZeRO-3 shards over replicas, and there is only one"),
         (["--plan", "zero3"], 2, None),
         (["--attention", "flash"], 1, "attention=flash has no CPU kernel"),
+        (["--optimizer.wsd_decay", "0.5"], 1, "optimizer.wsd_decay=0.5 has no effect with optimizer.schedule=cosine"),
+        (["--optimizer.wsd_decay", "0.5", "--optimizer.schedule", "wsd"], 1, None),
+        (["--loss_scale.window", "7"], 1, "loss_scale.window=7 has no effect with precision="),
+        (["--loss_scale.window", "7", "--precision", "fp16"], 1, None),
+        (["--log.prompt", "x", "--log.sample_tokens", "0"], 1, "log.prompt=x has no effect with log.sample_tokens=0"),
     ],
 )
 def test_notes_tell_what_has_no_effect(recipe, arguments, dp, words):
