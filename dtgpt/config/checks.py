@@ -4,7 +4,7 @@ values cannot be trained with. Bounds of a single field stand beside the field; 
 
 import math
 from collections.abc import Collection
-from dataclasses import asdict, fields
+from dataclasses import Field, asdict, fields
 from typing import Any
 
 from dtgpt.config.batch_size import parse_rampup
@@ -19,11 +19,16 @@ CPU_FLOPS = 1e11  # a second, of which a CPU of some cores is capable in fp32
 MOST_STEPS = 10_000_000  # the learning rate of each is held on the device
 
 
+def changed(values: Any) -> list[tuple[Field, Any]]:
+    """Return the fields of a section, a dataclass, that do not have their default, and their values."""
+    return [(each, value) for each in fields(values) if (value := getattr(values, each.name)) != each.default]
+
+
 def check_unused(section: str, values: Any, switch: str, example: float) -> None:
     """Check that a section which the field `switch` turns off has no value that would be ignored. values: the section,
     a dataclass; example: a value with which it is on."""
-    for field in (each for each in fields(values) if each.name != switch):
-        if (value := getattr(values, field.name)) != field.default:
+    for field, value in changed(values):
+        if field.name != switch:
             raise UserError(
                 f"{section}.{field.name}={value} has no effect with {section}.{switch}=0; give --{section}.{switch}, "
                 f"such as {example}, or --{section}.{field.name} {field.default}, its default"
@@ -33,7 +38,7 @@ def check_unused(section: str, values: Any, switch: str, example: float) -> None
 def without_effect(
     optimizer: OptimizerConfig, loss_scale: LossScaleConfig, log: LogConfig, precision: str
 ) -> list[str]:
-    """Return a sentence for each value, other than the default, that other values leave without effect."""
+    """Return a sentence for each value, other than its default, that other values leave without effect."""
     unused: list[tuple[str, Any, Collection[str], str]] = []
     if optimizer.schedule != "wsd":
         unused.append(("optimizer", optimizer, ("wsd_decay",), f"with optimizer.schedule={optimizer.schedule}"))
@@ -42,10 +47,10 @@ def without_effect(
     if log.sample_tokens == 0:
         unused.append(("log", log, ("prompt",), "with log.sample_tokens=0"))
     return [
-        f"{section}.{field.name}={getattr(values, field.name)} has no effect {why}"
+        f"{section}.{field.name}={value} has no effect {why}"
         for section, values, names, why in unused
-        for field in fields(values)
-        if field.name in names and getattr(values, field.name) != field.default
+        for field, value in changed(values)
+        if field.name in names
     ]
 
 

@@ -280,7 +280,8 @@ class Recipe:
                 f"steps={self.steps} and train_samples={self.train_samples}: exactly one of them says how long to "
                 "train; set the other to none"
             )
-        if self.init_from is not None and self.resume not in (None, "auto") and not self.lora.rank:
+        resumes = self.resume not in (None, "auto")
+        if self.init_from is not None and resumes and not self.lora.rank:  # the base of adapters may have moved
             raise UserError(
                 f"resume={self.resume} and init_from={self.init_from} are both given; leave one out: a resumed run "
                 "has weights already"

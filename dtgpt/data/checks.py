@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from dtgpt.config.checks import changed
 from dtgpt.config.sections import DEFAULT_SPLIT, DataConfig
 from dtgpt.data.megatron.indexed import bin_path
 from dtgpt.data.megatron.prepared import is_prepared, no_dataset, prefixes_near
@@ -48,15 +49,15 @@ def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> 
 
 
 def without_effect(data: DataConfig) -> list[str]:
-    """Return a sentence for each option, other than by default, that these data do not use."""
+    """Return a sentence for each option, other than its default, that these data do not use."""
     if is_prepared(data.path):
         unused = {"held_out": "prepared data are divided by data.split", "json_key": "prepared data are tokens"}
     else:
         unused = {"split": "of a text, data.held_out is kept for validation"}
         if data.path is None:
             unused["json_key"] = "no file is read: give its data.path"
-    given = {name: getattr(data, name) for name in unused if getattr(data, name) != getattr(DataConfig(), name)}
-    return [f"data.{name}={value} has no effect: {unused[name]}" for name, value in given.items()]
+    given = {field.name: value for field, value in changed(data)}
+    return [f"data.{name}={given[name]} has no effect: {why}" for name, why in unused.items() if name in given]
 
 
 def _check_tokenizer(data: DataConfig, vocab_size: int, model: Path | None) -> None:

@@ -62,6 +62,12 @@ class Options(Sampling):
             if self.num_beams > 1 and getattr(self, name):
                 raise UserError(f"a beam search does not take {name}; leave it out, or use num_beams=1")
 
+    def settled(self) -> "Options":
+        """Return these options with a temperature of 0 where they leave the likeliest token alone: without draws, and
+        with a top_p of 0, which `Sampling` takes for no filter, as Megatron-LM does."""
+        draws = self.do_sample and self.top_p > 0
+        return self if draws else replace(self, temperature=0.0, top_p=1.0)
+
 
 OPTIONS = declared(Options)
 NAMES = tuple(OPTIONS)
@@ -80,8 +86,7 @@ def read_options(given: Mapping[str, Any], prompt_length: int, config: ModelConf
     known.setdefault("max_new_tokens", max(1, min(most, config.seq_length - prompt_length)))
     options = Options(**known)
     options.validate(config.vocab_size, config.seq_length)
-    draws = options.do_sample and options.top_p > 0  # `Sampling` has Megatron-LM's rule: a top_p of 0 is no filter
-    return options if draws else replace(options, temperature=0.0)
+    return options.settled()
 
 
 def advice(name: str, known: tuple[str, ...] = NAMES) -> str:

@@ -25,13 +25,7 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
         if body.get(name):
             why = "is not supported" if name in UNSUPPORTED else "is for completions, and not for chats"
             raise HttpProblem(400, f"{name} {why}; leave it out", name)
-    lengths = {name: body[name] for name in LENGTHS if body.get(name) is not None}
-    if len(set(map(repr, lengths.values()))) > 1:
-        both = " and ".join(f"{name}={shown(value)}" for name, value in lengths.items())
-        raise HttpProblem(400, f"{both} differ; leave one out", LENGTHS[1])
-    for name, value in lengths.items():
-        if value == 0:
-            raise HttpProblem(400, f"{name}={shown(value)} generates nothing; use 1 or more", name)
+    length, tokens = _length(body)
     kind = body.get("response_format") or {"type": "text"}
     if kind != {"type": "text"}:
         raise HttpProblem(400, f"response_format={shown(kind)} is not supported; leave it out", "response_format")
@@ -40,20 +34,28 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
         ids = rendered.encode(read_messages(body.get("messages")))
     except UserError as error:
         raise bad_request(error, "messages") from None
-    taken = {"messages", "response_format", "max_completion_tokens", "logprobs", "top_logprobs", *NOT_OF_CHATS}
+    taken = {"messages", "response_format", *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS}
     asked = {name: value for name, value in body.items() if name not in {*taken, *UNSUPPORTED}}
     asked |= {"prompt": ids, "logprobs": _logprobs(body), "stop": _stops(body.get("stop"), rendered.stops)}
-    if (tokens := body.get("max_completion_tokens")) is not None:
-        asked["max_tokens"] = tokens
-    elif asked.get("max_tokens") is None:
-        asked["max_tokens"] = max(1, service.config.seq_length - len(ids))
+    asked["max_tokens"] = max(1, service.config.seq_length - len(ids)) if tokens is None else tokens
     try:
         return read_request(asked, service.generator, service.model_id, service.limits)
     except HttpProblem as problem:
-        if problem.param == "max_tokens" and tokens is not None:  # by the name that the client sent
-            problem.param = LENGTHS[0]
-            problem.message = problem.message.replace("max_tokens", LENGTHS[0])
+        if problem.param == "max_tokens":
+            problem.param, problem.message = length, problem.message.replace("max_tokens", length)
         raise
+
+
+def _length(body: dict[str, Any]) -> tuple[str, Any]:
+    """Return the key by which a client says how many tokens an answer has at most, and its value; None without one."""
+    given = {name: body[name] for name in LENGTHS if body.get(name) is not None}
+    if len(set(map(repr, given.values()))) > 1:
+        both = " and ".join(f"{name}={shown(value)}" for name, value in given.items())
+        raise HttpProblem(400, f"{both} differ; leave one out", "max_tokens")
+    name, value = next(iter(given.items()), ("max_tokens", None))
+    if value == 0:
+        raise HttpProblem(400, f"{name}={shown(value)} generates nothing; use 1 or more", name)
+    return name, value
 
 
 def _logprobs(body: dict[str, Any]) -> int | None:

@@ -157,14 +157,12 @@ def _too_long(prompt: int, new: int, positions: int) -> str:
 def _options(keys: dict[str, Any], new_tokens: int, seed: int, vocab_size: int) -> Options:
     given = {option.name: keys[key] for key, option in OPTION_KEYS.items() if key in keys}
     logprobs = keys["logprobs"]
-    if not given.get("do_sample", True) or given.get("top_p") == 0:  # which leaves the likeliest token alone
-        given |= {"temperature": 0.0, "top_p": 1.0}
     given |= {
         "max_new_tokens": new_tokens, "seed": seed, "ends": not keys["ignore_eos"],
         "num_return_sequences": keys["best_of"], "top_logprobs": min(logprobs or 0, vocab_size),
         "prompt_logprobs": (keys["echo"] and logprobs is not None) or new_tokens == 0,
     }  # fmt: skip
-    return Options(**given)
+    return Options(**given).settled()
 
 
 def _renamed(error: UserError) -> HttpProblem:

@@ -165,8 +165,8 @@ class Spread(NamedTuple):
 
 def spread_splits(splits: int, rows: int, room: bool) -> Spread:
     """Return how the splits of each slot are spread over programs, as measured on an H200. Where sequences are much
-    shorter than their slots most splits are empty, and a program that finds nothing takes time, too. Few programs take
-    long over one sequence that fills its slot. With p programs a slot, the first grows with rows * p, the second
+    shorter than their slots, most splits are empty, and a program that finds nothing takes time, too. Few programs take
+    long over one sequence that fills its slot. With p programs a slot, the first time grows with rows * p, the second
     with splits / p: their sum is smallest where p is in proportion to the root of splits / rows.
 
     room: whether a program has memory for two splits, so that it loads one while it computes another.
