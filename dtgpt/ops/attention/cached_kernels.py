@@ -37,8 +37,37 @@ def rotary_heads(heads, inside, weight, eps, table, places, position, SIZE: tl.c
 
 
 @triton.jit
+def rotate_kernel(
+    packed, turned, keys, values, slots, positions, table, q_norm, k_norm, eps, q_row, q_group, places,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate the queries of one head of k and v of one sequence, to `turned` `[B, N_kv, GROUP, D]`, and
+    write the new token's k, likewise, and v to the cache.
+
+    packed: `[B, N_kv, GROUP + 2, D]`, of each head the GROUP queries, then k and v. QUERIES: GROUP, as a power of two.
+    The rest is as of `split_kernel`.
+    """
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, SIZE)[None, :]
+    r = tl.arange(0, QUERIES)[:, None]
+    behind = tl.arange(0, 1)[:, None] + GROUP
+    begin(PDL)
+    slot = tl.load(slots + row)
+    position = tl.load(positions + row).to(tl.int32)
+    heads = packed + row * q_row + head * q_group
+    query = rotary_heads(heads + r * SIZE, r < GROUP, q_norm, eps, table, places, position, SIZE)
+    new_k = rotary_heads(heads + behind * SIZE, behind == GROUP, k_norm, eps, table, places, position, SIZE)
+    new_v = tl.load(heads + (behind + 1) * SIZE + d)
+    here = ((slot * KV_HEADS + head) * LENGTH + position) * SIZE + d
+    tl.store(turned + ((row * KV_HEADS + head) * GROUP + r) * SIZE + d, query, r < GROUP)
+    tl.store(keys + here, new_k)
+    tl.store(values + here, new_v)
+
+
+@triton.jit
 def split_kernel(
-    q, keys, values, slots, positions, partial, state, scale, q_row, q_group, table, q_norm, k_norm, eps, places,
+    q, keys, values, slots, positions, partial, state, scale, table, q_row, q_group, places,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr,
     SPLITS: tl.constexpr, EACH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -48,8 +77,8 @@ def split_kernel(
     q: `[B, N_kv, GROUP, D]` with the strides q_row and q_group of its first two dimensions. keys, values: `[slots,
     N_kv, LENGTH, D]`. slots, positions: int64 `[B]`. partial: fp32 `[B, N, SPLITS, D]`; state: fp32 `[B, N, SPLITS,
     2]`, the maximum and the sum of each split. QUERIES: GROUP, or the least size of a product. scale: log2(e) /
-    sqrt(D). table, q_norm, k_norm, eps, places: as of `rotary_heads`; with a table q is rotated, and k, rotated, and v
-    `[D]` behind the GROUP queries are written to the cache.
+    sqrt(D). table, places: as of `rotary_heads`; with a table q is rotated, and k, rotated, and v `[D]` behind the
+    GROUP queries are written to the cache.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, SIZE)
@@ -62,19 +91,21 @@ def split_kernel(
     first = tl.program_id(0) * (EACH if STEP == 1 else 1)
     newest = position // SPLIT
     last = tl.minimum(first + EACH, newest + 1) if STEP == 1 else newest + 1
+    if first >= last:
+        return
     queries = q + row.to(tl.int64) * q_row + head * q_group
     if table is None:
         query = tl.load(queries + r[:, None] * SIZE + d[None, :], (r < GROUP)[:, None], 0.0)
     else:
         query = rotary_heads(
-            queries + r[:, None] * SIZE, (r < GROUP)[:, None], q_norm, eps, table, places, position, SIZE
+            queries + r[:, None] * SIZE, (r < GROUP)[:, None], None, 0.0, table, places, position, SIZE
         )
     base = (slot * KV_HEADS + head) * LENGTH * SIZE
     if table is not None:
         # The program that attends to the new token writes its k and v, and reads them like those of all others.
         behind = tl.arange(0, 1)[:, None] + GROUP
         writes = (behind == GROUP) & (newest >= first) & (newest < last) & ((newest - first) % STEP == 0)
-        new_k = rotary_heads(queries + behind * SIZE, writes, k_norm, eps, table, places, position, SIZE)
+        new_k = rotary_heads(queries + behind * SIZE, writes, None, 0.0, table, places, position, SIZE)
         new_v = tl.load(queries + (behind + 1) * SIZE + d[None, :], writes, 0.0)
         here = base + position * SIZE + d[None, :]
         tl.store(keys + here, new_k, writes)

@@ -22,6 +22,10 @@ class Rotary(NamedTuple):
     k_norm: Tensor | None = None
     eps: float = 0.0  # of these norms
 
+    def normalises(self) -> bool:
+        """Return whether heads of q or k are normalised."""
+        return self.q_norm is not None or self.k_norm is not None
+
 
 class BlockWeights(NamedTuple):
     """A pre-norm block: norm, attention, norm, MLP of two matrices. Where the biases of the norms are None, they are
