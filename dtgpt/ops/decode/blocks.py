@@ -49,12 +49,13 @@ def choose_tile(rows: int, columns: int, groups: int, size: int, head_dim: int, 
     if large and rows <= 16:
         tile = Tile(16, 32, 128, 4, 4) if 1 < groups <= 4 else Tile(16, 64, 128, 4, 3)
     elif large and 32 < rows <= 64:
-        tile = Tile(64, 64, 128, 4, 4) if 1 < groups <= 4 else Tile(64, 128, 64, 4, 4)
+        tile = Tile(64, 64, 128, 8 if groups == 1 else 4, 4 if 1 < groups <= 4 else 3)
     elif rows <= 16:
         tile = Tile(16, 32, 128, 2, 4) if columns > 8192 or groups > 4 else Tile(16, 16, 128, 2, 6)
     elif rows <= 64:
         wide = columns > 8192 or groups > 4
-        tile = Tile(64, 64, 64, 4, 6) if wide and rows > 32 else Tile(32 if rows <= 32 else 64, 32, 128, 4, 5)
+        stages = 5 if rows <= 32 or columns <= 4096 else 4  # with four, two tiles of 64 rows fit on a multiprocessor
+        tile = Tile(64, 64, 64, 4, 6) if wide and rows > 32 else Tile(32 if rows <= 32 else 64, 32, 128, 4, stages)
     elif columns > 8192:
         tile = Tile(128, 128, 64, 4 if chain else 8, 3)
     elif groups > 1 and (columns > 1024) + (groups > 4) + (rows > 128) > 1:
@@ -151,7 +152,7 @@ def residual_norm(stream: Residual, weight: Tensor, bias: Tensor | None, eps: fl
     kernels().norm_kernel[(rows,)](
         x, branch, branch_bias, weight, bias, total, out, rows, size, eps,
         GROUPS=0 if branch is None else len(branch), BLOCK=1 << (size - 1).bit_length(), PDL=pdl,
-        num_warps=4 if size <= 2048 else 8, launch_pdl=pdl,
+        num_warps=8 if size < 2048 else 16, launch_pdl=pdl,
     )  # fmt: skip
     return total, out
 
