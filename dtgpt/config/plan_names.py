@@ -67,7 +67,7 @@ def check_own_plans(own: Mapping[str, Plan]) -> None:
 
 def _what_is_wrong(part: str, own: Mapping[str, Plan]) -> str:
     if not part:
-        return "there is an '_' too many; write parts such as tp2_pp2"
+        return "a part is empty; write single, or parts such as tp2_pp2"
     if part == SINGLE or part in own:
         return f"{shown(part)} is a whole plan; use it alone"
     known = ["dp2", "cp2", "tp2", "pp2", "sp", "zero1", "zero2", "zero3", *SCHEDULES]

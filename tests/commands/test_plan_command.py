@@ -89,7 +89,7 @@ def test_alternatives_that_cannot_be_used_are_one_sentence(tmp_path, monkeypatch
         (["--plan", "dp4"], ["dp=4", "start 4", "or use dp1 with 1"]),
         (["--plan", "zbv"], ["ZBVZeroBubble", "add pp2"]),
         (["--plan", "sp"], ["tp=1", "leave sp out"]),
-        (["--plan", ""], ["an '_' too many"]),
+        (["--plan", ""], ["a part is empty; write single"]),
     ],
 )
 def test_a_wrong_plan_leaves_nothing(tmp_path, monkeypatch, capsys, options, words):

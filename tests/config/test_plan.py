@@ -162,7 +162,7 @@ WRONG = [
     Wrong("pp2_interleved", 2, ["'interleved'"], [("did you mean interleaved?", "pp2_interleaved", 2)]),
     Wrong("evencut", 2, ["'evencut'"], [("did you mean even-cut?", "even-cut", 2)]),
     Wrong("?", 2, ["'?' is not part", "zbv"], [("tp2", "tp2", 2), ("joined by '_'", "tp2_sp", 2)]),
-    Wrong("", 2, ["an '_' too many"], [("tp2_pp2", "tp2_pp2", 4)]),
+    Wrong("", 2, ["a part is empty"], [("write single", "single", 1), ("tp2_pp2", "tp2_pp2", 4)]),
     Wrong("tp2_single", 2, ["'single'", "whole plan"], [("alone", "single", 1)]),
     Wrong("tp2_even-cut", 4, ["'even-cut'", "whole plan"], [("alone", "even-cut", 2)]),
     Wrong("tp2_tp4", 4, ["says 'tp4' and something else"], [("say one of them", "tp4", 4)]),

@@ -201,6 +201,8 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     Path(lora.init_from).rename(tmp_path / "moved")
     with pytest.raises(UserError, match=r"adapters of a model that was at .*base, which does not exist; put it back"):
         dtgpt.load(checkpoint)
+    with pytest.raises(UserError, match=r"every file as it was written; .* does not exist; put it back"):
+        inspect(checkpoint)
 
 
 VARIANTS = {
