@@ -1,4 +1,5 @@
-"""Transformer blocks for one token each of M sequences, in eight launches a block, or five where M is small (`rows`).
+"""Transformer blocks for one token each of M sequences, in eight launches a block, nine where heads are normalised, or
+five where M is small (`rows`).
 
 Fast path for 16-bit weights on a GPU; the reference is the model's own modules. The result of a row does not depend on
 the other rows or their number, bit for bit (see `kernels`). Sharding rule: heads and F may be sharded over
