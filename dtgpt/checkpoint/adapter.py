@@ -128,6 +128,7 @@ class Merged(Source):
     def __init__(self, base: Source, adapter: Addend):
         self.config, self.notes, self._base, self._adapter = base.config, base.notes, base, adapter
         self.iteration, self.consumed_samples = base.iteration, base.consumed_samples
+        self.checkpoint = adapter.checkpoint if isinstance(adapter, SavedAdapter) else None
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         values, addend = self._base.read(name, part), self._adapter.read(name, part)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import dtgpt
+from dtgpt.checkpoint.adapter import Merged
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import ProgressLines
@@ -104,7 +105,7 @@ def evaluate(path: Path, options: EvalOptions) -> None:
         digest = threads.submit(model_digest, source) if mesh.rank == 0 else None
         measured = measure(scorer, asked, prepared)
         if digest is not None:
-            described = describe_model(path, source, positions, digest.result())
+            described = describe_model(path, options.adapter, source, positions, digest.result())
     if mesh.rank == 0:
         show(measured)
         where = {"device": device_name(mesh.device), "precision": str(settings.dtype).removeprefix("torch.")}
@@ -142,13 +143,15 @@ def show(measured: Sequence[Measured]) -> None:
         say(task_lines(one))
 
 
-def describe_model(path: Path, source: Source, positions: int, digest: str) -> dict[str, Any]:
-    """Return what a file of results says of its model."""
+def describe_model(path: Path, adapter: str | None, source: Source, positions: int, digest: str) -> dict[str, Any]:
+    """Return what a file of results says of its model. Where adapters are merged into it, the checkpoint is theirs."""
     config = source.config
     described: dict[str, Any] = {"path": str(path), "sha256": digest, "parameters": config.num_parameters}
     described |= {"architecture": config.architecture, "positions": positions}
-    if isinstance(source, Saved):
-        described |= {"checkpoint": str(source.checkpoint.folder), "step": source.checkpoint.state.get("step")}
+    if adapter is not None:
+        described["adapter"] = adapter
+    if isinstance(source, Saved | Merged) and (checkpoint := source.checkpoint) is not None:
+        described |= {"checkpoint": str(checkpoint.folder), "step": checkpoint.state.get("step")}
     return described
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dtgpt.data.prepare.documents import paired
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import fitted
 from dtgpt.evaluation.files import DataFile, Entry, json_records, lines_of
@@ -53,8 +54,8 @@ def _item(record: Entry) -> Item:
     if "ctx" in fields:
         context = record.field("ctx", str, "the context")
     else:
-        context = f"{record.field('ctx_a', str, 'the context')} {fields.get('ctx_b') or ''}".strip()
-    return Item(context, endings, _gold(record.place, fields.get("label", fields.get("gold"))))
+        context = paired(f"{record.field('ctx_a', str, 'the context')} {fields.get('ctx_b') or ''}".strip())
+    return Item(context, list(map(paired, endings)), _gold(record.place, fields.get("label", fields.get("gold"))))
 
 
 def _gold(place: str, label: Any) -> int:

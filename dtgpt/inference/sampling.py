@@ -78,8 +78,8 @@ class Sampling:
         ),
     ] = 64  # fmt: skip
     min_new_tokens: Annotated[
-        int, "smallest number of tokens to add: what would end the text cannot come before", Bounds(0, LARGEST),
-        Offer(openai="min_tokens", page=Control("end", "Length at least")),
+        int, "smallest number of tokens to add: tokens that end it cannot come before, stop strings do not count",
+        Bounds(0, LARGEST), Offer(openai="min_tokens", page=Control("end", "Length at least")),
     ] = 0  # fmt: skip
     temperature: Annotated[
         float, "sampling temperature; 0: always the likeliest token", Bounds(0, 100),

@@ -212,6 +212,7 @@ class _Sequence:
         self.score: float | None = None
         self._pieces: list[str] = []
         self._end, self._wants_alternatives = special.end_of_text, job.options.top_logprobs > 0
+        self._least = job.options.min_new_tokens
         self._stream = TextStream(tokenizer, job.ids) if tokenizer else None
         self._search = StopSearch(job.options.stop_strings, line_ends(job.options, special))
 
@@ -244,7 +245,8 @@ class _Sequence:
         stream.go_back(before)
         pieces: list[str] = []
         while not self._search.found and len(pieces) < len(ids):
-            pieces.append(self._search.add(stream.add(ids[len(pieces)])))
+            ends = len(self.ids) + len(pieces) >= self._least
+            pieces.append(self._search.add(stream.add(ids[len(pieces)]), ends))
         return "".join(pieces), len(pieces)
 
     @property

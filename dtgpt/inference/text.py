@@ -117,11 +117,12 @@ class StopSearch:
         self._held = ""
         self.found = False
 
-    def add(self, piece: str) -> str:
-        """Return the text that no stop string can contain. `found`: whether the text ends behind it."""
+    def add(self, piece: str, ends: bool = True) -> str:
+        """Return the text that no stop string can contain. `found`: whether the text ends behind it. `ends`: a match
+        that is complete with this piece ends the text; else it is text as any other."""
         text = self._held + piece
-        places = [(start + len(stop), start, stop) for stop in self.strings if (start := text.find(stop)) >= 0]
-        if places:
+        places = self._matches(text)
+        if places and ends:
             end, start, stop = min(places)
             self.found, self._held = True, ""
             return text[: end if stop in self._endings else start]
@@ -131,8 +132,12 @@ class StopSearch:
 
     def ends(self, piece: str) -> bool:
         """Return whether the text ends within `piece`, which is not added."""
-        text = self._held + piece
-        return any(stop in text for stop in self.strings)
+        return bool(self._matches(self._held + piece))
+
+    def _matches(self, text: str) -> list[tuple[int, int, str]]:
+        """Return (end, start, string) of the first match of each string that ends behind what is held."""
+        found = ((stop, text.find(stop, max(0, len(self._held) + 1 - len(stop)))) for stop in self.strings)
+        return [(start + len(stop), start, stop) for stop, start in found if start >= 0]
 
     def finish(self) -> str:
         """Return what was held back because it could have become a match."""

@@ -15,8 +15,11 @@ def warm_up(session: Session, slots: int, positions: int, graphs: bool) -> None:
     """Run requests of every shape that graphs are captured for: numbers of rows up to `slots`, and lengths of prompts
     up to `positions`, alone and together. Without `graphs`, run one small request, which loads what is loaded on first
     use."""
+    begin = min(2, positions - 1)  # tokens of a short prompt
+    if not begin:  # a model of one position scores prompts, and generates nothing
+        return
     if not graphs:
-        _run(session, [_job(2, min(2, positions - 2))])
+        _run(session, [_job(begin, min(2, positions - begin))])
         return
     for length in [size for size in PROMPT_LENGTHS if size <= positions]:
         prompt = _job(min(length + 1, positions - 1), 1)  # all of it but its last token is prefilled
@@ -29,7 +32,7 @@ def warm_up(session: Session, slots: int, positions: int, graphs: bool) -> None:
             parts = [min(MOST_SEQUENCES, size - done) for done in range(0, size, MOST_SEQUENCES)]
             # A sequence begins with a round of one step. Few rows have a graph of a whole round, too.
             steps = 1 + LONGEST_ROUND if size <= ROWS_OF_SHORT_STEPS else 2
-            _run(session, [_job(2, min(steps, positions - 2), part, sampling) for part in parts])
+            _run(session, [_job(begin, min(steps, positions - begin), part, sampling) for part in parts])
 
 
 def _job(tokens: int, new_tokens: int, rows: int = 1, sampling: dict[str, Any] = SAMPLINGS[0]) -> PromptJob:

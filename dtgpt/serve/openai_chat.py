@@ -123,8 +123,8 @@ def _best(likeliest: dict[str, float], count: int | None) -> list[tuple[str, flo
 def _token(name: str, logprob: float) -> dict[str, Any]:
     """Return a token with the bytes that it spells, null where they are not known by its name."""
     spelled: list[int] | None = list(name.encode())
-    if name.startswith("bytes:"):
+    if name.startswith("bytes:\\x"):  # a token may be the text "bytes:"
         spelled = list(bytes.fromhex(name.removeprefix("bytes:").replace("\\x", "")))
-    elif name.startswith("token_id:"):
+    elif name.startswith("token_id:") and name[-1].isdecimal():
         spelled = None
     return {"token": name, "logprob": logprob, "bytes": spelled}

@@ -122,6 +122,6 @@ KEYS = {
     "return_token_ids": OFF,
     "repetition_penalty": RequestKey(1.0, only(1)),
     "use_beam_search": RequestKey(False, only(False)),
-    "skip_special_tokens": RequestKey(True, only(True)),
+    "skip_special_tokens": RequestKey(False, only(False)),  # texts have the names of all but the end of text
     "include_stop_str_in_output": RequestKey(False, only(False)),
 }

@@ -42,6 +42,7 @@ class Server:
     def close(self) -> None:
         """Send the answers that are under way, and close all connections."""
         self._http.stop()
+        gc.unfreeze()  # Triton's objects would be reported at exit as leaked, a page on stderr
 
     @property
     def address(self) -> str:

@@ -193,6 +193,15 @@ def test_a_hellaswag_of_plain_text_has_the_same_items(tmp_path):
     assert prepare(asked, BYTES, 99)[1].samples == expected
 
 
+def test_halves_of_surrogate_pairs_are_no_characters_in_any_field(tmp_path, gpt2):
+    path = tmp_path / "x.jsonl"
+    item = {"ctx_a": "x", "ctx_b": "a\ud83c", "endings": ["b\udf88", "c", "d", "e"], "label": 0}
+    path.write_text(json.dumps(item))
+    (asked,) = tasks_and_files(f"hellaswag:{path}", TaskOptions())
+    samples = prepare(asked, gpt2, 99)[1].samples
+    assert gpt2.decode(samples[0].ids) == "x a\ufffd b\ufffd" and gpt2.decode(samples[1].ids) == "x a\ufffd c"
+
+
 def test_a_long_context_loses_its_beginning(tmp_path):
     samples, _ = measured(tmp_path, "hellaswag", items(), 20, "data.jsonl")
     for sample, ending in zip(samples, ITEM["endings"], strict=True):

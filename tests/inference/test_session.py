@@ -76,7 +76,10 @@ def test_a_sequence_is_the_same_however_many_tokens_come_at_once(tokenizers, kin
     some = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=3))
     script = [*tokenizer.encode(text), *some, *tokenizer.encode("the fox")]
     most = data.draw(st.integers(1, len(script)))
-    options = Options(max_new_tokens=most, stop_strings=stops, top_logprobs=1, stop_on_eol=data.draw(st.booleans()))
+    options = Options(
+        max_new_tokens=most, min_new_tokens=data.draw(st.integers(0, most)), stop_strings=stops, top_logprobs=1,
+        stop_on_eol=data.draw(st.booleans()),
+    )  # fmt: skip
     found = []
     for at_once in (1, steps):
         engine = ScriptedEngine(lambda request, choice: script, steps=at_once)
@@ -90,6 +93,18 @@ def test_a_stop_string_in_the_last_token_counts_and_half_of_one_is_text():
     assert only(session_of("abcd")[0], job(max_new_tokens=3, stop_strings=("bc",))).finish_reason == "stop"
     half = only(session_of("abcd")[0], job(max_new_tokens=3, stop_strings=("bcd",)))
     assert (half.text, half.finish_reason) == ("abc", "length")
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+@pytest.mark.parametrize("least, stops, text", [
+    (0, ("ab",), ""), (1, ("ab",), ""), (2, ("ab",), "ab-"), (5, ("ab",), "ab-ab-"), (3, ("abc", "b"), "ab-a"),
+    (6, ("b-ab-x", "b"), "ab-ab-a"), (5, ("b-ab-a",), "a"), (20, ("a",), "ab-ab-abcdefghijklmn"),
+])  # fmt: skip
+def test_a_stop_string_that_is_complete_before_min_new_tokens_is_text(steps, least, stops, text):
+    session, _ = session_of("ab-ab-abcdefghijklmnopqrs", steps=steps)
+    found = only(session, job(min_new_tokens=least, stop_strings=stops))
+    assert (found.text, found.finish_reason) == (text, "length" if least == 20 else "stop")
+    assert len(found.ids) > least or least == 20
 
 
 def test_pieces_are_the_text_and_hold_back_what_may_become_a_stop():

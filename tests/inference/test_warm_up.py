@@ -39,6 +39,13 @@ def test_every_shape_of_a_graph_is_run(shapes):
     assert steps >= {(rows, filters) for rows in (1, 2, 4, 8, 12) for filters in (False, True)}
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("positions", [1, 2, 3])
+def test_models_of_few_positions_are_warmed_up_as_far_as_they_generate(shapes, positions, graphs):
+    _, steps = shapes(slots=2, positions=positions, graphs=graphs)
+    assert bool(steps) == (positions > 1)
+
+
 def test_few_rows_take_whole_rounds_too(monkeypatch):
     rounds, decode = set(), ModelRunner.decode
 

@@ -52,7 +52,7 @@ def test_null_stands_for_the_default_of_every_key():
     options = nothing.jobs[0].options
     assert (options.max_new_tokens, options.temperature, options.top_p, nothing.n) == (16, 1.0, 1.0, 1)
     assert read(prompt="x" * 60).jobs[0].options.max_new_tokens == 4  # as many as there are positions left
-    assert read(prompt="x", user={"any": 1}, suffix="", repetition_penalty=1, stop="a").jobs
+    assert read(prompt="x", user={"any": 1}, suffix="", repetition_penalty=1, stop="a", skip_special_tokens=False).jobs
 
 
 @pytest.mark.parametrize("wrong", [
@@ -69,6 +69,7 @@ def test_null_stands_for_the_default_of_every_key():
     {"logit_bias": {"5": None}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"9" * 400: 1}}, {"suffix": "x"},
     {"top_k": -2}, {"min_tokens": 17}, {"stop_token_ids": [257]}, {"stop_token_ids": 5}, {"min_p": 1.5},
     {"use_beam_search": True}, {"model": 5}, {"tools": []}, {"": 1}, {"top_p": 0.5, "top_p_bound": 0.6},
+    {"skip_special_tokens": True},
 ], ids=str)  # fmt: skip
 def test_a_wrong_value_is_one_sentence_that_says_what_is_right(wrong):
     found = problem(**{"prompt": "x", **wrong})

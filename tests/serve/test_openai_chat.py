@@ -11,6 +11,7 @@ from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.generator import Need
 from dtgpt.inference.options import Options
 from dtgpt.inference.session import PromptJob
+from dtgpt.serve.openai_chat import _token
 from tests.support.chats import write_tokenizer
 from tests.support.server import generator_of, live_server, served, tiny_model
 
@@ -57,6 +58,14 @@ def test_an_answer_has_the_form_of_openais_and_the_text_of_the_rendered_prompt(c
     assert create(client, n=2, max_completion_tokens=None, max_tokens=12).choices == answer.choices
     (stop,) = create(client, stop=same.choices[0].text[2:4]).choices
     assert stop.message.content == same.choices[0].text[:2] and stop.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name, spelled", [
+    ("bytes:\\xe2\\x80", b"\xe2\x80"), ("bytes:", b"bytes:"), ("bytes:0", b"bytes:0"), ("token_id:5", None),
+    ("token_id:", b"token_id:"), ("é", "é".encode()),
+])  # fmt: skip
+def test_a_token_whose_text_looks_like_a_name_is_spelled_by_its_text(name, spelled):
+    assert _token(name, -1.0) == {"token": name, "logprob": -1.0, "bytes": None if spelled is None else list(spelled)}
 
 
 def test_a_stream_has_the_text_of_the_answer(client):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dtgpt
 from dtgpt.commands.convert import ConvertOptions, convert
+from dtgpt.commands.eval import EvalOptions, evaluate
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.lora import LoraConfig
 from dtgpt.config.plan_names import parse_plan
@@ -215,6 +216,22 @@ VARIANTS = {
     "gpt_oss": [{"target_modules": ["q_proj", "k_proj", "o_proj"]}],
     "phi3": [{"target_modules": "all-linear", "rank_pattern": {"qkv_proj": 6}}],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gpt2"], indirect=True)
+def test_results_of_an_evaluation_name_the_adapter_and_its_step(lora, kind, tmp_path):
+    train_and_save(lora, tmp_path / "run", STEPS)
+    adapter, data = str(tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}"), tmp_path / "x.txt"
+    data.write_text("one two three")
+    found = []
+    for path, given in ((lora.init_from, adapter), (adapter, None), (lora.init_from, None)):
+        output = tmp_path / "eval.json"
+        asked = {"task": ("lambada",), "data": (str(data),), "output": str(output), "tokenizer": "bytes"}
+        evaluate(Path(path), EvalOptions(**asked, adapter=given, device="cpu"))
+        found.append(json.loads(output.read_text())["model"])
+    assert [model.get("adapter") for model in found] == [adapter, None, None]
+    assert [model.get("step") for model in found] == [STEPS, STEPS, None]
+    assert found[0]["sha256"] == found[1]["sha256"] != found[2]["sha256"]
 
 
 @pytest.mark.turns(24)
