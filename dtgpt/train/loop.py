@@ -8,6 +8,7 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_checkpoint
@@ -24,7 +25,7 @@ from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
 from dtgpt.train.answers import describe
 from dtgpt.train.checkpoints import restore, state_of
-from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped
+from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped, tell_other_end
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.job import Job, find_resume_point, make_job
 from dtgpt.train.preferences import find_reference, held_out_figures, save_reference
@@ -136,6 +137,7 @@ class Loop:
         self.interval.restore(checkpoint.state)
         if checkpoint.state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
+        tell_other_end(checkpoint.state["recipe"], self.recipe, trainer)
 
     def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
@@ -152,7 +154,9 @@ class Loop:
             self.mesh.on_rank_0(open_report)
 
             def remedy() -> str:
-                return f"go on with --resume {run}" if list_checkpoints(checkpoints) else "start the run again"
+                return (
+                    f"go on with --resume {quote(str(run))}" if list_checkpoints(checkpoints) else "start the run again"
+                )
 
             if self.watch:
                 self.watch.step, self.watch.remedy = trainer.step, remedy
@@ -172,7 +176,7 @@ class Loop:
             early = self.report_left(left) if left else self.take_steps()
             self._check_folder()
             self.report.finish(not early)
-        hint = f"; to go on, add --resume {run}" if trainer.step else ""
+        hint = f"; to go on, add --resume {quote(str(run))}" if trainer.step else ""
         return self.stopped(f"at step {trainer.step}/{trainer.steps}", hint) if early else 0
 
     def take_steps(self) -> bool:
@@ -205,7 +209,7 @@ class Loop:
             saved = self.mesh.on_rank_0(lambda: step in map(step_of, list_checkpoints(folder)))
             if not saved:
                 self._save(must=True)
-            again = f"step {step + 1}: {failure}; go on with --resume {folder.parent}"
+            again = f"step {step + 1}: {failure}; go on with --resume {quote(str(folder.parent))}"
             if failure.__cause__ is not None:  # told here, since a MemoryError or OSError means other things elsewhere
                 say_error("".join(traceback.format_exception(failure.__cause__)).rstrip())
             raise UserError(again) from failure.__cause__
@@ -325,7 +329,7 @@ class Loop:
         except (OSError, UserError) as error:
             self._check_folder()  # which would explain it
             if must:
-                again = f"to go on, add --resume {checkpoints.parent}"
+                again = f"to go on, add --resume {quote(str(checkpoints.parent))}"
                 raise UserError(f"{error}; {again if list_checkpoints(checkpoints) else 'then start again'}") from None
             say(f"{error}; training goes on", warning=True)
         else:
