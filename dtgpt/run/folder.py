@@ -99,12 +99,13 @@ def _newest_with_checkpoint(runs: Path, name: str) -> Path | None:
 
 
 def _check_can_be_listed(folder: Path) -> None:
-    """Raise UserError where a folder exists and cannot be listed: `Path.glob` takes it for an empty one."""
+    """Raise UserError where a folder exists, or a link to one that is not mounted, and cannot be listed: `Path.glob`
+    takes it for an empty one."""
     try:
         os.scandir(folder).close()
-    except FileNotFoundError:
-        pass
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not folder.is_symlink():
+            return
         advice = remedy(error, "give another --runs")
         raise UserError(f"resume=auto, but {folder} cannot be listed ({error.strerror}); {advice}") from None
 
@@ -144,6 +145,9 @@ class RunLock(ExitStack):
             raise UserError(
                 f"{lock.path} cannot be written ({error.strerror}); {remedy(error, 'choose another run')}"
             ) from None
+        checkpoints = folder / "checkpoints"
+        if checkpoints.exists() and not os.access(checkpoints, os.W_OK | os.X_OK):
+            raise UserError(f"{checkpoints} cannot be written, where the run saves; make it writable")
         if lock.problem:
             say(f"{folder} cannot be locked ({lock.problem}): let no other process train it", warning=True)
         else:

@@ -3,8 +3,11 @@
 import signal
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
+from typing import Any
 
 from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import PART_NAMES, Dataset, Part
 from dtgpt.parallel.mesh import Mesh
@@ -13,6 +16,7 @@ from dtgpt.run.report import sample_path
 from dtgpt.run.signals import StopRequest
 from dtgpt.run.sinks import read_records
 from dtgpt.train.tasks import tasks_of
+from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
@@ -79,3 +83,22 @@ def folder_lost(run: Path, step: int) -> UserError:
         f"the run folder {run} was moved, removed or replaced while the run was at step {step}; nothing more is "
         "written: put the folder back and go on with --resume, or begin again"
     )
+
+
+def resume_option(run: Path) -> str:
+    """Return the option by which a run goes on, as a shell reads it."""
+    return f"--resume {quote(str(run))}"
+
+
+def tell_other_end(former: dict[str, Any], recipe: Recipe, trainer: Trainer) -> None:
+    """Warn where another batch size than that of the `former` recipe lets the steps of a run end elsewhere than its
+    schedule in samples, beyond which the learning rate may be 0."""
+    end, steps, sizes = trainer.schedule.end, trainer.steps, ("global_batch_size", "rampup_batch_size")
+    seen, next_step = trainer.samples_before(steps), trainer.samples_before(steps + 1)
+    same_sizes = all(former.get(name) == getattr(recipe, name) for name in sizes)
+    if trainer.schedule.counts_samples and not same_sizes and not seen <= end < next_step:
+        say(
+            f"with another batch size, {counted(steps, 'step')} end after {counted(seen, 'sample')}, the schedule "
+            f"after {end}; to end there, give --train_samples {end}",
+            warning=True,
+        )

@@ -24,7 +24,16 @@ from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
 from dtgpt.train.answers import describe
 from dtgpt.train.checkpoints import restore, state_of
-from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped
+from dtgpt.train.ending import (
+    LEFT,
+    folder_lost,
+    is_due,
+    is_over,
+    left_to_do,
+    resume_option,
+    say_stopped,
+    tell_other_end,
+)
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.job import Job, find_resume_point, make_job
 from dtgpt.train.preferences import find_reference, held_out_figures, save_reference
@@ -136,6 +145,7 @@ class Loop:
         self.interval.restore(checkpoint.state)
         if checkpoint.state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
+        tell_other_end(checkpoint.state["recipe"], self.recipe, trainer)
 
     def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
@@ -152,7 +162,7 @@ class Loop:
             self.mesh.on_rank_0(open_report)
 
             def remedy() -> str:
-                return f"go on with --resume {run}" if list_checkpoints(checkpoints) else "start the run again"
+                return f"go on with {resume_option(run)}" if list_checkpoints(checkpoints) else "start the run again"
 
             if self.watch:
                 self.watch.step, self.watch.remedy = trainer.step, remedy
@@ -172,7 +182,7 @@ class Loop:
             early = self.report_left(left) if left else self.take_steps()
             self._check_folder()
             self.report.finish(not early)
-        hint = f"; to go on, add --resume {run}" if trainer.step else ""
+        hint = f"; to go on, add {resume_option(run)}" if trainer.step else ""
         return self.stopped(f"at step {trainer.step}/{trainer.steps}", hint) if early else 0
 
     def take_steps(self) -> bool:
@@ -205,7 +215,7 @@ class Loop:
             saved = self.mesh.on_rank_0(lambda: step in map(step_of, list_checkpoints(folder)))
             if not saved:
                 self._save(must=True)
-            again = f"step {step + 1}: {failure}; go on with --resume {folder.parent}"
+            again = f"step {step + 1}: {failure}; go on with {resume_option(folder.parent)}"
             if failure.__cause__ is not None:  # told here, since a MemoryError or OSError means other things elsewhere
                 say_error("".join(traceback.format_exception(failure.__cause__)).rstrip())
             raise UserError(again) from failure.__cause__
@@ -325,7 +335,7 @@ class Loop:
         except (OSError, UserError) as error:
             self._check_folder()  # which would explain it
             if must:
-                again = f"to go on, add --resume {checkpoints.parent}"
+                again = f"to go on, add {resume_option(checkpoints.parent)}"
                 raise UserError(f"{error}; {again if list_checkpoints(checkpoints) else 'then start again'}") from None
             say(f"{error}; training goes on", warning=True)
         else:

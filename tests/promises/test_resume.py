@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,43 @@ def test_a_run_belongs_to_one_process(recipe):
         lock.take(run)
         train(change(recipe, resume=str(run)))
     assert train(change(recipe, resume=str(run))) == 0
+
+
+def test_a_run_that_cannot_save_is_refused_before_data_are_read(recipe, monkeypatch):
+    train(change(recipe, steps=5))
+    run, access = newest_run(recipe), os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "checkpoints" and access(path, mode))
+    monkeypatch.setattr("dtgpt.train.startup.read_dataset", lambda recipe: pytest.fail("data were read"))
+    with pytest.raises(UserError, match=r"/checkpoints cannot be written, where the run saves; make it writable"):
+        train(change(recipe, resume=str(run)))
+
+
+def test_resume_auto_does_not_begin_again_where_the_disk_of_checkpoints_is_missing(recipe, tmp_path):
+    train(change(recipe, steps=5))
+    run, elsewhere = newest_run(recipe), tmp_path / "disk"
+    (run / "checkpoints").rename(elsewhere)
+    (run / "checkpoints").symlink_to(elsewhere)
+    elsewhere.rename(tmp_path / "unmounted")
+    with pytest.raises(UserError, match=r"/checkpoints cannot be listed \(No such file"):
+        train(change(recipe, resume="auto"))
+    (tmp_path / "unmounted").rename(elsewhere)
+    assert train(change(recipe, resume="auto")) == 0 and newest_run(recipe) == run
+
+
+def test_what_to_type_to_go_on_is_quoted(recipe, tmp_path, capsys):
+    recipe = change(recipe, steps=5, exit_interval=2, runs=str(tmp_path / "my runs"))
+    train(recipe)
+    assert f"to go on, add --resume '{newest_run(recipe)}'\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps, told", [(5, True), (3, False)])
+def test_a_schedule_in_samples_that_ends_elsewhere_than_the_steps_is_told(recipe, steps, told, capsys):
+    """A run of 40 samples whose batch grows would else take steps at a learning rate of 0."""
+    recipe = change(recipe, steps=5, global_batch_size=8, optimizer={"warmup": 0, "decay_samples": 40})
+    train(change(recipe, exit_interval=2))
+    train(change(recipe, resume=str(newest_run(recipe)), global_batch_size=16, steps=steps))
+    warning = "5 steps end after 64 samples, the schedule after 40; to end there, give --train_samples 40"
+    assert (warning in capsys.readouterr().err) is told
 
 
 def test_a_resume_says_what_has_changed(recipe, capsys):
