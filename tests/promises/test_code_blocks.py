@@ -45,7 +45,7 @@ BLOCKS = [
 ]
 # First words of commands that only their own programs could read.
 OTHERS = ("apptainer", "conda", "curl", "docker", "kubectl", "lm_eval", "mypy", "python3", "ruff", "salloc", "sleep",
-          "touch")  # fmt: skip
+          "tensorboard", "touch")  # fmt: skip
 OWN_LOOP = "own_loop.py"  # the program of docs/library.md
 BASH = r"""
 PATH=/nowhere
@@ -230,6 +230,13 @@ def test_a_block_is_right(language, block, page, capsys):
         assert f"dtgpt: {error.value}".startswith(answer.strip())
     else:
         assert language in ("", "mermaid", "yaml")
+
+
+def test_no_command_stands_outside_of_a_block_that_is_read():
+    """An indented block has no language, and no test above reads it."""
+    outside = {page.name: FENCE.sub("", page.read_text()) for page in PAGES}
+    pattern = re.compile(r"^    ((?:dtgpt|python|torchrun|pytest|import dtgpt)(?: .*)?$)", re.M)
+    assert {name: found for name, text in outside.items() if (found := pattern.findall(text))} == {}
 
 
 def check_names(block, page):
