@@ -91,10 +91,10 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
         sizes = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
         for note in export_notes(source.config):
             say(note, warning=True)
-        if tokenizer_place(path) is not None:
-            say(f"{target} has no tokenizer, which a Megatron-LM tree cannot hold; name that of {path} by --tokenizer")
         progress = source.iteration or None, source.consumed_samples
         save_megatron(watched, target, *sizes, dtype, *progress, options.transformer_impl)
+        if tokenizer_place(path) is not None:
+            say(f"{target} has no tokenizer, which a Megatron-LM tree cannot hold; name that of {path} by --tokenizer")
     if watched.problem:
         say(f"{path} has {watched.problem}: so has {target}", warning=True)
     say(f"{target}: {parameters(source.config.num_parameters)}, {options.dtype}")
