@@ -16,10 +16,6 @@ from dtgpt.util.pickles import Checksums, open_pickle
 
 # Outputs of nanoGPT for GPT-2's vocabulary, and the tokens in that.
 PADDED, TRUE = GPT2_124M.padded_vocab_size, GPT2_124M.vocab_size
-GELU_NOTE = (
-    "nanoGPT computes GELU exactly, dtgpt in the tanh form of GPT-2; the two are at most 0.0005 apart, so logits and "
-    "losses differ slightly from nanoGPT's"
-)
 PADDING_NOTE = (
     f"the checkpoint has {PADDED} outputs, which is how nanoGPT rounds up GPT-2's {TRUE} tokens; the last "
     f"{PADDED - TRUE}, which occur in no text, were left out"
@@ -40,7 +36,7 @@ class NanoGPT(Source):
         if not isinstance(model, dict) or not isinstance(args, dict) or not all(isinstance(n, str) for n in model):
             raise UserError(f"{path} is not a checkpoint of nanoGPT, which has model and model_args; give its ckpt.pt")
         self.config = _config(args, path)
-        self.notes = (GELU_NOTE, PADDING_NOTE) if args["vocab_size"] == PADDED else (GELU_NOTE,)
+        self.notes = (PADDING_NOTE,) if args["vocab_size"] == PADDED else ()
         self._tensors = _tensors(model, path)
         output = self._tensors.pop("lm_head.weight", None)
         biased = args.get("bias", True)
@@ -79,6 +75,7 @@ def _config(args: Mapping[str, Any], path: Path) -> GPT2Config:
         num_heads=heads,
         seq_length=length,
         vocab_size=TRUE if vocabulary == PADDED else vocabulary,
+        activation="gelu",  # exact, where OpenAI's GPT-2 has the tanh form
     )
     return checked(config, path)
 

@@ -22,6 +22,7 @@ from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
 from tests.support.bodies_inference import weights_at_the_start
+from tests.support.megatron_llama_trees import scaled_tree
 from tests.support.megatron_trees import make_weights, write_tree
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, training
@@ -129,9 +130,9 @@ def test_a_large_model_is_written_in_files_of_a_limited_size(run, convert, tmp_p
 
 @pytest.mark.parametrize("to", [["--to", "hf"], []])
 def test_notes_of_a_source_are_warnings(tmp_path, convert, to):
-    tree = write_tree(tmp_path / "tree", make_weights(), bias_gelu_fusion=False)
+    tree = scaled_tree(tmp_path / "tree")
     out, err = convert(tree, tmp_path / "out", *to)
-    assert err.startswith("warning: ") and err.count("\n") == 1 and "exact GELU" in err
+    assert err.startswith("warning: ") and err.count("\n") == 1 and "rope_scaling_factor=4" in err
     assert "warning" not in out
 
 

@@ -18,7 +18,7 @@ from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.bodies_checkpoint import change_state
-from tests.support.megatron_trees import make_weights, write_tree
+from tests.support.megatron_llama_trees import scaled_tree
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
 
@@ -138,10 +138,10 @@ def test_a_hugging_face_folder(run, command, inspect, tmp_path):
 
 
 def test_a_megatron_tree_and_what_is_to_be_known_of_it(tmp_path, inspect):
-    tree = write_tree(tmp_path / "tree", make_weights(), tp=2, pp=2, bias_gelu_fusion=False)
+    tree = scaled_tree(tmp_path / "tree")
     lines = inspect(tree).splitlines()
     assert lines[0] == f"Megatron model {tree}" and "num_layers 4" in lines[1] and "vocab_size 256" in lines[1]
-    assert "exact GELU" in lines[2] and len(lines) == 3
+    assert "rope_scaling_factor=4" in lines[2] and len(lines) == 3
 
 
 @pytest.mark.parametrize("kind", ["weights", "optimizer"])

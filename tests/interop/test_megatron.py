@@ -1,10 +1,12 @@
 """Reading Megatron-LM's checkpoints, written by `tests.support.megatron_trees`."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
+from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
@@ -169,6 +171,10 @@ def test_model_rng_of_2022_beside_folders_of_its_optimizer(tmp_path, weights):
     check(Megatron(tmp_path, true_vocab_size=131), weights)
 
 
-def test_exact_gelu_is_noted(tmp_path, weights):
-    write_tree(tmp_path, weights, bias_gelu_fusion=False, openai_gelu=False)
-    assert "exact GELU" in Megatron(tmp_path, true_vocab_size=131).notes[0]
+@pytest.mark.parametrize("openai_gelu", [False, True])
+def test_without_its_fusion_gelu_is_exact_unless_it_is_openais(tmp_path, weights, openai_gelu):
+    write_tree(tmp_path, weights, bias_gelu_fusion=False, openai_gelu=openai_gelu)
+    source = Megatron(tmp_path, true_vocab_size=131)
+    assert source.config == replace(CONFIG, activation="gelu_tanh" if openai_gelu else "gelu") and source.notes == []
+    save_megatron(source, tmp_path / "again", 1, 1, torch.float32)
+    assert Megatron(tmp_path / "again", true_vocab_size=131).config == source.config

@@ -131,3 +131,8 @@ def write_tree(root, weights, config=CONFIG, tp=1, pp=1, family="local", chunks=
             torch.save(content, folder / "model_optim_rng.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("30")
     return root
+
+
+def scaled_tree(root):
+    """A tree with something to be known: Megatron-LM computes its positions by another factor than it stores."""
+    return write_tree(root, make_weights(), use_rope_scaling=True, rope_scaling_factor=4.0)

@@ -14,10 +14,7 @@ from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.unpickler import StandIn
 
 TITLE = "GPT-2"
-HAS = (
-    "learned positions, LayerNorm, biases, plain attention, a tanh-GELU MLP of 4 times the hidden size and tied "
-    "embeddings"
-)
+HAS = "learned positions, LayerNorm, biases, plain attention, a GELU MLP of 4 times the hidden size and tied embeddings"
 MODULES: Modules = {
     "tokens": "embedding.wte", "positions": "embedding.wpe", "attention_norm": "ln_1", "qkv": "attn.qkv",
     "attention_output": "attn.proj", "mlp_norm": "ln_2", "mlp_input": "mlp.fc", "mlp_output": "mlp.proj",
@@ -39,11 +36,6 @@ VALUES: Values = {
     "untie_embeddings_and_output_weights": ((None, False), "an untied output layer"),
     "qk_layernorm": ((None, False), "norms of queries and keys"),
 }
-
-EXACT_GELU_NOTE = (
-    "the checkpoint was trained with exact GELU (no bias_gelu_fusion, no openai_gelu) and dtgpt computes the tanh form "
-    "of GPT-2; the two are at most 0.0005 apart, so logits and losses differ slightly from Megatron-LM's"
-)
 
 
 def lacks(args: Namespace) -> dict[str, str]:
@@ -80,8 +72,6 @@ def read_config(args: Namespace | None, facts: StoredShapes) -> tuple[GPT2Config
                 raise UserError(
                     f"{path} has {name}={shown_name(getattr(args, name))}, and dtgpt's GPT-2 has {size}; give a GPT-2"
                 )
-        if getattr(args, "bias_gelu_fusion", None) is False and not getattr(args, "openai_gelu", False):
-            notes.append(EXACT_GELU_NOTE)
     config = GPT2Config(
         num_layers=facts.num_layers,
         hidden_size=hidden,
@@ -89,8 +79,14 @@ def read_config(args: Namespace | None, facts: StoredShapes) -> tuple[GPT2Config
         seq_length=positions,
         vocab_size=rows * facts.tensor_parallel_size,
         layer_norm_eps=eps,
+        activation="gelu" if _exact_gelu(args) else "gelu_tanh",
     )
     return checked(config, path), notes
+
+
+def _exact_gelu(args: Namespace | None) -> bool:
+    """Return whether the model has the exact GELU: Megatron-LM's fused one and OpenAI's are the tanh form."""
+    return getattr(args, "bias_gelu_fusion", None) is False and not getattr(args, "openai_gelu", False)
 
 
 def to_ours(piece: Tensor, name: str, config: GPT2Config, order: Order) -> Tensor:
@@ -108,7 +104,8 @@ def cut_sizes(config: GPT2Config, ranks: int) -> dict[str, int]:
 
 
 def check_export(config: GPT2Config) -> list[str]:
-    check_fields_written(config, {"activation": "gelu_tanh"})
+    if config.activation != "gelu":
+        check_fields_written(config, {"activation": "gelu_tanh"})
     return []
 
 
@@ -127,6 +124,6 @@ def write_args(config: GPT2Config) -> dict[str, Any]:
         "layernorm_epsilon": config.layer_norm_eps,
         "add_bias_linear": True,
         "swiglu": False,
-        "bias_gelu_fusion": True,  # the fused GELU is the tanh form
+        "bias_gelu_fusion": config.activation == "gelu_tanh",  # the fused GELU is the tanh form
         "untie_embeddings_and_output_weights": False,
     }
