@@ -1,12 +1,14 @@
 """The tables of options in the docs are those of the declaration. `python -m tests.inference.test_option_docs` writes
 them."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import get_args, get_origin
 
 import pytest
 
+import dtgpt
 from dtgpt.inference.options import OPTIONS
 from dtgpt.inference.sampling import Option
 from dtgpt.serve.openai_keys import OPTION_KEYS
@@ -57,6 +59,15 @@ def table(page: str) -> str:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_table_is_that_of_the_declaration(page):
     assert MARKED.findall((DOCS / page).read_text()) == [table(page)], "run python -m tests.inference.test_option_docs"
+
+
+def test_the_arguments_of_load_are_those_of_the_page():
+    (said,) = re.findall(r"`dtgpt\.load\((path, .*?)\)`", (DOCS / "generation.md").read_text(), re.DOTALL)
+    parameters = list(inspect.signature(dtgpt.load).parameters.values())
+    assert (
+        said.replace('"', "'").split()
+        == ", ".join(str(one.replace(annotation=one.empty)) for one in parameters).split()
+    )
 
 
 if __name__ == "__main__":
