@@ -7,7 +7,6 @@ from shlex import quote
 from typing import Any
 
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import PART_NAMES, Dataset, Part
 from dtgpt.parallel.mesh import Mesh
@@ -90,12 +89,12 @@ def resume_option(run: Path) -> str:
     return f"--resume {quote(str(run))}"
 
 
-def tell_other_end(former: dict[str, Any], recipe: Recipe, trainer: Trainer) -> None:
+def tell_other_end(former: dict[str, Any], recipe: dict[str, Any], trainer: Trainer) -> None:
     """Warn where another batch size than that of the `former` recipe lets the steps of a run end elsewhere than its
     schedule in samples, beyond which the learning rate may be 0."""
     end, steps, sizes = trainer.schedule.end, trainer.steps, ("global_batch_size", "rampup_batch_size")
     seen, next_step = trainer.samples_before(steps), trainer.samples_before(steps + 1)
-    same_sizes = all(former.get(name) == getattr(recipe, name) for name in sizes)
+    same_sizes = all(former.get(name) == recipe[name] for name in sizes)
     if trainer.schedule.counts_samples and not same_sizes and not seen <= end < next_step:
         say(
             f"with another batch size, {counted(steps, 'step')} end after {counted(seen, 'sample')}, the schedule "

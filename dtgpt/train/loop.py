@@ -145,7 +145,7 @@ class Loop:
         self.interval.restore(checkpoint.state)
         if checkpoint.state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
-        tell_other_end(checkpoint.state["recipe"], self.recipe, trainer)
+        tell_other_end(checkpoint.state["recipe"], asdict(self.recipe), trainer)
 
     def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
