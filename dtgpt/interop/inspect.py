@@ -40,7 +40,7 @@ def inspect(path: Path, tensors: bool = False) -> str:
             raise UserError("; ".join([*lines, "every checkpoint is damaged: restore one"]))
         if not whole:
             raise UserError(f"{opened[path][2]}; restore the file, or give another checkpoint")
-        source = _opened(whole[-1], lines if is_run else [f"{path}: {WHOLE}"])
+        source = _model_of(whole[-1], lines if is_run else [f"{path}: {WHOLE}"])
         lines = [*(lines if is_run else []), *_checkpoint(whole[-1], source), f"  {WHOLE}"]
     watched = Watched(source)
     listed = [f"  {digest}  {name} {shape}" for name, shape, digest in tensor_digests(watched)] if tensors else []
@@ -60,7 +60,7 @@ def _open(folder: Path) -> tuple[Checkpoint | None, str, str | None]:
         return None, "", str(damage)
 
 
-def _opened(checkpoint: Checkpoint, verified: list[str]) -> Source:
+def _model_of(checkpoint: Checkpoint, verified: list[str]) -> Source:
     """Return the model of a checkpoint. Raises UserError, with what was verified, where adapters miss their base."""
     if base_of(checkpoint) is None:
         return Saved(checkpoint)

@@ -260,7 +260,7 @@ OPTIONS = {
         "no-masked-softmax-fusion": together("--attention explicit, with --attention-backend local"),
         "flash-attention-version N": skip("--attention flash is one kernel"),
         "no-bias-gelu-fusion": skip(
-            "a GPT-2 has the tanh form of GELU, as with its fusion; --model.activation gelu is exact, as without"
+            "a GPT-2 has the tanh form of GELU, that of the fusion; --model.activation gelu is the exact one"
         ),
         "no-bias-swiglu-fusion, no-bias-dropout-fusion, no-rope-fusion, no-persist-layer-norm, "
         "no-gradient-accumulation-fusion, cross-entropy-loss-fusion, cross-entropy-fusion-impl NAME, "

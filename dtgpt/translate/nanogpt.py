@@ -155,5 +155,5 @@ def _together(result: Translation, given: dict[str, GivenOption]) -> None:
             result.skip(given[name].source, "the learning rate is constant")
     if not decays:
         result.set("no warmup", optimizer__warmup=0)
-    result.refuse("exact GELU", "a GPT-2 has the tanh form of GELU; --model.activation gelu is exact, and slower")
+    result.refuse("exact GELU", "a GPT-2 has the tanh form of GELU; --model.activation gelu is the exact one")
     result.refuse("random windows", "each window is taken once in an epoch, in a shuffled order")

@@ -118,20 +118,20 @@ def decode_attention(
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     room = q.dtype != torch.float32 and 2 * stage_bytes(keys) <= shared_memory(q.device)  # for two splits at once
     spread = spread_splits(splits, rows, room)
-    pdl = has_hopper(q.device)
+    pdl, queries = has_hopper(q.device), 1 << (group - 1).bit_length()
     table = None if rotary is None else rotary.table
     if rotary is not None and rotary.normalises():  # in fp64, which all programs of a head would repeat
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         kernels.rotate_kernel[(kv_heads, rows)](
             q, turned, keys, values, slots, positions, *rotary, *q.stride()[:2], rotary.table.shape[1],
-            KV_HEADS=kv_heads, GROUP=group, QUERIES=1 << (group - 1).bit_length(), SIZE=size, LENGTH=length, PDL=pdl,
-            num_warps=1, launch_pdl=pdl,
+            KV_HEADS=kv_heads, GROUP=group, QUERIES=queries, SIZE=size, LENGTH=length, PDL=pdl, num_warps=1,
+            launch_pdl=pdl,
         )  # fmt: skip
         q, table = turned, None
     kernels.split_kernel[(spread.programs, kv_heads, rows)](
         q, keys, values, slots, positions, partial, state, math.log2(math.e) * rule.factor(size), table,
         *q.stride()[:2], 0 if table is None else table.shape[1],
-        KV_HEADS=kv_heads, GROUP=group, QUERIES=max(16, 1 << (group - 1).bit_length()), SIZE=size, LENGTH=length,
+        KV_HEADS=kv_heads, GROUP=group, QUERIES=max(16, queries), SIZE=size, LENGTH=length,
         SPLITS=splits, EACH=spread.each, STEP=spread.step, STAGES=2 if room and spread.each * spread.step > 1 else 1,
         PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -138,7 +138,7 @@ def sizes_of(block: BlockWeights, keys: Tensor, ranks: int = 1) -> Sizes:
     return Sizes(
         TYPES[keys.dtype], hidden, inner, len(block.qkv), width, head, kv_heads, length, ranks,
         rms=int(block.norm_1_bias is None), gated=int(block.activation == "swiglu"),
-        rotary=0 if rotary is None else 1 + (rotary.q_norm is not None), biases=any(there) + all(there),
+        rotary=0 if rotary is None else 1 + rotary.normalises(), biases=any(there) + all(there),
     )  # fmt: skip
 
 
