@@ -98,4 +98,4 @@ def test_every_split_has_one_program(rows, length):
 def test_a_tile_of_the_projection_to_q_k_and_v_lies_within_a_head(head_dim):
     for rows in (1, 16, 32, 64, 256):
         for columns, size in ((3072, 1024), (6144, 4096), (36864, 12288)):
-            assert head_dim % choose_tile(rows, columns, 1, size, head_dim).BN == 0
+            assert head_dim % choose_tile(rows, columns, 1, size, head_dim, 132).BN == 0

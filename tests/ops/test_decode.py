@@ -182,6 +182,17 @@ def test_exact_products_of_many_rows_have_the_bits_of_few(epilogue, rows, column
         assert torch.equal(found, torch.cat(alone))
 
 
+@pytest.mark.parametrize(("columns", "size"), [(2048, 8192), (4096, 4040), (1600, 6400), (1000, 1100)])
+def test_groups_of_products_have_the_bits_of_few_rows(columns, size):
+    """Many rows take several groups of K a program, one after the other, up to all of them for 512 rows."""
+    x, weight = random(512, size), random(columns, size, scale=size**-0.5)
+    found = blocks.product(x, weight, None, "groups")
+    exact = x.double() @ weight.double().T
+    assert (found.double().sum(0) - exact).norm() / exact.norm() < 1e-5
+    for count in (5, 16, 20, 40, 64, 130, 256):
+        assert torch.equal(blocks.product(x[:count], weight, None, "groups"), found[:, :count]), count
+
+
 @pytest.mark.parametrize("learned", [True, False])
 def test_embeddings(learned):
     tokens, positions = torch.tensor([3, 0, 3], device=CUDA), torch.tensor([0, 6, 5], device=CUDA)

@@ -34,6 +34,7 @@ class Tile(NamedTuple):
     BK: int
     num_warps: int
     num_stages: int
+    each: int = 1  # groups of K that a program computes, one after the other
 
 
 LARGE = (
@@ -41,45 +42,59 @@ LARGE = (
     Tile(64, 32, 128, 4, 6),
 )  # fmt: skip
 FILLED = 0.7  # of the multiprocessors, by tiles of the size that is taken
+WIDE = 0.55  # of the multiprocessors, by tiles of 128 rows and columns, where K is not one chain
 
 
-def choose_tile(rows: int, columns: int, groups: int, size: int, head_dim: int, chain: bool = False) -> Tile:
+def choose_tile(
+    rows: int, columns: int, groups: int, size: int, head_dim: int, processors: int, chain: bool = False
+) -> Tile:
     """Return the tile of a product, as measured by `benchmarks/op_decode.py` on an H200. BN divides `head_dim`. chain:
     whether K is one chain; otherwise the kernel holds three sums, for which a large tile needs eight warps."""
+    if groups > 1 and rows > 16:
+        return choose_groups(rows, columns, groups, processors)
     large = size >= 2048 and columns > (8192 if groups == 1 else 2047)  # as in models of a billion parameters
-    if large and rows <= 16:
+    if rows <= 16 and large:
         tile = Tile(16, 32, 128, 4, 4) if 1 < groups <= 4 else Tile(16, 64, 128, 4, 3)
-    elif large and 32 < rows <= 64:
-        tile = Tile(64, 64, 128, 8 if groups == 1 else 4, 4 if 1 < groups <= 4 else 3)
     elif rows <= 16:
         tile = Tile(16, 32, 128, 2, 4) if columns > 8192 or groups > 4 else Tile(16, 16, 128, 2, 6)
+    elif rows <= 64 and columns > 8192:
+        tile = Tile(32 if rows <= 32 else 64, 64, 128, 4, 3)
+    elif rows <= 32:
+        tile = Tile(32, 32, 128, 4, 5)
     elif rows <= 64:
-        wide = columns > 8192 or groups > 4
-        stages = 5 if rows <= 32 or columns <= 4096 else 4  # with four, two tiles of 64 rows fit on a multiprocessor
-        tile = Tile(64, 64, 64, 4, 6) if wide and rows > 32 else Tile(32 if rows <= 32 else 64, 32, 128, 4, stages)
-    elif columns > 8192:
+        tile = Tile(64, 32, 128, 4, 5 if columns <= 4096 else 4)  # with four stages, two fit on a multiprocessor
+    elif math.ceil(rows / 128) * math.ceil(columns / 128) >= WIDE * processors:
         tile = Tile(128, 128, 64, 4 if chain else 8, 3)
-    elif groups > 1 and (columns > 1024) + (groups > 4) + (rows > 128) > 1:
-        tile = Tile(128, 128, 64, 8, 3)
-    elif groups == 1 and columns > 3072:
-        tile = Tile(64, 64, 128, 8, 3)
     else:
-        tile = Tile(64, 64, 64, 4, 3)
+        tile = Tile(64, 64, 128, 4, 3)
     return tile._replace(BN=min(tile.BN, head_dim))
 
 
-def choose_chain(rows: int, columns: int, size: int, itemsize: int) -> Tile:
+def choose_groups(rows: int, columns: int, groups: int, processors: int) -> Tile:
+    """Return the tile of a product of more than 16 rows by groups of K: that with the least work a program where all
+    programs run at once, two on a multiprocessor, as measured on an H200."""
+
+    def all_at_once(tile: Tile) -> Tile:
+        tiles = math.ceil(rows / tile.BM) * math.ceil(columns / tile.BN)
+        return tile._replace(each=min(groups, math.ceil(groups / max(1, 2 * processors // tiles))))
+
+    BM = 32 if rows <= 32 else 64
+    wide, narrow = all_at_once(Tile(BM, 64, 128, 4, 3)), all_at_once(Tile(BM, 32, 128, 4, 4))
+    return narrow if rows <= 64 and narrow.each < 2 * wide.each else wide
+
+
+def choose_chain(rows: int, columns: int, size: int, itemsize: int, processors: int) -> Tile:
     """Return the tile of an exact product, whose K is not split: fewer columns a tile where there are few in all."""
     if itemsize == 4:
         return Tile(16 if rows <= 16 else 64, 32, 32, 4, 3)
     if rows > 16 and columns <= 2048:
         return Tile(32 if rows <= 32 else 64, 16 if rows <= 64 else 32, 128, 4, 5)
-    return choose_tile(rows, columns, 1, size, 128, chain=True)
+    return choose_tile(rows, columns, 1, size, 128, processors, chain=True)
 
 
-def many_rows(rows: int, columns: int) -> bool:
-    """Return whether a product in one chain gains from the copy engine, which leaves registers for large tiles."""
-    return rows > 64 or (rows > 32 and columns > 8192)
+def gains_by_tiles(rows: int, columns: int, size: int, groups: int, chain: bool) -> bool:
+    """Return whether a product gains from the copy engine, which leaves registers for large tiles, on an H200."""
+    return rows > 64 or (rows > 16 and (groups > 1 or (columns > 8192 if chain else size > 1024)))
 
 
 def choose_large(rows: int, columns: int, processors: int) -> Tile:
@@ -183,22 +198,24 @@ def product(
     out = torch.empty(shape, dtype=dtype, device=x.device)
     keys, values, slots, positions = write or (None, None, None, None)
     kv_heads, length, head_dim = (1, 1, 128) if keys is None else keys.shape[1:]
-    pdl, chain = has_hopper(x.device), exact or epilogue == "logits"
-    by_tiles = chain and pdl and many_rows(rows, columns) and all(map(copied_in_tiles, (x, weight)))
-    if by_tiles:
-        tile = choose_large(rows, columns, multiprocessors(x.device))
+    pdl, processors = has_hopper(x.device), multiprocessors(x.device)
+    chain = exact or epilogue == "logits"
+    by_tiles = pdl and gains_by_tiles(rows, columns, size, groups, chain) and all(map(copied_in_tiles, (x, weight)))
+    if by_tiles and chain and rows > 64:
+        tile = choose_large(rows, columns, processors)
     elif exact:
-        tile = choose_chain(rows, columns, size, x.itemsize)
+        tile = choose_chain(rows, columns, size, x.itemsize, processors)
     else:
-        tile = choose_tile(rows, columns, groups, size, head_dim, chain)
+        tile = choose_tile(rows, columns, groups, size, head_dim, processors, chain)
     stage = (tile.BM + tile.BN) * tile.BK * x.itemsize  # bytes; smaller GPUs have room for fewer stages
     if by_tiles:
         x, weight = described(x, tile.BM, tile.BK), described(weight, tile.BN, tile.BK)
-    kernels().product_kernel[(math.ceil(rows / tile.BM), math.ceil(columns / tile.BN), groups)](
+    kernels().product_kernel[(math.ceil(rows / tile.BM), math.ceil(columns / tile.BN), math.ceil(groups / tile.each))](
         x, weight, bias, out, keys, values, slots, positions, rows, columns, size,
         BM=tile.BM, BN=tile.BN, BK=tile.BK, EPILOGUE=epilogue, EVEN=columns % tile.BN == 0 and size % 128 == 0,
         PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl, EXACT=exact, TILES=by_tiles,
-        num_warps=tile.num_warps, num_stages=min(tile.num_stages, shared_memory(out.device) // stage), launch_pdl=pdl,
+        EACH=tile.each, num_warps=tile.num_warps, num_stages=min(tile.num_stages, shared_memory(out.device) // stage),
+        launch_pdl=pdl,
     )  # fmt: skip
     return out
 

@@ -121,15 +121,16 @@ def product_kernel(
     x, weight, bias, out, keys, values, slots, positions, rows, columns, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """Write x w^T for a tile of rows and columns, x `[M, K]`, weight `[N, K]`; where TILES both are descriptors.
 
-    EPILOGUE: "groups" writes the sum of the program's group of K to out fp32 `[groups, M, N]`; "logits" one chain over
-    all of K to out fp32 `[M, N]`; "plain" the sum with its bias, if any; "gelu" that through GELU; "swiglu" of each two
-    columns, gate and up, silu(gate) * up to out `[M, N / 2]`; "qkv" the sum with its bias: queries to out, keys and
-    values to the cache `[slots, N_kv, LENGTH, SIZE]` at the rows' slots and positions, int64 `[M]`. PARTS: heads in the
-    columns of one head of k and v: those of its queries, k and v. EVEN: BN divides the columns and 128 divides K.
+    EPILOGUE: "groups" writes the sums of the program's EACH groups of K to out fp32 `[groups, M, N]`; "logits" one
+    chain over all of K to out fp32 `[M, N]`; "plain" the sum with its bias, if any; "gelu" that through GELU; "swiglu"
+    of each two columns, gate and up, silu(gate) * up to out `[M, N / 2]`; "qkv" the sum with its bias: queries to out,
+    keys and values to the cache `[slots, N_kv, LENGTH, SIZE]` at the rows' slots and positions, int64 `[M]`. PARTS:
+    heads in the columns of one head of k and v: those of its queries, k and v. EVEN: BN divides the columns and 128
+    divides K.
     """
     tile = tl.program_id(1)  # rows are the inner index: their programs share the weights in L2
     first_row, first_column = tl.program_id(0) * BM, tile * BN
@@ -150,8 +151,8 @@ def product_kernel(
             total = tl.dot(x_part, w_part.T if TILES else w_part, total, input_precision="ieee")
     else:
         group = tl.zeros((BM, BN), tl.float32)
-        first = tl.program_id(2) * GROUP
-        last = tl.minimum(K, first + GROUP) if EPILOGUE == "groups" else K
+        first = tl.program_id(2) * (GROUP * EACH)
+        last = tl.minimum(K, first + GROUP * EACH) if EPILOGUE == "groups" else K
         for start in range(first, last, SEGMENT):
             segment = tl.zeros((BM, BN), tl.float32)
             for step in tl.static_range(0, SEGMENT, BK):
@@ -160,9 +161,14 @@ def product_kernel(
                 w_part = load_tile(weight, w_at, at, column_inside & left[:, None], first_column, TILES)
                 segment = tl.dot(x_part, w_part.T if TILES else w_part, segment)
             group = tl.fma(segment, 1.0, group)  # the compiler would make one longer chain of a plain sum
-            if EPILOGUE != "groups":  # noqa: SIM102, since a condition must be either of constants or of values
+            if EPILOGUE != "groups":
                 if (start + SEGMENT) % GROUP == 0:
                     total += group
+                    group = tl.zeros((BM, BN), tl.float32)
+            elif EACH > 1:  # noqa: SIM102, since a condition must be either of constants or of values
+                if ((start + SEGMENT) % GROUP == 0) & (start + SEGMENT < last):
+                    done = out + (start // GROUP) * rows * columns + row * columns + n[None, :]
+                    tl.store(done, group, row_inside & column_inside)
                     group = tl.zeros((BM, BN), tl.float32)
         total += group
     inside = row_inside & column_inside
@@ -171,7 +177,7 @@ def product_kernel(
     if bias is not None:
         total += tl.load(bias + n, n < columns, 0.0).to(tl.float32)[None, :]
     if EPILOGUE == "groups":
-        out += tl.program_id(2).to(tl.int64) * rows * columns
+        out += ((last - 1) // GROUP).to(tl.int64) * rows * columns
     elif EPILOGUE == "gelu":
         total = total * cdf(total) if EXACT else gelu(total)
     elif EPILOGUE == "swiglu":
