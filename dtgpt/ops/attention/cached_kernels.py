@@ -3,6 +3,8 @@
 Positions are split at fixed multiples of 128. Each split is a softmax with its own maximum; splits are merged in
 ascending order (Dao et al. 2023, "Flash-Decoding for long-context inference"). Sums of probabilities are tensor-core
 products with ones, of the rounded probabilities that also multiply v. A row's result does not depend on other rows.
+
+Slots and positions are read before the wait for the kernel before: no kernel that lets the next one start writes them.
 """
 
 import triton
@@ -52,9 +54,9 @@ def rotate_kernel(
     d = tl.arange(0, SIZE)[None, :]
     r = tl.arange(0, QUERIES)[:, None]
     behind = tl.arange(0, 1)[:, None] + GROUP
-    begin(PDL)
     slot = tl.load(slots + row)
     position = tl.load(positions + row).to(tl.int32)
+    begin(PDL)
     heads = packed + row * q_row + head * q_group
     query = rotary_heads(heads + r * SIZE, r < GROUP, q_norm, eps, table, places, position, SIZE)
     new_k = rotary_heads(heads + behind * SIZE, behind == GROUP, k_norm, eps, table, places, position, SIZE)
@@ -85,9 +87,9 @@ def split_kernel(
     r = tl.arange(0, QUERIES)
     offset = tl.arange(0, SPLIT)
     ones = tl.full((SPLIT, 16), 1.0, keys.dtype.element_ty)
-    begin(PDL)
     slot = tl.load(slots + row)
     position = tl.load(positions + row).to(tl.int32)
+    begin(PDL)
     first = tl.program_id(0) * (EACH if STEP == 1 else 1)
     newest = position // SPLIT
     last = tl.minimum(first + EACH, newest + 1) if STEP == 1 else newest + 1
@@ -156,8 +158,8 @@ def merge_kernel(
     head, row = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, SIZE)
     j = tl.arange(0, BLOCK)
-    begin(PDL)
     used = tl.load(positions + row).to(tl.int32) // SPLIT + 1
+    begin(PDL)
     cell = (row.to(tl.int64) * HEADS + head) * SPLITS
     largest = tl.max(tl.load(state + 2 * (cell + j), j < used, float("-inf")), 0)
     total, made, everywhere = 0.0, tl.zeros((SIZE,), tl.float32), tl.full((SIZE,), 1.0, tl.float32)
