@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import Sample
@@ -49,7 +51,10 @@ class SharedModel:
         return scores
 
     def generate(self, jobs: Sequence[PromptJob], progress: Callable[[int], None]) -> list[str]:
-        """Return the text of each job, which has one sequence."""
+        """Return the text of each job, which has one sequence, without the names of special tokens."""
+        tokenizer = self.model.tokenizer
+        assert tokenizer is not None  # without which nothing asks for texts
+        silent = set(np.flatnonzero(tokenizer.token_bytes() == 0).tolist())
         self._command(GENERATE)
 
         def prepare() -> Need:
@@ -60,7 +65,11 @@ class SharedModel:
         def work(session: Session) -> list[str]:
             texts = []
             for completions in session.run(jobs):
-                texts.append(completions[0].text or "")
+                ids = completions[0].ids
+                named = not silent.isdisjoint(ids)
+                texts.append(
+                    tokenizer.decode(i for i in ids if i not in silent) if named else completions[0].text or ""
+                )
                 progress(1)
             return texts
 

@@ -143,6 +143,35 @@ def test_requests_of_ids_are_judged_alike(folder):
     assert own._loglikelihood_tokens([], disable_tqdm=True) == [] and own.generate_until([]) == []
 
 
+def test_names_of_special_tokens_are_not_in_texts(folder, tmp_path):
+    pytest.importorskip("accelerate")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from dtgpt.evaluation.harness import HarnessModel
+
+    def texts(named: bool) -> list[list[str]]:
+        path = shutil.copytree(folder / "model", tmp_path / str(named))
+        if named:  # a third of all tokens, of which the model writes some
+            read = json.loads((path / "tokenizer.json").read_text())
+            some = sorted(read["model"]["vocab"].items(), key=lambda item: item[1])[::3]
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            known = {token["id"] for token in read["added_tokens"]}
+            added = [{"id": i, "content": name, "special": True, **flags} for name, i in some if i not in known]
+            read["added_tokens"] = sorted(read["added_tokens"] + added, key=lambda token: token["id"])
+            (path / "tokenizer.json").write_text(json.dumps(read))
+        hf = HFLM(pretrained=str(path), dtype="float32", device="cpu", batch_size=1)
+        own = HarnessModel.create_from_arg_obj({"model": str(path), "device": "cpu"})
+        return [model.generate_until(requests, disable_tqdm=True) for model in (own, hf)]
+
+    stops: list[tuple[str, list[str]]] = [("the river", []), (" garden", [" e"]), ("1984", ["zz"])]
+    asked = [(context, {"until": until, "max_gen_toks": 24}) for context, until in stops]
+    requests = [Instance("generate_until", {}, arguments, i) for i, arguments in enumerate(asked)]
+    plain, stripped = texts(False), texts(True)
+    assert plain[0] == plain[1] and stripped[0] == stripped[1]
+    assert plain[0] != stripped[0] and all(stripped[0])
+
+
 @pytest.mark.turns(24)
 def test_the_command_answers_alike_under_plans(folder, tmp_path, theirs):
     from tests.support.bodies_harness import commands_under_plans, saved_answers
