@@ -26,8 +26,8 @@ from tests.support.runs import change, losses, newest_run, training
 pytestmark = pytest.mark.slow(6)
 
 
-def write(prefix, documents) -> str:
-    with IndexedWriter(prefix, np.uint16) as writer:
+def write(prefix, documents, dtype=np.uint16) -> str:
+    with IndexedWriter(prefix, dtype) as writer:
         for document in documents:
             writer.append(np.array(document))
             writer.end_document()
@@ -261,6 +261,9 @@ def test_tokens_beyond_the_vocabulary_are_named(recipe, tmp_path):
     path = write(tmp_path / "large", [[1, 2, 300, 4] * 5] * 40)
     with pytest.raises(UserError, match="holds token 300, but the tokenizer bytes has 257 tokens"):
         train(change(recipe, data={"path": path}))
+    path = write(tmp_path / "negative", [[1, 2, -3, 4] * 5] * 40, np.int32)
+    with pytest.raises(UserError, match=r"negative holds -3, which is no token; .* build it again"):
+        train(change(recipe, data={"path": path, "tokenizer": "ids"}))
 
 
 GPT2 = Path(__file__).parents[1] / "fixtures" / "gpt2"

@@ -94,6 +94,10 @@ def check_ids(tokens: np.ndarray, tokenizer: Tokenizer, name: str) -> None:
     wrong = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)]
     if wrong.size:
         owner, remedy = f"tokenizer {tokenizer.name}", "give the tokenizer that the data were prepared with"
+        if wrong.min() < 0:
+            raise UserError(
+                f"{name} holds {wrong.min()}, which is no token; it is damaged or of another kind: build it again"
+            )
         if not tokenizer.spells:
             owner, remedy = "model", f"give a larger --model.vocab_size: token {wrong.max()} is among them"
         raise UserError(f"{name} holds token {wrong[0]}, but the {owner} has {tokenizer.vocab_size} tokens; {remedy}")
