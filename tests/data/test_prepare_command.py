@@ -33,6 +33,10 @@ def test_merge_joins_datasets_in_order(tmp_path, capsys):
         assert words_of(IndexedDataset(tmp_path / "out")) == ["one", "two"]
     assert prepare_command(["--merge", f"{prefixes[0]}.bin", "--output-prefix", str(tmp_path / "one")]) == 0
     assert "1 dataset joined" in capsys.readouterr().out
+    run(tmp_path, [{"text": "one"}], output_prefix=str(tmp_path / "a[1]"))
+    for ending in ("", ".bin", ".idx"):  # a name is a name where it is there, and else a glob
+        named = str(tmp_path / f"a[1]_text_document{ending}")
+        assert prepare_command(["--merge", named, "--output-prefix", str(tmp_path / f"brackets{ending}")]) == 0
 
 
 def test_merge_does_not_join_its_own_output(tmp_path):

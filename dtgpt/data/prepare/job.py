@@ -167,8 +167,8 @@ def _common_tokenizer(prefixes: list[str]) -> str | None:
 
 def _datasets(pattern: str, target: Path) -> list[str]:
     """Return the prefixes that a prefix, one of its files or a glob of these means; of a glob, all but `target`."""
-    if not glob.has_magic(pattern) or idx_path(pattern).exists():
-        prefix = _without_suffix(pattern)
+    prefix = _without_suffix(pattern)
+    if not glob.has_magic(pattern) or idx_path(prefix).exists():
         if _is_same(prefix, target):
             raise UserError(f"--merge {pattern} is the output itself; leave it out, or give another --output-prefix")
         return [prefix]
