@@ -124,6 +124,7 @@ def test_flags_and_inputs_stand_where_they_like(words, changes):
         ("--merge a --output-prefix out --strict", "--strict has no effect with --merge"),
         ("--merge a --output-prefix out --vocab-file v", "--vocab-file has no effect with --merge"),
         ("--merge none* --output-prefix out", r"no dataset matches --merge none\*"),
+        ("a.jsonl --output-prefix out --txt line", "--txt line is for texts, and no input is one"),
         ("a.jsonl --output-prefix out --broken t.json", "--broken t.json exists already"),
         ("a.jsonl --output-prefix out --broken ./a.jsonl --overwrite", "--broken a.jsonl is a file that is read"),
         ("a.jsonl --output-prefix out --tokenizer t.json --broken t.json --overwrite", "t.json is a file that is read"),

@@ -104,6 +104,8 @@ def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> 
             raise UserError(f"{name} is not a Parquet file, which begins with PAR1; fetch it again, or unpack it")
         found = "lines" if found == "txt" and txt == "line" else found
         sources.append(InputFile(name, found))
+    if txt == "line" and not any(source.kind == "lines" for source in sources):
+        raise UserError("--txt line is for texts, and no input is one; leave it out, or add --input-format txt")
     return sources
 
 
