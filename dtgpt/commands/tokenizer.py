@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.help import HELP
-from dtgpt.data.prepare.documents import Broken
+from dtgpt.data.prepare.documents import Broken, InputFile
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks
-from dtgpt.data.prepare.target import folder_of
+from dtgpt.data.prepare.target import check_not_read, folder_of
 from dtgpt.data.tokenizers.byte_level import SMALLEST
 from dtgpt.data.tokenizers.open import MOST, make_tokenizer
 from dtgpt.util.console import counted, say
@@ -46,7 +46,10 @@ def train(options: TokenizerOptions) -> None:
         raise UserError(f"--output {output} is a folder; name a file in it, as in --output {output / 'tokenizer.json'}")
     if output.exists() and not options.overwrite:
         raise UserError(f"{output} exists already; give another --output, or add --overwrite to replace it")
-    texts = _texts(options)
+    sources = find_sources(list(options.input), options.input_format, options.txt)
+    check_keys(sources, options.json_keys)
+    check_not_read(output, "--output", (source.path for source in sources))
+    texts = _texts(sources, options.json_keys)
     with folder_of(output, "--output"):
         first = next(texts, None)
         if first is None:
@@ -59,12 +62,10 @@ def train(options: TokenizerOptions) -> None:
     say(f"{options.output}: {tokenizer.vocab_size:,} tokens; use it with dtgpt prepare --tokenizer {options.output}")
 
 
-def _texts(options: TokenizerOptions) -> Iterator[str]:
+def _texts(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[str]:
     broken = 0
-    sources = find_sources(list(options.input), options.input_format, options.txt)
-    check_keys(sources, options.json_keys)
-    for block in read_blocks(sources, options.json_keys):
-        for found in block.documents(options.json_keys):
+    for block in read_blocks(sources, keys):
+        for found in block.documents(keys):
             if isinstance(found, Broken):
                 broken += 1
                 continue

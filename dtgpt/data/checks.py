@@ -51,11 +51,18 @@ def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> 
 def without_effect(data: DataConfig) -> list[str]:
     """Return a sentence for each option, other than its default, that these data do not use."""
     if is_prepared(data.path):
-        unused = {"held_out": "prepared data are divided by data.split", "json_key": "prepared data are tokens"}
+        unused = dict.fromkeys(("json_key", "bpe_vocab_size"), "prepared data are tokens")
+        unused["held_out"] = "prepared data are divided by data.split"
     else:
         unused = {"split": "of a text, data.held_out is kept for validation"}
         if data.path is None:
             unused["json_key"] = "no file is read: give its data.path"
+        elif data.path.endswith(".txt"):
+            unused["json_key"] = "a .txt has no keys"
+        if data.tokenizer != "bpe":
+            unused["bpe_vocab_size"] = (
+                f"the tokenizer {data.tokenizer_file or data.tokenizer} is not trained on the text"
+            )
     given = {field.name: value for field, value in changed(data)}
     return [f"data.{name}={given[name]} has no effect: {why}" for name, why in unused.items() if name in given]
 

@@ -130,6 +130,7 @@ def open_config(path: Path) -> ModelConfig:
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the run folder to which a path belongs, as itself or as one of its checkpoints; None for anything else."""
-    owners = [path, *path.absolute().parents[1:2]]
+    """Return the run folder to which a path, or what a link there leads to, belongs, as itself or as one of its
+    checkpoints; None for anything else."""
+    owners = [path, *path.absolute().parents[1:2], *path.resolve().parents[1:2]]
     return next((folder for folder in owners if (folder / "recipe.json").is_file()), None)

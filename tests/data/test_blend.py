@@ -119,6 +119,8 @@ def test_what_is_not_a_blend_is_refused(two):
         ([1.0, 1.0], None, "has no end of its own; give num_samples"),
         ([1.0, 0.0], 10, "the weights .1.0, 0.0. are not a blend; give 1 to 32766 positive numbers"),
         ([1.0, float("nan")], 10, "are not a blend"),
+        ([1e308, 1e308], 10, r"the weights .1e\+308, 1e\+308. are not a blend"),
+        ([1e-320, 1e300], 10, "the weights .1e-320, 1e.300. are not a blend"),
     ):
         with pytest.raises(UserError, match=sentence):
             load_blend(two, weights, SampleRequest("1", "train", 8, count, 3))

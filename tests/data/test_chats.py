@@ -196,6 +196,15 @@ def test_an_instruction_apart_from_the_messages_is_the_first(form):
     assert read_chat(form) == [*instruction, QUESTION, ANSWER]
 
 
+def test_weights_of_sharegpt_are_those_of_openai():
+    turns = [{"from": "human", "value": "Hello", "weight": 0}, {"from": "gpt", "value": " world", "weight": 0}]
+    assert read_chat({"conversations": turns}) == [QUESTION, ANSWER | {"weight": 0}]
+    for number, weight in ((0, 1), (1, 0.5)):
+        wrong = [turn | {"weight": weight} if place == number else turn for place, turn in enumerate(turns)]
+        with pytest.raises(UserError, match=f"message {number} has weight={weight}; only answers have one"):
+            read_chat({"conversations": wrong})
+
+
 def test_answers_in_a_prompt_do_not_count(folder, tmp_path):
     first, second = {"role": "assistant", "content": "First"}, {"role": "assistant", "content": "Second"}
     chats = [

@@ -140,6 +140,14 @@ def test_broken_lines_are_warned_of_and_left_out(tmp_path, capsys):
     assert f"{path}: 31 broken lines left out" in warnings[21]
 
 
+def test_a_list_of_broken_lines_names_a_file_whose_name_is_no_utf8(tmp_path):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl")
+    Path(path).write_text('{"text": "a"}\nbroken\n')
+    listed = tmp_path / "broken"
+    prepare(PrepareConfig(input=path, output_prefix=tmp_path / "out", tokenizer="bytes", workers=1, broken=listed))
+    assert json.loads(listed.read_text())["source"] == path
+
+
 def test_strict_stops_at_the_first_broken_line_and_writes_nothing(tmp_path):
     lines = [{"text": "a"}] * 3 + [{"no": 1}] * 2
     with pytest.raises(UserError, match=r"in\.jsonl, line 4: no key 'text'; nothing was written"):

@@ -33,6 +33,10 @@ def test_merge_joins_datasets_in_order(tmp_path, capsys):
         assert words_of(IndexedDataset(tmp_path / "out")) == ["one", "two"]
     assert prepare_command(["--merge", f"{prefixes[0]}.bin", "--output-prefix", str(tmp_path / "one")]) == 0
     assert "1 dataset joined" in capsys.readouterr().out
+    run(tmp_path, [{"text": "one"}], output_prefix=str(tmp_path / "a[1]"))
+    for ending in ("", ".bin", ".idx"):  # a name is a name where it is there, and else a glob
+        named = str(tmp_path / f"a[1]_text_document{ending}")
+        assert prepare_command(["--merge", named, "--output-prefix", str(tmp_path / f"brackets{ending}")]) == 0
 
 
 def test_merge_does_not_join_its_own_output(tmp_path):
@@ -120,7 +124,11 @@ def test_flags_and_inputs_stand_where_they_like(words, changes):
         ("--merge a --output-prefix out --strict", "--strict has no effect with --merge"),
         ("--merge a --output-prefix out --vocab-file v", "--vocab-file has no effect with --merge"),
         ("--merge none* --output-prefix out", r"no dataset matches --merge none\*"),
-        ("a.jsonl --output-prefix out --broken a.jsonl", "--broken a.jsonl exists already"),
+        ("a.jsonl --output-prefix out --txt line", "--txt line is for texts, and no input is one"),
+        ("a.jsonl --output-prefix out --broken t.json", "--broken t.json exists already"),
+        ("a.jsonl --output-prefix out --broken ./a.jsonl --overwrite", "--broken a.jsonl is a file that is read"),
+        ("a.jsonl --output-prefix out --tokenizer t.json --broken t.json --overwrite", "t.json is a file that is read"),
+        ("a.jsonl --output-prefix out --broken out_text_document.idx", "idx is a file of the dataset that is written"),
     ],
 )
 def test_wrong_words_are_refused_in_one_sentence(tmp_path, monkeypatch, words, message):
@@ -165,6 +173,7 @@ def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, caps
     for words, message in (
         ("train in.jsonl --vocab-size 9", "out of range"), ("train", "needs INPUT"), ("learn x", "no command 'learn'"),
         ("train empty.txt", "holds no text"),
+        ("train in.jsonl --output in.jsonl --overwrite", "--output in.jsonl is a file that is read"),
     ):  # fmt: skip
         (tmp_path / "empty.txt").write_text("")
         with pytest.raises(UserError, match=message):

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from tests.support.runs import change, losses, newest_run, training
 pytestmark = pytest.mark.slow(6)
 
 
-def write(prefix, documents) -> str:
-    with IndexedWriter(prefix, np.uint16) as writer:
+def write(prefix, documents, dtype=np.uint16) -> str:
+    with IndexedWriter(prefix, dtype) as writer:
         for document in documents:
             writer.append(np.array(document))
             writer.end_document()
@@ -159,6 +160,15 @@ def test_a_prefix_may_have_the_ending_of_its_files(recipe, ending):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("path", ["{0}/s[0].bin", "{0}/?[[]0].bin"])
+def test_shards_may_have_blanks_and_brackets_in_their_names(recipe, tmp_path, path):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    shutil.copy(f"{recipe.data.path}.bin", folder / "s[0].bin")
+    data = {"path": path.format(folder), "split": "1", "tokenizer": "bytes"}
+    assert read_dataset(change(recipe, data=data)).num_train_tokens == IndexedDataset(recipe.data.path).num_tokens
+
+
 @pytest.mark.parametrize("option", [{}, {"train_samples": 80}])
 def test_the_prefix_given_to_prepare_is_told_from_that_of_the_files(recipe, tmp_path, option):
     write(tmp_path / "own_text_document", [[1, 256]] * 40)
@@ -243,15 +253,28 @@ def test_data_that_cannot_be_are_refused_before_a_run_begins(recipe, data, words
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+TEXT = "some.txt"
+
+
 @pytest.mark.parametrize(
     "data, unused",
     [
-        ({"held_out": 0.3, "json_key": "body"}, ["data.held_out=0.3", "data.json_key=body"]),
+        (
+            {"held_out": 0.3, "json_key": "body", "bpe_vocab_size": 300},
+            ["data.json_key=body", "data.bpe_vocab_size=300", "data.held_out=0.3"],
+        ),
+        (
+            {"path": TEXT, "json_key": "body", "bpe_vocab_size": 300, "split": DEFAULT_SPLIT},
+            ["data.json_key=body", "data.bpe_vocab_size=300"],
+        ),
         ({"path": None, "json_key": "body", "split": "8,1,1"}, ["data.split=8,1,1", "data.json_key=body"]),
         ({"path": None, "split": DEFAULT_SPLIT, "held_out": 0.3}, []), ({"split": "8,1,1"}, []),
     ],
 )  # fmt: skip
-def test_options_that_the_data_do_not_use_are_a_warning(recipe, capsys, data, unused):
+def test_options_that_the_data_do_not_use_are_a_warning(recipe, capsys, tmp_path, data, unused):
+    if data.get("path") == TEXT:
+        data = data | {"path": str(tmp_path / TEXT)}
+        (tmp_path / TEXT).write_text("A text of some words. " * 99)
     read_dataset(change(recipe, data=data))
     said = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
     assert [line.split()[1] for line in said] == unused
@@ -261,6 +284,9 @@ def test_tokens_beyond_the_vocabulary_are_named(recipe, tmp_path):
     path = write(tmp_path / "large", [[1, 2, 300, 4] * 5] * 40)
     with pytest.raises(UserError, match="holds token 300, but the tokenizer bytes has 257 tokens"):
         train(change(recipe, data={"path": path}))
+    path = write(tmp_path / "negative", [[1, 2, -3, 4] * 5] * 40, np.int32)
+    with pytest.raises(UserError, match=r"negative holds -3, which is no token; .* build it again"):
+        train(change(recipe, data={"path": path, "tokenizer": "ids"}))
 
 
 GPT2 = Path(__file__).parents[1] / "fixtures" / "gpt2"

@@ -72,6 +72,12 @@ def files_in(folder: Path):
     return {str(p): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
+def test_a_link_to_a_checkpoint_has_the_tokenizer_of_its_run(run, tmp_path, convert):
+    (tmp_path / "link").symlink_to(step_folder(run / "checkpoints", 2))
+    convert(tmp_path / "link", tmp_path / "hf", "--to", "hf")
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
 def test_round_trips_through_all_formats_are_bitwise(run, convert, tmp_path):
     hf, megatron, ours, again = (tmp_path / name for name in ("hf", "deep/megatron", "deep/er/ours", "again"))
     out, err = convert(run, hf, "--to", "hf")

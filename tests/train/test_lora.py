@@ -1,6 +1,7 @@
 """Low-rank adapters: training under every plan, checkpoints, merged models and peft's form."""
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,7 +170,15 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     torch.testing.assert_close(dtgpt.load(checkpoint, device="cpu")(TOKENS), ours, rtol=0, atol=0)
     convert(checkpoint, tmp_path / "merged", ConvertOptions(to="hf"))
     torch.testing.assert_close(logits_of(tmp_path / "merged"), ours, rtol=0, atol=1e-6 * ours.abs().max().item())
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limit[1]))  # bytes: less than the adapters take
+    try:
+        with pytest.raises(UserError, match=r"peft cannot be written .*File too large"):
+            convert(checkpoint, tmp_path / "peft", ConvertOptions(to="peft"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     convert(checkpoint, tmp_path / "peft", ConvertOptions(to="peft"))
+    assert len({path.stat().st_mode for path in (tmp_path / "peft").iterdir()}) == 1  # by the umask
     again = dtgpt.load(lora.init_from, adapter=tmp_path / "peft", device="cpu")(TOKENS)
     torch.testing.assert_close(again, ours, rtol=0, atol=1e-6 * ours.abs().max().item())
     with torch.no_grad():

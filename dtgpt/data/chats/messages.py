@@ -1,9 +1,9 @@
 """Chats in several forms as messages, which a template takes.
 
 OpenAI's: `{"messages": [{"role", "content"}, ...]}`, where an answer may have `"weight": 0`, so that it is not trained
-on. ShareGPT's: `{"conversations": [{"from", "value"}, ...]}`. Pairs: `{"prompt", "completion"}`, texts or lists of
-messages, of which only answers in the completion are trained on. In each form `"system"` may have a text that is the
-first message.
+on. ShareGPT's: `{"conversations": [{"from", "value"}, ...]}`, with weights, too. Pairs: `{"prompt", "completion"}`,
+texts or lists of messages, of which only answers in the completion are trained on. In each form `"system"` may have a
+text that is the first message.
 """
 
 from typing import Any
@@ -85,7 +85,9 @@ def _from_sharegpt(given: Any) -> Any:
             if "tool" in turn["from"] or "function" in turn["from"] or turn["from"] == "observation":
                 raise _with_tools()
             raise ChatError(f"message {number} is from {shown(turn['from'])}; use one of {', '.join(FROM)}")
-        messages.append({"role": FROM[turn["from"]], "content": turn.get("value")})
+        message = {"role": FROM[turn["from"]], "content": turn.get("value")}
+        counts = message["role"] == "assistant" or turn.get("weight") not in (None, 0)
+        messages.append(message | {"weight": turn.get("weight")} if counts else message)
     return messages
 
 

@@ -55,9 +55,11 @@ def as_weight(text: str) -> float | None:
 def normalised(weights: Sequence[float]) -> list[float]:
     """Return the weights scaled to the sum 1, rounded as Megatron-LM rounds them. Raises UserError."""
     values = np.array(weights, dtype=np.float64)
-    if len(values) == 0 or len(values) > MOST or not (np.isfinite(values).all() and (values > 0).all()):
+    with np.errstate(all="ignore"):
+        fractions = values / np.sum(values)  # 0 where a weight is too small beside the others
+    if not 0 < len(values) <= MOST or not ((values > 0) & (fractions > 0) & np.isfinite(fractions)).all():
         raise UserError(f"the weights {list(weights)} are not a blend; give 1 to {MOST} positive numbers")
-    return (values / np.sum(values)).tolist()
+    return fractions.tolist()
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[list[int], list[int]]:

@@ -24,7 +24,7 @@ from dtgpt.data.dataset import Dataset, Part, check_vocabulary, needs_shards, wa
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path, weights_path
 from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_tokens, sequential_index, split_fractions
-from dtgpt.data.megatron.token_shards import TokenSequences, TokenShards
+from dtgpt.data.megatron.token_shards import TokenSequences, TokenShards, shard_paths
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
 from dtgpt.data.text import SUFFIXES
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -94,6 +94,10 @@ def check_ids(tokens: np.ndarray, tokenizer: Tokenizer, name: str) -> None:
     wrong = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)]
     if wrong.size:
         owner, remedy = f"tokenizer {tokenizer.name}", "give the tokenizer that the data were prepared with"
+        if wrong.min() < 0:
+            raise UserError(
+                f"{name} holds {wrong.min()}, which is no token; it is damaged or of another kind: build it again"
+            )
         if not tokenizer.spells:
             owner, remedy = "model", f"give a larger --model.vocab_size: token {wrong.max()} is among them"
         raise UserError(f"{name} holds token {wrong[0]}, but the {owner} has {tokenizer.vocab_size} tokens; {remedy}")
@@ -220,7 +224,7 @@ def _parsed(data: "DataConfig") -> dict[str, tuple[list[str], list[float] | None
 
 def _words(name: str, path: str) -> list[str]:
     """Return the prefixes, and weights, in the value of the option data.`name`."""
-    if _has_index(prefix_of(path)) or os.path.exists(path) or len(path.split()) == 1:
+    if _has_index(prefix_of(path)) or len(path.split()) == 1 or shard_paths(path):
         return [path]
     try:
         return shlex.split(path)
@@ -253,10 +257,8 @@ def open_sequences(path: str, end_of_text: int | None) -> TokenSequences:
     prefix = prefix_of(path)
     if _has_index(prefix):
         return IndexedDataset(prefix)
-    if path.endswith(".bin"):
-        shards = sorted(glob(path))
-        if shards:
-            return TokenShards(shards, end_of_text)
+    if path.endswith(".bin") and (shards := shard_paths(path)):
+        return TokenShards(shards, end_of_text)
     raise no_dataset(path)
 
 

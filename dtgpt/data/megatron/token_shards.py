@@ -7,9 +7,11 @@ is two sequences here.
 """
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from glob import glob
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,11 @@ LLMC_MAGIC, LLMC_VERSION = 20240520, 1
 LLMC_LLAMA_MAGIC = 20240801
 SCAN = 1 << 22  # tokens searched for document ends together
 PIECES, PIECE = 256, 1 << 13  # of a dataset's tokens that its content digest reads: how many, and tokens of each
+
+
+def shard_paths(path: str) -> list[str]:
+    """Return the file of this name, or, where there is none, those that `path` matches as a glob, sorted."""
+    return [path] if os.path.lexists(path) else sorted(glob(path))
 
 
 def pieces(tokens: FileArray, most: int) -> Iterator[np.ndarray]:

@@ -6,11 +6,11 @@
 
 import os
 from collections.abc import Iterable
-from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtgpt.data.megatron.indexed import idx_path, tokenizer_path
+from dtgpt.data.megatron.token_shards import shard_paths
 from dtgpt.data.tokenizers.char import Char, Ids, read_meta
 from dtgpt.data.tokenizers.open import open_tokenizer, read_saved
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def _files_beside(prefix: str) -> list[Path]:
     if os.path.isfile(idx_path(prefix)):  # which, unlike Path.is_file, takes names too long for a file
         paths = [tokenizer_path(prefix)]
     else:
-        paths = [folder / "meta.pkl" for folder in sorted({Path(shard).parent for shard in glob(prefix)})]
+        paths = [folder / "meta.pkl" for folder in sorted({Path(shard).parent for shard in shard_paths(prefix)})]
     return [path for path in paths if os.path.lexists(path)]
 
 

@@ -31,7 +31,7 @@ REFUSED = (
     (rb"\xff\x06\x00\x00sNaPpY", "compressed with snappy", "unpack it first"),
     (rb"[\x1e-\x27]\xb5\x2f\xfd", "compressed with a zstd of before 2016", "compress it again"),
     (rb".{257}ustar", "a tar archive", "unpack it with tar -x"),
-    (rb"PAR1[\x00-\x1f]", "a Parquet file", "name it .parquet for dtgpt prepare, or write it as JSON lines"),
+    (rb"PAR1[\x00-\x1f]", "a Parquet file", "prepare it with --input-format parquet, or write it as JSON lines"),
     (rb"ARROW1\x00\x00", "an Arrow file", "write it as JSON lines"),
     (rb"\xff\xfe|\xfe\xff", "UTF-16 text", "convert it with iconv -t UTF-8"),
 )

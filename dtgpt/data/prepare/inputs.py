@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dtgpt.data.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
 from dtgpt.data.prepare.documents import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 POLL = 0.5  # seconds
 KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "txt", ".parquet": "parquet"}
+PARQUET = b"PAR1"  # with which such a file begins
 ROWS = 1000  # of a Parquet file that are read together
 
 
@@ -92,11 +93,19 @@ def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> 
         raise UserError("standard input (-) is given twice; it can be read only once")
     sources = []
     for name in names:
-        if name != STDIN:
-            _check_readable(name)
+        head = None if name == STDIN else _head(name)
         found = _kind_of(name) if kind == "auto" else kind
+        if found != "parquet":
+            check_format(head or b"", name)
+        elif head is None:
+            stream = InputFile(name, found).name
+            raise UserError(f"a Parquet file is read from its end, and {stream} is a stream; give the path of a file")
+        elif not head.startswith(PARQUET):
+            raise UserError(f"{name} is not a Parquet file, which begins with PAR1; fetch it again, or unpack it")
         found = "lines" if found == "txt" and txt == "line" else found
         sources.append(InputFile(name, found))
+    if txt == "line" and not any(source.kind == "lines" for source in sources):
+        raise UserError("--txt line is for texts, and no input is one; leave it out, or add --input-format txt")
     return sources
 
 
@@ -118,6 +127,9 @@ def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lin
     before, size = 0, 0
     items: list[Document | Broken] = []
     for source in sources:
+        if items and source.kind != "txt":
+            yield Parsed(before, items)
+            items, size = [], 0
         if source.kind == "parquet":
             for first, data in _parquet_lines(source):
                 yield Lines(before, source, first, data)
@@ -132,9 +144,6 @@ def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lin
                     yield Parsed(before + _position(raw), items)
                     items, size = [], 0
             else:
-                if items:
-                    yield Parsed(before, items)
-                    items, size = [], 0
                 for first, data in whole_lines(source, pieces):
                     yield Lines(before + _position(raw), source, first, data)
             before += _position(raw)
@@ -143,16 +152,42 @@ def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lin
 
 
 def _parquet_lines(source: InputFile) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first row, from 1; rows as lines of JSON) of a Parquet file. Raises UserError."""
+    """Yield (number of the first row, from 1; rows as lines of JSON) of a Parquet file. Bytes are texts, if they are
+    UTF-8; what is not a value of JSON otherwise, such as a date, is null. Raises UserError."""
     package = optional_package("pyarrow", f"{source.name}, a Parquet file,", "pyarrow.parquet", "parquet")
     first = 1
     try:
         for batch in package.ParquetFile(source.path).iter_batches(ROWS):
-            rows = batch.to_pylist()
-            yield first, b"".join(json.dumps(row, default=str).encode() + b"\n" for row in rows)
-            first += len(rows)
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these types
+            names, columns = batch.schema.names, map(_values, batch.columns)
+            rows = (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
+            yield first, b"".join(json.dumps(row, default=_text_of).encode() + b"\n" for row in rows)
+            first += batch.num_rows
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are of these types
         raise UserError(f"{source.name} is not a Parquet file that can be read ({error}); fetch it again") from None
+
+
+def _values(column: Any) -> list:
+    """Return the values of a column, None for those that Python cannot hold: a text that is not UTF-8, a time after the
+    year 9999."""
+
+    def value(one: Any) -> Any:
+        try:
+            return one.as_py()
+        except (ValueError, OverflowError):
+            return None
+
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError):
+        return list(map(value, column))
+
+
+def _text_of(value: Any) -> str | None:
+    """Return the text of bytes: many writers of Parquet do not mark them as texts. None of all else."""
+    try:
+        return value.decode() if isinstance(value, bytes) else None
+    except UnicodeDecodeError:
+        return None
 
 
 def _expand(pattern: str) -> list[str]:
@@ -164,15 +199,16 @@ def _expand(pattern: str) -> list[str]:
     return names
 
 
-def _check_readable(name: str) -> None:
+def _head(name: str) -> bytes | None:
+    """Return the first bytes of a file, None of a pipe, which would lose them. Raises UserError for what cannot be
+    read."""
     if os.path.isdir(name):
         raise UserError(f"the input {name} is a folder; name its files, as in '{name.rstrip('/')}/*.jsonl'")
     try:
-        if stat.S_ISREG(os.stat(name).st_mode):  # opening a pipe would take its content away
-            with open(name, "rb") as file:
-                if name.lower().endswith(".parquet"):
-                    return
-                check_format(file.read(HEAD), name)
+        if not stat.S_ISREG(os.stat(name).st_mode):
+            return None
+        with open(name, "rb") as file:
+            return file.read(HEAD)
     except OSError as error:
         raise UserError(f"the input {name} cannot be read: {error.strerror}; check its path and permissions") from None
 

@@ -27,7 +27,7 @@ from dtgpt.data.prepare.encode import Encoded, Encoder
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
-from dtgpt.data.prepare.target import check_list, check_target, lock_prefix, open_list
+from dtgpt.data.prepare.target import check_list, check_not_read, check_target, lock_prefix, open_list
 from dtgpt.data.tokenizers.folder import NAMES, tokenizer_file
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.special_names import warn_of_split_names
@@ -103,6 +103,9 @@ def prepare(config: PrepareConfig) -> Summary:
     if config.of_messages and text is not None:
         option = "--chat" if config.chat else "--preferences"
         raise UserError(f"{text.name} is a text, and {option} takes JSON lines or Parquet; give these")
+    if listed is not None:
+        others = config.tokenizer, config.vocab_file, config.merge_file, config.chat_template
+        check_not_read(listed, "--broken", [*(source.path for source in sources), *others])
     prefixes = {key: Path(f"{config.output_prefix}_{key}_document") for key in keys}
     summary = Summary(files=list(prefixes.values()))
     with ExitStack() as stack:
@@ -111,7 +114,7 @@ def prepare(config: PrepareConfig) -> Summary:
         for prefix in prefixes.values():  # after what a killed process left is removed or put in place
             check_target(prefix, overwrite)
         if listed is not None:
-            check_list(listed, overwrite)
+            check_list(listed, overwrite, prefixes.values())
         vocabulary = vocabulary_of(config)
         encoder = make_chat_encoder(config, vocabulary) if config.of_messages else make_encoder(config, vocabulary)
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
@@ -164,8 +167,8 @@ def _common_tokenizer(prefixes: list[str]) -> str | None:
 
 def _datasets(pattern: str, target: Path) -> list[str]:
     """Return the prefixes that a prefix, one of its files or a glob of these means; of a glob, all but `target`."""
-    if not glob.has_magic(pattern) or idx_path(pattern).exists():
-        prefix = _without_suffix(pattern)
+    prefix = _without_suffix(pattern)
+    if not glob.has_magic(pattern) or idx_path(prefix).exists():
         if _is_same(prefix, target):
             raise UserError(f"--merge {pattern} is the output itself; leave it out, or give another --output-prefix")
         return [prefix]

@@ -76,7 +76,7 @@ class BrokenLines:
         for line in lines:
             self.first = self.first or line
             if self._file is not None:
-                self._file.write((json.dumps(line._asdict(), ensure_ascii=False) + "\n").encode())
+                self._file.write(json.dumps(line._asdict()).encode() + b"\n")  # ASCII: a name may be no UTF-8
             if self._strict:
                 raise UserError(f"{line}; nothing was written: fix the line, or drop --strict to leave such lines out")
             self._counts[line.source] += 1

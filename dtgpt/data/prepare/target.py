@@ -1,12 +1,14 @@
 """Names that a preparation writes to: they belong to one process at a time, and to the next after a kill -9."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import IO
 
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path, tokenizer_path, weights_path
+from dtgpt.data.prepare.documents import STDIN
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import FileLock, Held, atomic_file, leftovers_of, temporary_path, try_to_write
@@ -31,12 +33,25 @@ def lock_prefix(prefix: Path) -> Iterator[None]:
         yield
 
 
-def check_list(path: Path, overwrite: bool) -> None:
-    """Raise UserError if `path`, given as `--broken`, is a folder or would be replaced by mistake."""
+def check_list(path: Path, overwrite: bool, prefixes: Iterable[Path]) -> None:
+    """Raise UserError if `path`, given as `--broken`, is a folder, a file of the datasets `prefixes`, or would be
+    replaced by mistake."""
     if path.is_dir():
         raise UserError(f"--broken {path} is a folder; name a file in it")
+    if any(_is_same(path, file) for prefix in prefixes for file in _files_of(prefix)):
+        raise UserError(f"--broken {path} is a file of the dataset that is written; give another file")
     if path.exists() and not overwrite:
         raise UserError(f"--broken {path} exists already; give another file, or add --overwrite to replace it")
+
+
+def check_not_read(path: Path, option: str, read: Iterable[str | None]) -> None:
+    """Raise UserError if `path`, given as `option`, is one of the files that are read: `--overwrite` would lose it."""
+    if any(file is not None and file != STDIN and _is_same(path, Path(file)) for file in read):
+        raise UserError(f"{option} {path} is a file that is read, and would be replaced; give another file")
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return os.path.realpath(path) == os.path.realpath(other)
 
 
 @contextmanager
@@ -76,11 +91,15 @@ def _unwritable(path: Path, option: str, error: OSError) -> UserError:
 
 def check_target(prefix: Path, overwrite: bool) -> None:
     """Raise UserError if a dataset would be replaced by mistake, or a folder by a dataset."""
-    for path in (bin_path(prefix), idx_path(prefix), tokenizer_path(prefix), weights_path(prefix)):
+    for path in _files_of(prefix):
         if path.is_dir():
             raise UserError(f"{path} is a folder; give another --output-prefix")
         if path.exists() and not overwrite:
             raise UserError(f"{path} exists already; give another --output-prefix, or add --overwrite to replace it")
+
+
+def _files_of(prefix: Path) -> tuple[Path, ...]:
+    return bin_path(prefix), idx_path(prefix), tokenizer_path(prefix), weights_path(prefix)
 
 
 def _finish_killed(prefix: Path) -> None:

@@ -224,13 +224,21 @@ def save_huggingface(
         files = origin.settings(source.config, files)
     files |= tokenizer_files or NO_TOKENIZER
     with new_folder(folder) as partial:
-        try:
-            _save_weights(source, partial, dtype)
-        except SafetensorError as error:  # how the library tells of a full disk
-            raise OSError(str(error)) from None
+        _save_weights(source, partial, dtype)
         for name, content in files.items():
             write = write_text if isinstance(content, str) else write_json
             write(partial / name, content)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a new file of safetensors. Raises OSError."""
+    path.touch()
+    mode = path.stat().st_mode  # by the umask; save_file takes another one
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how the library tells of a full disk
+        raise OSError(str(error)) from None
+    path.chmod(mode)
 
 
 def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
@@ -245,10 +253,7 @@ def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
             prefix = "" if name == config.output_name else architecture.PREFIX
             for plain, stored in _to_stored(source.read(name), name, config, architecture):
                 tensors[prefix + plain] = cast(stored, dtype, name)
-        (folder / file).touch()
-        mode = (folder / file).stat().st_mode  # by the umask; save_file takes another one
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(mode)
+        save_tensors(tensors, folder / file)
         where |= dict.fromkeys(tensors, file)
         del tensors  # before the next file's are read
     if len(shards) > 1:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dtgpt.checkpoint.adapter import SavedAdapter
 from dtgpt.interop.foreign import check_architecture
-from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, Architecture, read_object, with_file
+from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, Architecture, read_object, save_tensors, with_file
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import inventory
@@ -184,5 +183,5 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
         "alpha_pattern": {last: adapter.lora.scale * own for last, own in patterns.items()},
     }  # fmt: skip
     with new_folder(folder) as partial:
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, partial / WEIGHTS)
         write_json(partial / CONFIG, settings)

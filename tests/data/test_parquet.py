@@ -1,0 +1,68 @@
+"""Texts in Parquet files: which values are texts, the order among other inputs, and files that are none."""
+
+import datetime
+import os
+
+import pytest
+
+from dtgpt.util.errors import UserError
+from tests.data.test_inputs import read, texts_of
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def write(path, **columns):
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_bytes_are_texts_where_they_are_utf8(tmp_path):
+    values = [b"one", "Grüße".encode(), b"\xff\xfe"]
+    path = write(tmp_path / "a.parquet", text=pyarrow.array(values, pyarrow.binary()))
+    found, broken = read([path])
+    assert found == [{"text": ["one"]}, {"text": ["Grüße"]}]
+    assert len(broken) == 1 and "line 3: 'text' holds neither text" in broken[0]
+
+
+def test_dates_are_no_texts(tmp_path):
+    found, broken = read([write(tmp_path / "a.parquet", text=[datetime.date(2024, 1, 1)])])
+    assert not found and "neither text nor a list" in broken[0]
+
+
+def test_values_that_python_cannot_hold_leave_other_rows_and_columns_as_they_are(tmp_path):
+    late = pyarrow.array([1, 2**62], pyarrow.timestamp("us"))
+    assert texts_of([write(tmp_path / "a.parquet", text=["one", "two"], when=late)]) == ["one", "two"]
+    stored = pyarrow.array([b"one", b"\xff"], pyarrow.binary()).buffers()
+    path = write(tmp_path / "b.parquet", text=pyarrow.Array.from_buffers(pyarrow.string(), 2, stored))
+    found, broken = read([path])
+    assert found == [{"text": ["one"]}] and len(broken) == 1
+
+
+def test_rows_come_in_the_order_of_the_inputs(tmp_path):
+    for name in ("a", "c"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    path = write(tmp_path / "b.parquet", text=["b"])
+    assert texts_of([tmp_path / "a.txt", path, tmp_path / "c.txt"]) == ["a", "b", "c"]
+
+
+def test_the_input_format_says_that_a_file_is_parquet(tmp_path):
+    path = write(tmp_path / "a", text=["one"])
+    assert texts_of([path], kind="parquet") == ["one"]
+    with pytest.raises(UserError, match="--input-format parquet"):
+        texts_of([path], kind="jsonl")
+
+
+@pytest.mark.parametrize("name, content", [("a.parquet", b'{"text": "one"}'), ("a.parquet.gz", b"\x1f\x8b\x08\0")])
+def test_a_file_that_is_no_parquet_is_refused_at_once(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name} is not a Parquet file, which begins with PAR1"):
+        read([write(tmp_path / "first.parquet", text=["one"]), tmp_path / name])
+
+
+def test_parquet_from_a_stream_is_refused(tmp_path):
+    with pytest.raises(UserError, match="standard input is a stream"):
+        read(["-"], kind="parquet")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe is a stream"):
+        read([tmp_path / "pipe"], kind="parquet")
