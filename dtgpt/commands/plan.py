@@ -13,7 +13,7 @@ from dtgpt.config.overrides import Options
 from dtgpt.config.plan_choice import AUTO, parse_alternatives
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.memory import MOST_SLOTS
-from dtgpt.planning.auto import AutoPlan, is_auto, machine, with_choice
+from dtgpt.planning.auto import AutoPlan, machine, with_choice
 from dtgpt.planning.gpus import Gpu, find_gpu, read_rates
 from dtgpt.train.job import checked, with_steps
 from dtgpt.train.settle import settle
@@ -75,7 +75,7 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
         _table([replace(recipe, plan=name) for name in dict.fromkeys(own.plans or (recipe.plan,))], own, gpu)
         return
     world = own.world[0] if own.world else None
-    if _is_open(recipe, world):
+    if recipe.plan == AUTO or (world and AutoPlan(recipe=recipe, world=world).is_open()):
         recipe = _ranked(recipe, world or 1, gpu)
     choice, settings = recipe.planned_choice(world), recipe.planned(world)
     for line in [*choice.describe(), *choice.explain()]:
@@ -126,14 +126,6 @@ def _gpu(fp8: bool, own: PlanOptions) -> Gpu:
     return replace(gpu, rates=replace(gpu.rates, network=own.network * 1e9))
 
 
-def _is_open(recipe: Recipe, world: int | None) -> bool:
-    """Return whether the plan of `world` processes is left to a choice, as in training: it is auto, and no alternative
-    before that fits them all. None: as many as the first alternative needs."""
-    if recipe.plan == AUTO:
-        return True
-    return is_auto(recipe.plan) and world is not None and not AutoPlan(recipe=recipe, world=world).is_settled()
-
-
 def _ranked(recipe: Recipe, world: int, gpu: Gpu) -> Recipe:
     """Print the plans of `world` processes by the time of a step, and return the recipe with the first."""
     from dtgpt.planning.auto_report import describe_ranking
@@ -152,7 +144,7 @@ def _table(recipes: list[Recipe], own: PlanOptions, gpu: Gpu) -> None:
     for recipe in recipes:
         for world in dict.fromkeys(own.world) or (None,):
             try:
-                if _is_open(recipe, world):
+                if recipe.plan == AUTO or (world and AutoPlan(recipe=recipe, world=world).is_open()):
                     raise UserError(
                         f"--plan {shown(recipe.plan)} is to be chosen, and a table has plans that are named; give one "
                         "--world and no --plans to rank all plans"
