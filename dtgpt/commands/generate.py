@@ -27,7 +27,7 @@ from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.inference.generator import Need, need_of
 from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model
-from dtgpt.inference.options import OPTIONS, read_options
+from dtgpt.inference.options import OPTIONS, biases, read_options
 from dtgpt.inference.prompts import encode, tokenizer_of
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.interop.tokenizer import named_tokenizer
@@ -170,7 +170,8 @@ def sampling_of(options: GenerateOptions) -> dict[str, Any]:
     given = {name: getattr(options, word) for name, word in names.items()}
     given["stop_token_ids"] = [_number(word, int, "--stop-token-ids") for word in given["stop_token_ids"]]
     pairs = [word.partition(":") for word in given["logit_bias"]]
-    given["logit_bias"] = {_number(i, int, "--logit-bias"): _number(x, float, "--logit-bias") for i, _, x in pairs}
+    numbers = [(_number(i, int, "--logit-bias"), _number(x, float, "--logit-bias")) for i, _, x in pairs]
+    given["logit_bias"] = biases(numbers)
     return given
 
 

@@ -10,15 +10,15 @@ from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.config.execution import choose_dtype
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.overrides import Options
-from dtgpt.config.plan_choice import parse_alternatives
+from dtgpt.config.plan_choice import AUTO, parse_alternatives
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.memory import MOST_SLOTS
-from dtgpt.planning.auto import AutoPlan, is_auto, with_choice
+from dtgpt.planning.auto import AutoPlan, machine, with_choice
 from dtgpt.planning.gpus import Gpu, find_gpu, read_rates
 from dtgpt.train.job import checked, with_steps
 from dtgpt.train.settle import settle
 from dtgpt.util.console import counted, say
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.hardware import what_runs_on
 
@@ -62,9 +62,10 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
     _check_options(own, given)
     recipe = settle(recipe, given)
     for name in own.plans:
-        parse_alternatives(name, recipe.plans)
+        if name != AUTO:
+            parse_alternatives(name, recipe.plans)
     recipe = with_steps(checked(recipe))
-    gpu = _gpu(recipe.precision == FP8, own)
+    gpu = _cpu(own) if recipe.device == "cpu" else _gpu(recipe.precision == FP8, own)
     if gpu.capability is not None and recipe.device != "cpu":
         dtype = choose_dtype(recipe.precision, torch.device("cuda"))
         caution = what_runs_on(gpu.name, gpu.capability, dtype, recipe.attention, recipe.model.dropout)
@@ -74,7 +75,7 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
         _table([replace(recipe, plan=name) for name in dict.fromkeys(own.plans or (recipe.plan,))], own, gpu)
         return
     world = own.world[0] if own.world else None
-    if is_auto(recipe.plan):
+    if recipe.plan == AUTO or (world and AutoPlan(recipe=recipe, world=world).is_open()):
         recipe = _ranked(recipe, world or 1, gpu)
     choice, settings = recipe.planned_choice(world), recipe.planned(world)
     for line in [*choice.describe(), *choice.explain()]:
@@ -96,6 +97,14 @@ def _check_options(own: PlanOptions, given: Options) -> None:
         raise UserError(
             f"--inference_slots is about one plan, but {several} make a table; give one --plan and one --world"
         )
+
+
+def _cpu(own: PlanOptions) -> Gpu:
+    """Return what a process on this machine's CPU has. Raise UserError for options about GPUs."""
+    for name in ("gpu", "rates", "calibrate", "network"):
+        if (value := getattr(own, name)) is not None:
+            raise UserError(f"--{name} {value} is about a GPU, and device=cpu plans for a CPU; leave one of them out")
+    return machine("cpu", max(own.world, default=1))
 
 
 def _gpu(fp8: bool, own: PlanOptions) -> Gpu:
@@ -135,6 +144,11 @@ def _table(recipes: list[Recipe], own: PlanOptions, gpu: Gpu) -> None:
     for recipe in recipes:
         for world in dict.fromkeys(own.world) or (None,):
             try:
+                if recipe.plan == AUTO or (world and AutoPlan(recipe=recipe, world=world).is_open()):
+                    raise UserError(
+                        f"--plan {shown(recipe.plan)} is to be chosen, and a table has plans that are named; give one "
+                        "--world and no --plans to rank all plans"
+                    )
                 choice, settings = recipe.planned_choice(world), recipe.planned(world)
             except UserError as error:
                 refused.append(

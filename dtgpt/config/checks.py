@@ -45,7 +45,10 @@ def without_effect(
     if precision != "fp16":
         unused.append(("loss_scale", loss_scale, asdict(loss_scale), f"with precision={precision}: only fp16 has one"))
     if log.sample_tokens == 0:
-        unused.append(("log", log, ("prompt",), "with log.sample_tokens=0"))
+        names = "prompt", "temperature", "top_k", "sample_interval"
+        unused.append(("log", log, names, "with log.sample_tokens=0"))
+    if log.eval_tasks is None:
+        unused.append(("log", log, ("eval_tasks_interval", "eval_tasks_limit"), "without log.eval_tasks"))
     return [
         f"{section}.{field.name}={value} has no effect {why}"
         for section, values, names, why in unused

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from dtgpt.config.checks import check_unused
 from dtgpt.config.execution import MOST_SLOTS, Groups, Switch
 from dtgpt.config.fp8 import FP8
 from dtgpt.util.errors import UserError
@@ -85,6 +86,8 @@ def check_grpo(
     """Raise UserError where a run cannot have answers beside a recipe's other values. length: tokens of a sample;
     others: what excludes them, by the name of an option, and whether it is there."""
     if grpo.group == 0:
+        if type(grpo) is GrpoConfig:  # a task that a recipe has may be off with all of its values
+            check_unused("grpo", grpo, "group", 8)
         return
     if type(grpo) is GrpoConfig:
         raise UserError(

@@ -18,6 +18,7 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
+from dtgpt.inference.options import check_switches
 from dtgpt.inference.step import NO_KERNELS
 from dtgpt.interop.open import open_source, with_adapter
 from dtgpt.interop.tokenizer import check_size, named_tokenizer
@@ -64,6 +65,7 @@ def load(
     ):  # fmt: skip
         if not isinstance(value, kinds):
             raise UserError(f"{name}={shown(value)} is not a {name}; give one, such as {advice}")
+    check_switches(exact=exact)
     if not (isinstance(slots, str) and slots == "auto") and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
         raise UserError(f"slots={shown(slots)} is not a number of sequences; use 1 to {MOST_SLOTS}, or auto")
     source, settings, mesh = open_model(Path(path), plan, device, precision, max_length, exact, adapter)

@@ -22,7 +22,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.completion import Completion, completion_of, score_of, to_plain
 from dtgpt.inference.generator import Generator, Need, need_of
-from dtgpt.inference.options import read_options
+from dtgpt.inference.options import check_switches, read_options
 from dtgpt.inference.prompts import GivenPrompts, read_prompts
 from dtgpt.inference.request import check_range
 from dtgpt.inference.session import PromptJob, Session
@@ -101,6 +101,7 @@ class Model:
 
         Raise UserError, one sentence, before anything is computed, where an argument is wrong.
         """
+        check_switches(stream=stream, details=details, return_full_text=return_full_text)
         for name in ("top_logprobs", "prompt_logprobs"):
             if not details and options.get(name) not in (None, 0):
                 raise UserError(f"{name} is one of the details; add details=True, or leave it out")

@@ -1,13 +1,13 @@
 """What a prompt may be continued with: every option of `Model.generate` and `dtgpt generate`, with its checks."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from dtgpt.inference.sampling import Control, Offer, Sampling, declared
 from dtgpt.models.config import ModelConfig
-from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.field_types import Bounds
 
 NEW_TOKENS = 64  # where nothing is said of it
@@ -61,6 +61,9 @@ class Options(Sampling):
         for name in ("stop_strings", "stop_on_eol", "stop_on_double_eol", "top_logprobs"):
             if self.num_beams > 1 and getattr(self, name):
                 raise UserError(f"a beam search does not take {name}; leave it out, or use num_beams=1")
+        for name in ("length_penalty", "early_stopping"):
+            if self.num_beams == 1 and (value := getattr(self, name)) != OPTIONS[name].default:
+                raise UserError(f"{name}={value} is for a beam search; give num_beams, or leave it out")
 
     def settled(self) -> "Options":
         """Return these options with a temperature of 0 where they leave the likeliest token alone: without draws, and
@@ -103,8 +106,25 @@ def plain(name: str, value: Any) -> Any:
     if name == "stop_token_ids":
         return (value,) if isinstance(value, int) else tuple(value) if isinstance(value, list) else value
     if name == "logit_bias" and isinstance(value, Mapping):
-        return {int(key) if spells_id(key) else key: bias for key, bias in value.items()}
+        return biases((int(key) if spells_id(key) else key, bias) for key, bias in value.items())
     return value
+
+
+def check_switches(**values: Any) -> None:
+    """Raise UserError for a value that is neither true nor false: a text such as "off" would be taken for true."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise UserError(f"{name}={shown(value)} is not a switch; use true or false")
+
+
+def biases(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return a bias of logits by its tokens. Raise UserError for a token that is given twice."""
+    found: dict[Any, Any] = {}
+    for token, bias in pairs:
+        if token in found:
+            raise UserError(f"logit_bias has the token {shown(token)} twice; leave one out")
+        found[token] = bias
+    return found
 
 
 def spells_id(key: Any) -> bool:

@@ -36,9 +36,11 @@ class AutoPlan:
     def settled(self) -> Recipe:
         """Return the recipe with a plan that is not to be chosen any more. A recipe without `auto`, and one of which an
         alternative fits all of the processes, stays as it is. Raises UserError where no plan fits."""
-        if not is_auto(self.recipe.plan) or self.is_settled():
-            return self.recipe
-        return with_choice(self.recipe, self.ranking(most=1).best)
+        return with_choice(self.recipe, self.ranking(most=1).best) if self.is_open() else self.recipe
+
+    def is_open(self) -> bool:
+        """Return whether a plan is to be chosen."""
+        return is_auto(self.recipe.plan) and not self.is_settled()
 
     def is_settled(self) -> bool:
         """Return whether an alternative before `auto` fits all processes."""

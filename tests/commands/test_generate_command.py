@@ -165,6 +165,7 @@ def test_halves_of_surrogate_pairs_are_replaced(tmp_path):
     (["--prompt", "a", "--interactive"], ["--prompt and --interactive"]),
     (["--interactive", "--output", "x"], ["--interactive writes to the terminal"]),
     (["--output", "taken"], ["taken exists already"]), (["--output", "no/x"], ["no is not a folder"]),
+    (["--logit-bias", "65:1", "66:1", "65:2"], ["logit_bias has the token 65 twice"]),
     (["--logit-bias", "65"], ["--logit-bias", "50256:-100"]), (["--stop-token-ids", "x"], ["--stop-token-ids", "'x'"]),
     (["--slots", "0"], ["--slots=0"]), (["--num-samples", "300"], ["--num-samples=300", "at most 128"]),
     (["--num-beams", "300"], ["--num-beams=300", "at most 128"]),

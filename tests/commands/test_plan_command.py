@@ -62,6 +62,47 @@ def test_the_plan_command_shows_which_alternative_is_chosen_and_why_not_the_othe
     assert "plan    tp4: 4 ranks" in out
 
 
+PLAN = ["plan", str(TINY), "--micro_batch_size", "8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown", "hidden"),
+    [
+        # As in training, auto chooses where no alternative before it fits all processes.
+        (["--plan", "tp2 | auto", "--world", "2"], "plan    tp2:", "plans of"),
+        (["--plan", "tp2 | auto"], "plan    tp2:", "plans of"),
+        (["--plan", "tp4 | auto", "--world", "2", "--gpu", "H100"], "plans of 2 processes", "plan    tp4:"),
+        (
+            ["--plan", "tp2 | auto", "--world", "2", "3"],
+            "refused: tp2 | auto on 3 processes: --plan 'tp2 | auto'",
+            None,
+        ),
+        (["--plan", "auto", "--world", "2", "--device", "cpu"], "time of a step on this machine", "H200"),
+    ],
+)
+def test_the_plan_command_chooses_where_training_does(capsys, words, shown, hidden):
+    with pytest.raises(SystemExit) as stop:
+        main([*PLAN, *words])
+    out = capsys.readouterr().out
+    assert not stop.value.code and shown in out
+    assert hidden is None or hidden not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--plan", "auto", "--world", "2", "3"], "auto on 2 processes: --plan 'auto' is to be chosen"),
+        (["--device", "cpu", "--gpu", "H100"], "--gpu H100 is about a GPU, and device=cpu plans for a CPU"),
+        (["--device", "cpu", "--network", "4"], "--network 4.0 is about a GPU"),
+    ],
+)
+def test_what_the_plan_command_cannot_show_is_one_sentence(capsys, words, told):
+    with pytest.raises(SystemExit) as stop:
+        main([*PLAN, *words])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and told in err and err.count("dtgpt: ") == 1
+
+
 @pytest.mark.parametrize(
     "words, told",
     [

@@ -229,6 +229,10 @@ def test_a_model_that_is_large_for_a_cpu_is_told(recipe):
         (["--loss_scale.window", "7"], 1, "loss_scale.window=7 has no effect with precision="),
         (["--loss_scale.window", "7", "--precision", "fp16"], 1, None),
         (["--log.prompt", "x", "--log.sample_tokens", "0"], 1, "log.prompt=x has no effect with log.sample_tokens=0"),
+        (["--log.top_k", "3", "--log.sample_tokens", "0"], 1, "log.top_k=3 has no effect with log.sample_tokens=0"),
+        (["--log.eval_tasks_limit", "3"], 1, "log.eval_tasks_limit=3 has no effect without log.eval_tasks"),
+        (["--log.eval_tasks_interval", "0"], 1, "log.eval_tasks_interval=0 has no effect without log.eval_tasks"),
+        (["--log.eval_tasks_limit", "3", "--log.eval_tasks", "lambada:x"], 1, None),
     ],
 )
 def test_notes_tell_what_has_no_effect(recipe, arguments, dp, words):

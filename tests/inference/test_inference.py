@@ -231,6 +231,10 @@ def test_a_wrong_prompt_or_option_is_the_same_sentence_on_every_rank(folder, pla
         ({"prompts": PROMPT, "stop_strings": ["a"]}, ["no tokenizer is saved"]),
         ({"prompts": PROMPT, "prompt_logprobs": True}, ["prompt_logprobs is one of the details"]),
         ({"prompts": PROMPT, "num_beams": 2, "length_penalty": "long"}, ["length_penalty='long'"]),
+        ({"prompts": PROMPT, "length_penalty": 2}, ["length_penalty=2 is for a beam search", "give num_beams"]),
+        ({"prompts": PROMPT, "early_stopping": True}, ["early_stopping=True is for a beam search"]),
+        ({"prompts": PROMPT, "logit_bias": {5: 1, "05": 2}}, ["logit_bias has the token 5 twice"]),
+        ({"prompts": PROMPT, "details": "off"}, ["details='off' is not a switch; use true or false"]),
         ({"prompts": PROMPT, "stream": True, "details": True}, ["stream=True", "leave details"]),
         ({"prompts": [PROMPT], "stream": True}, ["stream=True", "one prompt"]),
     ]  # fmt: skip
@@ -275,7 +279,7 @@ def test_a_damaged_checkpoint_is_named_on_every_rank(recipe):
         check_sentence(said, f"{file} is damaged")
 
 
-@pytest.mark.parametrize("setting", [{"device": "tpu"}, {"precision": "fp8"}])
+@pytest.mark.parametrize("setting", [{"device": "tpu"}, {"precision": "fp8"}, {"exact": "off"}])
 def test_a_device_or_precision_that_there_is_not_is_refused(folder, setting):
     ((name, value),) = setting.items()
     check_sentence(bodies.sentence(lambda: bodies.load(folder, None, **setting)), name, value)

@@ -354,6 +354,7 @@ def test_a_run_that_goes_on_with_other_groups_asks_each_prompt_once(grpo, monkey
 def test_what_answers_cannot_be_combined_with_is_refused(grpo, tmp_path, monkeypatch):
     refused = {
         "does not say what to ask": {"grpo": GrpoConfig(group=4)},
+        "grpo.loss=dapo has no effect with grpo.group=0": {"grpo": GrpoConfig(loss="dapo")},
         "does not make global_batch_size=8 groups": {"grpo": replace(grpo.grpo, group=3)},
         "grpo.slots=3 is below grpo.group=4": {"grpo": replace(grpo.grpo, slots=3)},
         "grpo.max_new_tokens=16 leaves no room for a prompt": {"grpo": replace(grpo.grpo, max_new_tokens=16)},
