@@ -46,11 +46,11 @@ def train(options: TokenizerOptions) -> None:
         raise UserError(f"--output {output} is a folder; name a file in it, as in --output {output / 'tokenizer.json'}")
     if output.exists() and not options.overwrite:
         raise UserError(f"{output} exists already; give another --output, or add --overwrite to replace it")
-    sources = find_sources(list(options.input), options.input_format, options.txt)
-    check_keys(sources, options.json_keys)
-    check_not_read(output, "--output", (source.path for source in sources))
-    texts = _texts(sources, options.json_keys)
     with folder_of(output, "--output"):
+        sources = find_sources(list(options.input), options.input_format, options.txt)
+        check_keys(sources, options.json_keys)
+        check_not_read(output, "--output", (source.path for source in sources))
+        texts = _texts(sources, options.json_keys)
         first = next(texts, None)
         if first is None:
             raise UserError(f"{options.input[0]} holds no text to train on; check the inputs and --json-keys")
