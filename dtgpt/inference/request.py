@@ -45,9 +45,12 @@ class Request:
         new, whole = self.sampling.max_new_tokens, len(self.ids) + self.sampling.max_new_tokens
         if whole > positions:
             fewer = f"max_new_tokens={positions - len(self.ids)} or less, or " if len(self.ids) < positions else ""
+            given = f"a prompt of {counted(len(self.ids), 'token')}"
+            if new == 0:
+                raise UserError(f"{given} does not fit into the model's {positions} positions; use a shorter one")
             raise UserError(
-                f"a prompt of {counted(len(self.ids), 'token')} and max_new_tokens={new} need {whole} positions, but "
-                f"the model has {positions}; use {fewer}a shorter prompt"
+                f"{given} and max_new_tokens={new} need {whole} positions, but the model has {positions}; use "
+                f"{fewer}a shorter prompt"
             )
         if new == 0 and not self.score_prompt:
             raise UserError("max_new_tokens=0 generates nothing; use 1 or more, or ask for scores of the prompt")

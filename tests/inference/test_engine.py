@@ -283,6 +283,10 @@ def test_ids_of_padding_and_beyond_the_tokenizer_are_never_drawn():
         ({"ids": [1] * 20}, "use max_new_tokens=4 or less, or a shorter prompt"),
         ({"ids": [1] * 24}, "the model has 24; use a shorter prompt"),
         ({"ids": [1] * 30}, "the model has 24; use a shorter prompt"),
+        (
+            {"ids": [1] * 30, "sampling": replace(GREEDY, max_new_tokens=0), "score_prompt": True},
+            "a prompt of 30 tokens does not fit into the model's 24 positions; use a shorter one",
+        ),
         ({"choices": 3}, "3 choices of a prompt need as many slots of the cache, which has 2; use 1 to 2"),
         ({"choices": 0}, "use 1 to 2"),
         ({"sampling": replace(GREEDY, max_new_tokens=0)}, "max_new_tokens=0 generates nothing; use 1 or more"),
