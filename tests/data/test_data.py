@@ -149,14 +149,14 @@ def test_what_killed_fillers_left_is_removed(tmp_path, text, filler):
     cache = tmp_path / "cache"
     filler.kill()
     filler.wait()
-    assert [path.name for path in cache.glob(".partial-*")]
+    assert [path.name for path in cache.glob(".text-aa.*.new")]
     load(text, tmp_path)
     assert [path.name[:5] for path in cache.iterdir()] == ["text-"]
 
 
 def test_what_a_living_filler_writes_is_left_alone(tmp_path, text, filler):
     cache = tmp_path / "cache"
-    (partial,) = cache.glob(".partial-*")
+    (partial,) = cache.glob(".text-aa.*.new")
     load(text, tmp_path)
     assert partial.is_dir()
     filler.communicate("\n\n", timeout=120)
