@@ -66,7 +66,8 @@ def load_or_make(folder: Path, what: str, make: Callable[[], Contents]) -> dict[
                 _write(folder, make())
                 found = _load(folder)
     except OSError as error:
-        advice = remedy(error, "make it writable")
+        # numpy, too, gives no number where a disk is full or a file too large.
+        advice = remedy(error, "make it writable" if error.errno else "free space there")
         raise UserError(
             f"{what} cannot be cached in {folder.parent} ({error}); {advice}, or set DTGPT_CACHE to another folder"
         ) from None
