@@ -167,5 +167,18 @@ def _hand_to_torchrun(sentence: str) -> None:
             Path(file).write_text(json.dumps(report))
 
 
+def _check_current_folder() -> None:
+    """Exit where the current folder was removed. torch ends a process there at its import, with a sentence about a
+    library that cannot be loaded."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        prepare_streams()
+        _say_once("the current folder was removed; go to one that exists (cd), and start again")
+        sys.exit(2)
+
+
+_check_current_folder()  # here, too
+
 if __name__ == "__main__":
     main()

@@ -1,5 +1,6 @@
 """`dtgpt translate`: commands and scripts of Megatron-LM, nanoGPT and llm.c as recipes and commands of dtgpt."""
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.console import hanging, say
 from dtgpt.util.errors import UserError, did_you_mean
 from dtgpt.util.field_types import PATH, Bounds, check_fields
+from dtgpt.util.storage import cannot_write, write_text
 
 LEFT = 46  # the column where texts begin
 LARGEST = 1 << 20  # bytes of a script
@@ -89,11 +91,12 @@ def show(translation: Translation, source: str, output: Path) -> None:
         if output.suffix != ".py":
             raise UserError(f"--output {output} is not a recipe file; give a name that ends with .py")
         text = recipe_text(translation, output.stem, source)
+        if os.path.lexists(output):
+            raise UserError(f"{output} exists already; give another --output")
         try:
-            with output.open("x") as file:
-                file.write(text)
-        except FileExistsError:
-            raise UserError(f"{output} exists already; give another --output") from None
+            write_text(output, text)
+        except OSError as error:
+            raise cannot_write(output, error) from None
     for line in table(translation):
         say(line)
     if translation.words:

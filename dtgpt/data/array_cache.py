@@ -22,7 +22,8 @@ from dtgpt.util.storage import FileLock, Held, atomic_folder, parse_json, read_r
 
 INDEX_FORMAT = 1  # raise when the same settings would give other arrays
 CONTENTS = "contents.json"
-LEFT = re.compile(r"\.(?:partial-)?((?:index|text)-[0-9a-f]+)(?:-.+|\.lock)")  # what a killed process leaves
+# What a killed process leaves, also one of an older version.
+LEFT = re.compile(r"\.(?:partial-)?((?:index|text)-[0-9a-f]+)(?:-.+|\.lock|\.[0-9a-f]{8}\.new)")
 AGAIN = "start again: it is made anew"
 
 Contents = Mapping[str, np.ndarray | str]  # arrays by their names, texts by those of their files
@@ -65,7 +66,8 @@ def load_or_make(folder: Path, what: str, make: Callable[[], Contents]) -> dict[
                 _write(folder, make())
                 found = _load(folder)
     except OSError as error:
-        advice = remedy(error, "make it writable")
+        # numpy, too, gives no number where a disk is full or a file too large.
+        advice = remedy(error, "make it writable" if error.errno else "free space there")
         raise UserError(
             f"{what} cannot be cached in {folder.parent} ({error}); {advice}, or set DTGPT_CACHE to another folder"
         ) from None

@@ -11,6 +11,7 @@ import torch
 from dtgpt.config.fp8 import check_fp8, no_float8
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.hardware import FLOAT8, total_memory
+from dtgpt.util.storage import write_text
 
 GIB = 2**30
 LARGEST = 1024  # GiB; larger numbers are those of products
@@ -170,8 +171,8 @@ BY_SHEET = "by the data sheet, never measured: expect 30 % either way"
 
 
 def write_rates(path: Path, gpu: str, rates: Rates) -> None:
-    """Write a calibration of the GPU that CUDA calls `gpu`."""
-    path.write_text(json.dumps({"gpu": gpu, **asdict(rates)}, indent=1) + "\n")
+    """Write a calibration of the GPU that CUDA calls `gpu`. Raises OSError."""
+    write_text(path, json.dumps({"gpu": gpu, **asdict(rates)}, indent=1) + "\n")
 
 
 def read_rates(path: Path, gpu: Gpu) -> Gpu:

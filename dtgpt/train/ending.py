@@ -20,13 +20,20 @@ from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
 HELD_OUT: tuple[Part, ...] = ("valid", "test")
-LEFT = {"valid": "validation loss", "tasks": "tasks", "test": "test loss", "sample": "last sample", "plot": "loss plot"}
+LEFT = {"valid": "validation loss", "tasks": "tasks", "test": "test loss", "sample": "sample", "plot": "loss plot"}
 OVER = "{} has done its {}; nothing is left to do"
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Return whether the interval, 0: never, divides the step."""
-    return interval > 0 and step % interval == 0
+    """Return whether the interval, 0: never, divides the step, which is not 0: nothing is due before the first."""
+    return interval > 0 and step > 0 and step % interval == 0
+
+
+def due_after(step: int, steps: int, log: LogConfig) -> set[str]:
+    """Return what `log` wants after the step `step` of `steps`, beside its record: names of LEFT."""
+    between_tasks = log.eval_interval if log.eval_tasks_interval is None else log.eval_tasks_interval
+    intervals = {"valid": log.eval_interval, "tasks": between_tasks, "sample": log.sample_interval}
+    return set(LEFT) if step == steps else {name for name, interval in intervals.items() if is_due(step, interval)}
 
 
 def is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) -> bool:
@@ -39,25 +46,25 @@ def is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) -
     return done > steps
 
 
-def left_to_do(run: Path, steps: int, seq_length: int, log: LogConfig, data: Dataset) -> list[str]:
-    """Return what a run that has done all its `steps` does not hold of the last one, of what `log` wants: names of
-    LEFT. Says so where that is nothing."""
-    metrics, picture = run / "metrics.jsonl", run / "loss.png"
-    records = [record for record in read_records(metrics) if record["step"] == steps]
+def left_to_do(run: Path, step: int, steps: int, seq_length: int, log: LogConfig, data: Dataset) -> list[str]:
+    """Return what the run does not hold of what was due after `step`, its newest of `steps`: names of LEFT. Says so
+    where all steps are done and that is nothing."""
+    metrics, picture, due = run / "metrics.jsonl", run / "loss.png", due_after(step, steps, log)
+    records = [record for record in read_records(metrics) if record["step"] == step]
     left: list[str] = []
     for part in HELD_OUT:
-        wanted = next(data.held_out(part, seq_length, 1, 1), None) is not None
+        wanted = part in due and next(data.held_out(part, seq_length, 1, 1), None) is not None
         if wanted and not any(record.get(f"{PART_NAMES[part]}_loss") is not None for record in records):
             left.append(part)
     measured = {name.partition("/")[0] for record in records for name in record if "/" in name}
-    if not measured.issuperset(asked.task.name for asked in tasks_of(log)):
+    if "tasks" in due and not measured.issuperset(asked.task.name for asked in tasks_of(log)):
         left.append("tasks")
-    if log.sample_tokens and not sample_path(run, steps).is_file():
+    if "sample" in due and log.sample_tokens and data.tokenizer.spells and not sample_path(run, step).is_file():
         left.append("sample")
     drawn = picture.is_file() and metrics.is_file() and picture.stat().st_mtime >= metrics.stat().st_mtime
-    if left or (records and not drawn and find_spec("matplotlib")):
+    if "plot" in due and (left or (records and not drawn and find_spec("matplotlib"))):
         left.append("plot")
-    if not left:
+    if not left and step == steps:
         say(OVER.format(run, counted(steps, "step")))
     return left
 

@@ -26,6 +26,7 @@ from dtgpt.train.answers import describe
 from dtgpt.train.checkpoints import restore, state_of
 from dtgpt.train.ending import (
     LEFT,
+    due_after,
     folder_lost,
     is_due,
     is_over,
@@ -86,10 +87,10 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
 
         dataset = startup.read_on_every_node(lambda: startup.read_dataset(recipe), mesh, group.process)
         left: list[str] = []
-        if former and checkpoint and checkpoint.state["step"] == recipe.num_steps:
-            steps, length = recipe.num_steps, recipe.sample_length
-            left = mesh.on_rank_0(lambda: left_to_do(former, steps, length, recipe.log, dataset))
-            if not left:
+        if former and checkpoint:
+            done, steps, length = checkpoint.state["step"], recipe.num_steps, recipe.sample_length
+            left = mesh.on_rank_0(lambda: left_to_do(former, done, steps, length, recipe.log, dataset))
+            if done == steps and not left:
                 return 0
 
         stack.enter_context(stop)
@@ -149,7 +150,7 @@ class Loop:
 
     def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
-        `left`: what of the last step is to be reported, where all steps are done."""
+        `left`: what of the step from which a run goes on is still to be reported."""
         recipe, options, trainer, checkpoints = self.recipe, self.recipe.checkpoint, self.trainer, run / "checkpoints"
         with ExitStack() as stack:
 
@@ -179,7 +180,9 @@ class Loop:
             )
             self.saver = stack.enter_context(saver)
             trainer.before_update = self.saver.before_update
-            early = self.report_left(left) if left else self.take_steps()
+            early = bool(left) and self.report_left(left)
+            if not early and trainer.step < trainer.steps:
+                early = self.take_steps()
             self._check_folder()
             self.report.finish(not early)
         hint = f"; to go on, add {resume_option(run)}" if trainer.step else ""
@@ -199,7 +202,7 @@ class Loop:
             stopping = stopping or self.leaving
             due = self._due(first, stopping or asked)
             if due.report or due.evaluate or due.save or due.tasks or due.sample:
-                self._between_steps(result, due, must_save=due.last or stopping)
+                stopping = self._between_steps(result, due, stopping)
                 if due.save:
                     self.clock.restart()
         return stopping or self.interrupted()
@@ -210,12 +213,9 @@ class Loop:
         try:
             return self.trainer.train_step()
         except RolloutsFailed as failure:
-            step, folder = self.trainer.step, self.saver.checkpoints
-            self.saver.wait()
-            saved = self.mesh.on_rank_0(lambda: step in map(step_of, list_checkpoints(folder)))
-            if not saved:
-                self._save(must=True)
-            again = f"step {step + 1}: {failure}; go on with {resume_option(folder.parent)}"
+            self._save_unless_saved()
+            run = self.saver.checkpoints.parent
+            again = f"step {self.trainer.step + 1}: {failure}; go on with {resume_option(run)}"
             if failure.__cause__ is not None:  # told here, since a MemoryError or OSError means other things elsewhere
                 say_error("".join(traceback.format_exception(failure.__cause__)).rstrip())
             raise UserError(again) from failure.__cause__
@@ -224,18 +224,20 @@ class Loop:
         """Return what the step just taken calls for; `first`: where this process began; `save`: at any rate."""
         step, log, last = self.trainer.step, self.recipe.log, self.trainer.step == self.trainer.steps
         record = last or is_due(step, log.interval) or step == 1  # as without a resume
-        between_tasks = log.eval_interval if log.eval_tasks_interval is None else log.eval_tasks_interval
+        due = due_after(step, self.trainer.steps, log)
         return Due(
             report=record or step == first + 1,
             record=record,
-            evaluate=last or is_due(step, log.eval_interval),
+            evaluate="valid" in due,
             save=last or is_due(step, self.recipe.checkpoint.interval) or save,
-            tasks=bool(self.tasks.names) and (last or is_due(step, between_tasks)),
-            sample=last or is_due(step, log.sample_interval),
+            tasks=bool(self.tasks.names) and "tasks" in due,
+            sample="sample" in due,
             last=last,
         )
 
-    def _between_steps(self, result: StepResult, due: Due, must_save: bool) -> None:
+    def _between_steps(self, result: StepResult, due: Due, stopping: bool) -> bool:
+        """Do what is due after a step; `stopping`: it is the last of this process. Return whether it is, which what
+        arrives in the meantime may decide: a resume makes up for what was cut short, with the weights of this step."""
         step = self.trainer.step
         loss, mean, norm = self._read(result)
         if due.report:
@@ -246,13 +248,17 @@ class Loop:
             if due.evaluate:
                 self._report_held_out("valid")
             if due.save:
-                self._save(must_save)
+                self._save(must=due.last or stopping)
             if due.tasks:
                 self._report_tasks()
             if due.last:
                 self._report_held_out("test")
             if due.sample:
                 self._report_sample()
+            if stopping or due.last or not (due.evaluate or due.tasks or due.sample) or not self.interrupted():
+                return stopping
+            self._save_unless_saved()
+            return True
 
     def _read(self, result: StepResult) -> tuple[float, float, float]:
         """Wait for the device, and return the loss of the step, the mean loss of the interval and the norm of the
@@ -309,19 +315,28 @@ class Loop:
             self.report.sample(self.trainer.step, text)
 
     def report_left(self, left: list[str]) -> bool:
-        """Report what is `left` of the last step; return whether the run was asked to end before all of it was done."""
-        say(f"{self.trainer.steps} steps are done; left to do: {', '.join(LEFT[name] for name in left)}")
-        if "valid" in left:
-            self._report_held_out("valid")
-        if "test" in left:
-            self._report_held_out("test")
-        if "tasks" in left:
-            self._report_tasks()
-        if "sample" in left:
-            self._report_sample()
-        if not (early := self.interrupted()):
+        """Report what is `left` of the newest step; return whether the run was asked to end before all of it was
+        done."""
+        say(f"{self.trainer.step} steps are done; left to do: {', '.join(LEFT[name] for name in left)}")
+        with self.report.paused():
+            if "valid" in left:
+                self._report_held_out("valid")
+            if "test" in left:
+                self._report_held_out("test")
+            if "tasks" in left:
+                self._report_tasks()
+            if "sample" in left:
+                self._report_sample()
+        if not (early := self.interrupted()) and self.trainer.step == self.trainer.steps:
             say("all is done")
         return early
+
+    def _save_unless_saved(self) -> None:
+        """Save a checkpoint of this step, unless there is one."""
+        step, folder = self.trainer.step, self.saver.checkpoints
+        self.saver.wait()
+        if not self.mesh.on_rank_0(lambda: step in map(step_of, list_checkpoints(folder))):
+            self._save(must=True)
 
     def _save(self, must: bool) -> None:
         """Begin to save a checkpoint. Where that fails (disk full) the run goes on with a warning, unless it `must`

@@ -104,7 +104,7 @@ def translate(words: Sequence[str], launch: Launch) -> Translation:
 def read_config(path: Path, result: Translation) -> dict[str, GivenOption]:
     """Return what a config file assigns. Raises UserError where that is nothing."""
     try:
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_bytes())  # whose encoding is not the terminal's
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{path}: {reason}; give a config file of nanoGPT") from None

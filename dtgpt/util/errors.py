@@ -14,6 +14,7 @@ MOST_NAMES = 10_000  # of a folder in which a name like another one is looked fo
 MOST_SHOWN = 120  # characters of a value in a message
 LONGEST_PATH = 4096  # characters of any path that can exist
 LARGEST_SHOWN = 10**40  # integers above it are shown by their size: printing takes time that grows with its square
+NO_TEMPORARY = "No usable temporary directory"  # begins the error of Python's tempfile, which is like a missing file
 REMEDIES = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there",
@@ -75,6 +76,8 @@ def remedy(error: BaseException, otherwise: str = "") -> str:
 
 def sentence_of(error: OSError) -> str | None:
     """Return an error of the system as a sentence with the file and a remedy; None where no remedy is known for it."""
+    if str(error.strerror).startswith(NO_TEMPORARY):
+        return f"{error.strerror}; free space there, or set TMPDIR to a folder that can be written"
     if not remedy(error):
         return None
     name = str(error.filename or "")

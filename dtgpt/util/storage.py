@@ -90,7 +90,8 @@ def temporary_path(path: Path, mark: str) -> Path:
 
 
 def leftovers_of(path: Path) -> list[Path]:
-    """Return the temporary files that killed processes left of `path`; no other process may be writing it."""
+    """Return the temporary files or folders that killed processes left of `path`; no other process may be writing
+    it."""
     named = ((p, TEMPORARY.fullmatch(p.name)) for p in path.parent.iterdir())
     return sorted(p for p, name in named if name and name[1] == path.name)
 
@@ -149,7 +150,7 @@ def remove_leftovers(folder: Path) -> None:
     writing to the folder."""
     with suppress(OSError):
         for path in [] if folder.is_symlink() else list(folder.iterdir()):
-            if TEMPORARY.fullmatch(path.name):
+            if TEMPORARY.fullmatch(path.name) and not path.is_dir():  # of a model that is being converted
                 path.unlink()
 
 
@@ -176,9 +177,8 @@ def write_json(path: Path, value: Any) -> None:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield another folder to fill; it is called `folder` when the context ends and all in it is on the disk. If the
     context fails, nothing is left. Raises OSError."""
-    partial = folder.with_name(f".partial-{folder.name}-{platform.node()}-{os.getpid()}")
+    partial = temporary_path(folder, secrets.token_hex(4))
     try:
-        remove_tree(partial)  # of a killed process that had the same number
         partial.mkdir(parents=True)
         yield partial
         for path in [*partial.rglob("*"), partial]:
@@ -191,16 +191,29 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Do what `atomic_folder` does for a folder that the user asked for: raise UserError instead of OSError."""
-    if os.path.lexists(folder):
-        raise UserError(f"{folder} exists already; give another path")
+    """Do what `atomic_folder` does for a folder that the user asked for: raise UserError instead of OSError, also where
+    another process writes it, and remove what a killed one left of it."""
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"), remove=True)
     try:
-        with atomic_folder(folder) as partial:
-            yield partial
+        _check_new(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with lock:
+            _check_new(folder)  # again: another process may just have written it
+            for left in [] if lock.problem else leftovers_of(folder):
+                remove_tree(left)
+            with atomic_folder(folder) as partial:
+                yield partial
+    except Held as held:
+        raise UserError(f"{folder} is being written by {held}; wait for it or end it, or give another path") from None
     except OSError as error:
         # A library that reports a full disk in its own words gives no number.
         advice = remedy(error, "check the disk" if error.errno else "free space there")
         raise UserError(f"{folder} cannot be written ({error}); {advice}, or give another path") from None
+
+
+def _check_new(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise UserError(f"{folder} exists already; give another path")
 
 
 class Held(Exception):

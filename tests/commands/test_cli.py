@@ -18,6 +18,7 @@ from dtgpt.cli import main, run_recipe
 from dtgpt.config.overrides import leaves
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import recipe_module
+from dtgpt.util.environment import child_environment
 from tests.support.programs import TORCHRUN, Program, run_program
 
 pytestmark = pytest.mark.slow(47)
@@ -351,3 +352,12 @@ def test_help_of_compare_has_each_option_once_and_none_that_it_refuses(capsys):
     options = [line.split()[0] for line in out.splitlines() if line.startswith("  --")]
     assert code == 0 and len(options) == len(set(options)) and "--plans" in options
     assert not {"--plan", "--resume"} & set(options)
+
+
+@pytest.mark.parametrize("words", [[str(TINY), "--steps", "1"], ["-m", "dtgpt", "prepare", "text.jsonl"]])
+def test_a_current_folder_that_was_removed_is_named_before_torch_ends_the_process(tmp_path, words):
+    (tmp_path / "gone").mkdir()
+    script = 'cd gone && rmdir ../gone && exec "$@"'
+    done = run(["/bin/sh", "-c", script, "sh", sys.executable, *words], tmp_path, env=child_environment())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "dtgpt: the current folder was removed; go to one that exists (cd), and start again\n"

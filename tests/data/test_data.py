@@ -20,6 +20,7 @@ from dtgpt.data.tokenizers.byte_level import PATTERN
 from dtgpt.data.tokenizers.open import make_tokenizer, read_saved
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util.errors import UserError
+from tests.support.disks import files_of_at_most
 
 UNICODE = "Grüße, 世界! 🎈👩‍👩‍👧 \u2028 zero\x00byte\r\n\ttabs   spaces <|endoftext|> '’ don't\n\n\n"
 KEY = fold(root_key(1), "data")
@@ -149,14 +150,14 @@ def test_what_killed_fillers_left_is_removed(tmp_path, text, filler):
     cache = tmp_path / "cache"
     filler.kill()
     filler.wait()
-    assert [path.name for path in cache.glob(".partial-*")]
+    assert [path.name for path in cache.glob(".text-aa.*.new")]
     load(text, tmp_path)
     assert [path.name[:5] for path in cache.iterdir()] == ["text-"]
 
 
 def test_what_a_living_filler_writes_is_left_alone(tmp_path, text, filler):
     cache = tmp_path / "cache"
-    (partial,) = cache.glob(".partial-*")
+    (partial,) = cache.glob(".text-aa.*.new")
     load(text, tmp_path)
     assert partial.is_dir()
     filler.communicate("\n\n", timeout=120)
@@ -300,6 +301,14 @@ def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(tmp_path, te
     monkeypatch.setattr(np, "save", fail)
     with pytest.raises(UserError, match=r"cannot be cached in .*No space left.*DTGPT_CACHE"):
         load(text, tmp_path)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_full_disk_under_the_cache_is_told_as_such(tmp_path):
+    """numpy reports it without its number, where the array is larger than the buffer of a file."""
+    told = r"cannot be cached in .*written\); free space there, or set"
+    with files_of_at_most(20_000), pytest.raises(UserError, match=told):
+        load_or_make(tmp_path / "cache" / "text-aa", "the tokens", lambda: {"train": np.zeros(100_000)})
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import re
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from dtgpt.models.source import parameter_shapes
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
+from dtgpt.util.storage import FileLock
 from tests.commands.test_cli import in_process
 from tests.support.bodies_inference import weights_at_the_start
 from tests.support.megatron_llama_trees import scaled_tree
@@ -240,13 +240,24 @@ def test_a_conversion_that_fails_half_way_leaves_nothing(run, tmp_path, monkeypa
 
 @pytest.mark.parametrize("to", ["dtgpt", "hf", "megatron"])
 def test_what_a_killed_conversion_left_is_in_nobodys_way(run, convert, tmp_path, to):
-    """In a container the process often has the same number again."""
-    left = tmp_path / f".partial-out-{platform.node()}-{os.getpid()}"
-    left.mkdir()
-    (left / "weights-00000-000.safetensors").write_text("half")
+    left, others = tmp_path / ".out.0123abcd.new", tmp_path / ".out-2.0123abcd.new"
+    for folder in (left, others):
+        folder.mkdir()
+        (folder / "weights-00000-000.safetensors").write_text("half")
     convert(run, tmp_path / "out", "--to", to)
     vocabulary = {"true_vocab_size": 257} if to == "megatron" else {}
-    assert same(weights_of(run), weights_of(tmp_path / "out", **vocabulary)) and not left.exists()
+    assert same(weights_of(run), weights_of(tmp_path / "out", **vocabulary)) and others.exists()
+    assert not left.exists() and not (tmp_path / ".out.lock").exists()
+
+
+def test_two_conversions_do_not_write_one_folder(run, tmp_path, capsys):
+    (tmp_path / ".out.0123abcd.new").mkdir()  # of the first
+    before = files_in(tmp_path)
+    with FileLock(tmp_path / ".out.lock", remove=True):
+        stopped, _, err = in_process(["convert", run, tmp_path / "out", "--to", "hf"], capsys)
+    assert stopped == 2 and err.count("\n") == 1
+    assert f"{tmp_path / 'out'} is being written by another process (pid {os.getpid()} on" in err
+    assert files_in(tmp_path) == before
 
 
 @pytest.mark.parametrize("kind", ["dtgpt", "hf", "run", "checkpoint"])

@@ -49,8 +49,8 @@ def at_the_end(run) -> list:
 @pytest.mark.parametrize(
     "place, name, left",
     [
-        (Loop, "_report_held_out", "test loss, last sample, loss plot"),
-        (Trainer, "sample", "last sample, loss plot"),
+        (Loop, "_report_held_out", "test loss, sample, loss plot"),
+        (Trainer, "sample", "sample, loss plot"),
         (Report, "finish", "loss plot"),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_signal_while_the_last_is_done_leaves_it_for_the_next_time(recipe, mon
     assert f"stopped at step 6/6; to go on, add --resume {run}" in capsys.readouterr().out
     monkeypatch.undo()
     assert train(change(recipe, resume=str(run))) == 0
-    assert "left to do: last sample" in capsys.readouterr().out and (run / LAST).exists()
+    assert "left to do: sample" in capsys.readouterr().out and (run / LAST).exists()
 
 
 def test_fewer_steps_than_are_done_are_refused(recipe, capsys):
@@ -126,3 +126,36 @@ def test_fewer_steps_than_are_done_are_refused(recipe, capsys):
     with pytest.raises(UserError, match=r"already done 6 steps; raise --steps"):
         train(change(recipe, steps=3, resume=str(newest_run(recipe))))
     assert train(change(recipe, steps=3, resume="auto")) == 0
+
+
+def without_times(run) -> list:
+    names = ("step", "loss", "grad_norm", "validation_loss", "test_loss")
+    kept = [{name: record.get(name) for name in names} for record in read_records(run / "metrics.jsonl")]
+    return [*kept, *(path.read_bytes() for path in sorted((run / "samples").iterdir()))]
+
+
+@pytest.mark.turns(16)
+@pytest.mark.parametrize("name", ["held_out_loss", "sample"])
+@pytest.mark.parametrize("end", ["signal", "kill"])
+def test_what_is_cut_short_between_two_steps_is_done_by_the_next_start(recipe, monkeypatch, name, end):
+    log = {"interval": 1, "eval_interval": 2, "sample_interval": 2, "sample_tokens": 8}
+    recipe = change(recipe, log=log, checkpoint={"interval": 2, "background": False})
+    assert train(recipe) == 0
+    whole, method = newest_run(recipe), getattr(Trainer, name)
+
+    def at_step_4(self, *arguments):
+        if self.step == 4:
+            kill() if end == "kill" else os.kill(os.getpid(), 15)
+        return method(self, *arguments)
+
+    monkeypatch.setattr(Trainer, name, at_step_4)
+    if end == "kill":
+        with pytest.raises(Killed):
+            train(recipe)
+    else:
+        assert train(recipe) == 128 + 15
+    monkeypatch.undo()
+    run = newest_run(recipe)
+    assert without_times(run) != without_times(whole)
+    assert train(change(recipe, resume=str(run))) == 0
+    assert without_times(run) == without_times(whole)

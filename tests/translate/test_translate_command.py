@@ -1,10 +1,14 @@
 """`dtgpt translate`, from a script or a command to a recipe that loads, or to a command of dtgpt."""
 
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
+from dtgpt.util.environment import child_environment
+from tests.support.disks import files_of_at_most
 from tests.translate.conftest import recipe_of
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
@@ -324,6 +328,23 @@ def test_bad_input_is_one_sentence(run, tmp_path, script, words, told):
     (tmp_path / "x.sh").write_text(script)
     code, error = run("x.sh", *words)
     assert code == 2 and error.startswith("dtgpt: x.sh: ") and told in error and error.count("\n") == 1
+
+
+def test_a_recipe_is_written_whole_or_not_at_all(run, tmp_path):
+    (tmp_path / "x.sh").write_text(f"python pretrain_gpt.py {MODEL} {TRAINING}")
+    with files_of_at_most(200):
+        code, err = run("x.sh")
+    assert code == 2 and err.count("\n") == 1
+    assert "my_recipe.py cannot be written (File too large); raise the limit" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["x.sh"]
+
+
+def test_a_config_of_nanogpt_is_read_in_utf_8_whatever_the_terminal_has(tmp_path):
+    (tmp_path / "config.py").write_bytes("# Zürich\nn_layer = 2\n".encode())
+    words = [sys.executable, "-m", "dtgpt", "translate", "--", "python", "train.py", "config.py"]
+    of_terminal = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(words, cwd=tmp_path, env=child_environment() | of_terminal, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "my_recipe.py").is_file()
 
 
 def test_files_that_are_no_scripts(run, tmp_path):

@@ -1,11 +1,12 @@
 """Values and paths in messages."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.util.errors import did_you_mean, near_path
+from dtgpt.util.errors import did_you_mean, near_path, sentence_of
 
 
 def test_the_nearest_path_is_found(tmp_path, monkeypatch):
@@ -55,3 +56,13 @@ def test_a_recipe_file_that_was_meant_is_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["train", "gpt_tiny.py"])
     assert "there is no recipe file gpt_tiny.py; did you mean gpt2_tiny.py?" in capsys.readouterr().err
+
+
+def test_no_temporary_folder_is_a_sentence(monkeypatch):
+    """As where all disks are full: the error of Python is that of a missing file, which has no remedy."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/null/no"])
+    with pytest.raises(OSError) as failed:
+        tempfile.gettempdir()
+    sentence = sentence_of(failed.value)
+    assert sentence is not None and "['/dev/null/no']; free space there, or set TMPDIR" in sentence
