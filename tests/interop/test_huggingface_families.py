@@ -95,6 +95,29 @@ def test_keys_that_are_missing_mean_what_they_mean_in_transformers(tmp_path, fam
     assert all(found.values()) and len(found) > 15, found
 
 
+def test_an_empty_scaling_of_gpt_oss_is_none(tmp_path):
+    given = {k: v for k, v in their_config("gpt_oss").to_dict().items() if k != "rope_parameters"} | {
+        "rope_scaling": {}
+    }
+    theirs = type(their_config("gpt_oss")).from_dict(json.loads(json.dumps(given))).to_dict()
+    read = ARCHITECTURES["gpt_oss"].read_config
+    assert theirs["rope_parameters"]["rope_type"] == "yarn"
+    assert read(given, tmp_path) == read(theirs, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["olmo3", "gemma3"])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"activation": "clamped_swiglu"}, "model.activation=clamped_swiglu"),
+        ({"rope_scaling": "yarn", "rope_factor": 4.0, "rope_truncate": False}, "model.rope_truncate=False"),
+    ],
+)
+def test_what_transformers_does_not_compute_is_not_written(family, settings, words):
+    config = replace(OURS[family], **settings)
+    refused(lambda: ARCHITECTURES[config.architecture].write_config(config), words)
+
+
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
@@ -117,6 +140,8 @@ OTHERS = [
     ("gpt_neo", {"intermediate_size": 100}, "intermediate_size=100"),
     ("gpt_neo", {"activation_function": "tanh"}, "activation_function='tanh'"),
     ("gpt_neo", {"tie_word_embeddings": False}, "tie_word_embeddings=false"),
+    ("gpt_neo", {"num_attention_heads": 2}, "both num_heads=4 and num_attention_heads=2"),
+    ("gemma3", {"is_causal": False}, "is_causal=false"),
     ("olmo3", {"attention_bias": True}, "attention_bias=true"),
     ("olmo3", {"sliding_window": None}, "sliding_window=None"),
     ("olmo3", {"rope_theta": 1e4, "rope_parameters": None}, "rope_theta=10000.0 of full_attention"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dtgpt.interop.foreign import Rules, check_rules, checked, epsilon, whole_number
+from dtgpt.interop.foreign import Rules, check_names, check_rules, checked, epsilon, whole_number
 from dtgpt.interop.hf.activation import read_activation, write_activation
 from dtgpt.interop.hf.groups import joined, separated
 from dtgpt.models.config import ModelConfig
@@ -23,6 +23,7 @@ NAMES = {
 }  # fmt: skip
 PARTS = ("q_proj", "k_proj", "v_proj")
 KINDS = ("global", "local")
+ALIASES = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}  # transformers' names of one number
 
 
 def stored_names(name: str) -> list[str]:
@@ -56,6 +57,7 @@ def read_config(settings: dict[str, Any], path: Path) -> GPTNeoConfig:
         ),
     }
     check_rules(settings, rules, path)
+    check_names(settings, ALIASES, path)
     layers = whole_number(settings, ("num_layers", "num_hidden_layers"), 24, path)
     config = GPTNeoConfig(
         num_layers=layers,
