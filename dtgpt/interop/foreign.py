@@ -104,7 +104,7 @@ def plain_names(names: Iterable[str], prefix: str, buffers: re.Pattern[str], pla
 
 def untied(place: Path) -> UserError:
     return UserError(
-        f"{place} has an output projection (lm_head.weight) of its own, while GPT-2 has one table for "
+        f"{place} has an output projection (lm_head.weight) of its own, while its architecture has one table for "
         "embedding and output; give a model with tied embeddings"
     )
 

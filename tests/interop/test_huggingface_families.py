@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace, save_huggingface
@@ -41,6 +41,23 @@ def test_logits_are_those_of_transformers_there_and_back(tmp_path, family):
     assert HuggingFace(tmp_path / "again").config == source.config
     back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not any(info.values()) and same_logits(ours, back.eval())
+
+
+@pytest.mark.parametrize(("family", "words"), [("gpt_neo", "its architecture has one table"), ("gemma3", "_word_embe")])
+def test_a_tied_output_may_be_stored_too_or_alone(tmp_path, family, words):
+    their_model(family).save_pretrained(tmp_path)
+    table = "transformer.wte.weight" if family == "gpt_neo" else "model.embed_tokens.weight"
+    file, expected = tmp_path / "model.safetensors", filled(HuggingFace(tmp_path)).state_dict()
+    tensors = load_file(file)
+
+    def written(output, left_out=()):
+        save_file({name: t for name, t in tensors.items() if name not in left_out} | {"lm_head.weight": output}, file)
+        return HuggingFace(tmp_path)
+
+    for left_out in ((), (table,)):
+        source = written(tensors[table].clone(), left_out)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in filled(source).state_dict().items())
+    refused(lambda: written(tensors[table] + 1), str(tmp_path), words)
 
 
 @pytest.mark.parametrize("window", [0, 5])

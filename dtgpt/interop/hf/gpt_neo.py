@@ -18,7 +18,7 @@ from dtgpt.util.errors import UserError, shown
 PREFIX = "transformer."
 BUFFERS = re.compile(r"h\.\d+\.attn\.attention\.(masked_)?bias")  # the causal mask, which old versions saved too
 NAMES = {
-    "embedding.": "", "head.": "", "blocks.": "h.", "attn.proj": "attn.out_proj", "attn.": "attn.attention.",
+    "blocks.": "h.", "attn.proj": "attn.out_proj", "attn.": "attn.attention.",
     "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
 }  # fmt: skip
 PARTS = ("q_proj", "k_proj", "v_proj")
@@ -28,6 +28,7 @@ ALIASES = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"
 
 def stored_names(name: str) -> list[str]:
     """Return transformers' names of dtgpt's parameter `name`, without PREFIX."""
+    name = name.removeprefix("embedding.").removeprefix("head.")
     for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     return [name.replace("qkv", part) for part in PARTS] if ".qkv." in name else [name]

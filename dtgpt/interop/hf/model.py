@@ -7,6 +7,7 @@ belongs to one architecture stands in a file of its own, such as `gpt2.py`.
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -112,7 +113,7 @@ class HuggingFace(Source):
             self._files[table], self._names[table] = self._files[output], self._names[output]
         check_tensors(shapes, _stored_shapes(self.config, architecture), folder)
         if saved_output and (saved_output != shapes[table] or not self._same_rows(table, output)):
-            raise untied(folder) if type(self.config).tied is True else _contradicts(path)
+            raise _contradicts(path) if "tied" in (f.name for f in fields(self.config)) else untied(folder)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         architecture = ARCHITECTURES[self.kind]
