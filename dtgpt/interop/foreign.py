@@ -30,6 +30,18 @@ def whole_number(settings: Mapping[str, Any], names: Sequence[str], default: int
     return value
 
 
+def check_names(settings: Mapping[str, Any], names: Mapping[str, str], place: Path) -> None:
+    """Raise UserError where two names of one number say different ones, of which libraries take either. names: one by
+    the other."""
+    for one, other in names.items():
+        said = [settings.get(name) for name in (one, other)]
+        if None not in said and said[0] != said[1]:
+            raise UserError(
+                f"{place} has both {one}={shown(said[0])} and {other}={shown(said[1])}, which are two names of one "
+                "number; leave out the one that is not the model's"
+            )
+
+
 def epsilon(settings: Mapping[str, Any], names: Sequence[str], default: float, place: Path) -> float:
     """Return the epsilon of a norm under the first of `names` that is there. Raise UserError for an impossible one."""
     value = next((settings[n] for n in names if settings.get(n) is not None), default)
@@ -92,7 +104,7 @@ def plain_names(names: Iterable[str], prefix: str, buffers: re.Pattern[str], pla
 
 def untied(place: Path) -> UserError:
     return UserError(
-        f"{place} has an output projection (lm_head.weight) of its own, while GPT-2 has one table for "
+        f"{place} has an output projection (lm_head.weight) of its own, while its architecture has one table for "
         "embedding and output; give a model with tied embeddings"
     )
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace, save_huggingface
@@ -41,6 +41,23 @@ def test_logits_are_those_of_transformers_there_and_back(tmp_path, family):
     assert HuggingFace(tmp_path / "again").config == source.config
     back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not any(info.values()) and same_logits(ours, back.eval())
+
+
+@pytest.mark.parametrize(("family", "words"), [("gpt_neo", "its architecture has one table"), ("gemma3", "_word_embe")])
+def test_a_tied_output_may_be_stored_too_or_alone(tmp_path, family, words):
+    their_model(family).save_pretrained(tmp_path)
+    table = "transformer.wte.weight" if family == "gpt_neo" else "model.embed_tokens.weight"
+    file, expected = tmp_path / "model.safetensors", filled(HuggingFace(tmp_path)).state_dict()
+    tensors = load_file(file)
+
+    def written(output, left_out=()):
+        save_file({name: t for name, t in tensors.items() if name not in left_out} | {"lm_head.weight": output}, file)
+        return HuggingFace(tmp_path)
+
+    for left_out in ((), (table,)):
+        source = written(tensors[table].clone(), left_out)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in filled(source).state_dict().items())
+    refused(lambda: written(tensors[table] + 1), str(tmp_path), words)
 
 
 @pytest.mark.parametrize("window", [0, 5])
@@ -95,6 +112,29 @@ def test_keys_that_are_missing_mean_what_they_mean_in_transformers(tmp_path, fam
     assert all(found.values()) and len(found) > 15, found
 
 
+def test_an_empty_scaling_of_gpt_oss_is_none(tmp_path):
+    given = {k: v for k, v in their_config("gpt_oss").to_dict().items() if k != "rope_parameters"} | {
+        "rope_scaling": {}
+    }
+    theirs = type(their_config("gpt_oss")).from_dict(json.loads(json.dumps(given))).to_dict()
+    read = ARCHITECTURES["gpt_oss"].read_config
+    assert theirs["rope_parameters"]["rope_type"] == "yarn"
+    assert read(given, tmp_path) == read(theirs, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["olmo3", "gemma3"])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"activation": "clamped_swiglu"}, "model.activation=clamped_swiglu"),
+        ({"rope_scaling": "yarn", "rope_factor": 4.0, "rope_truncate": False}, "model.rope_truncate=False"),
+    ],
+)
+def test_what_transformers_does_not_compute_is_not_written(family, settings, words):
+    config = replace(OURS[family], **settings)
+    refused(lambda: ARCHITECTURES[config.architecture].write_config(config), words)
+
+
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
@@ -117,6 +157,8 @@ OTHERS = [
     ("gpt_neo", {"intermediate_size": 100}, "intermediate_size=100"),
     ("gpt_neo", {"activation_function": "tanh"}, "activation_function='tanh'"),
     ("gpt_neo", {"tie_word_embeddings": False}, "tie_word_embeddings=false"),
+    ("gpt_neo", {"num_attention_heads": 2}, "both num_heads=4 and num_attention_heads=2"),
+    ("gemma3", {"is_causal": False}, "is_causal=false"),
     ("olmo3", {"attention_bias": True}, "attention_bias=true"),
     ("olmo3", {"sliding_window": None}, "sliding_window=None"),
     ("olmo3", {"rope_theta": 1e4, "rope_parameters": None}, "rope_theta=10000.0 of full_attention"),

@@ -236,7 +236,9 @@ OTHER_MODELS = {
     "model_type": ["gptj", None], "n_inner": [100], "activation_function": ["tanh", "quick_gelu", ["gelu_new"]],
     "tie_word_embeddings": [False], "scale_attn_weights": [False], "scale_attn_by_inverse_layer_idx": [True],
     "add_cross_attention": [True], "layer_norm_epsilon": [-1.0, float("nan"), "1e-5"], "n_layer": ["3"],
-    "n_embd": [48.0], "vocab_size": [True], "n_head": [{}],
+    "n_embd": [48.0], "vocab_size": [True], "n_head": [{}], "num_attention_heads": [2], "hidden_size": [96],
+    "is_causal": [False, None], "transformers_weights": ["other.safetensors"],
+    "configuration_files": [["config.json", "config.5.0.0.json"]],
 }  # fmt: skip
 
 
@@ -252,11 +254,22 @@ def test_sizes_of_no_model_are_refused(folder, settings):
     refused(lambda: HuggingFace(edit(folder, **settings)), "config.json")
 
 
+def test_an_adapter_beside_the_model_is_not_left_out(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    refused(lambda: HuggingFace(folder), "holds an adapter (adapter_config.json) beside the model", "--adapter")
+
+
 def test_a_configuration_of_more_blocks_than_there_are_is_refused_without_building_them(folder):
     refused(lambda: HuggingFace(edit(folder, n_layer=1_000_000)), "no tensor h.3.ln_1.weight")
 
 
-@pytest.mark.parametrize("settings", [{"n_inner": 192}, {"reorder_and_upcast_attn": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n_inner": 192}, {"reorder_and_upcast_attn": True}, {"num_attention_heads": 4, "n_ctx": 7},
+        {"is_causal": True, "configuration_files": [], "transformers_weights": None},
+    ],
+)  # fmt: skip
 def test_settings_that_change_nothing_are_accepted(folder, settings):
     HuggingFace(edit(folder, **settings))
 

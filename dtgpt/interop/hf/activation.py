@@ -27,5 +27,10 @@ def read_activation(settings: dict[str, Any], key: str, default: str, path: Path
 
 
 def write_activation(name: str, tanh: str = NAMES["gelu_tanh"][0]) -> str:
-    """Return transformers' name of an activation. tanh: that of GELU by tanh."""
+    """Return transformers' name of an activation. tanh: that of GELU by tanh. Raise UserError where it has none."""
+    if name not in NAMES:
+        raise UserError(
+            f"this model has model.activation={name}, and transformers has {', '.join(NAMES)} for its architecture; "
+            "keep it as a checkpoint of dtgpt"
+        )
     return tanh if name == "gelu_tanh" else NAMES[name][0]

@@ -11,7 +11,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor
 
-from dtgpt.interop.foreign import Rules, check_rules, checked, epsilon, whole_number
+from dtgpt.interop.foreign import Rules, check_names, check_rules, checked, epsilon, whole_number
 from dtgpt.interop.hf.activation import read_activation, write_activation
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M, GPT2Config
@@ -22,6 +22,11 @@ BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # the causal mask, which 
 NAMES = {
     "blocks.": "h.", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc",
     "mlp.proj": "mlp.c_proj",
+}  # fmt: skip
+# transformers' names of one number: its own, and that of other families.
+ALIASES = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
 }  # fmt: skip
 
 
@@ -73,6 +78,7 @@ def read_config(settings: dict[str, Any], path: Path) -> GPT2Config:
         "add_cross_attention": (False, lambda v: v is False, "dtgpt's GPT-2 has no encoder to attend to"),
     }
     check_rules(settings, rules, path)
+    check_names(settings, ALIASES, path)
     config = GPT2Config(
         num_layers=whole_number(settings, ("n_layer", "num_hidden_layers"), 12, path),
         hidden_size=width,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dtgpt.interop.foreign import Rules, check_rules, checked, epsilon, whole_number
+from dtgpt.interop.foreign import Rules, check_names, check_rules, checked, epsilon, whole_number
 from dtgpt.interop.hf.activation import read_activation, write_activation
 from dtgpt.interop.hf.groups import joined, separated
 from dtgpt.models.config import ModelConfig
@@ -18,15 +18,17 @@ from dtgpt.util.errors import UserError, shown
 PREFIX = "transformer."
 BUFFERS = re.compile(r"h\.\d+\.attn\.attention\.(masked_)?bias")  # the causal mask, which old versions saved too
 NAMES = {
-    "embedding.": "", "head.": "", "blocks.": "h.", "attn.proj": "attn.out_proj", "attn.": "attn.attention.",
+    "blocks.": "h.", "attn.proj": "attn.out_proj", "attn.": "attn.attention.",
     "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
 }  # fmt: skip
 PARTS = ("q_proj", "k_proj", "v_proj")
 KINDS = ("global", "local")
+ALIASES = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}  # transformers' names of one number
 
 
 def stored_names(name: str) -> list[str]:
     """Return transformers' names of dtgpt's parameter `name`, without PREFIX."""
+    name = name.removeprefix("embedding.").removeprefix("head.")
     for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     return [name.replace("qkv", part) for part in PARTS] if ".qkv." in name else [name]
@@ -56,6 +58,7 @@ def read_config(settings: dict[str, Any], path: Path) -> GPTNeoConfig:
         ),
     }
     check_rules(settings, rules, path)
+    check_names(settings, ALIASES, path)
     layers = whole_number(settings, ("num_layers", "num_hidden_layers"), 24, path)
     config = GPTNeoConfig(
         num_layers=layers,

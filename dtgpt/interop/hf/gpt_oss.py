@@ -13,7 +13,7 @@ from torch import Tensor
 from dtgpt.interop.foreign import Rules, check_rules, checked, epsilon, whole_number
 from dtgpt.interop.hf import llama
 from dtgpt.interop.hf.llama import PREFIX
-from dtgpt.interop.hf.rope import LENGTH, PLACES, read_rope, write_rope
+from dtgpt.interop.hf.rope import LENGTH, read_rope, write_rope
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt_oss import GptOssConfig
 from dtgpt.models.source import Part, cut
@@ -77,7 +77,7 @@ def read_config(settings: dict[str, Any], path: Path) -> GptOssConfig:
         "tie_word_embeddings": (False, lambda v: isinstance(v, bool), "the key is true or false"),
     }
     check_rules(settings, rules, path)
-    if all(settings.get(place) is None for place in PLACES):
+    if settings.get("rope_parameters") is None and not settings.get("rope_scaling"):  # an empty one counts as none
         settings = {**settings, "rope_parameters": YARN}
     width = whole_number(settings, ("hidden_size",), 2880, path)
     heads = whole_number(settings, ("num_attention_heads",), 64, path)

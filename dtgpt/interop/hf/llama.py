@@ -215,9 +215,9 @@ def write_config(config: LlamaConfig) -> dict[str, Any]:
         kind, name = "ministral", "MinistralForCausalLM"
     else:
         raise UserError(
-            f"no class of transformers has model.qk_norm={config.qk_norm}, "
-            f"model.attention_bias={config.attention_bias} and model.window_pattern={config.window_pattern} together; "
-            "keep the model as a checkpoint of dtgpt"
+            f"no class of transformers has model.qk_norm={config.qk_norm}, model.attention_bias="
+            f"{config.attention_bias}, model.window={window or 0} and model.hidden_size={config.hidden_size} of "
+            f"{config.num_heads} heads together; keep the model as a checkpoint of dtgpt"
         )
     return {
         "architectures": [name], "model_type": kind, **shape_of(config),

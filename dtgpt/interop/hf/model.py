@@ -7,6 +7,7 @@ belongs to one architecture stands in a file of its own, such as `gpt2.py`.
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +31,7 @@ from dtgpt.interop.foreign import (
     untied,
 )
 from dtgpt.interop.hf import gemma3, gpt2, gpt_neo, gpt_oss, llama, olmo3, phi3
+from dtgpt.interop.open import ADAPTER_CONFIG
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.inventory import Shape
@@ -66,6 +68,9 @@ class Architecture(Protocol):
 RULES: Rules = {  # of every family
     "quantization_config": (None, lambda v: v is None, "dtgpt reads weights in F32, F16 and BF16"),
     "per_layer_config": (None, lambda v: not v, "dtgpt reads no settings of single layers by this key"),
+    "is_causal": (True, bool, "dtgpt's attention is causal"),
+    "transformers_weights": (None, lambda v: v is None, "dtgpt reads model.safetensors or its shards"),
+    "configuration_files": (None, lambda v: not v, "dtgpt reads config.json, and no other file that it names"),
 }
 # By `model_type`; dtgpt's name of an architecture is one of these, by which a model is written.
 ARCHITECTURES: dict[str, Architecture] = {
@@ -92,6 +97,11 @@ class HuggingFace(Source):
         self.kind, architecture = kind, ARCHITECTURES[kind]
         self.config = architecture.read_config(settings, path)
         check_rules(settings, RULES, path)
+        if (folder / ADAPTER_CONFIG).is_file():
+            raise UserError(
+                f"{folder} holds an adapter ({ADAPTER_CONFIG}) beside the model, and transformers adds it; move "
+                "the adapter's files to another folder, which --adapter takes"
+            )
         files = _files(folder)
         self._names = plain_names(files, architecture.PREFIX, architecture.BUFFERS, folder)
         self._files = {plain: files[name] for plain, name in self._names.items()}
@@ -103,7 +113,7 @@ class HuggingFace(Source):
             self._files[table], self._names[table] = self._files[output], self._names[output]
         check_tensors(shapes, _stored_shapes(self.config, architecture), folder)
         if saved_output and (saved_output != shapes[table] or not self._same_rows(table, output)):
-            raise untied(folder) if type(self.config).tied is True else _contradicts(path)
+            raise _contradicts(path) if "tied" in (f.name for f in fields(self.config)) else untied(folder)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         architecture = ARCHITECTURES[self.kind]

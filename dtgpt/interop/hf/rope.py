@@ -136,8 +136,14 @@ def write_rope(config: RotaryConfig) -> dict[str, Any]:
 
 
 def write_rope_of_kinds(config: RotaryConfig, theta: float, local_theta: str) -> dict[str, Any]:
-    """Return as `write_rope` does for layers of two kinds. theta: the base of those with a window."""
+    """Return as `write_rope` does for layers of two kinds. theta: the base of those with a window. Raise UserError for
+    a scaling that transformers would not read there."""
     made = write_rope(config)
+    if not (made["rope_scaling"] or {}).get("truncate", True):
+        raise UserError(
+            f"this model has model.rope_truncate={config.rope_truncate}, which transformers does not read where layers "
+            "have positions of two kinds; keep it as a checkpoint of dtgpt"
+        )
     kinds = {FULL: made["rope_parameters"], SLIDING: {"rope_theta": float(theta), "rope_type": "default"}}
     return {**made, local_theta: float(theta), "rope_parameters": kinds}
 
