@@ -178,7 +178,7 @@ def _check_current_folder() -> None:
         sys.exit(2)
 
 
-_check_current_folder()  # here, too
+_check_current_folder()  # here, before a recipe file imports torch
 
 if __name__ == "__main__":
     main()
