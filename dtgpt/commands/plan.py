@@ -75,7 +75,7 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
         _table([replace(recipe, plan=name) for name in dict.fromkeys(own.plans or (recipe.plan,))], own, gpu)
         return
     world = own.world[0] if own.world else None
-    if recipe.plan == AUTO or (world and AutoPlan(recipe=recipe, world=world).is_open()):
+    if _is_open(recipe, world):
         recipe = _ranked(recipe, world or 1, gpu)
     choice, settings = recipe.planned_choice(world), recipe.planned(world)
     for line in [*choice.describe(), *choice.explain()]:
@@ -97,6 +97,11 @@ def _check_options(own: PlanOptions, given: Options) -> None:
         raise UserError(
             f"--inference_slots is about one plan, but {several} make a table; give one --plan and one --world"
         )
+
+
+def _is_open(recipe: Recipe, world: int | None) -> bool:
+    """Return whether a plan for `world` processes is to be chosen; None: whether nothing but auto is given."""
+    return recipe.plan == AUTO or (world is not None and AutoPlan(recipe=recipe, world=world).is_open())
 
 
 def _cpu(own: PlanOptions) -> Gpu:
@@ -144,7 +149,7 @@ def _table(recipes: list[Recipe], own: PlanOptions, gpu: Gpu) -> None:
     for recipe in recipes:
         for world in dict.fromkeys(own.world) or (None,):
             try:
-                if recipe.plan == AUTO or (world and AutoPlan(recipe=recipe, world=world).is_open()):
+                if _is_open(recipe, world):
                     raise UserError(
                         f"--plan {shown(recipe.plan)} is to be chosen, and a table has plans that are named; give one "
                         "--world and no --plans to rank all plans"

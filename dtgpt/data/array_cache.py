@@ -22,7 +22,7 @@ from dtgpt.util.storage import FileLock, Held, atomic_folder, parse_json, read_r
 
 INDEX_FORMAT = 1  # raise when the same settings would give other arrays
 CONTENTS = "contents.json"
-# What a killed process leaves, also one of an older version.
+# What a killed process leaves, of this version or of one before.
 LEFT = re.compile(r"\.(?:partial-)?((?:index|text)-[0-9a-f]+)(?:-.+|\.lock|\.[0-9a-f]{8}\.new)")
 AGAIN = "start again: it is made anew"
 

@@ -18,7 +18,7 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
-from dtgpt.inference.options import check_switches
+from dtgpt.inference.sampling import check_switches
 from dtgpt.inference.step import NO_KERNELS
 from dtgpt.interop.open import open_source, with_adapter
 from dtgpt.interop.tokenizer import check_size, named_tokenizer

@@ -22,9 +22,10 @@ from dtgpt.config.execution import Settings
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.completion import Completion, completion_of, score_of, to_plain
 from dtgpt.inference.generator import Generator, Need, need_of
-from dtgpt.inference.options import check_switches, read_options
+from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import GivenPrompts, read_prompts
 from dtgpt.inference.request import check_range
+from dtgpt.inference.sampling import check_switches
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.inference.step import gather_columns
 from dtgpt.inference.text import segments

@@ -110,13 +110,6 @@ def plain(name: str, value: Any) -> Any:
     return value
 
 
-def check_switches(**values: Any) -> None:
-    """Raise UserError for a value that is neither true nor false: a text such as "off" would be taken for true."""
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise UserError(f"{name}={shown(value)} is not a switch; use true or false")
-
-
 def biases(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return a bias of logits by its tokens. Raise UserError for a token that is given twice."""
     found: dict[Any, Any] = {}

@@ -187,8 +187,7 @@ class Option(NamedTuple):
         where it is not that of the field."""
         name = name or self.name
         if self.kind is bool:
-            if not isinstance(value, bool):
-                raise UserError(f"{name}={shown(value)} is not a switch; use true or false")
+            check_switches(**{name: value})
         elif self.kind is int:
             sizes = {"max_new_tokens": positions, "min_new_tokens": positions, "top_logprobs": vocab_size}
             check_whole(name, value, self.least, min(self.most, sizes.get(self.name, self.most)))
@@ -202,6 +201,13 @@ class Option(NamedTuple):
             raise UserError(f"{name}={shown(value)} is not a text or a list of texts; give one")
         else:
             check_stop_strings(value)
+
+
+def check_switches(**values: Any) -> None:
+    """Raise UserError for a value that is neither true nor false: a text such as "off" would be taken for true."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise UserError(f"{name}={shown(value)} is not a switch; use true or false")
 
 
 def _name(given: str | None, field_name: str) -> str | None:

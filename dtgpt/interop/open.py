@@ -11,12 +11,12 @@ from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.config.plan import ResolvedPlan
+from dtgpt.interop.foreign import ADAPTER_CONFIG
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source, TrainingSource
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError, did_you_mean
 
-ADAPTER_CONFIG = "adapter_config.json"  # of Hugging Face's peft
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM
 KNOWN = (
     "a run folder of dtgpt, one of its checkpoints/step_..., a Hugging Face folder (config.json), a Megatron-LM folder "

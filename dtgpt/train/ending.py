@@ -49,7 +49,10 @@ def is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) -
 def left_to_do(run: Path, step: int, steps: int, seq_length: int, log: LogConfig, data: Dataset) -> list[str]:
     """Return what the run does not hold of what was due after `step`, its newest of `steps`: names of LEFT. Says so
     where all steps are done and that is nothing."""
-    metrics, picture, due = run / "metrics.jsonl", run / "loss.png", due_after(step, steps, log)
+    due = due_after(step, steps, log)
+    if not due:
+        return []
+    metrics, picture = run / "metrics.jsonl", run / "loss.png"
     records = [record for record in read_records(metrics) if record["step"] == step]
     left: list[str] = []
     for part in HELD_OUT:

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import resource
 import shlex
 import signal
 from pathlib import Path
@@ -27,6 +26,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
+from tests.support.disks import files_of_at_most
 from tests.support.programs import TORCHRUN, run_program
 from tests.support.server import live_server, served, tiny_model
 
@@ -196,13 +196,10 @@ def test_an_interrupted_file_keeps_what_is_done(generate, tmp_path, monkeypatch)
 
 
 def test_a_full_disk_is_told_and_leaves_whole_lines(generate, tmp_path):
-    path, out, limit = tmp_path / "prompts.txt", tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     path.write_text("one\ntwo\nthree\n")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (150, limit[1]))  # bytes: more than a line
-    try:
+    with files_of_at_most(150):  # more than a line
         code, _, err = generate("--prompts-file", path, "--output", out, "--tokens", 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert code == 2 and f"{out} cannot be written (File too large)" in err and "Traceback" not in err
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["one"]
 

@@ -1,6 +1,5 @@
 """What ranks do in tests/train/test_preferences.py."""
 
-import resource
 from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
@@ -15,6 +14,7 @@ from dtgpt.train.interval_loss import KEY, IntervalLoss
 from dtgpt.train.preferences import held_out_figures, save_reference
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
+from tests.support.disks import files_of_at_most
 
 
 def train_pairs(recipe: Recipe, run: Path, last: int) -> tuple[list[float], list[dict[str, float]]]:
@@ -44,12 +44,8 @@ def train_without_room_for_its_reference(recipe: Recipe) -> str:
     """What ends a run that can write 1,500 bytes of its reference."""
 
     def save(run: Path, data: PairDataset) -> None:
-        former = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, former[1]))
-        try:
+        with files_of_at_most(1500):
             save_reference(run, data)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, former)
 
     with mock.patch.object(loop, "save_reference", save):
         try:

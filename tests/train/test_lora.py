@@ -1,7 +1,6 @@
 """Low-rank adapters: training under every plan, checkpoints, merged models and peft's form."""
 
 import json
-import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from dtgpt.train.startup import open_trainer
 from dtgpt.train.trace import Key
 from dtgpt.util.errors import UserError
 from tests.support.bodies_lora import train_and_save
+from tests.support.disks import files_of_at_most
 from tests.support.families import MODELS, initial_model
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
@@ -170,13 +170,11 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
     torch.testing.assert_close(dtgpt.load(checkpoint, device="cpu")(TOKENS), ours, rtol=0, atol=0)
     convert(checkpoint, tmp_path / "merged", ConvertOptions(to="hf"))
     torch.testing.assert_close(logits_of(tmp_path / "merged"), ours, rtol=0, atol=1e-6 * ours.abs().max().item())
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limit[1]))  # bytes: less than the adapters take
-    try:
-        with pytest.raises(UserError, match=r"peft cannot be written .*File too large"):
-            convert(checkpoint, tmp_path / "peft", ConvertOptions(to="peft"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with (
+        files_of_at_most(4000),  # less than the adapters take
+        pytest.raises(UserError, match=r"peft cannot be written .*File too large"),
+    ):
+        convert(checkpoint, tmp_path / "peft", ConvertOptions(to="peft"))
     convert(checkpoint, tmp_path / "peft", ConvertOptions(to="peft"))
     assert len({path.stat().st_mode for path in (tmp_path / "peft").iterdir()}) == 1  # by the umask
     again = dtgpt.load(lora.init_from, adapter=tmp_path / "peft", device="cpu")(TOKENS)

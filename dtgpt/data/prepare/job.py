@@ -27,7 +27,7 @@ from dtgpt.data.prepare.encode import Encoded, Encoder
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
-from dtgpt.data.prepare.target import check_list, check_not_read, check_target, lock_prefix, open_list
+from dtgpt.data.prepare.target import check_list, check_not_read, check_target, is_same, lock_prefix, open_list
 from dtgpt.data.tokenizers.folder import NAMES, tokenizer_file
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.special_names import warn_of_split_names
@@ -169,18 +169,15 @@ def _datasets(pattern: str, target: Path) -> list[str]:
     """Return the prefixes that a prefix, one of its files or a glob of these means; of a glob, all but `target`."""
     prefix = _without_suffix(pattern)
     if not glob.has_magic(pattern) or idx_path(prefix).exists():
-        if _is_same(prefix, target):
+        if is_same(idx_path(prefix), idx_path(target)):
             raise UserError(f"--merge {pattern} is the output itself; leave it out, or give another --output-prefix")
         return [prefix]
     found = sorted({_without_suffix(name) for name in glob.glob(pattern) + glob.glob(f"{pattern}.idx")})
-    found = [prefix for prefix in found if idx_path(prefix).is_file() and not _is_same(prefix, target)]
+    own = idx_path(target)
+    found = [prefix for prefix in found if idx_path(prefix).is_file() and not is_same(idx_path(prefix), own)]
     if not found:
         raise UserError(f"no dataset matches --merge {pattern} beside the output; check the pattern and the folder")
     return found
-
-
-def _is_same(prefix: str, target: Path) -> bool:
-    return os.path.realpath(idx_path(prefix)) == os.path.realpath(idx_path(target))
 
 
 def _without_suffix(name: str) -> str:

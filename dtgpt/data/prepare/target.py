@@ -38,7 +38,7 @@ def check_list(path: Path, overwrite: bool, prefixes: Iterable[Path]) -> None:
     replaced by mistake."""
     if path.is_dir():
         raise UserError(f"--broken {path} is a folder; name a file in it")
-    if any(_is_same(path, file) for prefix in prefixes for file in _files_of(prefix)):
+    if any(is_same(path, file) for prefix in prefixes for file in _files_of(prefix)):
         raise UserError(f"--broken {path} is a file of the dataset that is written; give another file")
     if path.exists() and not overwrite:
         raise UserError(f"--broken {path} exists already; give another file, or add --overwrite to replace it")
@@ -46,11 +46,12 @@ def check_list(path: Path, overwrite: bool, prefixes: Iterable[Path]) -> None:
 
 def check_not_read(path: Path, option: str, read: Iterable[str | None]) -> None:
     """Raise UserError if `path`, given as `option`, is one of the files that are read: `--overwrite` would lose it."""
-    if any(file is not None and file != STDIN and _is_same(path, Path(file)) for file in read):
+    if any(file is not None and file != STDIN and is_same(path, Path(file)) for file in read):
         raise UserError(f"{option} {path} is a file that is read, and would be replaced; give another file")
 
 
-def _is_same(path: Path, other: Path) -> bool:
+def is_same(path: Path, other: Path) -> bool:
+    """Return whether two paths lead to one file."""
     return os.path.realpath(path) == os.path.realpath(other)
 
 

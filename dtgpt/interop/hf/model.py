@@ -20,6 +20,7 @@ from dtgpt.checkpoint.shard_file import Piece, by_size
 from dtgpt.data.tokenizers.export import CLASS, begin_token
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.foreign import (
+    ADAPTER_CONFIG,
     Rules,
     as_parameter,
     cast,
@@ -31,7 +32,6 @@ from dtgpt.interop.foreign import (
     untied,
 )
 from dtgpt.interop.hf import gemma3, gpt2, gpt_neo, gpt_oss, llama, olmo3, phi3
-from dtgpt.interop.open import ADAPTER_CONFIG
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.inventory import Shape

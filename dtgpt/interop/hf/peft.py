@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.adapter import SavedAdapter
-from dtgpt.interop.foreign import check_architecture
+from dtgpt.interop.foreign import ADAPTER_CONFIG, check_architecture
 from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, Architecture, read_object, save_tensors, with_file
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
@@ -23,7 +23,7 @@ from dtgpt.parallel.lora import matrix_of_rows, spread
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.storage import new_folder, write_json
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 OUTER = "base_model.model."  # of all names in the file
 NAME = re.compile(r"[\w.]+")
 ABSENT: tuple[Any, ...] = (None, False, [], {}, "none")
@@ -43,7 +43,7 @@ class Peft:
         check_architecture(config, ARCHITECTURES, "adapter of peft")
         self._architecture = architecture = ARCHITECTURES[kind or config.architecture]
         self.config, self.folder, self.path = config, folder, folder / WEIGHTS
-        self.settings = read_object(folder / CONFIG)
+        self.settings = read_object(folder / ADAPTER_CONFIG)
         self._check_settings()
         self._tensors: dict[str, Tensor] = with_file(
             self.path,
@@ -84,7 +84,7 @@ class Peft:
         return self._architecture.from_stored(addends, name, self.config, part)
 
     def _check_settings(self) -> None:
-        path, settings = self.folder / CONFIG, self.settings
+        path, settings = self.folder / ADAPTER_CONFIG, self.settings
         if settings.get("peft_type") != "LORA":
             raise UserError(f"{path} has peft_type={shown(settings.get('peft_type'))}; dtgpt reads adapters of LORA")
         for name in REFUSED:
@@ -184,4 +184,4 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
     }  # fmt: skip
     with new_folder(folder) as partial:
         save_tensors(tensors, partial / WEIGHTS)
-        write_json(partial / CONFIG, settings)
+        write_json(partial / ADAPTER_CONFIG, settings)

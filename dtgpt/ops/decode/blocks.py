@@ -71,8 +71,8 @@ def choose_tile(
 
 
 def choose_groups(rows: int, columns: int, groups: int, processors: int) -> Tile:
-    """Return the tile of a product of more than 16 rows by groups of K: that with the least work a program where all
-    programs run at once, two on a multiprocessor, as measured on an H200."""
+    """Return the tile of a product of more than 16 rows by groups of K, as measured on an H200: all programs run at
+    once, two on a multiprocessor, and each has as little to do as that allows."""
 
     def all_at_once(tile: Tile) -> Tile:
         tiles = math.ceil(rows / tile.BM) * math.ceil(columns / tile.BN)
