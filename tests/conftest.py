@@ -12,6 +12,7 @@ os.environ["WANDB_SILENT"] = "true"
 # and programs of tests are forks.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
+import hypothesis
 import pytest
 import torch
 
@@ -20,11 +21,12 @@ from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.environment import child_environment
 from dtgpt.util.hardware import why_no_compiler
-from tests.support.budgets import budget_of, slowness, wrong_marks
+from tests.support.budgets import asks_for_all, budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures
-from tests.support.turns import begin_turns, is_whole, take_turns
-from tests.support.week import VARIABLE, seed_of_the_week
 
+# Every run tries the same examples; a test states what else differs from hypothesis' defaults.
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None)
+hypothesis.settings.load_profile("fixed")
 torch.set_num_threads(1)
 os.environ.update(child_environment())  # processes that tests start, in any folder, import the code under test
 
@@ -49,20 +51,9 @@ QUICK_THOUGH_SLOW = {
 }
 
 
-def pytest_report_header():
-    return f"random cases: seed of the week {seed_of_the_week()} ({VARIABLE} repeats another one)"
-
-
-def pytest_configure(config):
-    begin_turns(config)
-
-
 def pytest_collection_modifyitems(items):
-    waiting = take_turns([item for item in items if item.name not in QUICK_THOUGH_SLOW])
-    partial = {budget_of(item)[0] for item in waiting}
     for item in items:
-        name, seconds = budget_of(item)
-        item.user_properties.append(("budget", (name, seconds, name not in partial)))
+        item.user_properties.append(("budget", budget_of(item)))
         is_quick = item.get_closest_marker("slow") is None or item.name in QUICK_THOUGH_SLOW
         if is_quick and item.get_closest_marker("long") is None:
             item.add_marker(pytest.mark.quick)
@@ -77,7 +68,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter, config):
     """Say which marks `slow` are missing or wrong, after all tests or the quick ones."""
-    if is_whole() and config.option.markexpr in ("not long", "quick"):
+    if asks_for_all(config) and config.option.markexpr in ("not long", "quick"):
         reports = [report for kind in terminalreporter.stats.values() for report in kind]
         found = [
             (*budget, report.duration)

@@ -75,7 +75,7 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
         _table([replace(recipe, plan=name) for name in dict.fromkeys(own.plans or (recipe.plan,))], own, gpu)
         return
     world = own.world[0] if own.world else None
-    if _is_open(recipe, world):
+    if _is_open(AutoPlan(recipe=recipe, world=world or 1), world):
         recipe = _ranked(recipe, world or 1, gpu)
     choice, settings = recipe.planned_choice(world), recipe.planned(world)
     for line in [*choice.describe(), *choice.explain()]:
@@ -99,9 +99,9 @@ def _check_options(own: PlanOptions, given: Options) -> None:
         )
 
 
-def _is_open(recipe: Recipe, world: int | None) -> bool:
+def _is_open(auto: AutoPlan, world: int | None) -> bool:
     """Return whether a plan for `world` processes is to be chosen; None: whether nothing but auto is given."""
-    return recipe.plan == AUTO or (world is not None and AutoPlan(recipe=recipe, world=world).is_open())
+    return auto.is_open() if world else auto.recipe.plan == AUTO
 
 
 def _cpu(own: PlanOptions) -> Gpu:
@@ -149,7 +149,7 @@ def _table(recipes: list[Recipe], own: PlanOptions, gpu: Gpu) -> None:
     for recipe in recipes:
         for world in dict.fromkeys(own.world) or (None,):
             try:
-                if _is_open(recipe, world):
+                if _is_open(AutoPlan(recipe=recipe, world=world or 1), world):
                     raise UserError(
                         f"--plan {shown(recipe.plan)} is to be chosen, and a table has plans that are named; give one "
                         "--world and no --plans to rank all plans"

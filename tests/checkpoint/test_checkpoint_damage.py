@@ -93,7 +93,6 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("damage, name", DAMAGES, ids=[f"{d.__name__}-{n.split('-')[0]}" for d, n in DAMAGES])
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(recipe, run, capsys, damage, name):
     damage(run / "checkpoints" / NEW / name)
@@ -124,7 +123,6 @@ def test_a_chosen_checkpoint_that_is_damaged_is_not_replaced_by_another(recipe, 
     assert tree(run) == before
 
 
-@pytest.mark.turns(24)
 def test_what_one_rank_finds_sends_all_back(recipe, run):
     """Each rank reads some of the files."""
     recipe = change(recipe, resume=str(run), plan="dp2", steps=6)
@@ -158,7 +156,6 @@ HOSTILE = ["../victim.safetensors", "../../../victim.safetensors", "ABSOLUTE",
            f"{WEIGHTS}.pt", "Weights-00000-000.safetensors", "weights-0-000.safetensors"]  # fmt: skip
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_state_that_names_another_file_is_refused_before_that_is_read(recipe, run, tmp_path, capsys, name):
     """Its digest is right."""

@@ -132,7 +132,6 @@ def fail_at(monkeypatch, step, kind="optimizer", error=None):
     monkeypatch.setattr(host, "write_file", failing)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("error", [None, ValueError("whatever it is")])
 @pytest.mark.parametrize("background", [True, False])
 def test_a_checkpoint_that_fails_leaves_the_older_one_and_the_run_as_they_are(
@@ -190,7 +189,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(reci
     assert "no checkpoint of step" not in err and "Permission denied" in err
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["dp2_zero1", "pp2"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_write_costs_the_checkpoint_of_all(recipe, plan, rank):
@@ -215,7 +213,6 @@ def test_a_rank_that_never_reports_is_named_after_the_timeout(recipe, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000002"]
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_can_make_no_file_is_not_waited_for(recipe, tmp_path, rank):
     recipe = change(recipe, plan="dp2_zero1", micro_batch_size=2)
@@ -243,7 +240,6 @@ def refuse_threads(monkeypatch, allowed=0):
     return started
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("allowed", [0, 1, 2])
 def test_where_no_thread_can_be_started_checkpoints_are_written_without(recipe, monkeypatch, capsys, allowed):
     expected = saved_at_once(recipe)
@@ -256,7 +252,6 @@ def test_where_no_thread_can_be_started_checkpoints_are_written_without(recipe, 
     assert names_in(run) == ["latest", "step_00000004", "step_00000008", "step_00000009"]
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     "error, advice",
     [
@@ -287,7 +282,6 @@ def planted(folder: Path, target: Path) -> None:
         (folder / name).symlink_to(target)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("kind", ["folder", "file", "dangling"])
 def test_links_planted_among_checkpoints_are_replaced_and_not_followed(recipe, tmp_path, monkeypatch, kind):
     target = tmp_path / "precious"
@@ -320,7 +314,6 @@ def test_a_link_in_the_way_of_setting_aside_is_left_alone(tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "keep, kept",
     [
@@ -337,7 +330,6 @@ def test_the_newest_and_multiples_are_kept(recipe, keep, kept):
     assert (run / "checkpoints" / "latest").read_text() == "step_00000008\n"
 
 
-@pytest.mark.turns(8)
 def test_exit_after_ends_with_a_checkpoint_and_what_to_do_next(recipe, monkeypatch, capsys):
     whole = run_of(recipe)
     clock, step = SimpleNamespace(now=1000.0), Trainer.train_step
@@ -364,7 +356,6 @@ def test_time_that_is_over_before_the_first_step_leaves_nothing(recipe, capsys):
     assert capsys.readouterr().out == "stopped before the first step after 1e-09 minutes (exit_after)\n"
 
 
-@pytest.mark.turns(8)
 def test_exit_interval_ends_with_a_checkpoint_at_each_of_its_multiples(recipe, capsys):
     whole = run_of(recipe)
     run = run_of(recipe, exit_interval=3)
@@ -379,7 +370,6 @@ def test_exit_interval_ends_with_a_checkpoint_at_each_of_its_multiples(recipe, c
     assert "stopped" not in capsys.readouterr().out
 
 
-@pytest.mark.turns(8)
 def test_an_older_checkpoint_by_its_path_sets_the_newer_aside(recipe, capsys):
     recipe = change(recipe, checkpoint={"interval": 2})
     run, whole = run_of(recipe), newest_run(recipe)
@@ -406,7 +396,6 @@ def test_a_name_that_a_user_left_free_is_no_obstacle_to_setting_aside(tmp_path):
     assert (tmp_path / "aside-1-step_00000006" / "x").read_text() == "aside-1-step_00000006"
 
 
-@pytest.mark.turns(8)
 def test_resume_auto_begins_a_run_where_there_is_none(recipe, capsys):
     other = run_of(recipe, name="other")
     run = run_of(recipe, resume="auto")
@@ -436,7 +425,6 @@ def test_resume_auto_does_not_take_a_folder_that_it_cannot_list_for_an_empty_one
         train(replace(recipe, resume="auto", runs=str(file)))
 
 
-@pytest.mark.turns(8)
 def test_resume_auto_goes_on_with_the_newest_run(recipe):
     whole = run_of(recipe)
     for _ in range(2):
@@ -466,7 +454,6 @@ def weights_of(run: Path) -> Saved:
     return Saved(find_checkpoint(Mesh(ResolvedPlan(dp=1), torch.device("cpu")), run))
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("before, after", [("pp2", "tp2"), ("dp2_zero3", "pp2")])
 def test_a_new_run_begins_with_the_weights_of_one_under_another_plan(recipe, before, after):
     recipe = change(recipe, micro_batch_size=2)

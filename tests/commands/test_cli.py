@@ -47,7 +47,6 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.turns(24)
 def test_torchrun_trains_on_the_embedded_text_and_prints_a_sample(tmp_path):
     done = run([sys.executable, *TORCHRUN, TINY, *SMALL, "--steps", "3", "--log.sample_tokens", "8"], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -94,14 +93,12 @@ def test_wrong_use_is_one_sentence_and_leaves_nothing(here, capsys, options, wor
     assert sorted(here.iterdir()) == before
 
 
-@pytest.mark.turns(24)
 def test_wrong_use_from_a_shell_shows_no_traceback(tmp_path):
     done = run([sys.executable, TINY, "--data.path", "missing.txt"], tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     "variables, words",
     [
@@ -208,7 +205,6 @@ def test_a_recipe_file_without_a_docstring_explains_itself(capsys):
     assert stop.value.code == 0 and "peak learning rate [0.006]" in capsys.readouterr().out
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "words, usage",
     [
@@ -251,7 +247,6 @@ def test_the_general_usage_fits_80_columns(capsys):
     assert code == 0 and max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.turns(24)
 def test_the_version_and_python_m_dtgpt(tmp_path, capsys):
     code, out, _ = in_process(["--version"], capsys)
     own, theirs = re.escape(dtgpt.__version__), re.escape(torch.__version__)
@@ -261,7 +256,6 @@ def test_the_version_and_python_m_dtgpt(tmp_path, capsys):
     assert (done.returncode, done.stdout) == (0, out)
 
 
-@pytest.mark.turns(8)
 def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path):
     program = Program([TINY, *SMALL, "--steps", "20", "--log.interval", "1"], tmp_path)
     assert all(program.stdout.readline() for _ in range(2))
@@ -277,7 +271,6 @@ def test_usage_is_printed(capsys, words):
     assert code == 0 and "dtgpt train RECIPE.py" in out
 
 
-@pytest.mark.turns(8)
 def test_a_run_can_be_continued_in_text_and_drawn(here, capsys):
     code, _, _ = in_process(["train", TINY, *SMALL, "--steps", 2, "--log.sample_tokens", 0], capsys)
     assert code == 0
@@ -295,7 +288,6 @@ def test_a_run_can_be_continued_in_text_and_drawn(here, capsys):
     assert (here / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("launcher, number", [("torchrun", signal.SIGTERM), ("python", signal.SIGINT)])
 def test_a_signal_ends_a_run_with_a_checkpoint_and_it_resumes(tmp_path, launcher, number):
     command = [

@@ -149,7 +149,6 @@ def metrics(results):
     return {one["task"]: one["metrics"] for one in results["results"]}
 
 
-@pytest.mark.turns(8)
 def test_figures_are_those_of_an_independent_script(model, data, evaluate):
     oracle = Oracle(model)
     found = metrics(evaluate(*three(data), "--strict", "--overlapping_eval", 5)[0])
@@ -167,7 +166,6 @@ def test_windows_of_the_default_overlap_and_of_none(model, data, evaluate, words
     assert result["overlapping_eval"] == step and f"{step} tokens from one to the next" in result["procedure"]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_has_the_same_figures(folder, data, tmp_path, plan):
     words = [str(folder), *map(str, three(data)), "--strict", "--overlapping_eval", "5", "--device", "cpu"]

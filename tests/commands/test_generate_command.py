@@ -260,7 +260,6 @@ def test_ctrl_c_ends_the_text_and_not_the_program(generate, monkeypatch):
     assert first.startswith("hello") and len(first) < 30 and second == "you" + "A" * 40
 
 
-@pytest.mark.turns(24)
 def test_two_processes_under_a_plan_write_one_text(folder, generate, tmp_path):
     words = ["--prompt", "shared", "--tokens", "12", "--seed", "5"]
     alone = generate(*words)[1]
@@ -278,7 +277,6 @@ def test_what_a_user_writes_wrong_in_python_is_one_sentence(folder):
         dtgpt.load(folder).generate("a", length_penality=1.0)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("word", ["http://{}", "http://{}/", "{}"])
 @pytest.mark.parametrize("key", [None, "secret"])
 def test_the_address_of_a_server_is_answered_with_a_command_that_asks_it(capsys, monkeypatch, word, key):

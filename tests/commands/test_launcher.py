@@ -50,7 +50,6 @@ def launched(code: str, number: int = 3) -> Children:
     return Children(["-S", "-c", begin + code], number, 1)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 def test_a_run_in_two_processes(tmp_path):
     words = ["-m", "dtgpt", "train", TINY, *SMALL, "--steps", "2", "--plan", "tp2", "--nproc", "2"]
@@ -60,7 +59,6 @@ def test_a_run_in_two_processes(tmp_path):
     assert (tmp_path / "runs/gpt2_tiny-001/checkpoints/step_00000002").is_dir()
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(3)
 def test_a_signal_ends_the_run_with_a_checkpoint_and_a_lost_rank_is_named_last(tmp_path):
     words = [TINY, *SMALL, "--steps", "400", "--log.interval", "1", "--nproc-per-node", "2"]
@@ -196,7 +194,6 @@ def test_processes_that_cannot_be_started_are_one_sentence(alone, capsys, monkey
     assert started[0].poll() == -signal.SIGTERM
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 def test_the_report_of_torchrun_ends_with_the_sentence(tmp_path):
     done = run_program([*TORCHRUN, "--nproc-per-node", "2", TINY, "--stepz", "3"], tmp_path)

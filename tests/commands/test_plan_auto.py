@@ -23,7 +23,6 @@ def plan_of(run: Path) -> str:
     return json.loads((run / "recipe.json").read_text())["plan"]
 
 
-@pytest.mark.turns(24)
 def test_auto_follows_one_process_and_a_resume_keeps_it_unless_the_processes_change(tmp_path):
     options = [*SMALL, "--optimizer.decay_steps", "6"]
     two = [*TORCHRUN, "--nproc-per-node", "2", TINY, *options, "--runs", "auto"]

@@ -30,7 +30,6 @@ def sentences(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("dtgpt: ")]
 
 
-@pytest.mark.turns(24)
 def test_a_wrong_plan_from_a_shell_is_one_sentence_at_once(tmp_path):
     """Before more is imported than torch and what a plan needs. How long that takes depends on the machine."""
     begin = sum(os.times()[2:4])
@@ -144,7 +143,6 @@ def test_a_wrong_plan_leaves_nothing(tmp_path, monkeypatch, capsys, options, wor
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.turns(8)
 def test_all_processes_of_a_wrong_plan_say_the_same_sentence_and_leave_nothing(tmp_path):
     """torchrun adds a report of its own."""
     done = run_program([*TORCHRUN, "--nproc-per-node", "2", TINY, "--plan", "tp3"], tmp_path)
@@ -155,7 +153,6 @@ def test_all_processes_of_a_wrong_plan_say_the_same_sentence_and_leave_nothing(t
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.turns(8)
 def test_an_error_that_only_one_process_sees_reaches_all_as_one_sentence(tmp_path):
     """The first process alone makes the run folder."""
     (tmp_path / "file").write_text("")
@@ -168,7 +165,6 @@ def test_an_error_that_only_one_process_sees_reaches_all_as_one_sentence(tmp_pat
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.turns(24)
 def test_a_run_of_two_processes_is_one_run(tmp_path):
     """One voice, one run folder, which knows its plan."""
     options = ["--plan", "tp2_sp", "--steps", "3", "--log.interval", "1", "--log.sample_tokens", "4"]

@@ -65,7 +65,6 @@ def one_process() -> dict:
     return {}
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan", ["pp2_gpipe", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("dp2", "dp2_zero2", "tp2", "pp2"))]
 )
@@ -80,7 +79,6 @@ def test_every_plan_follows_the_ramp_of_one_process(recipe, one_process, plan):
     assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.turns(8)
 def test_progress_tells_the_batch_while_it_grows(recipe, capsys):
     train(change(recipe, log={"interval": 1}))
     told = [r["batch_size"] for r in read_records(newest_run(recipe) / "metrics.jsonl") if "loss" in r]
@@ -92,7 +90,6 @@ def test_progress_tells_the_batch_while_it_grows(recipe, capsys):
     assert [r["batch_size"] for r in read_records(newest_run(plain) / "metrics.jsonl") if "loss" in r] == [16]
 
 
-@pytest.mark.turns(8)
 def test_the_micro_batch_does_not_matter(recipe):
     train(recipe)
     whole = losses(newest_run(recipe))
@@ -100,7 +97,6 @@ def test_the_micro_batch_does_not_matter(recipe):
     assert losses(newest_run(recipe)) == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.turns(8)
 def test_a_run_resumed_amid_the_ramp_is_the_same_bitwise(recipe, tmp_path):
     recipe = change(recipe, optimizer={"decay_steps": 8})
     train(recipe)

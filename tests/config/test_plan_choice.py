@@ -46,7 +46,6 @@ def test_the_first_of_those_that_fit_the_most_processes_is_chosen(recipe, plan, 
     assert (choice.name, choice.plan.name, choice.waiting) == (name, full, world - choice.plan.world)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 def test_every_choice_is_the_one_that_trying_all_counts_finds(recipe):
     names = ["dp", "dp4", "tp2", "tp4_zero1", "pp2", "pp4", "wide", "zero2", "tp2_pp2_zbv", "single", "tp3"]

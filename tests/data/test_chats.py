@@ -49,7 +49,6 @@ def prepared(folder, tmp_path):
     return str(tmp_path / "mine_chat_document")
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chats_have_the_ids_and_masks_of_transformers(family, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -76,7 +75,6 @@ def test_chats_have_the_ids_and_masks_of_transformers(family, tmp_path):
     renderer.close()
 
 
-@pytest.mark.turns(8)
 def test_rendered_prefixes_find_what_generation_blocks_mark(folder):
     tokenizer, draw = open_tokenizer(str(folder)), random.Random(5)
     plain = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -91,7 +89,6 @@ def test_rendered_prefixes_find_what_generation_blocks_mark(folder):
         renderer.close()
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(("source", "wrong"), [
     ("{% for i in range(10**9) %}x{% endfor %}", "a power"),
     ("{% for i in range(1000000000) %}x{% endfor %}", "too far"),
@@ -125,7 +122,6 @@ def test_a_template_without_an_end_is_ended(monkeypatch, tmp_path):
     renderer.close()
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(("chat", "wrong"), [
     ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "message 1 is an empty answer"),
     ({"messages": [QUESTION]}, "no answer of the assistant"), ({"messages": []}, "not a list of messages"),
@@ -163,7 +159,6 @@ def test_options_that_do_not_go_with_chats_are_refused(folder, tmp_path):
         prepare(PrepareConfig(**given | {"chat": False}, chat_loss="all"))
 
 
-@pytest.mark.turns(24)
 def test_every_form_gives_the_same_chat(folder, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
@@ -236,7 +231,6 @@ def test_the_beginning_of_a_chat_is_all_before_its_last_answer(folder, tmp_path,
     assert tokenizer.decode(ends) == "<|im_end|>" and chat_beginning(dataset, 1) is None
 
 
-@pytest.mark.turns(8)
 def test_chats_are_used_although_the_longest_lose_their_answers(folder, tmp_path, chat_recipe):
     """Of the first samples, which have the longest chats, no token counts."""
     long = {"messages": [{"role": "user", "content": "a" * 90}, ANSWER]}
@@ -272,7 +266,6 @@ def chat_recipe(recipe, prepared):
     )  # fmt: skip
 
 
-@pytest.mark.turns(8)
 def test_samples_keep_chats_apart_and_count_answers(chat_recipe, prepared, capsys):
     dataset, chats = read_dataset(chat_recipe), IndexedDataset(prepared)
     assert "chats cut after 65 tokens" in capsys.readouterr().err
@@ -302,7 +295,6 @@ def test_samples_keep_chats_apart_and_count_answers(chat_recipe, prepared, capsy
     assert seen == 96
 
 
-@pytest.mark.turns(24)
 def test_every_plan_and_micro_batch_size_has_the_losses_of_one_process(chat_recipe):
     train(replace(chat_recipe, plan="single"))
     whole = losses(newest_run(chat_recipe))
@@ -322,7 +314,6 @@ def test_inspect_shows_what_is_masked(prepared, capsys):
     assert "<|im_start|>assistant\n]a" in shown and "<|im_end|>" in shown.rpartition("]")[2]
 
 
-@pytest.mark.turns(24)
 def test_samples_of_a_run_are_held_out_chats_with_the_models_answers(chat_recipe, prepared):
     log = {"sample_tokens": 6, "sample_interval": 2, "temperature": 0}
     wanted = change(chat_recipe, log=log, steps=4, plan="single")

@@ -82,7 +82,6 @@ DAMAGE = {
 }
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("name", ["tokenizer.json", "train.npy", "valid.npy", "contents.json"])
 @pytest.mark.parametrize("damage", DAMAGE)

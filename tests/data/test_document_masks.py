@@ -142,7 +142,6 @@ def test_the_loss_is_that_of_what_counts_in_the_global_batch(recipe):
     assert run.mean_loss(run.train_step()) == pytest.approx((total / batch.loss_weights.sum()).item(), rel=1e-5)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(7)
 @pytest.mark.parametrize(
     "plan", ["dp2", "tp2_sp", "pp2_zbv", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("dp2_zero2", "pp2"))]
@@ -155,7 +154,6 @@ def test_every_plan_follows_one_process(recipe, plan):
     assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("option", ALL)
 def test_each_option_changes_the_run(recipe, option):
@@ -166,7 +164,6 @@ def test_each_option_changes_the_run(recipe, option):
     assert losses(newest_run(recipe)) != plain
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 def test_recomputation_hides_the_same(recipe):
     train(recipe)

@@ -95,7 +95,6 @@ BOMBS = {
 }
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("content, result", BOMBS.values(), ids=BOMBS)
 def test_zstd_that_claims_or_becomes_much_takes_little_memory(content, result):
@@ -345,7 +344,6 @@ def bomb(packed, path, size, fill=b"\n"):
     return path
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(8)
 @pytest.mark.parametrize("packed", [".zst", ".gz", ".xz", ".bz2"])
 def test_a_small_file_does_not_fill_the_memory(tmp_path, packed):

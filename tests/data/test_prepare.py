@@ -36,7 +36,6 @@ def gpt2(tmp_path_factory):
     return {"vocab_file": str(vocab), "merge_file": str(merges)}
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("expected", EXPECTED["runs"], ids=lambda run: f"append_eod_{run['append_eod']}")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_bytes_are_those_of_megatron(tmp_path, gpt2, expected, workers):
@@ -74,7 +73,6 @@ def test_lists_empty_texts_and_ends(tmp_path):
     assert "4 documents (2 empty, 0 broken lines left out), 6 tokens, 1.00 bytes per token" in str(summary)
 
 
-@pytest.mark.turns(8)
 def test_the_literal_end_of_text_is_text_unless_asked_for(tmp_path, gpt2):
     documents = [{"text": "a<|endoftext|>"}]
     ids = [run(tmp_path, documents, **gpt2, encode_special=on)[1].window(0).tolist() for on in (False, True)]
@@ -84,7 +82,6 @@ def test_the_literal_end_of_text_is_text_unless_asked_for(tmp_path, gpt2):
 CHATS = [{"text": f"<|im_start|>user\nnumber {i}<|im_end|>\n<|im_start|>you\nthe fox<|im_end|>"} for i in range(50)]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("kind", ["tokenizer.json", "gpt2", "ranks"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_names_of_special_tokens_that_become_text_are_counted(tmp_path, capsys, gpt2, kind, workers):
@@ -249,7 +246,6 @@ def gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.turns(24)
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_an_ended_preparation_leaves_no_file_that_looks_finished_and_no_worker(tmp_path, sent):

@@ -78,7 +78,6 @@ def test_leftovers_of_killed_preparations_are_removed_and_others_kept(tmp_path, 
     assert capsys.readouterr().err.count("is removed") == 2
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("former", [False, True])
 @pytest.mark.parametrize("renames", [0, 1, 2])

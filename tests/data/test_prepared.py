@@ -51,7 +51,6 @@ def test_sample_i_of_a_run_is_sample_i_of_megatrons_order(recipe):
     assert torch.equal(windows, expected.windows(ids)) and ids.tolist() == list(range(8))
 
 
-@pytest.mark.turns(8)
 def test_every_plan_has_the_samples_of_one_process(recipe):
     train(replace(recipe, plan="single"))
     whole = losses(newest_run(recipe))
@@ -75,7 +74,6 @@ def test_each_held_out_window_is_evaluated_once(recipe):
     assert torch.equal(few, windows[:7])
 
 
-@pytest.mark.turns(8)
 def test_every_plan_evaluates_each_window_once(recipe):
     recipe = change(recipe, steps=1, log={"eval_samples": 512})
     found = {}
@@ -292,7 +290,6 @@ def test_tokens_beyond_the_vocabulary_are_named(recipe, tmp_path):
 GPT2 = Path(__file__).parents[1] / "fixtures" / "gpt2"
 
 
-@pytest.mark.turns(24)
 def test_gpt2s_vocabulary_may_come_from_its_files(tmp_path):
     """As tiktoken carries it, wherever that is at hand."""
     files = []

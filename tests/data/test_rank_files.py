@@ -117,7 +117,6 @@ def test_a_vocabulary_in_a_folder_opens_texts_as_its_model_was_trained(tmp_path,
     assert open_tokenizer(str(path)).encode("") == []  # a file alone says nothing of a begin
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 def test_the_first_kind_of_file_in_a_folder_is_its_tokenizer(tmp_path):
     refused(lambda: open_tokenizer(str(tmp_path)), "has no tokenizer", "qwen.tiktoken")
@@ -134,7 +133,6 @@ def test_the_first_kind_of_file_in_a_folder_is_its_tokenizer(tmp_path):
     assert isinstance(found, TokenizerJson) and found.encode("")[:1] == [found.begin_of_text]
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("kind", ["file", "folder", "tokenizer.json"])
 def test_prepare_takes_these_tokenizers(tmp_path, capsys, kind):

@@ -22,7 +22,7 @@ from tests.data.test_samples import INDICES
 
 pytestmark = pytest.mark.slow(4)
 
-quick = settings(deadline=None, max_examples=40, derandomize=True, database=None)
+quick = settings(deadline=None, max_examples=40)
 SEEDS = st.sampled_from([0, 1234, 2**32 - 1]) | st.integers(0, 2**32 - 1)
 BLOCKS = st.sampled_from([1, 3, 1 << 15])
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 1)
@@ -53,7 +53,6 @@ def test_any_documents_survive(documents, block):
         same(dataset, documents)
 
 
-@pytest.mark.turns(8)
 @quick
 @given(st.lists(typed_documents(("<u2",)), min_size=1, max_size=4), BLOCKS)
 def test_joined_datasets_are_those_written_at_once(parts, block):
@@ -207,7 +206,6 @@ def test_any_exhaustive_order_is_that_of_the_plain_loop(sizes):
     assert sorted(order) == [(i, k) for i, size in enumerate(sizes) for k in range(size)]
 
 
-@pytest.mark.turns(24)
 @quick
 @given(st.lists(st.tuples(LENGTHS, st.floats(0.01, 1.0)), min_size=2, max_size=4), st.integers(0, 60), SEEDS)
 def test_a_blend_takes_the_samples_of_each_dataset_in_their_order(datasets, count, seed):

@@ -62,7 +62,6 @@ def random_texts(count: int, seed: int = 1) -> list[str]:
     return texts
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 def test_gpt2_from_its_files_has_the_ids_of_the_files(gpt2, reference):
     assert isinstance(gpt2, ByteLevel)
@@ -109,7 +108,6 @@ def save_tokenizer_json(folder, files, **changes):
     return folder / "tokenizer.json"
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(6)
 @pytest.mark.parametrize("kind", ["files", "tokenizer.json", "tokenizers", "trained", "sentencepiece", "bytes"])
 def test_every_kind_survives_pickling(kind, tmp_path, files):
@@ -123,7 +121,6 @@ def test_every_kind_survives_pickling(kind, tmp_path, files):
     assert "quick brown fox" in copy.decode(copy.encode("the quick brown fox"))
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(5)
 def test_a_plain_tokenizer_json_is_encoded_by_tiktoken_others_by_their_library(tmp_path, files, gpt2):
     plain = open_tokenizer(str(save_tokenizer_json(tmp_path, files)))
@@ -135,7 +132,6 @@ def test_a_plain_tokenizer_json_is_encoded_by_tiktoken_others_by_their_library(t
     assert open_tokenizer(str(tmp_path)).encode(HELLO) == gpt2.encode(HELLO)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 def test_the_end_of_text_that_a_config_names_is_taken(tmp_path, files):
     path = save_tokenizer_json(tmp_path, files)
@@ -394,7 +390,6 @@ def test_a_damaged_model_is_one_sentence(tmp_path, changes):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(1)
 def test_tokens_that_no_merge_makes_on_purpose_are_taken(tmp_path, capsys):
     vocab, merges = gpt2_files(tmp_path)

@@ -94,14 +94,12 @@ def assert_equal(found: dict[str, list], wanted: dict[str, list]) -> None:
                     assert one[0] == pytest.approx(two[0], abs=1e-4) and one[1] == two[1]
 
 
-@pytest.mark.turns(24)
 def test_every_answer_is_that_of_the_hf_back_end(ours, theirs):
     assert_equal(answers(ours), answers(theirs))
     texts = [text for (text,) in answers(ours)["local_generation"]]
     assert any(texts) and not any(" harbour" in text for text in texts)
 
 
-@pytest.mark.turns(8)
 def test_every_metric_is_that_of_the_hf_back_end(ours, theirs):
     for task in TASKS:
         mine, other = ours["results"][task], theirs["results"][task]
@@ -172,7 +170,6 @@ def test_names_of_special_tokens_are_not_in_texts(folder, tmp_path):
     assert plain[0] != stripped[0] and all(stripped[0])
 
 
-@pytest.mark.turns(24)
 def test_the_command_answers_alike_under_plans(folder, tmp_path, theirs):
     from tests.support.bodies_harness import commands_under_plans, saved_answers
 
@@ -186,7 +183,6 @@ def test_the_command_answers_alike_under_plans(folder, tmp_path, theirs):
         assert config["plan"] == plan and config["model_args"]["plan"] == plan
 
 
-@pytest.mark.turns(8)
 def test_the_command_prints_the_harness_table_and_takes_its_options(folder, tmp_path, capsys):
     from tests.support.bodies_harness import lm_eval_command, saved_answers
 
@@ -199,7 +195,6 @@ def test_the_command_prints_the_harness_table_and_takes_its_options(folder, tmp_
     assert {name: len(rows) for name, rows in saved_answers(tmp_path).items()} == {TASKS[0]: 2, TASKS[3]: 2}
 
 
-@pytest.mark.turns(8)
 def test_answers_in_the_cache_of_the_harness_are_not_asked_for_again(folder, tmp_path, monkeypatch, ours):
     given = {"model": str(folder / "model"), "device": "cpu"}
     options = {"use_cache": str(tmp_path / "answers"), "limit": 2}
@@ -263,7 +258,6 @@ def test_tasks_that_cannot_be_read_are_one_sentence(folder, tmp_path, few_tasks,
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.turns(8)
 def test_results_that_the_harness_did_not_save_are_an_error(folder, tmp_path, few_tasks, monkeypatch, capsys):
     out, score = tmp_path / "out", SharedModel.score
     monkeypatch.setattr(SharedModel, "score", lambda *given: (out.write_text("taken since"), score(*given))[1])

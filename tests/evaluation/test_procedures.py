@@ -27,7 +27,6 @@ BYTES = make_tokenizer("bytes", [], 0)
 SHORT = 110  # characters of a case's name
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("case", serving_cases("lambada"), ids=lambda case: case["text"][:SHORT])
 @pytest.mark.parametrize("name, strict", [("strict", True), ("last_token", False)])

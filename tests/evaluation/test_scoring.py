@@ -79,7 +79,6 @@ def test_scores_are_those_of_transformers(theirs, folder, tokens, monkeypatch):
     assert sum(own.greedy[-1] for own in found) >= 4
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("family", families.MODELS)
 def test_scores_of_other_families_are_those_of_transformers(family, tmp_path):
     model = families.their_model(family, max_position_embeddings=LENGTH)
@@ -91,7 +90,6 @@ def test_scores_of_other_families_are_those_of_transformers(family, tmp_path):
         assert own.greedy.tolist() == greedy.tolist()
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_rank_of_a_plan_has_the_scores(theirs, folder, plan):
     given = likely(theirs, samples())
@@ -180,7 +178,6 @@ def recipe(recipe):
     return change(recipe, model={"num_layers": 4, "seq_length": 32}, micro_batch_size=2, log={"sample_tokens": 0})
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", TRAINING)
 def test_training_stages_score_alike_under_every_plan_and_no_loss_changes(recipe, plan):
     given = samples(256, 32)

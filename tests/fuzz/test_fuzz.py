@@ -63,7 +63,6 @@ def test_a_case_is_a_function_of_seed_and_index():
     assert str(draw_case(7, 0, 4)) == PINNED
 
 
-@pytest.mark.turns(8)
 def test_200_cases_have_every_kind_of_plan_and_option(setting):
     cases = [draw_case(1, index, 4) for index in range(200)]
     found = Counter(kind for case in cases for kind in kinds(case))

@@ -42,7 +42,6 @@ def up_to_end(ids: list[int], stops: list[int]) -> list[int]:
     return ids[: end + 1]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("rules", [
     {}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 12}, {"no_repeat_ngram_size": 3, "min_new_tokens": 5},
 ])  # fmt: skip
@@ -67,7 +66,6 @@ LENGTHS = [(2, 1.0), (5, 1.0), (5, 0.0), (2, 2.5), (5, -1.0)]  # width and lengt
 RULES = [{"early_stopping": True}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 6}, {"returned": 1}]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "width, length_penalty, rules",
     # What ends a search depends on the penalty and on `early_stopping`; the other rules do not.

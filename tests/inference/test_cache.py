@@ -36,7 +36,7 @@ CONFIGS[WindowedConfig] = WindowedConfig(**SHAPE | {"num_layers": 4}, init_std=0
 BACKENDS = get_args(Backend)
 IDS = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(2)).tolist()
 TOLERANCE = 1e-5
-quick = settings(deadline=None, max_examples=30, derandomize=True, database=None)
+quick = settings(deadline=None, max_examples=30)
 
 
 def make_runner(config, backend="auto", slots=3):
@@ -72,7 +72,6 @@ CASES = [(kind, backend) for kind in CONFIGS for backend in BACKENDS]
 UNKNOWN = [(WindowedConfig, backend) for backend in ("sdpa", "fused_softmax", "flash")]  # to which its layers are
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(9)
 @pytest.mark.parametrize("architecture, backend", [case for case in CASES if case not in UNKNOWN])
 def test_cached_is_recomputed_whatever_the_back_end_the_chunks_and_what_the_slot_held(architecture, backend):
@@ -132,7 +131,6 @@ def test_a_detached_runner_leaves_the_stages_as_they_were():
         assert torch.equal(bodies.whole_logits(stage, IDS), before)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("plan, world", [("single", 1), ("tp2", 2), ("tp2_pp2", 4)])

@@ -76,7 +76,6 @@ def sampling_of(seed):
     return Sampling(**{"max_new_tokens": 6, "seed": seed, "temperature": 1.5, "ends": False} | rules[seed % len(rules)])
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "training, plan", [pytest.param(*case, marks=[pytest.mark.long] * (case[1] in RARE)) for case in PLANS]
 )
@@ -101,7 +100,6 @@ def test_texts_are_the_same_under_every_plan(expected, plan, training):
     assert bodies.texts(events) == drawn
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_vocabulary_that_tp_cuts_unevenly(training):
     config = GPT2Config(**SHAPE | {"num_heads": 3, "hidden_size": 24}, init_std=0.3)
@@ -119,7 +117,6 @@ def test_compiled_stages_of_training_run_eagerly(expected):
     assert [bodies.texts(events)[index, 0] for index in range(len(PROMPTS))] == expected[0][GPT2Config]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan, world", [("single", 1), ("tp2", 2), ("tp2_pp2", 4), ("pp2_zbv", 2)])
 @pytest.mark.parametrize("length", [1, 2, 9, LENGTH])
 def test_prompts_up_to_the_whole_length_are_scored(length, plan, world):

@@ -240,7 +240,6 @@ def test_beams_are_refused(tmp_path):
         model.generate([1, 2], num_beams=2)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["tp2", "tp2_sp"])
 @pytest.mark.parametrize("config", TINY)

@@ -54,7 +54,6 @@ def model(folder):
     return dtgpt.load(folder, device="cpu", tokenizer=BYTES)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("changes", [{}, {"choices": 2}, {"beams": Beams(width=2)}, {"ids": [1] * 6},

@@ -304,7 +304,6 @@ def test_names_of_other_programs_lead_to_options_that_exist():
     assert set(ELSEWHERE.values()) <= set(NAMES) and not set(ELSEWHERE) & set(NAMES)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 def test_a_model_with_gpt2s_vocabulary_ends_without_its_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", None)  # nothing is fetched

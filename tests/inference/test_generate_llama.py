@@ -70,7 +70,6 @@ def requests() -> list[Request]:
     return [*asked, Request(ids=PROMPTS[4], sampling=Sampling(max_new_tokens=NEW), beams=Beams(width=3))]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "family, plans", [("llama", ["single", "tp2", "pp2"]), pytest.param("qwen3", ["tp2_pp2"], marks=pytest.mark.long)]
 )
@@ -95,7 +94,6 @@ def texts_and_scores(config: LlamaConfig, plan: str, alone: bool) -> tuple[dict,
     return found, scores
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("plan, world", [("single", 1), ("tp2_pp2", 4)])
 def test_prompts_read_together_are_those_read_alone(plan, world):
     """Prompts are padded to one length, and every stage has the positions of all of them."""
@@ -191,7 +189,6 @@ def test_generate_and_eval(folder, tmp_path, capsys):
 SERVED = {"llama": WITH_TEXT["llama"], **{name: replace(config, seq_length=48) for name, config in OURS.items()}}
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("family", SERVED)
 def test_a_server_and_samples_of_training(recipe, family):
     model = build_model(SERVED[family], CPU, torch.float32, root_key(0))

@@ -74,7 +74,6 @@ ASKED = [
 ]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", [pytest.param(p, marks=[pytest.mark.long] * (p in RARE)) for p in WORLDS])
 def test_every_rank_has_the_logits_and_the_samples_of_transformers(theirs, folder, plan):
     greedy = theirs.generate(torch.tensor([PROMPT]), max_length=LENGTH, do_sample=False, pad_token_id=0)
@@ -101,7 +100,6 @@ def test_logits_of_a_vocabulary_that_tp_cuts_unevenly(tmp_path):
     ] * 3
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("plan", ["single", "pp2"])
 def test_a_stream_is_the_text_on_every_rank_and_may_be_left(folder, plan):
     options = {"max_new_tokens": 9, "seed": 3}
@@ -144,7 +142,6 @@ def recipe(recipe):
     return change(recipe, model=shape, micro_batch_size=2, steps=2, checkpoint={"interval": 1}, log=quiet)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("written, plan", [("single", "tp4"), ("tp2", "pp2"), ("dp2_zero3", "tp2")])
 def test_a_run_and_any_of_its_checkpoints_load_under_another_plan(recipe, written, plan):
     pool().run(WORLDS[written], train, change(recipe, plan=written))
@@ -159,7 +156,6 @@ def test_a_run_and_any_of_its_checkpoints_load_under_another_plan(recipe, writte
     assert (expected[run] - expected[first]).abs().max() > 100 * TOLERANCE * expected[run].abs().max()
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("plan", ["single", "tp4_sp", "tp2_pp2", "dp2_zero3", "pp2_zbv"])
 def test_in_bf16_logits_are_roughly_the_same_and_weights_have_no_masters(theirs, folder, plan):
     tokens = inputs()[2]
@@ -168,7 +164,6 @@ def test_in_bf16_logits_are_roughly_the_same_and_weights_have_no_masters(theirs,
         assert dtypes == {torch.bfloat16}
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("plan, share", [("tp4", 0.3), ("tp2_pp2", 0.45), ("dp2_tp2", 0.6)])
 def test_a_rank_holds_its_own_part_alone(folder, plan, share):
     whole = open_source(folder).config.num_parameters
@@ -183,7 +178,6 @@ torch.save(model(torch.arange(5)[None]), f"{model.mesh.rank}.pt")
 """
 
 
-@pytest.mark.turns(24)
 def test_a_program_that_torchrun_started_needs_no_process_group_of_its_own(theirs, folder, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = run_program([*TORCHRUN, "--nproc-per-node", "2", "program.py", folder], tmp_path)
@@ -243,7 +237,6 @@ def test_a_wrong_prompt_or_option_is_the_same_sentence_on_every_rank(folder, pla
             check_sentence(said, *words)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     "world, plan, words",
     [

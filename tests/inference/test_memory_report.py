@@ -46,7 +46,6 @@ def taken(config, plan) -> tuple[int, int]:
     return weights - before, whole - weights
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("plan", PLANS)
 def test_weights_and_slots_take_what_is_planned(recipe, plan):

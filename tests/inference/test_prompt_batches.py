@@ -31,7 +31,7 @@ from tests.support import bodies_engine as bodies
 from tests.support.other_architecture import GroupedConfig, OtherConfig
 from tests.support.ranks import pool
 
-quick = settings(deadline=None, max_examples=200, derandomize=True, database=None)
+quick = settings(deadline=None, max_examples=200)
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 48, "vocab_size": 61}
 CONFIGS = {config: config(**SHAPE, init_std=0.3) for config in (GPT2Config, OtherConfig, GroupedConfig)}
 CONFIG = CONFIGS[GPT2Config]
@@ -78,7 +78,6 @@ def test_a_prompt_longer_than_the_model_is_padded_to_nothing():
     assert padded_length(2049, 4096) is None
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(5)
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("plan, world", [("single", 1), ("tp2", 2), ("tp2_pp2", 4)])

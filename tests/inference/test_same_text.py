@@ -93,19 +93,17 @@ def check(outcomes: Outcomes, actions: list[Submit | Cancel | Steps]) -> None:
                 assert [x for _, x in ours] == pytest.approx([x for _, x in theirs], rel=TOLERANCE, abs=TOLERANCE)
 
 
-@pytest.mark.turns(24)
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None)
 @given(plays(), sizes, batches)
 def test_in_company_as_alone(actions, sizes, batch_tokens):
     check(play(CONFIG, "single", SLOTS, sizes, actions, batch_tokens), actions)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan, world", [("tp2_pp2", 4), *(pytest.param(plan, 2, marks=pytest.mark.long) for plan in ("tp2", "pp2"))]
 )
 @settings(
-    max_examples=6, deadline=None, derandomize=True, database=None,
+    max_examples=6, deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(actions=plays(), sizes=sizes, batch_tokens=batches)

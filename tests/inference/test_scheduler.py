@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dtgpt.inference.scheduler import PromptChunk, Round, Row, Scheduler, Start
 
-quick = settings(deadline=None, max_examples=300, derandomize=True, database=None)
+quick = settings(deadline=None, max_examples=300)
 
 
 def test_a_request_is_prefilled_then_runs_in_rounds_up_to_its_last_token():
@@ -155,7 +155,6 @@ class Simulation:
         return {key for key in self.live if key[0] == request}
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @quick
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.none() | st.integers(1, 40))

@@ -27,7 +27,6 @@ def ids_of(tokenizer):
     )
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("kind", KINDS)
 @PROPERTY

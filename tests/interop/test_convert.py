@@ -167,7 +167,6 @@ WRONG = {
 }
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_use_is_one_sentence_and_writes_nothing(run, tmp_path, monkeypatch, capsys, wrong):
     write_tree(tmp_path / "tree", make_weights())
@@ -184,7 +183,6 @@ def test_wrong_use_is_one_sentence_and_writes_nothing(run, tmp_path, monkeypatch
     assert files_in(tmp_path) == before
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("to", ["dtgpt", "hf", "megatron"])
 @pytest.mark.parametrize("kind", ["file", "folder", "empty folder", "link", "the source itself"])
 def test_a_target_that_exists_is_left_alone(run, tmp_path, capsys, to, kind):
@@ -274,7 +272,6 @@ def test_a_run_begins_with_the_weights_that_it_was_given(recipe, run, convert, t
     assert not any(torch.equal(fresh[n], expected[n]) for n in fresh)
 
 
-@pytest.mark.turns(24)
 def test_a_run_of_another_plan_begins_with_the_same_weights(recipe, run, convert, tmp_path):
     convert(run, tmp_path / "ours")
     target = change(recipe, init_from=str(tmp_path / "ours"), plan="tp2", seed=7, micro_batch_size=4)
@@ -285,7 +282,6 @@ def test_a_run_of_another_plan_begins_with_the_same_weights(recipe, run, convert
         assert not tensor.any() if moment else torch.equal(tensor, source.read(name)), name
 
 
-@pytest.mark.turns(8)
 def test_a_run_trains_on_from_converted_weights(recipe, run, convert, tmp_path):
     convert(run, tmp_path / "hf", "--to", "hf")
     constant = {"lr": 3e-3, "warmup": 0, "schedule": "constant"}

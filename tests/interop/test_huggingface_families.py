@@ -22,7 +22,6 @@ from tests.support.sources import check_parts, filled, refused
 pytestmark = pytest.mark.slow(2)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_transformers_there_and_back(tmp_path, family):
     theirs = their_model(family)
@@ -138,7 +137,6 @@ def test_what_transformers_does_not_compute_is_not_written(family, settings, wor
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
-@pytest.mark.turns(4)
 def test_a_scaling_of_gemma_is_that_of_its_global_layers(tmp_path):
     config = ARCHITECTURES["gemma3_text"].read_config({"rope_scaling": LINEAR, "rope_theta": 1e6}, tmp_path)
     assert (config.rope_scaling, config.rope_factor, config.rope_local_theta) == ("linear", 8.0, 10000.0)

@@ -43,7 +43,6 @@ def folder(tmp_path):
     return tmp_path / "llama"
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_those_of_transformers_there_and_back(tmp_path, kind):

@@ -88,7 +88,6 @@ def test_a_run_is_its_checkpoints_and_the_newest_of_them_in_full(run, inspect):
     assert "\n".join(lines[3:]) + "\n" == inspect(newest(run))
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["single", "tp2"])
 def test_a_checkpoint_says_step_plan_sizes_and_the_digest_of_every_file(recipe, inspect, plan):
@@ -164,7 +163,6 @@ def test_an_older_checkpoint_that_is_damaged_is_named(run, inspect):
     assert "step 2, 16 samples" in text and "every file as it was written" in text
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("how", ["changed", "gone"])
 def test_a_run_whose_newest_checkpoint_cannot_be_opened_is_told_with_the_one_before(run, inspect, how):
     state = newest(run) / "state.json"
@@ -189,7 +187,6 @@ def test_digests_tell_the_values_of_every_parameter(run, inspect, tmp_path):
     assert all(before[name] != found[name] for name in found)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 def test_digests_are_the_same_whatever_plan_wrote_the_weights(recipe, command, inspect, run, tmp_path):
     """A run of tp2 begins with the weights of another, and leaves them as they are."""

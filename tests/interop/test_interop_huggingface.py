@@ -106,7 +106,6 @@ def test_logits_of_an_imported_model_are_those_of_transformers(tmp_path, vocab_s
     assert not source.read(TABLE)[vocab_size:].any()
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
 def test_every_accepted_activation_is_that_of_transformers(tmp_path, name):
     theirs = their_model(activation_function=name)

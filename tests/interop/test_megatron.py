@@ -30,7 +30,6 @@ def logits(tensors, config=CONFIG):
         return model(torch.arange(32).view(2, 16) * 4)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(3)
 @pytest.mark.parametrize(("tp", "pp"), PLANS)
 @pytest.mark.parametrize("kind", [(0, "local"), (1.0, "local"), (2.0, "local"), (3.0, "local"), (3.0, "mcore")])

@@ -88,7 +88,6 @@ def test_every_command_takes_the_tree(own, tmp_path, capsys):
         assert (logits(source, tokens) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["untied", "tied with norms of heads"])
 @pytest.mark.parametrize(("tp", "pp", "chunks"), [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2)])

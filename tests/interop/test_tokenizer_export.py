@@ -100,7 +100,6 @@ def exported(tokenizer, folder, model_type="gpt2"):
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.turns(6)
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_transformers_gives_the_same_ids_and_text(tmp_path, kind):
     known = make(kind, tmp_path)
@@ -136,7 +135,6 @@ def is_edge(code: int) -> bool:
     return len({category(chr(c)) for c in range(max(0, code - 1), code + 2)}) > 1
 
 
-@pytest.mark.turns(6)
 @pytest.mark.parametrize("pattern", [*PATTERNS, CL100K])
 def test_every_character_is_cut_alike(tmp_path, pattern):
     ranks = [bytes([a]) for a in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]
@@ -238,7 +236,6 @@ def test_a_tokenizer_goes_along_through_all_formats(run, tmp_path):
     assert tokenizer_beside(tmp_path / "ours").ranks == known.ranks
 
 
-@pytest.mark.turns(8)
 def test_a_tokenizer_is_named_for_a_model_that_has_none(run, tmp_path, capsys):
     (tmp_path / "bare").mkdir()
     for path in run.iterdir():

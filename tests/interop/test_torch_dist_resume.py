@@ -68,7 +68,6 @@ def recipe_for(name, root, runs):
     )  # fmt: skip
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_losses_are_those_with_which_megatron_itself_goes_on(name, own_trees, tmp_path):
     """In fp32 to the digits that it prints; where it computes in bf16, to what that rounds."""
@@ -121,7 +120,6 @@ def expect(recipe, whole):
     assert set(found) == {3, 4} and found == pytest.approx({step: whole[step] for step in found}, rel=2e-6)
 
 
-@pytest.mark.turns(24)
 def test_a_run_goes_on_under_every_plan(parted, recipe):
     """GPT-2 with dropout: as the run does that was not parted."""
     on, whole = parted(recipe, masters="fp32_param")
@@ -132,7 +130,6 @@ def test_a_run_goes_on_under_every_plan(parted, recipe):
         expect(on, whole)
 
 
-@pytest.mark.turns(8)
 def test_a_llama_goes_on(parted, recipe):
     model = LlamaConfig(
         num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden_size=24, seq_length=16,
@@ -195,7 +192,6 @@ def flattened(tensors):
     return found
 
 
-@pytest.mark.turns(8)
 def test_counters_scales_and_blocks(state, tmp_path):
     scaler = {"scale": torch.tensor([1024.0]), "growth_tracker": 7, "hysteresis_tracker": 1}
     nested = {0: {"optimizer": counted(3), "grad_scaler": scaler}}
@@ -217,7 +213,6 @@ def without(part):
 BUCKETS = {"optimizer.distributed.dp_group_idx_0.per_bucket_numel/shard_0_1": [1]}
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     "options, message",
     [

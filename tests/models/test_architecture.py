@@ -69,7 +69,6 @@ def references():
 
 
 @pytest.mark.slow(16)
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("model, plan", [(model, plan) for model, plans in PLANS.items() for plan in plans])
 def test_every_plan_follows_one_process(other, references, model, plan):
     recipe = replace(other, model=MODELS[model])
@@ -153,7 +152,6 @@ def test_the_memory_of_each_kind_of_block_is_what_autograd_keeps(other, recomput
 
 @pytest.mark.slow(6)
 @pytest.mark.parametrize("model", ["mixed", "windowed"])
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("how", [{"precision": "fp8"}, {"recompute": "full"}, {"recompute": "selective"}])
 def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how, model):
     recipe = replace(other, model=MODELS[model], **how)
@@ -163,7 +161,6 @@ def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how
 
 
 @pytest.mark.slow(5)
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("model, plan, training", TEXTS)
 def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training, model):
     config = replace((MODELS | OURS)[model], num_layers=5, vocab_size=61, dropout=0.0, init_std=0.3)

@@ -62,7 +62,6 @@ def test_logits_loss_and_every_gradient_agree_with_transformers(tmp_path, family
     check_gradients(family, model, twin)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("family", ["gpt_neo", "olmo3", "gemma3", "gpt_oss"])
 def test_50_steps_agree_with_transformers_and_torch_adamw(recipe, tmp_path, family):
     """Weight decay of matrices alone, clipping and warmup; accumulation over two micro-batches here. At a rate of 3e-3,
@@ -95,7 +94,6 @@ def test_50_steps_agree_with_transformers_and_torch_adamw(recipe, tmp_path, fami
         assert loss == pytest.approx(their_loss.item(), rel=TOLERANCE), step
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("family", ["gpt_neo", "olmo3", "gemma3", "gpt_oss", "qwen2"])
 def test_greedy_texts_of_100_tokens_are_those_of_transformers(tmp_path, family):
     positions = {"max_position_embeddings": 128}
@@ -126,7 +124,6 @@ def recipe_of(recipe, family):
     return replace(recipe, model=OURS[family], optimizer=optimizer, micro_batch_size=2, plan="single")
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("family, plan", [(family, plan) for family, plans in PLANS.items() for plan in plans])
 def test_every_plan_follows_one_process(recipe, references, family, plan):
     own = recipe_of(recipe, family)
@@ -140,7 +137,6 @@ def test_every_plan_follows_one_process(recipe, references, family, plan):
         assert sorted(held) == sorted(planned)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "family, plan", [("gpt_neo", "pp2"), ("olmo3", "tp2"), ("gemma3", "tp2_sp"), ("gpt_oss", "tp2_sp")]
 )
@@ -151,7 +147,6 @@ def test_a_checkpoint_of_a_plan_goes_on_under_another(recipe, references, tmp_pa
     assert found == pytest.approx(references(own)[0], rel=1e-6)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("family", ["olmo3", "gemma3", "gpt_oss", "qwen2"])
 def test_fp8_under_tensor_parallelism_is_that_of_one_process(recipe, references, family):
     """Activations that no fused kernel knows are those of the model, also between two products in fp8."""

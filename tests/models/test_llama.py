@@ -105,7 +105,6 @@ def test_documents_are_those_of_positions_and_a_block_mask_in_transformers(name)
     check_gradients(model, twin)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("name", ["llama 3.2", "mistral", "qwen3 8b"])
 def test_50_steps_agree_with_transformers_and_torch_adamw(recipe, name):
     """Weight decay of matrices alone, clipping, warmup and cosine; accumulation over two micro-batches here."""

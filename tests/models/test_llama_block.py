@@ -41,7 +41,6 @@ class Work:
         return [out.detach(), *torch.autograd.grad(out, [leaf, *self.block.parameters()], self.gradient)]
 
 
-@pytest.mark.turns(24)
 @NORMED
 def test_fused_and_compiled_operations_follow_plain_torch(qk_norm):
     work = Work(replace(CONFIG, qk_norm=qk_norm))

@@ -92,7 +92,6 @@ def check(recipe: Recipe, batches: list[int], rates: list[float], masks: bool) -
         assert found[worst] < TENSORS, (kind, worst, found[worst])
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("masks", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("name", MODELS)

@@ -78,7 +78,6 @@ def test_loss_and_gradients_are_those_of_the_description():
     torch.testing.assert_close(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), loss.detach())
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(4)
 @pytest.mark.parametrize("plan", ["dp2", "dp2_zero3", "tp2_sp", "pp2", "pp2_zbv"])
 def test_every_plan_follows_one_process(recipe, plan):

@@ -84,7 +84,6 @@ def test_dropout_saves_nothing_but_the_keys():
     assert saved_sizes(lambda: dropout(x, KEYS, 0.5)) == [KEYS.nbytes]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(3)
 @pytest.mark.compiler
 def test_compiled_dropout_equals_eager_and_saves_nothing():

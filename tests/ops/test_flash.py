@@ -91,7 +91,6 @@ def test_a_wrong_shape_is_an_error(q, k, v, keys):
         flash.flash_attention(*map(torch.randn, (q, k, v)), keys_of(keys), 0.1)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("kv_heads", [0, 1])
 def test_the_ops_keep_the_contract_of_custom_ops(kv_heads):
@@ -149,7 +148,6 @@ def recomputed(x, key):
     return checkpoint(lambda *args: flash._forward(*args)[0], *split_qkv(x * 2), key, 0.3, 0, None, use_reentrant=False)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(8)
 @pytest.mark.compiler
 @pytest.mark.parametrize("layer", [attend_twice, recomputed])

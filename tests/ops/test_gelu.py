@@ -42,7 +42,6 @@ def test_a_linear_map_has_the_values_and_gradients_of_pytorchs():
         check(linear, F.linear, inputs)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.compiler
 def test_compiled_equals_eager():

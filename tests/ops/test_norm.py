@@ -76,7 +76,6 @@ def test_a_cpu_sums_gradients_of_16_bits_in_fp32(dtype):
         assert (bias.grad - exact).norm() < torch.finfo(dtype).eps * exact.norm()
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(3)
 @each_norm
 @pytest.mark.parametrize("dropped", [True, False])
@@ -165,7 +164,6 @@ def test_the_meta_device_saves_what_the_op_of_an_rms_norm_saves():
             assert on_meta == saved_bytes(function, inputs) == x.nbytes + weight.nbytes + 4 * x[..., 0].numel()
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "biased, backend", [pytest.param(True, "inductor", marks=pytest.mark.compiler), (False, "aot_eager")],

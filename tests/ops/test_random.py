@@ -167,7 +167,6 @@ def test_normal_has_the_moments_and_tails_of_a_normal():
     assert abs((pairs[:, 0] * pairs[:, 1]).mean()) < 5 / math.sqrt(n / 2)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.compiler
 def test_compiled_bits_equal_eager_bits():

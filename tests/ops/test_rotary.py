@@ -125,7 +125,6 @@ def test_backward_saves_nothing_but_positions_and_what_norms_need(normed):
     assert saved_bytes(function(None), on_meta) == expected - positions.nbytes
 
 
-@pytest.mark.turns(8)
 @BOTH
 @pytest.mark.parametrize("ops_of", [custom_ops, nullcontext], ids=["custom", "plain"])
 def test_compiled_equals_eager(normed, ops_of):

@@ -98,7 +98,6 @@ def rows_of(draw, sizes=(2, 5, 9)) -> list[Row]:
     return draw(st.lists(row_of(size), min_size=1, max_size=4))
 
 
-@pytest.mark.turns(24)
 @settings(max_examples=150, deadline=None)
 @given(rows_of())
 def test_tokens_and_log_probabilities_are_those_of_the_definition(rows):
@@ -114,7 +113,6 @@ def test_tokens_and_log_probabilities_are_those_of_the_definition(rows):
             assert token != found.tokens[i] or logprob == found.logprobs[i]
 
 
-@pytest.mark.turns(24)
 @settings(max_examples=100, deadline=None)
 @given(st.data(), rows_of(sizes=(9, 40)))
 def test_a_row_is_the_same_alone_and_in_company(data, rows):
@@ -228,14 +226,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("sampling", OPTIONS.values(), ids=OPTIONS)
 def test_draws_follow_the_exact_distribution(sampling):
     row = Row(LOGITS, replace(sampling, seed=11), [5, 1, 2], [1, 7, 1], SpecialIds(0, 1, 2, 1))
     check_frequencies(many(row), distribution(row))
 
 
-@pytest.mark.turns(8)
 def test_choices_prompts_positions_and_seeds_are_independent():
     """Pairs of draws that differ in one of these have the product of two distributions."""
     logits = torch.tensor([0.5, 0.0, -0.5])
@@ -247,7 +243,6 @@ def test_choices_prompts_positions_and_seeds_are_independent():
         check_frequencies(pair[0] * 3 + pair[1], np.outer(one, one).flatten())
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("case", serving_cases("filters"), ids=str)
 def test_filters_of_megatron(case):
     """`serving.json`: the distribution that Megatron-LM's filters leave."""

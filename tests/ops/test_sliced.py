@@ -113,7 +113,6 @@ def numbers_beside_positions(graph):
     return numbers
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(4)
 @pytest.mark.parametrize("mask", [attention_mask, keep_mask])
 def test_a_gpu_can_compute_in_32_bits_what_a_compiler_takes_for_positions(mask):

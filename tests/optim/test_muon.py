@@ -129,7 +129,6 @@ def references():
     return {}
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(13)
 @pytest.mark.parametrize("architecture, before, after", RUNS)
 def test_a_run_follows_one_process_also_resumed_under_another_plan(
@@ -163,7 +162,6 @@ def test_a_run_follows_one_process_also_resumed_under_another_plan(
     assert not checkpoint.pieces("blocks.0.attn.qkv.weight.exp_avg")
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("plan", ["dp2", "dp2_tp2_zero1", "tp2_pp2", "dp3_zero3"])
 def test_ranks_send_what_the_plan_says(muon, plan):
@@ -199,7 +197,6 @@ def test_owners_share_the_cost():
     assert sorted(loads) == [6, 7, 7]
 
 
-@pytest.mark.turns(4)
 def test_a_run_of_adamw_goes_on_with_muon_and_not_back(muon, capsys):
     adamw = replace(muon, optimizer=OptimizerConfig(lr=1e-3), steps=2)
     assert train(adamw) == 0

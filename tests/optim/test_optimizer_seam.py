@@ -34,7 +34,6 @@ def reference():
     return {}
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(13)
 @pytest.mark.parametrize("before, after", PAIRS)
 def test_a_run_follows_one_process_also_resumed_under_another_plan(other, reference, tmp_path, before, after):

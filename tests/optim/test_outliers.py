@@ -146,7 +146,6 @@ def alone(recipe, made: dict):
     return made["steps"]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(14)
 @pytest.mark.parametrize("plan", ["single", "dp2_zero1", "tp2", "pp2"])
 def test_every_rank_of_every_plan_skips_the_outlier_alone(watched, one_process, plan):
@@ -166,7 +165,6 @@ def test_every_rank_of_every_plan_skips_the_outlier_alone(watched, one_process, 
             assert one.loss == pytest.approx(other.loss, rel=1e-4)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(2)
 def test_an_outlier_that_is_not_skipped_changes_the_weights(watched):
     shown = change(watched, optimizer={"skip_loss_z": 0.0}, log={"show": "z"})
@@ -175,7 +173,6 @@ def test_an_outlier_that_is_not_skipped_changes_the_weights(watched):
     assert found[-1].metrics["skipped_outliers"] == 0
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(3)
 def test_muon_skips_the_outlier_on_all_ranks(watched):
     muon = MuonConfig(lr=1e-2, warmup=0, decay_steps=24, skip_loss_z=2.4)
@@ -184,7 +181,6 @@ def test_muon_skips_the_outlier_on_all_ranks(watched):
         assert [step for step, one in enumerate(steps) if one.unchanged] == [STRANGE] and steps[-1].updates == 23
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(8)
 @pytest.mark.parametrize("first, then", [("single", "single"), ("dp2_zero1", "tp2")])
 def test_a_resumed_run_skips_what_the_whole_run_skips(watched, tmp_path, capsys, first, then):

@@ -52,7 +52,6 @@ def test_ranks_of_other_heads_compute_attention_and_its_gradients_to_the_bits_of
         assert torch.equal(torch.cat(found, dim=1), expected)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("backend, plain", [("auto", False), ("flash", False), ("fused_softmax", True), ("sdpa", True)])
 @pytest.mark.parametrize("ranks, groups", [(2, 1), (4, 1), (3, 1), (4, 2), (6, 3)])
 def test_ranks_of_other_queries_compute_attention_and_its_gradients_as_one_process(ranks, groups, backend, plain):
@@ -62,7 +61,6 @@ def test_ranks_of_other_queries_compute_attention_and_its_gradients_as_one_proce
         torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("masked", [range(0), range(3, 16), range(8)])
 def test_the_loss_is_the_mean_over_the_weights_of_the_global_batch(recipe, masked):
     """Also where all tokens of a rank are masked."""
@@ -88,7 +86,6 @@ def test_a_run_scores_and_writes_texts_as_one_process(recipe, heads):
         assert scores == pytest.approx(expected, rel=1e-5) and written == text
 
 
-@pytest.mark.turns(6)
 @pytest.mark.slow(31)
 @pytest.mark.parametrize("plan, model, recompute, exchanges", [
     ("cp2", GPT2, "selective", 4),
@@ -114,7 +111,7 @@ def test_compiled_blocks_follow_one_process_and_send_as_many_messages(recipe, pl
     ("cp4", replace(LLAMA, qk_norm=True), {"recompute": "full"}),
     ("cp2_pp2_zbv", replace(LLAMA, num_layers=4), {}),
     ("cp2_zero3", LLAMA, {"precision": "bf16"}),
-    pytest.param("cp2", LLAMA, {"compile": "on"}, marks=pytest.mark.turns(6)),
+    ("cp2", LLAMA, {"compile": "on"}),
 ])  # fmt: skip
 def test_ranks_that_share_memory_exchange_the_same_bits_without_messages(recipe, tmp_path, plan, model, changes):
     masks = {"reset_attention_mask": True, "reset_position_ids": True}
@@ -125,7 +122,6 @@ def test_ranks_that_share_memory_exchange_the_same_bits_without_messages(recipe,
         assert shared == expected and none == 0
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("writer, reader", [("cp2_zero1", "dp2_tp2_zero3"), ("tp2", "cp4_zero3")])
 def test_another_plan_reads_the_checkpoint(recipe, tmp_path, writer, reader):
@@ -170,7 +166,6 @@ def test_a_plan_counts_half_of_the_activations(recipe):
     assert block_activations(two, 0) <= block_activations(one, 0) / 2 + copies
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("plan, groups, recompute", [
     ("cp2", 4, "none"), ("cp2", 1, "full"), ("cp4_tp2", 4, "selective"), ("cp2_pp2", 1, "none"),

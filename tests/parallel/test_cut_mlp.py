@@ -35,7 +35,6 @@ def found_of(recipe, plan: Plan, model: str, by_modules: bool = False, **changes
     return pool().run(plan.world, second_step, recipe, by_modules)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("plan", ["tp2", "tp2_sp", pytest.param("dp2_tp2_sp_zero3", marks=pytest.mark.long)])
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.long)])
@@ -55,7 +54,6 @@ def test_a_cut_mlp_is_fused_and_has_the_bits_of_its_modules(recipe, plan, model,
             torch.testing.assert_close(gradient, other.gradients[name], rtol=0, atol=near)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "table",
     [
@@ -69,7 +67,6 @@ def test_matrices_that_a_plan_of_its_own_cuts_are_not_fused(recipe, table):
 
 
 @pytest.mark.long
-@pytest.mark.turns(24)
 def test_a_schedule_that_splits_backward_does_not_fuse(recipe):
     for found in found_of(recipe, parse_plan("tp2_sp_pp2_zbv"), "four blocks"):
         assert found.fused == 0

@@ -65,7 +65,6 @@ BITS = [
 
 
 @pytest.mark.slow(22)
-@pytest.mark.turns(9)
 @pytest.mark.parametrize("reference, plans, changes", BITS)
 def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
     recipe = replace(exact, **changes)
@@ -76,7 +75,6 @@ def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
         assert [name for name in expected if found[name] != expected[name]] == [], plan
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("micro_batch_size", [2, 6])
 def test_a_gradient_that_does_not_fit_makes_the_norm_not_a_number_on_all_ranks(exact, micro_batch_size):
     run = functools.partial(pool().run, 2, norm_with_a_large_gradient)

@@ -128,7 +128,6 @@ def whole_logits(config: GPT2Config, tokens: bytes) -> torch.Tensor:
         return model(torch.frombuffer(bytearray(tokens), dtype=torch.int64).reshape(-1, config.seq_length))
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "name, world",
     [

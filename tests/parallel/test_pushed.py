@@ -8,7 +8,6 @@ from tests.support.bodies_pushes import ROOM, pushed_and_not, settings_of
 from tests.support.ranks import pool
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(11)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("plan", ["dp2", "dp2_zero1", "dp2_zero2", "dp2_zero3"])
@@ -23,7 +22,6 @@ def test_two_ranks_push_what_gloo_sends_bit_for_bit(tmp_path, monkeypatch, plan,
             assert count["bytes"] == pytest.approx(planned, rel=0.05)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(6)
 @pytest.mark.parametrize("plan, micro_batches", [("dp3", 1), ("dp2_zero1", 1), ("dp3_zero3", 1), ("dp2_zero2", 2)])
 def test_exact_sums_are_pushed(tmp_path, plan, micro_batches):
@@ -32,7 +30,6 @@ def test_exact_sums_are_pushed(tmp_path, plan, micro_batches):
         assert count["shared"] == 1 + ("zero" in plan) and count["met"] >= 2 * 2 * 4
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["dp3", "dp3_zero3"])
 def test_uneven_parts_of_three_ranks_are_pushed(tmp_path, plan):
@@ -41,7 +38,6 @@ def test_uneven_parts_of_three_ranks_are_pushed(tmp_path, plan):
         assert worst < 1e-3 and count["met"] > 0
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 def test_pairs_of_ranks_push_for_each_stage_of_a_pipeline(tmp_path):
     for same, worst, count in pool().run(4, pushed_and_not, tmp_path, "dp2_pp2_zero1", 2):

@@ -57,7 +57,6 @@ def answers_of(name: str, world: int, config: GPT2Config = CONFIG) -> list:
     return pool().run(world, shards_of, config, plan_of(name, world))
 
 
-@pytest.mark.turns(24)
 @every_plan
 def test_shards_are_the_weights_of_one_process(name, world, config):
     answers = answers_of(name, world, config)
@@ -78,7 +77,6 @@ def test_shards_are_the_weights_of_one_process(name, world, config):
     assert all(whole is None for _, _, others in answers[1:] for whole in others.values())
 
 
-@pytest.mark.turns(8)
 @every_plan
 def test_copies_are_counted_as_they_are(name, world, config):
     """The norm takes each element by 1 / copies: over all ranks that makes one."""
@@ -101,7 +99,6 @@ def test_the_cost_of_a_plan_is_what_its_ranks_hold(name, world, config):
             assert held.shape == whole_weights(config)[held.name].shape
 
 
-@pytest.mark.turns(24)
 @every_plan
 def test_the_norm_is_that_of_the_whole_gradient(name, world, config):
     """The tied table, whose gradient comes from both ends of the model, counts once, and so do addends on tp ranks."""
@@ -136,7 +133,6 @@ def test_both_ends_of_a_pipeline_hold_the_table_and_one_keeps_it():
     assert not any(p.name == TABLE for p in none)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("name, cuts", [("tp4", 4), ("zero3", 4), ("tp2_zero3", 4), ("tp2_pp2_zbv", 2)])
 def test_a_whole_parameter_never_exists_on_a_rank(name, cuts):
     """The token table, of 2 MiB, is by far the largest; chunks of the initial weights are small."""

@@ -25,7 +25,6 @@ def kind_of(options: str) -> str:
 
 
 @pytest.mark.slow(3)
-@pytest.mark.turns(8)
 def test_the_page_has_the_errors_of_the_measurements():
     page = (ROOT / "docs" / "planning.md").read_text()
     errors: dict[str, list[float]] = {}

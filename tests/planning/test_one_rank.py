@@ -33,7 +33,6 @@ def settings_of(recipe, world: int, plan: str, model, **changes):
     return replace(recipe, plan=plan, model=model, **changes).planned(world)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "model, plan, world, changes",
     [
@@ -70,7 +69,6 @@ def test_what_is_built_is_what_is_planned(recipe, model, plan, world, changes):
         assert built.weights == sum(4 * torch.Size(p.local).numel() for p in built.parameters) > 0
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["dp2_tp2_sp_zero3", "tp2_pp2", "dp2_pp2_interleaved_zero1", "dp2_pp2_zbv"])
 def test_a_rank_alone_holds_what_it_holds_among_others(recipe, plan):
     """Four processes of gloo, with memory, against four ranks without either."""
@@ -83,7 +81,6 @@ def test_a_rank_alone_holds_what_it_holds_among_others(recipe, plan):
         assert (built.bytes(), built.padding, built.blocks) == (real.bytes(), real.padding, real.blocks)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("name, options", [("gpt3_175b", "--rampup_batch_size none"), ("llama31_405b", "")])
 def test_any_rank_of_16384_is_built_in_seconds(name, options):
     recipe = load_recipe(RECIPES / f"{name}.py", [*options.split(), "--global_batch_size", "2048"])

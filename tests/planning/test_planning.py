@@ -85,7 +85,6 @@ MESSAGES += ["dp2_pp2", "dp2_pp2_zero3", "dp2_pp2_zbv_zero1", "dp2_pp2_interleav
 
 
 @pytest.mark.slow(25)
-@pytest.mark.turns(6)
 @pytest.mark.parametrize("plan", MESSAGES)
 def test_the_messages_are_those_that_are_sent(recipe, plan):
     recipe = replace(planned(recipe, plan), model=replace(recipe.model, num_layers=4))
@@ -112,7 +111,6 @@ def test_copy_engines_scatter_gradients_in_the_type_that_backward_made(recipe, p
         assert found == expected * times * sum(p.by_tp for p in parameters_of(settings.model, settings.plan, 0))
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(8)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("plan", ["tp2", "tp2_sp"])
@@ -149,7 +147,6 @@ def test_more_micro_batches_and_more_stages_per_rank_shrink_the_bubble():
     assert bubble(parse_plan("pp4_zbv"), 12) == 0 and bubble(parse_plan("pp4_zbv"), 6) is None
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(3)
 def test_the_175b_layout_is_planned_in_seconds_and_little_memory():
     begin = sum(os.times()[2:4])  # processor time of programs that have ended

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.slow(4)
 CPU = torch.device("cpu")
 
 
-@pytest.mark.turns(6)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family, plan", [("olmo3", "tp2"), ("olmo3", "tp2_sp"), ("gpt_oss", "tp2_sp")])
 def test_the_messages_are_those_that_are_sent(recipe, family, plan, recompute):

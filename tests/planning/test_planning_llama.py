@@ -134,7 +134,6 @@ def test_an_output_projection_of_its_own_is_on_the_last_stage_with_its_state(rec
     assert tables[False] == tables[True]  # a copy of the table weighs as much
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["tp2", "tp2_sp", "dp2_zero3"])
 def test_the_messages_are_those_that_are_sent(recipe, plan):

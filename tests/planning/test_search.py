@@ -56,7 +56,6 @@ def tried(recipe, gpu):
     return found
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("size", [0.2, 0.45, 4.0])
 def test_the_choice_is_the_fastest_of_all_that_fit(small, size):
     gpu = replace(GPU, size=size * GIB)
@@ -167,7 +166,6 @@ def test_changes_keep_the_number_of_gpus_and_fit(small):
     assert micro and fits_into(fullest(memory_by_rank(replace(settings, micro_batch_size=micro))).total, 0.5 * GIB)
 
 
-@pytest.mark.turns(8)
 def test_the_command_ranks_plans_and_says_why_others_lost(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["plan", str(RECIPES / "gpt2_345m.py"), "--plan", "auto", "--world", "4", "--gpu", "rtx 4090"])

@@ -32,7 +32,6 @@ def rows_of(text: str, header: str) -> list[list[str]]:
     return [line.split() for line in iter(lambda: next(lines, ""), "")]
 
 
-@pytest.mark.turns(8)
 def test_each_plan_and_world_has_a_line_with_the_numbers_of_its_own_report(capsys):
     plans = ["--plans", "tp8_sp_pp16_zero1", "tp8_sp_zero3", "--world", "1024", "1000", "--gpu", "80"]
     text = output_of(capsys, str(LLAMA), *plans)
@@ -59,7 +58,6 @@ def test_alternatives_by_world_have_a_line_with_the_plan_that_is_chosen(capsys):
     assert "note: 1 of 5 processes waits" in text
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("plan, world", [("tp8_sp_pp16_zero1", 16384), ("tp8_sp_zero3", 1024), ("zero3", 1024)])
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(plan, world):

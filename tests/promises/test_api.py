@@ -11,7 +11,6 @@ PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
 MODULES = re.findall(r"dtgpt\.[\w.]+", PAGE.split("-o site")[1].split("```")[0])
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(1)
 def test_the_reference_is_built(tmp_path):
     import pdoc  # the tests of GPUs in this folder run without it

@@ -81,7 +81,6 @@ def test_one_command_compares_plans(small, tmp_path, monkeypatch, capfd):
     assert f"{dp2['per_gpu'] / single['per_gpu']:.1%}" in row
 
 
-@pytest.mark.turns(8)
 def test_settings_take_turns_and_operators_are_listed(small, monkeypatch, capsys):
     import train_step
 
@@ -154,7 +153,6 @@ def test_tensor_parallelism_by_hand_has_the_gradients_of_dtensor(small, dropout)
     assert pool().run(2, tensor_parallel, [*small, "--dropout", dropout]) == [0, 0]
 
 
-@pytest.mark.turns(8)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 @pytest.mark.parametrize("bound, within", [("32", True), ("-1", False)])
 def test_what_random_samples_keep_in_memory_is_bounded(monkeypatch, capsys, bound, within):
@@ -174,7 +172,6 @@ def scaling(arguments: list[str]) -> dict[str, float]:
     return main()
 
 
-@pytest.mark.turns(8)
 def test_replicas_are_held_against_one_process_in_turns(small):
     wanted = ["--plans", "dp2", "--nccl", "--micro_batch_size", "1", "--rounds", "2", "--warm", "0"]
     first, second = pool().run(2, scaling, [*small[: small.index("--warmup")], *wanted, "--steps", "1"])
@@ -201,7 +198,6 @@ def test_runs_that_differ_in_rounding_or_seed_are_compared_by_their_means(capsys
     assert "2.2500 (1.5000 to 3.0000), +0.7500, standard error 0.2500" in capsys.readouterr().out
 
 
-@pytest.mark.turns(24)
 def test_ways_to_generate_are_measured_beside_the_bound(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import decode

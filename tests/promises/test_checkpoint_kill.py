@@ -203,7 +203,6 @@ def answers(what: str, root: Path) -> dict[str, dict]:
     return found
 
 
-@pytest.mark.turns(24)
 def test_a_run_that_died_at_a_point_goes_on_as_if_nothing_had_been(tmp_path):
     found = answers("points", tmp_path)
     assert found.keys() == experiments("points").keys()
@@ -213,7 +212,6 @@ def test_a_run_that_died_at_a_point_goes_on_as_if_nothing_had_been(tmp_path):
         assert line["codes"] == [-signal.SIGKILL] * deaths + [0], name
 
 
-@pytest.mark.turns(24)
 def test_a_run_that_died_at_random_moments_goes_on_as_if_nothing_had_been(tmp_path):
     found = answers("random", tmp_path)
     assert len(found) == KILLS

@@ -53,7 +53,6 @@ COMMANDS = {
 }
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_a_file_that_cannot_be_read_is_told(models, capsys, kind):
     files = [file for file in Path(kind).rglob("*") if file.is_file() and not file.is_symlink()]
@@ -105,7 +104,6 @@ def failing_sync(monkeypatch):
     return lambda nth: left.__setitem__(0, nth)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("kind", ["hf", "megatron", "dtgpt", "data"])
 def test_a_write_that_fails_leaves_nothing(models, capsys, failing_sync, documents, kind):
     words = ["convert", "run", "out", "--to", kind]
@@ -122,7 +120,6 @@ def test_a_write_that_fails_leaves_nothing(models, capsys, failing_sync, documen
     assert in_process(words, capsys)[0] == 0
 
 
-@pytest.mark.turns(8)
 def test_a_run_whose_files_cannot_be_written_goes_on_afterwards(recipe, failing_sync, capsys):
     """From whatever was on the disk: the same weights as without a fault."""
     recipe = change(recipe, steps=2, log={"sample_tokens": 0, "eval_interval": 0})

@@ -83,7 +83,6 @@ def check_histories(found: list[str], expected: list[str]) -> None:
     assert len(apart) <= len(pairs) / 100 and set(apart) <= {1}, apart
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(("model", "plan"), CASES)
 def test_a_plan_quantises_what_one_process_does(recipe, model, plan):
     plan = parse_plan(plan)
@@ -104,7 +103,6 @@ def test_a_micro_batch_of_another_size_is_quantised_alike(recipe, micro_batch_si
     check([of_one_process(replace(recipe, micro_batch_size=micro_batch_size))], of_one_process(recipe))
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["dp2_zero1", "tp2", *(pytest.param(p, marks=pytest.mark.long) for p in ALL)])
 def test_a_plan_in_fp8_is_within_the_tolerance_of_16_bits(recipe, plan):
     plan = parse_plan(plan)

@@ -34,7 +34,6 @@ def test_every_file_stands_in_a_room():
     assert {room_of(file) for file in ROOT.rglob("*.py")} == LEVEL.keys()
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 def test_nothing_imports_upwards_or_from_a_room_beside():
     wrong = []
@@ -63,7 +62,6 @@ def test_no_file_outside_models_and_interop_names_a_module_of_an_architecture():
     assert not found, "\n".join(found)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 def test_few_functions_take_a_whole_recipe():
     """Others take the sections, values or settings that they read. What makes a recipe of a recipe is not counted."""

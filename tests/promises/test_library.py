@@ -12,7 +12,6 @@ from tests.support.programs import TORCHRUN, run_program
 PAGE = (Path(__file__).parents[2] / "docs/library.md").read_text()
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(10)
 def test_the_program_has_the_same_losses_in_two_processes_and_can_be_loaded(tmp_path):
     pieces = re.findall(r"```python\n(.*?)```", PAGE, re.S)
@@ -35,7 +34,6 @@ def test_the_program_has_the_same_losses_in_two_processes_and_can_be_loaded(tmp_
     assert dtgpt.load(step_folder(tmp_path / "tp2" / "own_run" / "checkpoints", 20)).config.num_layers == 2
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(3)
 def test_nanogpts_program_trains_evaluates_saves_and_goes_on(tmp_path):
     program = re.findall(r"```python\n(.*?)```", PAGE, re.S)[5]
@@ -67,7 +65,6 @@ with dtgpt.open_trainer(recipe) as trainer:
 """
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(4)
 def test_an_own_loss_has_the_same_curve_under_plans(tmp_path):
     (tmp_path / "own_loss.py").write_text(re.findall(r"```python\n(.*?)```", PAGE, re.S)[4] + OWN_LOSS)

@@ -78,7 +78,6 @@ def run(recipe: Recipe, plan: Plan) -> list[Seen]:
     return pool().run(plan.world, train_and_evaluate, recipe, STEPS)
 
 
-@pytest.mark.turns(6)
 @pytest.mark.parametrize(("plan", "tied"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in RARE)])
 def test_the_plan_follows_one_process(recipe, plan, tied):
     plan = parse_plan(plan)
@@ -91,7 +90,6 @@ def test_the_plan_follows_one_process(recipe, plan, tied):
         assert rank.sample == expected.sample and rank.held == rank.planned
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(("plan", "groups"), GATHERED)
 def test_more_context_ranks_than_heads_of_keys_follow_one_process(recipe, plan, groups):
     plan = parse_plan(plan)
@@ -131,7 +129,6 @@ OWN = {
 }  # fmt: skip
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("name", OWN)
 def test_a_table_of_the_recipe_follows_one_process(recipe, name):
     recipe = sized_for(recipe, Plan(tp=2), tied=False)

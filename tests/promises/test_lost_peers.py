@@ -122,7 +122,6 @@ def drive(root: Path) -> None:
         os.wait()
 
 
-@pytest.mark.turns(8)
 def test_the_death_of_a_rank_is_one_sentence_wherever_it_happens(tmp_path):
     command = [sys.executable, "-m", "tests.promises.test_lost_peers", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -28,7 +28,6 @@ def assert_same_curve(found: dict[int, float], expected: dict[int, float]) -> No
         assert abs(found[step] - loss) < TOLERANCE * loss, step
 
 
-@pytest.mark.turns(24)
 def test_a_run_survives_the_loss_of_a_node(tmp_path):
     options = "--steps", "40", "--lost_after", "5"
     with Nodes(2, tmp_path) as nodes:

@@ -79,7 +79,6 @@ def run(recipe: Recipe, plan: Plan) -> Record:
     return pool().run(plan.world, record, replace(recipe, plan="under test", plans={"under test": plan}), STEPS)[0]
 
 
-@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -94,7 +93,6 @@ def test_the_plan_follows_one_process(recipe, plan):
     assert found.within(TOLERANCE, TOLERANCE), found
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("plan", NARROW)
 def test_a_plan_in_16_bits_follows_one_process_in_16_bits(recipe, plan, precision):
@@ -110,7 +108,6 @@ def check_in_16_bits(recipe: Recipe, plan: Plan, dtype: str) -> None:
     assert problems(difference(found, expected), limits_of(found), [difference(moved, expected)]) == []
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("plan", ["tp2", "dp2_tp2", "dp2_pp2"])
 def test_gradients_that_other_ranks_hold_in_16_bits_are_gathered_as_they_are(recipe, plan, precision):
@@ -138,7 +135,6 @@ OWN = {
 }
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("name", OWN)
 def test_a_plan_of_the_recipe_follows_one_process(recipe, name):
     recipe = sized_for(recipe, parse_plan("pp4_1f1b"))
@@ -154,7 +150,6 @@ def test_the_reference_moves(recipe):
     assert len(gradients) == 2 * 12 + 4 and all(t.norm() > 0 for t in gradients.values())
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(("before", "after"), [("dp2", "tp2"), ("tp2_pp2", "single"), ("single", "dp2_tp2_sp_zero3")])
 def test_a_run_resumed_under_another_plan_equals_an_uninterrupted_one(recipe, tmp_path, before, after):
     recipe = replace(recipe, steps=6, global_batch_size=8, optimizer=replace(recipe.optimizer, decay_steps=6))

@@ -63,7 +63,6 @@ def checkpoint_of(folder):
     return Checkpoint(max((folder / "checkpoints").glob("step_*")))
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", [pytest.param(plan, marks=[pytest.mark.long] * (plan in RARE)) for plan in PLANS])
 def test_a_plan_reads_what_every_plan_wrote(recipe, saved, plan):
     """Most plans in bf16, where the fp32 weights are read as in fp32, and their narrow copies follow."""
@@ -72,7 +71,6 @@ def test_a_plan_reads_what_every_plan_wrote(recipe, saved, plan):
     assert pool().run(world_of(plan), load_each, target, folders) == [{}] * world_of(plan)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_element_is_written_once(saved, plan):
     folder = saved(plan)

@@ -165,7 +165,6 @@ def test_only_our_own_checkpoints_are_read_and_removed(recipe):
     assert names == {"step_00000001-mine", "step_99", "step_00000010", "latest"}
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     "content",
     ["{}", "[]", "5", '{"model": 5}', '{"model": {}}', '{"step": "x"}', '{"step": -1}', '{"data_digest": null}'],
@@ -187,7 +186,6 @@ def halve(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     "groups, damage, words",
     [

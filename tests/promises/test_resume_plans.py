@@ -52,7 +52,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("before, after", PAIRS)
 def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(recipe, whole, tmp_path, before, after):
     """A signal to one rank stops all of them, at the same step. Validation loss and sample are those of one process."""
@@ -73,7 +72,6 @@ def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(recipe, who
     assert samples[0] == samples[1]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan, world", [("zero1", 1), ("zero3", 1), ("tp2_zero1", 2), ("pp2_zero3", 2)])
 def test_zero_with_one_replica_is_the_plan_without_it(recipe, whole, tmp_path, capsys, plan, world):
     """And goes on under it, from its own checkpoint."""
@@ -90,7 +88,6 @@ def test_zero_with_one_replica_is_the_plan_without_it(recipe, whole, tmp_path, c
         assert "plan    single\n" in told.out
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("plan", ["zero3", Plan(zero=2)])
 def test_a_model_is_loaded_under_zero_on_one_process(recipe, capsys, plan):
     train(replace(recipe, steps=1))

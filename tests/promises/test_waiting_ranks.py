@@ -119,7 +119,6 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in read_records(run / "metrics.jsonl") if "loss" in record]
 
 
-@pytest.mark.turns(24)
 def test_losses_are_those_of_one_process_whichever_plan_is_chosen(tmp_path):
     outcomes = found(tmp_path, "three of four", "four", "one", "three again", "alone")
     for name, case in outcomes.items():

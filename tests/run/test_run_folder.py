@@ -32,7 +32,6 @@ def remove_above(run: Path) -> None:
     shutil.rmtree(run.parent)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("work", [move, shutil.rmtree, remove_above, replace])
 @pytest.mark.parametrize("interval", [1, 100])
 def test_a_run_ends_when_its_folder_is_gone_and_writes_nothing_more(recipe, monkeypatch, work, interval):
@@ -56,7 +55,6 @@ def test_a_run_ends_when_its_folder_is_gone_and_writes_nothing_more(recipe, monk
     assert left == (gone[0] if work is replace else [])
 
 
-@pytest.mark.turns(8)
 def test_a_folder_that_goes_while_nothing_is_written_is_noticed_within_a_second(recipe, monkeypatch):
     recipe = change(recipe, steps=10**6, log={"interval": 10**6, "eval_interval": 0}, checkpoint={"interval": 0})
     done = Trainer.train_step
@@ -96,7 +94,6 @@ def test_a_folder_that_goes_at_the_end_is_no_success(recipe, monkeypatch, when):
     assert names == (["step_00000010"] if when == "the end" else [])
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["dp2", "pp2", "tp2_sp", "dp2_zero3"])
 @pytest.mark.parametrize("background", [True, False])
 def test_all_ranks_end_when_the_folder_is_gone(recipe, plan, background):

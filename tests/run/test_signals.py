@@ -48,7 +48,6 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_its_exit_code(recipe, number)
     assert (newest_run(recipe) / "checkpoints" / "step_00000003").is_dir()
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_is_ignored_at_the_start_stays_ignored(recipe, number):
     """As under nohup, and in the background of a script."""
@@ -85,7 +84,6 @@ def step_of(run: Path) -> int:
         return 0
 
 
-@pytest.mark.turns(24)
 def test_a_closed_terminal_ends_a_run_with_a_checkpoint(tmp_path):
     """The kernel sends SIGHUP, and every later line to the terminal is an input/output error."""
     child, terminal = pty.fork()
@@ -110,7 +108,6 @@ def running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.turns(24)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_ranks_end_with_a_checkpoint_when_their_torchrun_is_killed(tmp_path):
     process = Program([*TORCHRUN, "--nproc-per-node", "2", *ENDLESS, "--plan", "tp2"], tmp_path)
@@ -134,7 +131,6 @@ def test_ranks_end_with_a_checkpoint_when_their_torchrun_is_killed(tmp_path):
         lock.take(run)  # nobody else holds it
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("start", [[], ["-m", "dtgpt", "train"]])
 def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(tmp_path, start):
     """Also where the import would catch it, as C++ code that runs Python does."""

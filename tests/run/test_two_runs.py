@@ -276,7 +276,6 @@ def test_mistakes_are_one_sentence(write, compare, words, sentence):
     assert code == 2 and sentence in out, out
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "name, content",

@@ -239,7 +239,6 @@ def test_a_client_is_its_key_or_its_address(monkeypatch):
     assert clients == ["key 1", "key 2", "testclient", "testclient"]
 
 
-@pytest.mark.turns(24)
 def test_a_client_with_many_connections_starves_nobody(address, http, monkeypatch, service):
     """The other one, of another address, has room in a full queue, and the next slot."""
     monkeypatch.setattr(service.worker, "limits", replace(service.limits, queue=64, read_seconds=30.0))
@@ -295,7 +294,6 @@ KEYS = st.sampled_from(
 )  # fmt: skip
 
 
-@pytest.mark.turns(8)
 @settings(max_examples=150, deadline=None)
 @given(
     path=st.sampled_from(list(POSTS)), changed=st.dictionaries(KEYS, ANY_JSON, max_size=3), left_out=st.booleans()
@@ -390,7 +388,6 @@ def test_many_connections_at_once(address, service):
     assert most > 100
 
 
-@pytest.mark.turns(24)
 def test_an_answer_does_not_depend_on_the_load(http, service, monkeypatch):
     monkeypatch.setattr(service.worker, "limits", replace(service.limits, read_seconds=30.0))  # machines may be busy
     requests = [

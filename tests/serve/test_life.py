@@ -90,7 +90,6 @@ def events(response):
             yield json.loads(line.removeprefix("data: "))
 
 
-@pytest.mark.turns(24)
 def test_sigterm_ends_what_runs_with_what_it_has(folder):
     with program(folder, "--drain", "1") as server, http_client(server.address) as http:
         with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
@@ -118,7 +117,6 @@ def test_the_end_of_a_server_lets_python_collect_what_was_imported():
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.turns(8)
 def test_a_second_signal_ends_the_server_at_once(folder):
     with (
         program(folder, "--drain", "60", "--log-prompts", "on") as server,
@@ -159,7 +157,6 @@ def test_a_server_outlives_the_readers_of_its_output(folder):
         process.kill()
 
 
-@pytest.mark.turns(24)
 def test_the_death_of_a_rank_ends_all_and_is_named_in_the_answer(folder):
     with program(folder, "--plan", "tp2", launcher=TORCHRUN) as server, http_client(server.address) as http:
         alone = http.post("/v1/completions", json={**LONG, "max_tokens": 20})
@@ -177,7 +174,6 @@ def test_the_death_of_a_rank_ends_all_and_is_named_in_the_answer(folder):
     assert "another process of the run ended" in errors, errors
 
 
-@pytest.mark.turns(24)
 def test_the_death_of_a_rank_ends_an_idle_server(folder):
     with program(folder, "--plan", "pp2", launcher=TORCHRUN) as server:
         os.kill(rank_of(server.process.pid, 1), signal.SIGKILL)

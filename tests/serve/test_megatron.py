@@ -117,7 +117,6 @@ def test_other_methods_types_and_paths_get_megatrons_answers(service):
         assert http.put("/api/", json={"prompts": ["x"]}).status_code == 404
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(1)
 @settings(max_examples=120, deadline=None)
 @given(REQUESTS)

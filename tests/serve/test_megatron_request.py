@@ -38,7 +38,6 @@ def sentence_of(body):
     return None
 
 
-@pytest.mark.turns(8)
 @settings(max_examples=600, deadline=None)
 @given(REQUESTS)
 @example({"prompts": ["Hello"], "top_k": 3, "top_p": 1})

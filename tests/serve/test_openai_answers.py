@@ -88,7 +88,6 @@ NAMES = st.sampled_from([
 ])  # fmt: skip
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 @settings(deadline=None, max_examples=300)
 @given(st.dictionaries(NAMES, JSON, max_size=5))
@@ -133,7 +132,6 @@ def test_ids_that_only_the_model_has_are_refused(asked):
     assert caught.value.status == 400
 
 
-@pytest.mark.turns(8)
 def test_tokens_are_named_by_their_text_their_bytes_or_their_id(tmp_path):
     gpt2 = open_tokenizer(vocab_file=str(gpt2_files(tmp_path)[0]), merge_file=str(tmp_path / "merges.txt"))
     names = TokenNames(gpt2)

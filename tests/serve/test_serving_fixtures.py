@@ -60,7 +60,6 @@ def app_client(world, tokenizer):
         yield http
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(6)
 @pytest.mark.parametrize("case", serving_cases("validation"), ids=named)
 def test_the_server_answers_as_megatrons_did(case, app_client, world, tokenizer):

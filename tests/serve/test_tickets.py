@@ -143,7 +143,6 @@ def test_a_full_queue_has_room_for_a_client_without_its_share():
     assert empty.clients == {} and empty.waiting == 0 and len(found[0][0].ids) == 12
 
 
-@pytest.mark.turns(8)
 @pytest.mark.slow(2)
 def test_a_client_with_many_requests_does_not_hold_another_up():
     """The other's requests run as soon as a slot is free, before those that have been waiting for longer."""

@@ -20,6 +20,11 @@ def budget_of(item) -> tuple[str, float]:
     return name, LIMIT
 
 
+def asks_for_all(config) -> bool:
+    """Return whether pytest was asked for all tests, not for some by name."""
+    return config.args_source is config.ArgsSource.TESTPATHS and not config.option.keyword
+
+
 def loop() -> float:
     """Return the seconds of some work in Python, longer on a slow machine and on a busy one."""
     begin = time.perf_counter()
@@ -33,13 +38,13 @@ def slowness(workers: int) -> float:
     return max(1.0, sum(loop() for _ in range(3)) / 3 / REFERENCE) * max(1.0, crowd)
 
 
-def wrong_marks(found: Iterable[tuple[str, float, bool, float]], times: float, all_ran: bool = True) -> list[str]:
+def wrong_marks(found: Iterable[tuple[str, float, float]], times: float, all_ran: bool = True) -> list[str]:
     """Return a line for each budget that was exceeded without a mark or by far, or that is far too large. found: name,
-    budget, whether all that shares it ran, and seconds of each phase of each test. times: how much slower than at the
-    measurement this machine is. all_ran: False where only a part of every budget ran."""
-    budgets, seconds, complete = {}, Counter[str](), {}
-    for name, budget, whole, duration in found:
-        budgets[name], complete[name] = budget, whole and all_ran
+    budget, and seconds of each phase of each test. times: how much slower than at the measurement this machine is.
+    all_ran: False where only a part of every budget ran."""
+    budgets, seconds = {}, Counter[str]()
+    for name, budget, duration in found:
+        budgets[name] = budget
         seconds[name] += duration / times
     lines = []
     for name, taken in seconds.items():
@@ -48,7 +53,7 @@ def wrong_marks(found: Iterable[tuple[str, float, bool, float]], times: float, a
             lines.append(f"{name} takes {taken:.1f} s: give it {remedy}")
         elif marked and taken > QUICKER * budgets[name]:
             lines.append(f"{name} takes {taken:.1f} s, not {budgets[name]:g}: give it {remedy}")
-        elif marked and complete[name] and taken < budgets[name] / QUICKER:
+        elif marked and all_ran and taken < budgets[name] / QUICKER:
             lines.append(
                 f"{name} takes {taken:.1f} s, not {budgets[name]:g}: " + (remedy if taken > LIMIT else "no mark")
             )

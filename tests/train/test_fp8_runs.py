@@ -71,7 +71,6 @@ def test_a_step_that_observes_computes_blocks_again_and_needs_no_memory_of_its_o
     assert planned.total < exact.total
 
 
-@pytest.mark.turns(8)
 def test_evaluation_and_texts_between_steps_change_no_bit(recipe):
     quiet = trained(change(recipe, log={"eval_interval": 0, "sample_tokens": 0}))
     talks = trained(change(recipe, log={"eval_interval": 1, "sample_interval": 1}))
@@ -86,7 +85,6 @@ def test_texts_are_those_of_a_model_in_16_bits(recipe):
         assert trainer.sample() == (run / "samples" / "step_00000004.txt").read_text()
 
 
-@pytest.mark.turns(8)
 def test_a_resumed_run_equals_an_uninterrupted_one(recipe, tmp_path):
     whole = trained(change(recipe, checkpoint={"interval": 2}))
     parts = change(recipe, runs=str(tmp_path / "parts"), steps=2, optimizer={"decay_steps": 4})
@@ -97,7 +95,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recipe, tmp_path):
     assert state_of(run, 4)[STATE] == state_of(whole, 4)[STATE] and len(state_of(run, 4)[STATE]) == 4
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     "plan",
     ["tp2_sp", pytest.param("dp2_zero3", marks=pytest.mark.long), pytest.param("pp2_zbv", marks=pytest.mark.long)],
@@ -121,7 +118,6 @@ def test_a_run_in_bf16_goes_on_in_fp8_and_back(recipe):
     assert STATE not in state_of(run, 6)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("history", ["12", [["1"]], ["1 2 3"], ["1.5 " * 24]])
 def test_a_broken_history_is_a_damaged_checkpoint(recipe, history):
     folder = trained(replace(recipe, steps=1)) / "checkpoints" / "step_00000001"

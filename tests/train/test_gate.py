@@ -46,7 +46,6 @@ def test_the_same_run_has_the_same_bits(recipe, reference, tmp_path):
     assert located(recipe, reference, tmp_path) == Located()
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("plan", ["dp2_zero3", "tp2_sp_pp2"])
 def test_a_plan_is_apart_by_rounding(recipe, reference, tmp_path, plan):
     found = located(recipe, reference, tmp_path, plan)
@@ -70,7 +69,6 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_located(recipe, reference, tmp_path, name):
     change, module, kind = FAULTS[name]
@@ -78,7 +76,6 @@ def test_a_fault_is_located(recipe, reference, tmp_path, name):
     assert (found.fault.module, found.fault.kind, found.fault.step) == (module, kind, 1)
 
 
-@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "change, module",
     [("", None), (f"{BLOCK}.ln_1.eps = 1.0", "blocks.0.ln_1"), FAULTS["backward"][:2]],

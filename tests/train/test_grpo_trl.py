@@ -77,7 +77,6 @@ def named_as_theirs(values: dict[str, torch.Tensor], config, folder) -> dict[str
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("loss", ["dr_grpo", "grpo", "dapo", "bnpo"])
 def test_loss_and_gradients_are_those_of_trl(recipe, base, loss, tmp_path):
     ours = "dapo" if loss == "bnpo" else loss  # the same where a step is one batch of one process

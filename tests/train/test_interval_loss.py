@@ -47,7 +47,6 @@ def single_steps(recipe) -> dict[int, float]:
     return losses(max(newest_run(recipe).parent.glob("single-*")))
 
 
-@pytest.mark.turns(8)
 def test_a_record_has_the_mean_of_its_interval_and_the_loss_of_its_step(recipe, capsys):
     train(recipe)
     run, out = newest_run(recipe), capsys.readouterr().out
@@ -59,7 +58,6 @@ def test_a_record_has_the_mean_of_its_interval_and_the_loss_of_its_step(recipe, 
     assert records(run)[1]["bits_per_byte"] == pytest.approx(losses(run)[5] / math.log(2), rel=1e-3)  # of bytes
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan, stop",
     [
@@ -83,7 +81,6 @@ def test_a_resumed_run_has_the_records_of_an_uninterrupted_one_bitwise(recipe, t
     assert records(run) == records(whole)
 
 
-@pytest.mark.turns(8)
 def test_a_run_of_fewer_steps_that_goes_on_has_the_same_records_too(recipe, tmp_path):
     """But for that of the step that was the last."""
     train(recipe)
@@ -94,7 +91,6 @@ def test_a_run_of_fewer_steps_that_goes_on_has_the_same_records_too(recipe, tmp_
     assert [r for r in records(run) if r["step"] != 7] == whole
 
 
-@pytest.mark.turns(8)
 def test_another_plan_goes_on_with_the_interval(recipe):
     train(recipe)
     whole = losses(newest_run(recipe))
@@ -104,7 +100,6 @@ def test_another_plan_goes_on_with_the_interval(recipe):
     assert losses(run) == {step: pytest.approx(loss, rel=1e-5) for step, loss in whole.items()}
 
 
-@pytest.mark.turns(8)
 def test_a_checkpoint_of_an_older_version_begins_an_interval(recipe):
     train(change(recipe, steps=7))
     run = newest_run(recipe)
@@ -120,7 +115,6 @@ def test_a_checkpoint_of_an_older_version_begins_an_interval(recipe):
     assert losses(run)[10] == pytest.approx(sum(steps[i] for i in (8, 9, 10)) / 3, rel=1e-12)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "saved",
     [5, {}, {"sum": "a", "copies": 1, "steps": 1}, {"sum": 1.0, "copies": 0, "steps": 1}]
@@ -140,7 +134,6 @@ def test_a_state_whose_interval_is_none_is_refused(recipe, saved, capsys):
         train(change(recipe, steps=4, resume=str(run / "checkpoints" / "step_00000003")))
 
 
-@pytest.mark.turns(8)
 def test_a_loss_between_two_records_that_is_no_number_is_noticed(recipe, monkeypatch):
     """Where the steps that are looked at have one."""
     done = Trainer.train_step

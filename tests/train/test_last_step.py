@@ -45,7 +45,6 @@ def at_the_end(run) -> list:
     return [*records, (run / LAST).read_bytes(), (run / "loss.png").exists()]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "place, name, left",
     [
@@ -80,7 +79,6 @@ def test_what_a_kill_left_is_done(recipe, monkeypatch, capsys, place, name, left
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan", ["dp2", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("tp2", "pp2", "dp2_zero3")), "pp2_zbv"]
 )
@@ -98,7 +96,6 @@ def test_what_is_left_is_done_under_every_plan(recipe, plan):
     assert at_the_end(run) == whole
 
 
-@pytest.mark.turns(4)
 @pytest.mark.picture
 def test_a_plot_that_is_older_than_the_records_is_drawn_again(recipe, capsys):
     train(recipe)
@@ -134,7 +131,6 @@ def without_times(run) -> list:
     return [*kept, *(path.read_bytes() for path in sorted((run / "samples").iterdir()))]
 
 
-@pytest.mark.turns(16)
 @pytest.mark.parametrize("name", ["held_out_loss", "sample"])
 @pytest.mark.parametrize("end", ["signal", "kill"])
 def test_what_is_cut_short_between_two_steps_is_done_by_the_next_start(recipe, monkeypatch, name, end):

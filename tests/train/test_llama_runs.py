@@ -28,7 +28,6 @@ def llama(recipe):
     return change(replace(recipe, model=model), micro_batch_size=2, steps=4, log={"eval_interval": 4})
 
 
-@pytest.mark.turns(24)
 def test_a_plan_reads_what_another_wrote(llama, tmp_path):
     """Bit by bit: an output projection of its own and norms of heads, too."""
     folders = [tmp_path / plan for plan in ("tp2_pp2", "dp2_zero3")]
@@ -41,7 +40,6 @@ def test_a_plan_reads_what_another_wrote(llama, tmp_path):
         assert pool().run(world, load_each, target, folders) == [{}] * world
 
 
-@pytest.mark.turns(24)
 def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(llama, tmp_path):
     train(replace(llama, plan="single"))
     whole = newest_run(llama)
@@ -59,7 +57,6 @@ def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(llama, tmp_
     assert samples[0] == samples[1]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan, precision", [("single", "bf16"), pytest.param("tp2_sp", "fp32", marks=pytest.mark.long)]
 )

@@ -93,7 +93,6 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("kind", PLANS, indirect=True)
 def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(lora, kind, tmp_path):
     losses, weights = train_and_save(lora, tmp_path / "one", STEPS)
@@ -107,7 +106,6 @@ def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(lora, 
         assert found == pytest.approx(losses, abs=1e-6), plan
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", ["llama"], indirect=True)
 def test_a_run_goes_on_with_a_base_that_was_moved(lora, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -128,7 +126,6 @@ def test_a_run_goes_on_with_a_base_that_was_moved(lora, tmp_path, monkeypatch):
     assert dtgpt.load("runs/moved-001") is not None
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("kind", ["llama"], indirect=True)
 def test_training_follows_peft(lora, tmp_path):
     """Fifty steps of adapters on transformers' model, by torch's AdamW."""
@@ -158,7 +155,6 @@ def test_training_follows_peft(lora, tmp_path):
         assert planned.weights + planned.optimizer == held + frozen
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "phi3"], indirect=True)
 def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path):
     run = tmp_path / "run"
@@ -241,7 +237,6 @@ def test_results_of_an_evaluation_name_the_adapter_and_its_step(lora, kind, tmp_
     assert found[0]["sha256"] == found[1]["sha256"] != found[2]["sha256"]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_adapters_that_peft_made_are_read(kind, tmp_path):
     base = save_base(kind, tmp_path / "base")

@@ -48,7 +48,6 @@ def models(raw, tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large vocabulary"])
 def test_a_text_gets_the_tokenizer_of_the_model(raw, models, large, capsys):
     for kind, path in models.items():
@@ -61,7 +60,6 @@ def test_a_text_gets_the_tokenizer_of_the_model(raw, models, large, capsys):
             assert json.loads((newest_run(begun) / "recipe.json").read_text())["data"]["tokenizer_file"]
 
 
-@pytest.mark.turns(8)
 def test_a_run_goes_on_without_the_files_of_the_model_that_it_began_with(raw, models, capsys):
     begun = settle(change(raw, name="on"), {"init_from": [str(models["hf"])]})
     train(begun)
@@ -74,7 +72,6 @@ def test_a_run_goes_on_without_the_files_of_the_model_that_it_began_with(raw, mo
     assert "the recipe file says data" not in capsys.readouterr().out
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("named, words", [
     (["--data.tokenizer", "bytes"], None), (["--data.tokenizer", "bpe", "--data.bpe_vocab_size", "290"], None),
     (["--data.tokenizer", "bpe"], "1024 is more than the 400 tokens of .*; use --data.bpe_vocab_size 400, or leave"),
@@ -94,7 +91,6 @@ def test_another_tokenizer_is_taken_where_an_option_names_it_and_it_fits(raw, mo
     assert ("its embeddings mean other tokens" in capsys.readouterr().err) == ("own.json" not in str(named))
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("data", [{"tokenizer": "bytes"}, {"tokenizer": "bpe", "bpe_vocab_size": 300, "held_out": 0.5}])
 def test_another_tokenizer_of_the_recipe_file_is_refused(raw, models, data):
     for path in models.values():
@@ -143,7 +139,6 @@ def test_prepared_data_of_another_tokenizer_are_refused(raw, models, tmp_path, c
     assert "its embeddings mean other tokens" in capsys.readouterr().err
 
 
-@pytest.mark.turns(8)
 def test_prepared_data_of_the_models_tokenizer_are_taken(raw, models, tmp_path, capsys):
     """Also where nothing beside them names it."""
     own = prepared(raw, tmp_path, models["hf"])

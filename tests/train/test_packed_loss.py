@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow(4)
 LENGTHS = (5, 6, 6)  # of chats, which fill a sample of 16 + 1 tokens
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("family", ["gpt2", *OURS])
 def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(recipe, family):
     tokens = torch.randint(256, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
@@ -51,7 +50,6 @@ def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(recipe, family)
         torch.testing.assert_close(gradient, gradients_alone[name], rtol=0, atol=atol)
 
 
-@pytest.mark.turns(24)
 def test_fifty_steps_are_those_of_transformers_on_each_chat_alone(recipe, tmp_path):
     """Of all weights, by torch's AdamW: the loss is the mean over the answers of a whole batch."""
     config = transformers.LlamaConfig(

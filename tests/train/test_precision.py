@@ -27,7 +27,6 @@ def steps_of(run) -> list[dict]:
     return [r for r in read_records(run / "metrics.jsonl") if "loss" in r]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("precision, bound", [("bf16", 2e-3), ("fp16", 3e-4)])
 def test_a_run_in_16_bits_follows_the_one_in_fp32(recipe, precision, bound):
     assert train(recipe) == 0
@@ -40,7 +39,6 @@ def test_a_run_in_16_bits_follows_the_one_in_fp32(recipe, precision, bound):
     assert scaling == [(2.0**12, 0) if precision == "fp16" else (None, None)] * 10
 
 
-@pytest.mark.turns(8)
 def test_a_step_that_overflows_changes_no_weight_and_the_run_learns_in_the_end(recipe):
     recipe = change(recipe, precision="fp16", steps=30, loss_scale=HUGE)
     run, skipped, curve = training(recipe), 0, []
@@ -59,7 +57,6 @@ def test_a_step_that_overflows_changes_no_weight_and_the_run_learns_in_the_end(r
     assert curve[-1] < curve[0]
 
 
-@pytest.mark.turns(8)
 def test_the_records_tell_the_scale_and_the_steps_that_were_skipped(recipe):
     assert train(change(recipe, precision="fp16", steps=30, loss_scale=HUGE)) == 0
     records = steps_of(newest_run(recipe))
@@ -71,7 +68,6 @@ def test_the_records_tell_the_scale_and_the_steps_that_were_skipped(recipe):
     assert 10 < counts[-1] < 28
 
 
-@pytest.mark.turns(24)
 def test_a_resumed_fp16_run_goes_on_with_its_scale(recipe, tmp_path):
     recipe = change(recipe, precision="fp16", steps=28, loss_scale=HUGE, optimizer={"decay_steps": 28})
     train(recipe)
@@ -90,7 +86,6 @@ def test_a_resumed_fp16_run_goes_on_with_its_scale(recipe, tmp_path):
         assert (run / file).read_bytes() == (whole / file).read_bytes()
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["dp2", "dp2_zero3", "tp2_sp", "pp2"])
 def test_all_ranks_skip_a_step_in_which_one_overflows(recipe, plan):
     recipe = change(recipe, plan=plan, precision="fp16", micro_batch_size=2, loss_scale={"initial": 2.0**12})
@@ -111,7 +106,6 @@ def one_process() -> dict:
     return {}
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan, micro_batch_size",
     [

@@ -166,7 +166,6 @@ PLANS = {"single": 4, "dp2_zero3": 1, "tp2_sp": 4, "pp2": 2, "cp2": 4}
 WITH_SLICES = [("cp4", 2), ("cp2_tp2", 8), ("cp2_pp2", 4), ("cp2_zero3", 8), ("dp2_cp2", 2)]
 
 
-@pytest.mark.turns(24)
 def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(dpo, tmp_path):
     expected, figures = train_pairs(dpo, tmp_path / "one", STEPS)
     assert expected[0] == pytest.approx(np.log(2), rel=1e-7) and expected[-1] < expected[0] - 0.01
@@ -175,7 +174,6 @@ def test_every_plan_follows_one_process_and_goes_on_where_another_stopped(dpo, t
         assert_follows(replace(dpo, plan=plan, micro_batch_size=size), tmp_path / plan, expected, figures)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize(("plan", "size"), WITH_SLICES)
 def test_ranks_with_slices_of_answers_follow_one_process_by_means_over_tokens(dpo, tmp_path, plan, size):
     dpo = replace(dpo, dpo=DpoConfig(beta=BETA, loss="ipo"))
@@ -209,7 +207,6 @@ def log_probability(model, tokens, counts):
     return nn.functional.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0][counts[1:]].sum()
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     ("loss", "steps"),
     [(DpoConfig(beta=BETA, label_smoothing=0.1), 50), (DpoConfig(beta=BETA, loss="ipo"), 5)],
@@ -243,7 +240,6 @@ def test_steps_are_those_of_the_formula_in_transformers(dpo, base, loss, steps):
             assert trainer.mean_loss(trainer.train_step()) == pytest.approx(theirs.item(), rel=1e-5), step
 
 
-@pytest.mark.turns(24)
 def test_adapters_prefer_relative_to_their_base(dpo, tmp_path):
     with_adapters = replace(dpo, lora=LoraConfig(rank=4), optimizer=replace(dpo.optimizer, lr=1e-2))
     expected, figures = train_pairs(with_adapters, tmp_path / "one", STEPS)
@@ -252,7 +248,6 @@ def test_adapters_prefer_relative_to_their_base(dpo, tmp_path):
         assert_follows(replace(with_adapters, plan=plan), tmp_path / plan, expected, figures)
 
 
-@pytest.mark.turns(8)
 def test_a_run_reports_preferences_and_goes_on(dpo, capsys, tmp_path):
     whole = replace(dpo, log=replace(dpo.log, interval=4))
     train(whole)
@@ -281,7 +276,6 @@ def test_a_run_reports_preferences_and_goes_on(dpo, capsys, tmp_path):
         train(replace(parted, resume="auto", steps=6))
 
 
-@pytest.mark.turns(8)
 def test_a_reference_that_cannot_be_written_is_told_by_its_file_and_not_kept(dpo):
     told = pool().run(2, train_without_room_for_its_reference, replace(dpo, plan="dp2"), timeout=120)
     run = newest_run(dpo)

@@ -28,7 +28,6 @@ def run(recipe, plan: str) -> Record:
     return record(recipe, STEPS) if world == 1 else pool().run(world, record, recipe, STEPS)[0]
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "plan, precision",
     [
@@ -51,7 +50,6 @@ def test_what_is_computed_again_is_the_same_to_the_last_bit(recipe, plan, precis
         assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["single", "cp2", "tp2_sp", pytest.param("dp2_zero3", marks=pytest.mark.long), "pp2"])
 @pytest.mark.parametrize("compiled", ["off", pytest.param("on", marks=pytest.mark.long)])
 def test_around_attention_changes_no_bit(recipe, plan, compiled):
@@ -109,7 +107,6 @@ def again(step) -> list[bool]:
     return found
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["pp2", "pp2_interleaved", "dp2_zero3"])
 def test_the_first_blocks_alone_under_a_plan(recipe, plan):
     sizes = {"num_layers": 4, "dropout": 0.0}

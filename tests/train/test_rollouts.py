@@ -50,7 +50,6 @@ PLANS = {"dp2": 2, "dp2_zero3": 4, "pp2": 2, "tp2": 4, "cp2": 4}  # and the size
 WITH_SLICES = [("cp4", 2), ("cp2_tp2", 4), ("cp2_pp2", 2), ("cp2_zero3", 8), ("dp2_cp2", 2)]
 
 
-@pytest.mark.turns(24)
 def test_every_plan_draws_the_answers_and_has_the_losses_of_one_process(grpo):
     expected = train_answers(grpo, STEPS)
     assert len(expected[1]) == 8 * STEPS and len(set(map(tuple, expected[1]))) > 16
@@ -58,7 +57,6 @@ def test_every_plan_draws_the_answers_and_has_the_losses_of_one_process(grpo):
         assert_follows(replace(grpo, plan=plan, micro_batch_size=size), expected)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize(("plan", "size"), WITH_SLICES)
 def test_ranks_with_slices_of_answers_follow_one_process(grpo, plan, size):
     assert_follows(replace(grpo, plan=plan, micro_batch_size=size), train_answers(grpo, STEPS))
@@ -73,7 +71,6 @@ def assert_follows(parted, expected):
         assert own_norms == pytest.approx(norms, rel=1e-5), parted.plan
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("plan", ["dp2", "tp2"])
 def test_ranks_wait_longer_than_the_timeout_for_the_rewards_of_another(grpo, plan):
     slow = replace(grpo, plan=plan, grpo=Slow(**vars(grpo.grpo)), timeout=3.0)  # 4 rewards take 6 s
@@ -190,7 +187,6 @@ def test_captured_steps_have_the_answers_and_losses_of_others(grpo):
     assert captured[0] == pytest.approx(plain[0], abs=1e-6)
 
 
-@pytest.mark.turns(8)
 def test_adapters_answer_like_their_base_at_first_and_learn(grpo, tmp_path):
     base = save_base("gpt2", tmp_path / "base")
     whole = replace(grpo, model=replace(open_config(base), dropout=0.0), init_from=str(base))
@@ -242,7 +238,6 @@ class Talk(Low):
         return [{"role": "user", "content": f"{index}?"}]
 
 
-@pytest.mark.turns(8)
 def test_a_chat_is_asked_by_the_template_and_ends_with_a_turn(grpo, tmp_path):
     pytest.importorskip("jinja2")
     folder = write_tokenizer(tmp_path / "tokenizer")
@@ -265,7 +260,6 @@ def curve(run):
     return {record["step"]: [record.get(name) for name in names] for record in records}
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("moment", ["rollout", "scoring", "update"])
 def test_a_run_that_was_killed_goes_on_bit_for_bit(grpo, moment, tmp_path):
     train(replace(grpo, runs=str(tmp_path / "whole")))
@@ -304,7 +298,6 @@ def test_a_run_shows_what_a_user_watches(grpo, capsys):
     assert f"reward {records[1]['reward']:.3f}" in capsys.readouterr().out
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     ("how", "cause", "words"),
     [

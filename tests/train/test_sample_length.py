@@ -36,7 +36,6 @@ def reference():
     return {}
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(5)
 @pytest.mark.parametrize("plan", ["dp2_zero3", "tp2_sp", "tp2_pp2", "pp2_zbv"])
 def test_every_plan_follows_one_process(short, reference, plan):
@@ -49,7 +48,6 @@ def test_every_plan_follows_one_process(short, reference, plan):
         torch.testing.assert_close(whole, reference["weights"][name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.turns(24)
 @pytest.mark.slow(5)
 @pytest.mark.parametrize("plan", ["single", "tp2_sp", "pp2"])
 def test_positions_that_no_sample_has_change_no_bit(recipe, plan):

@@ -31,7 +31,6 @@ def one_process() -> dict:
     return {}
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", [pytest.param(plan, marks=[pytest.mark.long] * (plan in RARE)) for plan in PLANS])
 def test_the_text_of_a_seed_is_the_same_under_every_plan_and_changes_no_loss(recipe, one_process, plan):
     if not one_process:

@@ -216,7 +216,6 @@ def mine(here, text, capsys):
     return Path("runs/mine-001")
 
 
-@pytest.mark.turns(8)
 def test_a_run_is_resumed_by_its_name_alone_and_keeps_its_history(mine, capsys):
     code, out, err = command(capsys, "train", "mine.py", "--resume", mine, "--steps", 6)
     assert code == 0, err
@@ -247,7 +246,6 @@ def test_a_plan_can_be_shown_for_a_run(mine, capsys):
     assert code == 0 and "2 blocks of 32" in out, err
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("kind", ["run", "checkpoint", "hf"])
 def test_a_new_run_has_the_dimensions_of_the_model_that_it_begins_with(mine, capsys, text, kind):
     path = {"run": mine, "checkpoint": mine / "checkpoints" / "step_00000004", "hf": Path("hf")}[kind]
@@ -268,7 +266,6 @@ def test_a_new_run_has_the_dimensions_of_the_model_that_it_begins_with(mine, cap
     assert not Path("runs/mine-003").exists()
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["single", "dp2_zero3", "tp2_sp", "pp2"])
 def test_a_shorter_context_takes_the_first_positions(recipe, tmp_path, plan):
     train(change(recipe, steps=1))

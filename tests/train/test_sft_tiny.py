@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slow(9)
 RECIPE = Path(__file__).parents[2] / "recipes" / "sft_tiny.py"
 
 
-@pytest.mark.turns(24)
 def test_the_recipe_learns_to_answer_questions_in_phrasings_that_it_has_not_seen(tmp_path, monkeypatch, capsys):
     """With questions about days alone, and few steps."""
     monkeypatch.chdir(tmp_path)

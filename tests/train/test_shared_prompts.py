@@ -126,7 +126,6 @@ def test_a_run_has_the_answers_and_losses_of_samples_apart(grpo):
         assert found[2] == pytest.approx(norms, rel=1e-5)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("plan", ["dp2", "dp2_zero3", "tp2", "dp2_tp2_sp"])
 def test_plans_share_prompts_and_follow_one_process(grpo, plan):
     grpo = replace(grpo, grpo=replace(grpo.grpo, max_new_tokens=7, share_prompts="on"))  # 16 + 3 * 8 is even

@@ -51,7 +51,6 @@ def test_logits_that_are_not_finite_are_no_result(recipe, capsys):
     assert f"warning: hellaswag at step 0 has no result: {LOGITS}\n" in capsys.readouterr().err
 
 
-@pytest.mark.turns(8)
 def test_a_run_measures_its_tasks_and_loses_no_bit(recipe, files, capsys):
     assert train(recipe) == 0
     run, out = newest_run(recipe), capsys.readouterr().out
@@ -73,7 +72,6 @@ def test_a_run_measures_its_tasks_and_loses_no_bit(recipe, files, capsys):
     assert not figures(newest_run(recipe))
 
 
-@pytest.mark.turns(24)
 def test_a_plan_has_the_same_figures(recipe):
     recipe = change(recipe, log={"eval_tasks_interval": 0})
     assert train(recipe) == 0
@@ -83,7 +81,6 @@ def test_a_plan_has_the_same_figures(recipe):
     assert figures(newest_run(recipe))[5] == pytest.approx(alone[5], rel=1e-3)
 
 
-@pytest.mark.turns(8)
 def test_a_run_that_was_killed_before_its_tasks_measures_them_when_it_goes_on(recipe, capsys):
     assert train(recipe) == 0
     run = newest_run(recipe)
@@ -98,7 +95,6 @@ def test_a_run_that_was_killed_before_its_tasks_measures_them_when_it_goes_on(re
     assert "nothing is left to do" in capsys.readouterr().out
 
 
-@pytest.mark.turns(8)
 @pytest.mark.picture
 def test_a_limit_and_the_picture(recipe):
     assert train(change(recipe, steps=1, log={"eval_tasks_limit": 3})) == 0

@@ -120,7 +120,6 @@ def test_an_engine_with_graphs_does_not_divide_a_replay(recipe):
         assert not again.timers.enabled and run.timers.enabled
 
 
-@pytest.mark.turns(24)
 @pytest.mark.parametrize("plan", ["pp2", "pp2_zbv"])
 def test_stages_of_a_pipeline_measure_their_own_passes(recipe, plan):
     """The slowest rank of each part: of the whole schedule, which waits for neighbours, it takes the most."""

@@ -39,7 +39,6 @@ def make(kind: str, folder: Path) -> str:
     return str(path)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("kind", ["sentencepiece", "tokenizer.json", "trained"])
 def test_a_run_on_any_prepared_data_goes_on_and_is_sampled_without_the_tokenizers_file(recipe, tmp_path, kind):
     path = make(kind, tmp_path)

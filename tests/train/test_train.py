@@ -51,7 +51,6 @@ def test_a_run_folder_holds_all_that_happened(recipe):
     assert losses(newest_run(recipe)) == losses(run)  # the same recipe, the same numbers
 
 
-@pytest.mark.turns(24)
 def test_the_loss_falls(recipe):
     train(change(recipe, steps=60, optimizer={"lr": 1e-2}, log={"interval": 10}))
     run = newest_run(recipe)
@@ -61,7 +60,6 @@ def test_the_loss_falls(recipe):
     assert held_out[-1] < 0.7 * held_out[0]
 
 
-@pytest.mark.turns(24)
 def test_a_single_batch_is_learnt_by_heart(recipe):
     """Of windows long enough that the ambiguous beginnings, where some agree by chance, weigh little."""
     shape = {"dropout": 0.0, "hidden_size": 64, "seq_length": 64}
@@ -73,7 +71,6 @@ def test_a_single_batch_is_learnt_by_heart(recipe):
     assert loss.item() < 0.05
 
 
-@pytest.mark.turns(8)
 def test_the_curve_does_not_depend_on_the_micro_batch_size(recipe):
     curves = []
     for size in (1, 2, 8):
@@ -178,7 +175,6 @@ def test_a_signal_saves_also_when_nobody_reads_stderr(recipe, monkeypatch):
     assert [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")] == ["step_00000001"]
 
 
-@pytest.mark.turns(24)
 def test_wandb_offline_gets_the_same_records(recipe):
     pytest.importorskip("wandb")
     assert train(change(recipe, steps=3, log={"wandb": "offline"})) == 0
@@ -206,7 +202,6 @@ def test_wandb_that_cannot_start_is_one_sentence(recipe, monkeypatch):
         train(change(recipe, log={"wandb": "offline"}))
 
 
-@pytest.mark.turns(8)
 def test_samples_on_the_way_are_the_same_again_and_do_not_move_the_curve(recipe):
     runs = []
     for interval in (0, 2, 2):

@@ -67,7 +67,6 @@ def test_the_table_in_the_docs_is_the_one_that_explains():
     )
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("words", re.split(r"\s+(?=--)", SCRIPTS.strip()))
 @pytest.mark.parametrize("dash", ["-", "_"])
 def test_every_option_of_the_scripts_is_explained_or_taken(recipe, words, dash):

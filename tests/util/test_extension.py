@@ -72,7 +72,6 @@ THEIRS = {"input": {"Collective": "in"}}  # names of fields that differ in C++
 
 
 @needs_nvcc
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("source, structs, flags", LIBRARIES, ids=lambda value: getattr(value, "stem", ""))
 def test_structs_have_the_same_fields_in_python_and_cuda(tmp_path, source, structs, flags):
     """On the host alone: where each field begins, what it takes, and the sizes that the library returns."""

@@ -183,7 +183,6 @@ def planting(request, monkeypatch, tmp_path):
     return precious
 
 
-@pytest.mark.turns(8)
 @pytest.mark.picture
 def test_links_and_fifos_planted_in_a_run_folder_are_replaced_and_not_opened(recipe, planting):
     recipe = change(recipe, log={"sample_interval": 5, "wandb": "offline"})

@@ -64,7 +64,6 @@ def test_batches_are_made_without_a_thread(allowed, monkeypatch):
     assert (ahead._thread is None) == (allowed == 0)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("processes", [0, 1, 3])
 def test_text_is_encoded_by_as_many_workers_as_can_be_started(allowed, processes, monkeypatch, capsys):
     start, started = SpawnProcess.start, []
