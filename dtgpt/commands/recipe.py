@@ -1,4 +1,4 @@
-"""`dtgpt recipe`: the recipe files that come with dtgpt, also where it was installed as a wheel."""
+"""`dtgpt recipe`: recipes and job files that come with dtgpt, also where it was installed as a wheel."""
 
 import ast
 from dataclasses import dataclass
@@ -12,29 +12,34 @@ from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
 
 FOLDER = ("dtgpt", "recipes")  # the last parts of the folder where a wheel puts them
+KINDS = (".py", ".sbatch", ".yaml")  # recipes, a job of Slurm, one of Kubernetes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """Print a recipe file that comes with dtgpt, to be edited and run; without NAME, list them.
+    """Print a recipe file that comes with dtgpt, or a job file for a cluster, to be edited and run; without NAME, list
+    them.
 
-    dtgpt recipe gpt2_345m > mine.py && torchrun mine.py"""
+    dtgpt recipe gpt2_345m > mine.py && torchrun mine.py
+    dtgpt recipe slurm > slurm.sbatch && sbatch --nodes 2 slurm.sbatch mine.py"""
 
     input: tuple[str, ...] = ()
 
 
 def recipe_files() -> dict[str, Path]:
-    """Return the recipe files by name: those of the checkout that dtgpt runs from, or those that a wheel installed."""
+    """Return the files by name, recipes first, of the checkout that dtgpt runs from, or those that a wheel
+    installed."""
     checkout = Path(dtgpt.__file__).parents[1] / "recipes"
     if (checkout / "gpt2_tiny.py").is_file():
-        found = list(checkout.glob("*.py"))
+        found = list(checkout.iterdir())
     else:
         try:
             installed = metadata.files("dtgpt") or []
         except metadata.PackageNotFoundError:
             installed = []
         found = [Path(str(file.locate())) for file in installed if file.parent.parts[-2:] == FOLDER]
-    return {path.stem: path for path in sorted(found) if path.suffix == ".py"}
+    files = [path for path in found if path.suffix in KINDS]
+    return {path.stem: path for path in sorted(files, key=lambda path: (KINDS.index(path.suffix), path.name))}
 
 
 def show_recipe(options: RecipeOptions) -> None:
@@ -56,8 +61,11 @@ def show_recipe(options: RecipeOptions) -> None:
 
 
 def title_of(path: Path) -> str:
-    """Return the first line of a recipe's docstring."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+    """Return the first line of a recipe's docstring, or of another file's first comment."""
+    if path.suffix == ".py":
+        return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+    comments = (line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("# "))
+    return next(comments, "")
 
 
 command = Command("recipe", RecipeOptions, show_recipe, "gpt2_345m")

@@ -1,8 +1,9 @@
-"""`dtgpt recipe`: the recipes that come with dtgpt, as files to begin with."""
+"""`dtgpt recipe`: the recipes and job files that come with dtgpt, as files to begin with."""
 
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from dtgpt.cli import main
 from dtgpt.train.settle import load_recipe
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+RECIPES = [
+    *sorted((ROOT / "recipes").glob("*.py")),
+    *(ROOT / "recipes" / name for name in ("slurm.sbatch", "pytorchjob.yaml")),
+]
 
 
 def run(words, capsys) -> tuple[int, str, str]:
@@ -26,6 +30,8 @@ def test_each_recipe_is_listed_with_its_title(capsys):
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == [path.stem for path in RECIPES]
     title = "GPT-2 345M with the settings of Megatron-LM's examples/pretrain_gpt.sh."
     assert re.search(rf"^gpt2_345m +{re.escape(title)}$", out, re.MULTILINE)
+    assert re.search(r"^slurm +Train a recipe on several nodes: .*\.$", out, re.MULTILINE)
+    assert re.search(r"^pytorchjob +Train a recipe on several nodes of a Kubernetes cluster, .*\.$", out, re.MULTILINE)
 
 
 def test_a_recipe_is_printed_as_it_is(capsys, tmp_path):
@@ -34,6 +40,19 @@ def test_a_recipe_is_printed_as_it_is(capsys, tmp_path):
     own = tmp_path / "mine.py"
     own.write_text(out)
     assert load_recipe(own, []).model.num_layers == 24
+
+
+@pytest.mark.parametrize("name", ["slurm", "slurm.sbatch", "pytorchjob"])
+def test_a_job_file_is_printed_as_it_is(name, capsys):
+    code, out, _ = run([name], capsys)
+    file = "pytorchjob.yaml" if name == "pytorchjob" else "slurm.sbatch"
+    assert code == 0 and out == (ROOT / "recipes" / file).read_text()
+
+
+def test_a_wheel_is_to_have_every_file_of_the_folder():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    named = {path for pattern in settings["data-files"]["share/dtgpt/recipes"] for path in ROOT.glob(pattern)}
+    assert named == {path for path in (ROOT / "recipes").iterdir() if path.is_file()} == set(RECIPES)
 
 
 @pytest.mark.parametrize("words, told", [
@@ -51,4 +70,4 @@ def test_a_wheel_has_the_recipes(tmp_path):
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = [name for name in zipfile.ZipFile(wheel).namelist() if "/share/dtgpt/recipes/" in name]
-    assert sorted(Path(name).name for name in names) == [path.name for path in RECIPES]
+    assert {Path(name).name for name in names} == {path.name for path in RECIPES}
