@@ -183,6 +183,8 @@ class Saver:
         return copied
 
     def _make_folder(self, step: int) -> Path:
+        with suppress(OSError):  # after the save, that is told
+            self._remove_old(step)  # of a start that kept more: on a full disk they would stand in the way of this one
         try:
             return make_folder(self.checkpoints, step)
         except OSError as error:
@@ -283,7 +285,7 @@ class Saver:
         return {name: Written(*values) for name, values in report.items()}
 
     def _remove_old(self, step: int) -> None:
-        """Keep the newest `keep_last`, this one among them, and multiples of `keep_every`."""
+        """Keep the newest `keep_last` up to `step`, and multiples of `keep_every`."""
         if not self._keep_last:
             return
         older = [folder for folder in list_checkpoints(self.checkpoints) if step_of(folder) <= step]

@@ -189,6 +189,21 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(reci
     assert "no checkpoint of step" not in err and "Permission denied" in err
 
 
+def test_on_a_full_disk_what_may_go_makes_room_before_a_save(recipe, monkeypatch, capsys):
+    """A run that kept all and filled the disk goes on with keep_last 1."""
+    run, write = run_of(recipe), host.write_file
+    assert names_in(run) == ["latest", "step_00000004", "step_00000008"]
+
+    def on_a_disk_for_two(path, *arguments):
+        if len(list_checkpoints(path.parents[1])) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *arguments)
+
+    monkeypatch.setattr(host, "write_file", on_a_disk_for_two)
+    run_of(recipe, steps=12, resume=str(run), checkpoint={"keep_last": 1})
+    assert names_in(run) == ["latest", "step_00000012"] and "could not be written" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("plan", ["dp2_zero1", "pp2"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_write_costs_the_checkpoint_of_all(recipe, plan, rank):
