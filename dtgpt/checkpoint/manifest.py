@@ -31,7 +31,7 @@ from dtgpt.util.storage import read_regular, remove_tree, sync_path, write_text
 from dtgpt.util.threads import Threads
 
 FORMAT = "dtgpt checkpoint"
-VERSION = 1
+VERSION = 1  # of the format: one more where an older dtgpt would misread what is written; all up to this one are read
 STATE = "state.json"
 LATEST = "latest"  # the name of the newest checkpoint, for people and scripts
 LARGEST_STATE = 1 << 26  # bytes
@@ -127,8 +127,8 @@ def read_state(folder: Path, check: Check | None = None) -> dict[str, Any]:
     try:
         text = read_regular(path, LARGEST_STATE).decode("utf-8")
         state = json.loads(text)
-        if state.get("format") == FORMAT and state["version"] != VERSION:
-            newer = f"{path} has version {shown(state['version'])} of the format, this dtgpt reads {VERSION}"
+        if state.get("format") == FORMAT and _version(state) > VERSION:
+            newer = f"{path} was written by a newer dtgpt in format {state['version']}, this one reads up to {VERSION}"
         elif _check_digest(state, text).setdefault("architecture", FIRST) not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             newer = f"{path} is of the architecture {shown(state['architecture'])}, this dtgpt reads {known}"
@@ -143,6 +143,12 @@ def read_state(folder: Path, check: Check | None = None) -> dict[str, Any]:
     if newer:  # not damaged: an older one must not take its place
         raise UserError(f"{newer}; use the dtgpt that wrote it")
     return state
+
+
+def _version(state: dict[str, Any]) -> int:
+    if type(state["version"]) is not int or state["version"] < 1:
+        raise ValueError(f"the version {shown(state['version'])} of its format is no number from 1 on")
+    return state["version"]
 
 
 def _check_digest(state: dict[str, Any], text: str) -> dict[str, Any]:

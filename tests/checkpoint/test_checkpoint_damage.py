@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtgpt.checkpoint import manifest
 from dtgpt.checkpoint.load import Saved, find_checkpoint
-from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.checkpoint.manifest import VERSION, Checkpoint
 from dtgpt.checkpoint.shard_file import Damaged, Piece, read_header, write_file
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.interop.open import open_source
@@ -223,9 +224,35 @@ def test_weights_that_are_not_all_there_once_are_refused(run, kind, name):
 
 def test_a_checkpoint_of_a_newer_format_says_so(recipe, run):
     for step in (OLD, NEW):
-        change_state(run / "checkpoints" / step, {"version": 2})
-    with pytest.raises(UserError, match="has version 2 of the format, this dtgpt reads 1; use the dtgpt that wrote it"):
+        change_state(run / "checkpoints" / step, {"version": VERSION + 1})
+    told = f"was written by a newer dtgpt in format {VERSION + 1}, this one reads up to {VERSION}; use the dtgpt that"
+    with pytest.raises(UserError, match=told):
         train(change(recipe, resume=str(run), steps=6))
+
+
+def test_a_checkpoint_of_an_older_format_is_read(recipe, run, monkeypatch):
+    monkeypatch.setattr(manifest, "VERSION", VERSION + 1)
+    assert train(change(recipe, resume=str(run), steps=6)) == 0
+    states = [json.loads((run / "checkpoints" / step / STATE).read_text()) for step in (NEW, "step_00000006")]
+    assert [state["version"] for state in states] == [VERSION, VERSION + 1]
+
+
+@pytest.mark.parametrize("version", [0, -1, True, "2", None, 1.5])
+def test_a_format_that_is_no_number_is_damage(run, version):
+    change_state(run / "checkpoints" / NEW, {"version": version})
+    with pytest.raises(Damaged, match="of its format is no number from 1 on"):
+        Checkpoint(run / "checkpoints" / NEW)
+
+
+def test_the_number_of_the_format_moves_with_what_a_checkpoint_says(run):
+    """An entry that comes, goes or changes its meaning: raise VERSION if an older dtgpt would misread the checkpoint,
+    and then renew this list."""
+    state = json.loads((run / "checkpoints" / NEW / STATE).read_text())
+    assert VERSION == 1 and state.keys() == {
+        "format", "version", "step", "consumed_samples", "tokens", "schedule", "keys", "plan", "world", "recipe",
+        "architecture", "model", "padded_vocab_size", "versions", "data_digest", "optimizer", "updates",
+        "interval_loss", "files", "digest",
+    }  # fmt: skip
 
 
 def test_a_checkpoint_names_its_architecture_and_an_unknown_one_is_refused(recipe, run):
