@@ -63,6 +63,10 @@ class Dataset(ABC):
     def num_valid_tokens(self) -> int: ...
 
     @abstractmethod
+    def num_samples(self, part: Literal["train"] | Part, seq_length: int) -> int:
+        """Return the samples of a part that are there once: of an epoch in training, at most those of an evaluation."""
+
+    @abstractmethod
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         """Return training samples int64 `[B, seq_length + 1]` on the CPU: a function of `sample_ids [B]`, the data and
         the `key [2]` of a run alone. Those of chats are `[B, seq_length + 1, 2]`: `DocumentMasks.batch` takes both."""
@@ -103,6 +107,10 @@ class TextDataset(Dataset):
     @property
     def num_valid_tokens(self) -> int:
         return len(self.valid)
+
+    def num_samples(self, part: Literal["train"] | Part, seq_length: int) -> int:
+        tokens = {"train": self.train, "valid": self.valid, "test": ()}[part]
+        return max(len(tokens) - 1, 0) // seq_length
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         return training_batch(self.train, key, sample_ids, seq_length)

@@ -57,9 +57,21 @@ class Report:
             self.sinks.append(TensorBoard(run, values_of(recipe), former, step))
         self._lap_begin, self._lap_tokens = time.perf_counter(), 0
         self._lap_step: int | None = None
-        self._say_header(recipe.global_batch_size, recipe.rampup_batch_size, data, step)
+        samples = self._samples(data, recipe.sample_length, recipe.log.eval_samples)
+        self._say_header(recipe.global_batch_size, recipe.rampup_batch_size, data, samples, step)
 
-    def _say_header(self, batch_size: int, rampup: str | None, data: Dataset, step: int) -> None:
+    def _samples(self, data: Dataset, length: int, evaluated: int) -> str:
+        """Return how many samples of each part the run takes, and of how many."""
+        parts = []
+        if self.settings.groups is None:  # else training makes its own samples
+            wanted, there = self.samples_before(self.steps), data.num_samples("train", length)
+            parts.append(f"{wanted:,} to train on ({wanted / max(there, 1):.3g} epochs of {there:,})")
+        for part, name in PART_NAMES.items():
+            if there := data.num_samples(part, length):
+                parts.append(f"{min(evaluated, there):,} of {there:,} for {name}")
+        return ", ".join(parts)
+
+    def _say_header(self, batch_size: int, rampup: str | None, data: Dataset, samples: str, step: int) -> None:
         model, tokenizer = self.settings.model, data.tokenizer
         batch = f"{batch_size}" if rampup is None else f"{parse_rampup(rampup)[0]} to {batch_size}"
         per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
@@ -69,6 +81,7 @@ class Report:
             f"data    {data.source}: {counted(data.num_train_tokens, 'token')} to train on, "
             f"{data.num_valid_tokens:,} for validation, {per_token}({tokenizer.name}, "
             f"{counted(tokenizer.vocab_size, 'token')})",
+            *([f"samples {samples}"] if samples else []),
             f"plan    {self.mesh.plan.name}",
             f"device  {f'{self.mesh.world} x ' if self.mesh.world > 1 else ''}{device_name(self.device)}, "
             f"{self.settings.number_types}",
@@ -117,7 +130,8 @@ class Report:
         """Print and record the loss and the figures of held-out pairs."""
         name = PART_NAMES[part]
         self._write({"step": step, **{f"{name}_{figure}": value for figure, value in figures.items()}})
-        shown = f"accuracy {figures['reward_accuracy']:.3f}  margin {figures['reward_margin']:.4f}"
+        names = {"accuracy": ".3f", "margin": ".4f", "chosen": ".4f"}
+        shown = "  ".join(f"{name} {figures[f'reward_{name}']:{digits}}" for name, digits in names.items())
         say(f"step {step}: {name} loss {figures['loss']:.4f}  {shown}")
 
     def tasks(self, step: int, figures: dict[str, dict[str, float]]) -> None:

@@ -4,14 +4,13 @@ import errno
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from dtgpt.config.sections import LogConfig
-from dtgpt.util.console import counted, duration
+from dtgpt.util.console import counted, duration, terminal_width
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import atomic_file, open_regular, parse_json, write_text
 
@@ -155,6 +154,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "answer_tokens": lambda r: f"length {r['answer_tokens']:.1f}",
     "reward_accuracy": lambda r: f"accuracy {r['reward_accuracy']:.3f}",
     "reward_margin": lambda r: f"margin {r['reward_margin']:.3f}",
+    "reward_chosen": lambda r: f"chosen {r['reward_chosen']:.3f}",
     "grad_norm": lambda r: f"gnorm {r['grad_norm']:.2f}",
     "z": lambda r: f"z {r['z'][0]:+.2f} {r['z'][1]:+.2f}",
     "skipped_outliers": lambda r: f"{counted(r['skipped_outliers'], 'outlier')} skipped",
@@ -170,17 +170,18 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
 TIMED = ("forward_backward", "forward", "backward", "optimizer", "data")  # parts of a step that have timers
 LEAST = (
     "memory_gib", "bits_per_byte", "tokens_per_second_per_device", "mfu", "answer_tokens", "reward_margin", "grad_norm",
-    "eta_seconds",
+    "reward_chosen", "eta_seconds",
 )  # fmt: skip
 
 
 def progress_line(record: dict[str, Any], steps: int) -> str:
-    """Return `step 120/1000  loss 3.2141  ...` of a record, no wider than the terminal (80 columns where there is
-    none): what is not known, and what matters least, is left out."""
+    """Return `step 120/1000  loss 3.2141  ...` of a record without what is not known. Where it is wider than the
+    terminal, what matters least is left out; a file has all."""
     parts = {"step": f"step {record['step']:>{len(str(steps))}}/{steps}"}
     parts |= {name: part(record) for name, part in PARTS.items() if record.get(name) is not None}
+    width = terminal_width() or math.inf
     for name in LEAST:
-        if len("  ".join(parts.values())) > shutil.get_terminal_size().columns:
+        if len("  ".join(parts.values())) > width:
             parts.pop(name, None)
     return "  ".join(parts.values())
 

@@ -1,13 +1,12 @@
 """What `dtgpt compare RUN_A RUN_B` prints."""
 
 import math
-import shutil
 from collections.abc import Iterator
 
 from dtgpt.run.history import Run
 from dtgpt.run.sinks import sparkline
 from dtgpt.run.two_runs import GIVEN, FieldGroup, Metric, Point, TwoRuns
-from dtgpt.util.console import counted, hanging
+from dtgpt.util.console import counted, hanging, terminal_width
 from dtgpt.util.errors import shown_name
 
 MOST_FILES = 6  # of dtgpt's source that are named
@@ -82,7 +81,7 @@ def _group_lines(group: FieldGroup, two: TwoRuns) -> Iterator[str]:
         files = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
         more = f" and {len(files) - MOST_FILES} more" if len(files) > MOST_FILES else ""
         yield hanging(f"  in {', '.join(map(shown_name, files[:MOST_FILES]))}{more}", 4)
-    columns = shutil.get_terminal_size().columns
+    columns = terminal_width() or math.inf
     names = max((len(field.name) for field in group.listed), default=0)
     values = max((len(field.a) for field in group.listed), default=0)
     for name, a, b in group.listed:

@@ -8,7 +8,6 @@ show nothing. The first step is traced, and `dtgpt.train.gate` finds the first t
 
 import io
 import math
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -27,7 +26,7 @@ from dtgpt.train.gate import Located, Reference, locate
 from dtgpt.train.job import checked
 from dtgpt.train.record import Record, read_record
 from dtgpt.train.verdict import Difference, Limits, difference, limits_between, problems
-from dtgpt.util.console import counted, hanging, say, say_error
+from dtgpt.util.console import counted, hanging, say, say_error, terminal_width
 from dtgpt.util.environment import child_environment
 from dtgpt.util.errors import UserError
 from dtgpt.util.process import VARIABLES
@@ -235,7 +234,7 @@ def report(
 ) -> str:  # fmt: skip
     """Return the losses by step, then the largest differences, the memory of the fullest rank, and what is `wrong`."""
     names, width = list(records), max(10, *(len(name) + 2 for name in records))
-    side_by_side = max(1, (shutil.get_terminal_size().columns - 6) // width)
+    side_by_side = max(1, ((terminal_width() or 80) - 6) // width)
     lines = []
     for first in range(0, len(names), side_by_side):
         some = names[first : first + side_by_side]

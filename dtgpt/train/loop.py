@@ -136,6 +136,7 @@ class Loop:
         self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh)
         self.tasks, self.clock = TaskEvaluation(trainer), SaveClock(recipe.checkpoint.minutes)
         self.leaving = False  # because of `exit_interval`
+        self.cautioned = False  # once in a start
         self.report: Report | NullReport = NullReport()
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -292,6 +293,9 @@ class Loop:
             **trainer.times(),
         }
         self.report.step(trainer.step, metrics, record)
+        if not self.cautioned and trainer.objective is not None and (caution := trainer.objective.caution(metrics)):
+            say(caution, warning=True)
+            self.cautioned = True
         if record and trainer.rollouts is not None and trainer.rollouts.best_and_worst is not None:
             self.report.answers(trainer.step, *map(describe, trainer.rollouts.best_and_worst))
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -10,6 +11,8 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk, which may have space again
+# What commands a terminal, or turns the order of a line: control characters but tab and newline, marks of direction.
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def say(text: str, warning: bool = False) -> None:
@@ -32,6 +35,11 @@ def write(text: str) -> None:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return `1 process` or `1,000 processes`. plural: of the noun, if it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal, or of the variable COLUMNS; None where output goes into a file or a pipe."""
+    return shutil.get_terminal_size(fallback=(0, 0)).columns or None
 
 
 def hanging(line: str, indent: int) -> str:
@@ -110,7 +118,9 @@ def close_streams() -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    _write(f"{text}\n", stream)  # in one piece, since processes share a terminal and print writes "\n" separately
+    """Print a line. Names of files and parts of foreign texts in it are shown, and not obeyed by the terminal."""
+    harmless = COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text)
+    _write(f"{harmless}\n", stream)  # in one piece, since processes share a terminal and print writes "\n" separately
 
 
 def _write(text: str, stream: TextIO) -> None:

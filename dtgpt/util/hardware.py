@@ -18,11 +18,13 @@ from dtgpt.util.errors import UserError
 
 TRITON = importlib.util.find_spec("triton") is not None
 
-# Dense bf16 peak in FLOP/s by the vendors' data sheets, by words of the name that CUDA reports; the first match counts.
+# Dense peak of 16-bit floats in FLOP/s by the vendors' data sheets, by words of the name that CUDA reports, as regular
+# expressions; the first match counts.
 PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-    "H100": 989e12, "A100": 312e12, "A40": 149.7e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
-    "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+    "H100": 989e12, "H800 PCIe": 756e12, "H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12,
+    "A30": 165e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "V100S": 130e12, "V100-PCIE": 112e12,
+    "V100-SXM[23]": 125e12, "T4": 65e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
 SIXTEEN_BITS, FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)  # least compute capabilities: of bf16, of fp8, of TMA

@@ -135,6 +135,8 @@ def test_a_blend_and_parts_of_their_own(recipe, tmp_path):
     parted = read_dataset(change(recipe, data={"valid_path": other}))
     assert set(torch.cat(list(parted.held_out("valid", 16, 4, 8))).unique().tolist()) == {7, 8, 9, 256}
     assert parted.num_train_tokens == IndexedDataset(recipe.data.path).num_tokens and parted.test is None
+    samples = [parted.num_samples(part, 16) for part in ("train", "valid", "test")]
+    assert samples == [(parted.num_train_tokens - 1) // 16, (200 * 4 - 1) // 16, 0]
     tested = read_dataset(change(recipe, data={"test_path": other}))
     assert set(torch.cat(list(tested.held_out("test", 16, 4, 8))).unique().tolist()) == {7, 8, 9, 256}
     assert tested.valid is None and tested.digest != parted.digest

@@ -60,6 +60,19 @@ def test_loss_gradients_and_figures_are_those_of_the_formula(case, kind, smooth)
     assert objective.totals[:2].tolist() == [5, correct]
 
 
+@pytest.mark.parametrize(("chosen", "margin", "told"), [
+    (-0.5, 0.2, False),  # 5 nats: e^5 is 148
+    (-0.8, 0.2, True),  # 8 nats
+    (-0.8, 0.9, False),  # the rejected ones lost more
+    (0.8, 0.9, False),
+])  # fmt: skip
+def test_chosen_answers_that_become_unlikely_are_told(chosen, margin, told):
+    objective = PreferenceLoss("sigmoid", 0.1, 0.0, torch.device("cpu"))
+    caution = objective.caution({"reward_chosen": chosen, "reward_margin": margin})
+    assert (caution is not None) == told and objective.caution({}) is None
+    assert not told or caution.startswith("the chosen answers are e^8.0 times less likely than before training")
+
+
 def test_without_a_reference_the_log_probabilities_of_answers_are_returned(case):
     x, weight, targets, pairs = case
     found = preference_loss(

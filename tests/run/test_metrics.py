@@ -35,6 +35,18 @@ def test_a_progress_line_names_what_fits(monkeypatch, columns, line):
     assert progress_line(RECORD, 1000) == line and len(line) <= columns
 
 
+def test_a_progress_line_in_a_file_has_all(monkeypatch):
+    """Nobody looks at the width of a log, and what was left out of it is gone."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    more = {"tokens_per_second_per_device": 97_000.0, "reward_margin": 0.25, "reward_chosen": -1.5}
+    line = progress_line(RECORD | more, 1000)
+    expected = (
+        "step  120/1000  loss 3.2141  bits/byte 1.234  margin 0.250  chosen -1.500  gnorm 0.81  lr 5.9e-4  412k tok/s  "
+        "97k/device  mfu 48%  mem 61.2/139 GiB  eta 45s"
+    )
+    assert line == expected
+
+
 def test_a_progress_line_leaves_out_what_is_not_known(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     known = {k: v for k, v in RECORD.items() if k not in ("mfu", "tokens_per_second", "eta_seconds")}

@@ -212,6 +212,14 @@ def test_samples_on_the_way_are_the_same_again_and_do_not_move_the_curve(recipe)
     assert samples[1] == samples[2] and len(samples[1]) == 3 and samples[0].items() <= samples[1].items()
 
 
+def test_the_header_says_how_many_samples_of_each_part_are_used(recipe, capsys):
+    data = read_dataset(recipe)
+    there, valid = (len(data.train) - 1) // 16, (len(data.valid) - 1) // 16
+    train(change(recipe, steps=1, log={"eval_samples": 8}))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("samples "))
+    assert line == f"samples 8 to train on ({8 / there:.3g} epochs of {there:,}), 8 of {valid:,} for validation"
+
+
 def test_the_end_of_a_run_says_how_long_it_took_and_what_to_do_next(recipe, capsys):
     train(change(recipe, steps=2, runs=f"{recipe.runs} of mine"))
     run = newest_run(change(recipe, runs=f"{recipe.runs} of mine"))

@@ -6,7 +6,7 @@ import pytest
 
 from dtgpt.cli import main
 from dtgpt.data.dataset import default_cache
-from dtgpt.util.console import counted, hanging, parameters
+from dtgpt.util.console import counted, hanging, parameters, say, say_error
 from dtgpt.util.errors import UserError
 
 
@@ -39,6 +39,17 @@ def test_a_user_without_home_and_name_is_told_to_name_a_cache(monkeypatch, capsy
     assert end.value.code == 0 and getpass.getuser().startswith("uid")
     monkeypatch.setenv("DTGPT_CACHE", str(tmp_path))
     assert default_cache() == tmp_path
+
+
+def test_a_name_in_a_message_does_not_command_the_terminal(capsys):
+    name = "a\x1b]0;title\x07\x9b31m\r\u202etxt"
+    shown = r"a\x1b]0;title\x07\x9b31m\r\u202etxt"
+    say(f"{name}: read")
+    say(f"{name}: odd", warning=True)
+    say_error(f"\t{name}\nis wrong, caf\u00e9 \u200d")
+    told = capsys.readouterr()
+    assert told.out == f"{shown}: read\n"
+    assert told.err == f"warning: {shown}: odd\n\t{shown}\nis wrong, caf\u00e9 \u200d\n"
 
 
 def test_a_long_line_of_a_header_hangs_and_a_path_stays_whole(monkeypatch):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -156,6 +156,9 @@ class ChatDataset(Dataset):
     @property
     def num_valid_tokens(self) -> int:
         return self.valid.num_tokens
+
+    def num_samples(self, part: Literal["train"] | Part, seq_length: int) -> int:
+        return len({"train": self.train, "valid": self.valid, "test": self.test}[part])
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         """Return training samples int64 `[B, T + 1, 2]`: tokens and marks. Every epoch has each sample once."""

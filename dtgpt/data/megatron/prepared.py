@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from glob import escape, glob
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -54,6 +54,10 @@ class PreparedDataset(Dataset):
     @cached_property
     def num_valid_tokens(self) -> int:
         return _num_tokens(self.valid) if self.valid else 0
+
+    def num_samples(self, part: Literal["train"] | Part, seq_length: int) -> int:
+        samples = {"train": self.train, "valid": self.valid, "test": self.test}[part]
+        return max(_num_tokens(samples) - 1, 0) // seq_length if samples else 0
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         """Return training samples; those after the last of the shuffle index begin it again."""

@@ -9,6 +9,7 @@ Sharding rule: ranks of context parallelism each have some tokens of every sampl
 their parts of the answers, and each has the losses of whole pairs, and the factors of its own tokens.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from dtgpt.util.torch_private import all_gather_single
 
 Kind = Literal["sigmoid", "ipo"]
 FIGURES = ("pairs", "accuracy", "chosen", "rejected")  # sums over pairs in `PreferenceLoss.totals`
+UNLIKELY = 1000  # times less likely than before training: a fall of 6.9 nats
 
 
 class Pairs(NamedTuple):
@@ -104,6 +106,18 @@ class PreferenceLoss:
         chosen, rejected = relative[:, 0::2], relative[:, 1::2]
         rows = [there, (chosen > rejected) & there, self.beta * chosen * there, self.beta * rejected * there]
         return torch.stack([row.double().sum() for row in rows])
+
+    def caution(self, figures: dict[str, float]) -> str | None:
+        """Return a warning where the chosen answers, too, became much less likely, which the loss does not show, and
+        lost more than the margin has gained; None where not, or without pairs. figures: as of `figures_of`."""
+        chosen, margin = figures.get("reward_chosen", 0.0), figures.get("reward_margin", 0.0)
+        nats = -chosen / self.beta
+        if nats < math.log(UNLIKELY) or -chosen < margin:
+            return None
+        return (
+            f"the chosen answers are e^{nats:.1f} times less likely than before training (reward_chosen {chosen:.3f}), "
+            f"more than the margin of {margin:.3f}; lower optimizer.lr, or raise dpo.beta"
+        )
 
     def _count(self, relative: Tensor, there: Tensor) -> None:
         if torch.is_grad_enabled():
