@@ -20,6 +20,7 @@ from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.open import check_recipe, open_adapter, open_source, with_adapter
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside, tokenizer_place
+from dtgpt.models.architectures import ARCHITECTURES, is_own
 from dtgpt.models.source import Watched
 from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import parameters, say
@@ -82,6 +83,10 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
         )
     for note in source.notes:
         say(note, warning=True)
+    kind = type(source.config)
+    if options.to != "dtgpt" and is_own(kind):
+        theirs = ARCHITECTURES.get(kind.architecture, kind).__name__
+        say(f"{target}: what {kind.__name__} computes otherwise than {theirs} is not in it", warning=True)
     dtype, watched = DTYPES[options.dtype], Watched(source)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     if options.to == "dtgpt":

@@ -51,7 +51,7 @@ def saved_class(where: object, state: Mapping[str, Any], own: type[ModelConfig] 
     else:
         told = f"the class {shown_name(name)}, which is not dtgpt's"
     if own is not None:
-        told += f", and the model of the recipe given is of the class {own.__qualname__}"
+        told += f", and the model of the recipe given is a {own.__qualname__}"
     file = state.get(FILE)
     file = file if file and isinstance(file, str) and file.isprintable() else "FILE.py"
     raise UserError(

@@ -172,6 +172,8 @@ class Report:
         say(f"run     {self.run}")
         if is_done:
             name = shlex.quote(str(self.run))
+            if file := self.settings.model.recipe_file:
+                name += f" --recipe {shlex.quote(file)}"
             talk = f"dtgpt chat {name}" if self.chats else f"dtgpt generate {name} --interactive"
             commands = [talk] * self.spells + [f"dtgpt serve {name}"]
             say("\n".join(f"{'      ' if i else 'next: '}{command}" for i, command in enumerate(commands)))
