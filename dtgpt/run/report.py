@@ -46,11 +46,7 @@ class Report:
         self.chats = data.tokenizer.chat_template is not None
         self.first, self._begin = step, time.perf_counter()
         self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
-        tokenizer = data.tokenizer
-        described = {"source": data.source, "digest": data.digest, "tokenizer": tokenizer.name}
-        of_data = {**described, "tokens": tokenizer.vocab_size}
-        describe_run(run, asdict(recipe), settings, mesh, of_data, step)
-        tokenizer.save(run / "tokenizer.json")
+        describe_run(run, asdict(recipe), settings, mesh, data, step)
         former = read_records(run / "metrics.jsonl")
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         if recipe.log.tensorboard:
