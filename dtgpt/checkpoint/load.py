@@ -141,10 +141,12 @@ def fill(shards: Shards, load: Callable[[Shard], object], threads: int = READERS
 
 
 def find_checkpoint(
-    mesh: Mesh, run: Path, chosen: Path | None = None, weights_alone: bool = False, check: Check | None = None
-) -> Checkpoint:
+    mesh: Mesh, run: Path, chosen: Path | None = None, weights_alone: bool = False, check: Check | None = None,
+    own: type[ModelConfig] | None = None,
+) -> Checkpoint:  # fmt: skip
     """Return the newest whole checkpoint of a run, or the one `chosen`: the same on every rank, every file what was
-    written. `weights_alone`: but for those of the optimizer. `check`: of what the caller added to the state.
+    written. `weights_alone`: but for those of the optimizer. `check`: of what the caller added to the state. `own`: as
+    of `Checkpoint`.
 
     The ranks share the work of reading all files. Says so where a newer checkpoint is damaged; raises UserError where
     none is left.
@@ -163,7 +165,7 @@ def find_checkpoint(
         tried.append(folder)
         checkpoint, problem = None, None
         try:
-            checkpoint = Checkpoint(folder, check, weights_alone)
+            checkpoint = Checkpoint(folder, check, weights_alone, own)
             problem = checkpoint.problem(mesh.rank, mesh.world)
             if not chosen and checkpoint.state["step"] != step_of(folder):
                 problem = f"{folder} is of step {checkpoint.state['step']}; give it back its name"
@@ -223,7 +225,9 @@ def check_optimizer(where: Path, saved: str, wanted: str, takes: Collection[str]
 def check_same_architecture(where: Path, saved: ModelConfig, wanted: ModelConfig) -> None:
     """Raise UserError where the recipe's model is of another architecture than that at `where`."""
     if type(saved) is not type(wanted):
+        same = saved.architecture == wanted.architecture  # by name: a class of a user's own
+        there, here = (type(one).__name__ if same else one.architecture for one in (saved, wanted))
         raise UserError(
-            f"{where} holds a {saved.architecture}, and the recipe's model is a {wanted.architecture}; give another "
-            f"model, or a recipe with a {type(saved).__name__}"
+            f"{where} holds a {there}, and the recipe's model is a {here}; give another model, or a recipe with a "
+            f"{type(saved).__name__}"
         )

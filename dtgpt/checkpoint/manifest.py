@@ -16,14 +16,16 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, find_damage, read_header
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.models.architectures import ARCHITECTURES, FIRST
+from dtgpt.models.architectures import FIRST, is_own, saved_class
+from dtgpt.models.config import ModelConfig
 from dtgpt.optim import fp8_scales, loss_scale, outliers
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError, shown
@@ -65,12 +67,16 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 class Checkpoint:
     """An opened checkpoint. Opening it reads `state.json` alone; raises Damaged where that is not what was written, or
     `check` raises ValueError, TypeError or KeyError for what others than this package added to it. weights_alone: leave
-    out the optimizer's files, which may be twice as large."""
+    out the optimizer's files, which may be twice as large. own: class of the model of a recipe, which may not be
+    dtgpt's."""
 
-    def __init__(self, folder: Path, check: Check | None = None, weights_alone: bool = False):
+    def __init__(
+        self, folder: Path, check: Check | None = None, weights_alone: bool = False,
+        own: type[ModelConfig] | None = None,
+    ):  # fmt: skip
         self.folder = folder
-        self.state = read_state(folder, check)
-        self.config = ARCHITECTURES[self.state["architecture"]](**self.state["model"])
+        self.state = read_state(folder, check, own)
+        self.config = saved_model(folder / STATE, self.state, own)
         listed = {name: Written(f["bytes"], f["sha256"]) for name, f in self.state["files"].items()}
         self.files = {name: f for name, f in listed.items() if not (weights_alone and name.startswith("optimizer"))}
         self._pieces: dict[str, list[tuple[str, Piece, int]]] | None = None  # tensor -> where
@@ -119,30 +125,57 @@ def _text(state: dict[str, Any]) -> str:
     return json.dumps(state, indent=2, default=repr) + "\n"  # a plan's own table holds objects
 
 
-def read_state(folder: Path, check: Check | None = None) -> dict[str, Any]:
+def read_state(folder: Path, check: Check | None = None, own: type[ModelConfig] | None = None) -> dict[str, Any]:
     """Return what `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, architecture,
-    model, optimizer, recipe, files, ... and of a run in fp16 its loss scale, in fp8 the history of its scales. Raise
-    Damaged, or UserError where a newer dtgpt wrote it."""
+    model, optimizer, recipe, files, ... and of a run in fp16 its loss scale, in fp8 the history of its scales. `own`:
+    as of `Checkpoint`. Raise Damaged, or UserError where a newer dtgpt wrote it, or the class of its model is neither
+    dtgpt's nor `own`: these are not damaged, and an older checkpoint must not take their place."""
     path = folder / STATE
-    try:
+    with _errors_as_damage(path):
         text = read_regular(path, LARGEST_STATE).decode("utf-8")
         state = json.loads(text)
-        if state.get("format") == FORMAT and _version(state) > VERSION:
-            newer = f"{path} was written by a newer dtgpt in format {state['version']}, this one reads up to {VERSION}"
-        elif _check_digest(state, text).setdefault("architecture", FIRST) not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
-            newer = f"{path} is of the architecture {shown(state['architecture'])}, this dtgpt reads {known}"
-        else:
-            newer = None
-            state.setdefault("optimizer", OptimizerConfig.kind)  # that of checkpoints that name none
-            _check(state)
-            if check is not None:
-                check(state)
+        newer = state.get("format") == FORMAT and _version(state) > VERSION
+        if not newer:
+            _check_digest(state, text).setdefault("architecture", FIRST)
+            if not isinstance(state["architecture"], str):
+                raise ValueError(f"architecture={shown(state['architecture'])} must be a name")
+    if newer:
+        held = f"{path} was written by a newer dtgpt in format {state['version']}, this one reads up to {VERSION}"
+        raise UserError(f"{held}; use the dtgpt that wrote it")
+    if is_own(saved_class(path, state, own)):
+        saved_model(path, state, own)
+    with _errors_as_damage(path):
+        state.setdefault("optimizer", OptimizerConfig.kind)  # that of checkpoints that name none
+        _check(state, saved_model(path, state, own))
+        if check is not None:
+            check(state)
+    return state
+
+
+@contextmanager
+def _errors_as_damage(path: Path) -> Iterator[None]:
+    """Raise Damaged for what a file that is not what was written may lead to."""
+    try:
+        yield
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError) as error:
         raise Damaged(path, f"{type(error).__name__}: {error}") from None
-    if newer:  # not damaged: an older one must not take its place
-        raise UserError(f"{newer}; use the dtgpt that wrote it")
-    return state
+
+
+def saved_model(path: Path, state: dict[str, Any], own: type[ModelConfig] | None) -> ModelConfig:
+    """Return the model of a state. Raise UserError where there is none of its class, or one of a user's own that has
+    other fields by now."""
+    kind, values = saved_class(path, state, own), state["model"]
+    if not is_own(kind):
+        return kind(**values)
+    try:
+        return kind(**{name: as_tuple(value) for name, value in dict(values).items()})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: {error}; give the recipe file as it was when it was trained") from None
+
+
+def as_tuple(value: Any) -> Any:
+    """Return a value of a field with tuples in place of the lists that JSON makes of them."""
+    return tuple(map(as_tuple, value)) if isinstance(value, list) else value
 
 
 def _version(state: dict[str, Any]) -> int:
@@ -160,8 +193,7 @@ def _check_digest(state: dict[str, Any], text: str) -> dict[str, Any]:
     return state
 
 
-def _check(state: dict[str, Any]) -> None:
-    config = ARCHITECTURES[state["architecture"]](**state["model"])
+def _check(state: dict[str, Any], config: ModelConfig) -> None:
     config.validate()
     counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in counts) or not isinstance(state["data_digest"], str):

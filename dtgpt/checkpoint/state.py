@@ -5,6 +5,7 @@ from typing import Any
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.schedule import Schedule
+from dtgpt.models.architectures import describe_class
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util.environment import package_versions
@@ -31,7 +32,7 @@ def describe(recipe: dict[str, Any], settings: Settings, schedule: Schedule, ste
 def describe_model(config: ModelConfig) -> dict[str, Any]:
     """Return what every checkpoint says of its model and its writer."""
     return {
-        "architecture": config.architecture,
+        **describe_class(type(config)),
         "model": asdict(config),
         "padded_vocab_size": config.padded_vocab_size,
         "versions": package_versions(),

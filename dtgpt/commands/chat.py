@@ -79,8 +79,9 @@ def chat(path: Path, options: ChatOptions) -> None:
         raise UserError("dtgpt chat gives one answer; leave --num-samples and --num-beams out")
     base = sampling_of(options)
     source, settings, mesh = open_model(
-        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter
-    )
+        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
+        options.recipe,
+    )  # fmt: skip
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
     if tokenizer.chat_template is None and options.adapter is not None:

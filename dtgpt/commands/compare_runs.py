@@ -4,7 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.commands.command import Command
+from dtgpt.commands.model_options import RecipeFile
+from dtgpt.config.recipe_file import model_class
+from dtgpt.interop.open import check_recipe, open_config
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -16,12 +20,14 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp8": 2e-3, "fp16": 1e-3}  # of losses
 class CompareRunsOptions:
     """Compare the losses of two runs at the steps that both have recorded: whether they are equal bit for bit, within
     rounding, or part, and at which step; and name each field in which recipe, data, code, execution or versions differ.
-    A run is a run folder, or a metrics.jsonl. The exit code is 1 if the runs part.
+    A run is a run folder, or a metrics.jsonl. The exit code is 1 if the runs part. No weights are read: a --recipe is
+    checked against the class of the runs' models, and not needed.
 
     The plans of one recipe are compared by dtgpt compare RECIPE.py, see dtgpt compare --help."""
 
     output: Annotated[str | None, "PNG file of the curves and of how far they are apart; none: no picture"] = None
     tolerance: Annotated[float | None, "largest accepted relative difference; none: by precision", Bounds(0)] = None
+    recipe: RecipeFile = None
 
 
 def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
@@ -33,6 +39,10 @@ def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
             f"dtgpt compare takes two runs, and {given} given; use dtgpt compare {first} {second}, or dtgpt compare "
             "RECIPE.py --plans NAME"
         )
+    own = model_class(options.recipe)
+    for run in runs if own else ():
+        if list_checkpoints(run / "checkpoints"):
+            check_recipe(run, open_config(run, own), own)
     from dtgpt.run.plot import check_picture, import_pyplot, plot_two_runs
     from dtgpt.run.two_runs import compare_runs
     from dtgpt.run.two_runs_report import report

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from dtgpt.checkpoint.adapter import SavedAdapter
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.commands.command import Command
-from dtgpt.commands.model_options import Adapter, MergeFile, VocabFile
+from dtgpt.commands.model_options import Adapter, MergeFile, RecipeFile, VocabFile
 from dtgpt.config.execution import DTYPES
+from dtgpt.config.recipe_file import model_class
 from dtgpt.data.tokenizers.export import export_note, transformers_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.model import save_huggingface
@@ -17,8 +18,9 @@ from dtgpt.interop.hf.peft import save_peft
 from dtgpt.interop.megatron.export import export_notes, save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
-from dtgpt.interop.open import open_adapter, open_source, with_adapter
+from dtgpt.interop.open import check_recipe, open_adapter, open_source, with_adapter
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside, tokenizer_place
+from dtgpt.models.architectures import ARCHITECTURES, is_own
 from dtgpt.models.source import Watched
 from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import parameters, say
@@ -38,6 +40,7 @@ class ConvertOptions:
     ] = "dtgpt"
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], "type of the written weights; fp32 for --to dtgpt"] = "fp32"
     adapter: Adapter = None
+    recipe: RecipeFile = None
     target_tensor_parallel_size: Annotated[int, "tensor parallel size of the Megatron-LM tree", Bounds(1)] = 1
     target_pipeline_parallel_size: Annotated[int, "pipeline parallel size of the Megatron-LM tree", Bounds(1)] = 1
     transformer_impl: Annotated[
@@ -62,12 +65,15 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     _check(options)
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already; give another path")
+    own = model_class(options.recipe)
     if options.to == "peft":
-        adapter = SavedAdapter(open_adapter(path))
+        adapter = SavedAdapter(open_adapter(path, own=own))
+        check_recipe(path, adapter.config, own)
         save_peft(adapter, target)
         say(f"{target}: adapters of rank {adapter.lora.rank} for {adapter.facts['base']}")
         return
-    source = open_source(path, true_vocab_size=options.true_vocab_size)
+    source = open_source(path, true_vocab_size=options.true_vocab_size, own=own)
+    check_recipe(path, source.config, own)
     if options.adapter is not None:
         source = with_adapter(source, path, Path(options.adapter))
     if options.true_vocab_size is not None and not isinstance(source, Megatron | TorchDist):
@@ -77,6 +83,10 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
         )
     for note in source.notes:
         say(note, warning=True)
+    kind = type(source.config)
+    if options.to != "dtgpt" and is_own(kind):
+        theirs = ARCHITECTURES.get(kind.architecture, kind).__name__
+        say(f"{target}: what {kind.__name__} computes otherwise than {theirs} is not in it", warning=True)
     dtype, watched = DTYPES[options.dtype], Watched(source)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     if options.to == "dtgpt":

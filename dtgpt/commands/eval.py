@@ -18,6 +18,7 @@ from dtgpt.commands.model_options import (
     MaxLength,
     MergeFile,
     Precision,
+    RecipeFile,
     TokenizerName,
     VocabFile,
 )
@@ -78,6 +79,7 @@ class EvalOptions:
     precision: Precision = "auto"
     exact: Exact = False
     adapter: Adapter = None
+    recipe: RecipeFile = None
     max_length: MaxLength = None
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None
@@ -91,8 +93,9 @@ def evaluate(path: Path, options: EvalOptions) -> None:
     check_output(output, "--output", "eval.json", [one.path for one in asked])
     plan = Plan() if options.plan is None else options.plan
     source, settings, mesh = open_model(
-        path, plan, options.device, options.precision, options.max_length, options.exact, options.adapter
-    )
+        path, plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
+        options.recipe,
+    )  # fmt: skip
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
     prepared: list[tuple[DataFile, Prepared]] = []  # on rank 0

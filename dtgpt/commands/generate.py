@@ -18,6 +18,7 @@ from dtgpt.commands.model_options import (
     MergeFile,
     PlanName,
     Precision,
+    RecipeFile,
     TokenizerName,
     VocabFile,
 )
@@ -80,6 +81,7 @@ class Execution:
     precision: Precision = "auto"
     exact: Exact = False
     adapter: Adapter = None
+    recipe: RecipeFile = None
     slots: Annotated[
         int | None, f"texts at the same time; none: as many as needed, up to {MOST_SLOTS}", Bounds(1, MOST_SLOTS)
     ] = None
@@ -115,8 +117,9 @@ def generate(path: Path, options: GenerateOptions) -> None:
     if error := server_error(path, options):
         raise error
     source, settings, mesh = open_model(
-        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter
-    )
+        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
+        options.recipe,
+    )  # fmt: skip
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
     model = Model(source, settings, mesh, path, options.slots, tokenizer, options.exact)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 from dtgpt.commands.command import Command
+from dtgpt.commands.model_options import RecipeFile
 from dtgpt.commands.prepare import ALIASES
+from dtgpt.config.recipe_file import model_class
 from dtgpt.data.megatron.blend import as_weight, normalised, parse_data_path
 from dtgpt.data.megatron.indexed import bin_path, idx_path
 from dtgpt.data.megatron.prepared import open_sequences, prefix_of, prefixes_near
@@ -23,6 +25,7 @@ from dtgpt.util.field_types import changed_fields
 from dtgpt.util.storage import open_regular
 
 MODELS = (MAGIC.to_bytes(4, "little"), b"PK\x03\x04")  # first bytes of a .bin of llm.c and of one of PyTorch
+OF_MODELS = {"recipe", "tensors"}
 OF_DIGESTS = {"subset", "seq_length", "num_samples", "seed"}
 
 
@@ -36,15 +39,16 @@ class InspectOptions(InspectDataConfig):
                     --digest, as JSON, digests of the samples in Megatron-LM's order, also of a blend, as in
                     dtgpt inspect 0.3 PREFIX1 0.7 PREFIX2 --digest --num-samples N
 
-    All options but --tensors apply to token files."""
+    All options but --recipe and --tensors apply to token files."""
 
+    recipe: RecipeFile = None
     tensors: Annotated[bool, "list every parameter of a model with its shape and the SHA-256 of its values"] = False
 
 
 def inspect(options: InspectOptions) -> None:
     """Print what the paths `options.input` hold. Raises UserError."""
     changed = changed_fields(options) - {"input"}
-    for_data = changed - {"tensors"}
+    for_data = changed - OF_MODELS
     models = [word for word in options.input if Path(word).exists() and not _means_tokens(word)]
     if models:
         _refuse(for_data, f"applies to token files, and {models[0]} is a model")
@@ -52,7 +56,7 @@ def inspect(options: InspectOptions) -> None:
     if for_data or weighted or any(map(_means_tokens, options.input)):
         _inspect_data(options, changed)
     elif len(options.input) == 1:
-        say(inspect_model(Path(options.input[0]), options.tensors))
+        say(inspect_model(Path(options.input[0]), options.tensors, model_class(options.recipe)))
     else:
         raise UserError(
             f"dtgpt inspect needs one MODEL or PREFIX, not {' '.join(options.input) or 'none'}, such as dtgpt inspect "
@@ -83,7 +87,7 @@ def _inspect_data(options: InspectOptions, changed: set[str]) -> None:
         _refuse(changed & {"samples", "show"}, "cannot be combined with --digest")
     else:
         _refuse(changed & OF_DIGESTS, "needs --digest, which is not given")
-    _refuse(changed & {"tensors"}, f"applies to models, and {prefixes[0]} is token files")
+    _refuse(changed & OF_MODELS, f"applies to models, and {prefixes[0]} is token files")
     vocabulary = None
     if options.tokenizer is not None or options.vocab_file is not None or options.merge_file is not None:
         vocabulary = open_tokenizer(options.tokenizer or "gpt2", options.vocab_file, options.merge_file)

@@ -14,6 +14,7 @@ from dtgpt.commands.model_options import (
     MergeFile,
     PlanName,
     Precision,
+    RecipeFile,
     TokenizerName,
     VocabFile,
 )
@@ -44,6 +45,7 @@ class LmEvalOptions:
     device: Device = "auto"
     precision: Precision = "auto"
     exact: Exact = False
+    recipe: RecipeFile = None
     slots: Annotated[
         int | None,
         f"texts that are generated at the same time; none: as many as needed, up to {MOST_SLOTS}",

@@ -21,6 +21,9 @@ MaxLength = Annotated[
 Adapter = Annotated[
     str | None, "adapter (LoRA) to add to the weights: a run or checkpoint with adapters, or a folder of peft", PATH
 ]
+RecipeFile = Annotated[
+    str | None, "recipe file of the run, where the class of its model is not dtgpt's; it is executed", PATH
+]
 TokenizerName = Annotated[
     str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
 ]

@@ -16,6 +16,7 @@ from dtgpt.commands.model_options import (
     MergeFile,
     PlanName,
     Precision,
+    RecipeFile,
     TokenizerName,
     VocabFile,
 )
@@ -79,6 +80,7 @@ class ServeOptions:
     precision: Precision = "auto"
     exact: Exact = False
     adapter: Adapter = None
+    recipe: RecipeFile = None
     warm_up: Annotated[bool, "run steps of all shapes before the port opens"] = True
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None
@@ -97,8 +99,9 @@ def serve(path: Path, options: ServeOptions) -> None:
     if listener is not None:
         check_access(options, listener, key)
     source, settings, mesh = open_model(
-        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter
-    )
+        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
+        options.recipe,
+    )  # fmt: skip
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
     model = Model(source, settings, mesh, path, slots, tokenizer, options.exact)

@@ -1,14 +1,18 @@
 """Recipe files: Python, with a function `recipe()`."""
 
+import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
+from os import PathLike
 from pathlib import Path
 from types import ModuleType
 
 from dtgpt.config.recipe import Recipe
+from dtgpt.models.architectures import is_own
+from dtgpt.models.config import ModelConfig
 from dtgpt.util.errors import UserError, did_you_mean
 from dtgpt.util.field_types import check_fields
 
@@ -16,12 +20,24 @@ from dtgpt.util.field_types import check_fields
 def call_recipe(recipe_function: Callable) -> Recipe:
     """Return the recipe that a recipe file's function returns. Raises UserError if it fails or returns another type."""
     code = getattr(recipe_function, "__code__", None)
-    with _errors_of(Path(code.co_filename if code else "recipe")):
+    path = Path(code.co_filename if code else "recipe")
+    with _errors_of(path):
         recipe = recipe_function()
     if not isinstance(recipe, Recipe):
         raise UserError(f"recipe() returns {type(recipe).__name__}; return a dtgpt.config.recipe.Recipe")
     check_fields(recipe)
+    if code and is_own(type(recipe.model)):
+        type(recipe.model).recipe_file = str(path.resolve())  # checkpoints name it
     return recipe
+
+
+def model_class(recipe: Recipe | str | PathLike | None) -> type[ModelConfig] | None:
+    """Return the class of a recipe's model, or of that of a recipe file; None without one. Raises UserError."""
+    if recipe is None:
+        return None
+    if not isinstance(recipe, Recipe):
+        recipe = call_recipe(load_module(Path(recipe)).recipe)
+    return type(recipe.model)
 
 
 def recipe_module(words: list[str], command: str) -> ModuleType:
@@ -35,14 +51,43 @@ def load_module(path: Path) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
         advice = did_you_mean(path, "give one such as recipes/gpt2_tiny.py")
         raise UserError(f"there is no recipe file {path}; {advice}")
-    loader = SourceFileLoader(path.stem, str(path))
-    module = ModuleType(path.stem)
+    name = f"recipe {path.resolve()}"  # a name that no import has, as `__main__` of a program is one
+    loader = SourceFileLoader(name, str(path))
+    module = ModuleType(name)
     module.__file__ = str(path)
-    with _errors_of(path):
+    sys.modules[name] = module  # which dataclasses and type hints look up
+    with _errors_of(path), _imports_beside(path.resolve().parent):
         loader.exec_module(module)
     if not callable(getattr(module, "recipe", None)):
         raise UserError(f"{path} is not a recipe: it defines no function recipe()")
     return module
+
+
+_beside: dict[Path, set[str]] = {}  # by folder: the modules beside recipe files that these have imported
+
+
+@contextmanager
+def _imports_beside(folder: Path) -> Iterator[None]:
+    """Let a recipe file, and what it calls later, import modules of its folder, as `python RECIPE.py` does. Those of
+    another folder are forgotten: two recipes may have a `model.py` each."""
+    for other in _beside.keys() - {folder}:
+        for name in _beside.pop(other):
+            sys.modules.pop(name, None)
+        with suppress(ValueError):
+            sys.path.remove(str(other))
+    if folder not in _beside:
+        sys.path.insert(0, str(folder))
+        _beside[folder] = set()
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        roots = {name: name.partition(".")[0] for name in set(sys.modules) - before}
+        _beside[folder] |= {n for n, root in roots.items() if root not in before and _is_beside(folder, root)}
+
+
+def _is_beside(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
 
 
 @contextmanager
@@ -54,7 +99,7 @@ def _errors_of(path: Path) -> Iterator[None]:
         raise
     except SyntaxError as error:
         where = f" line {error.lineno}" if error.lineno else ""
-        raise UserError(f"{path}{where}: {_short(error.msg)}; correct the recipe") from None
+        raise UserError(f"{error.filename or path}{where}: {_short(error.msg)}; correct the recipe") from None
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((f" line {frame.lineno}" for frame in reversed(frames) if Path(frame.filename) == path), "")

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from dtgpt.config.execution import Settings, choose_device, choose_dtype
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.recipe_file import model_class
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.inference.sampling import check_switches
 from dtgpt.inference.step import NO_KERNELS
-from dtgpt.interop.open import open_source, with_adapter
+from dtgpt.interop.open import check_recipe, open_source, with_adapter
 from dtgpt.interop.tokenizer import check_size, named_tokenizer
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
@@ -43,7 +45,7 @@ _meshes: WeakSet[Mesh] = WeakSet()  # of the models that are in use
 def load(
     path: str | PathLike, plan: Plan | str | None = None, device: str = "auto", precision: str = "auto",
     slots: int | Literal["auto"] = "auto", tokenizer: Tokenizer | str | None = None, max_length: int | None = None,
-    exact: bool = False, adapter: str | PathLike | None = None,
+    exact: bool = False, adapter: str | PathLike | None = None, recipe: Recipe | str | PathLike | None = None,
 ) -> Model:  # fmt: skip
     """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
     tensor parallel over all of them. ZeRO and sequence parallelism mean nothing for inference: a plan that has them is
@@ -56,19 +58,21 @@ def load(
     positions of the model. A smaller one takes less memory, and changes no number. exact: give each token the
     log-probability that a forward pass in training computes for it, to the bit (docs/bits.md); slower.
     adapter: a run or a checkpoint with adapters (LoRA), or a folder of peft, which is added to the weights.
+    recipe: of the run, or its file, which is executed, where the class of its model is not dtgpt's.
     Raise UserError where an argument is wrong.
     """
     for name, value, kinds, advice in (
         ("path", path, (str, PathLike), "a run folder or another model"), ("plan", plan, (str, Plan, NoneType), "tp2"),
         ("tokenizer", tokenizer, (str, Tokenizer, NoneType), "the path or name of one"),
         ("adapter", adapter, (str, PathLike, NoneType), "a run folder"),
+        ("recipe", recipe, (Recipe, str, PathLike, NoneType), "the file of one"),
     ):  # fmt: skip
         if not isinstance(value, kinds):
             raise UserError(f"{name}={shown(value)} is not a {name}; give one, such as {advice}")
     check_switches(exact=exact)
     if not (isinstance(slots, str) and slots == "auto") and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
         raise UserError(f"slots={shown(slots)} is not a number of sequences; use 1 to {MOST_SLOTS}, or auto")
-    source, settings, mesh = open_model(Path(path), plan, device, precision, max_length, exact, adapter)
+    source, settings, mesh = open_model(Path(path), plan, device, precision, max_length, exact, adapter, recipe)
     if isinstance(tokenizer, str):
         tokenizer = named_tokenizer(source.config, tokenizer, None, None)
     elif tokenizer is not None:
@@ -78,13 +82,14 @@ def load(
 
 def open_model(
     path: Path, plan: Plan | str | None, device: str, precision: str, max_length: int | None = None,
-    exact: bool = False, adapter: str | PathLike | None = None,
+    exact: bool = False, adapter: str | PathLike | None = None, recipe: Recipe | str | PathLike | None = None,
 ) -> tuple[Source, Settings, Mesh]:  # fmt: skip
     """Return what a `Model` is made of, with the processes together, before weights are read. Arguments and errors are
     those of `load`. The settings' model has `max_length` positions, the source's its own."""
     for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise UserError(f"{name}={shown(value)} is not known; use {', '.join(known)}")
+    own = model_class(recipe)
     process = Process.from_environment()
     given = Plan(tp=process.world) if plan is None else parse_plan(plan, {}) if isinstance(plan, str) else plan
     resolved = given.for_world(process.world)
@@ -100,7 +105,8 @@ def open_model(
     _meshes.add(mesh)
     for note in notes_on(resolved):
         say(note, warning=True)
-    source = open_source(path, mesh)
+    source = open_source(path, mesh, own=own)
+    check_recipe(path, source.config, own)
     if adapter is not None:
         source = with_adapter(source, path, Path(adapter), mesh)
     for note in source.notes:

@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dtgpt.models.architectures import ARCHITECTURES, is_own
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, cut, has_vocabulary
@@ -122,8 +124,24 @@ def as_parameter(stored: Tensor, name: str, config: ModelConfig, part: Part | No
     return table
 
 
+def is_of_same_weights(config: ModelConfig) -> bool:
+    """Return whether a class of a user's own is derived from dtgpt's of the same architecture, with its fields alone,
+    as one with another loss is."""
+    theirs = ARCHITECTURES.get(config.architecture)
+    return (
+        theirs is not None
+        and isinstance(config, theirs)
+        and {f.name for f in fields(config)} == {f.name for f in fields(theirs)}
+    )
+
+
 def check_architecture(config: ModelConfig, known: Collection[str], kind: str) -> None:
     """Raise UserError where a model cannot be written as `kind`, a folder or tree of another library."""
+    if config.architecture in known and is_own(type(config)) and not is_of_same_weights(config):
+        raise UserError(
+            f"the model is a {type(config).__name__}, which is not dtgpt's {config.architecture}, and a {kind} holds "
+            "no other; keep it as a checkpoint of dtgpt"
+        )
     if config.architecture not in known:
         raise UserError(
             f"the model is of the architecture {config.architecture}, and a {kind} holds one of {', '.join(known)}; "

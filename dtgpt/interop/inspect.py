@@ -9,7 +9,8 @@ from dtgpt.checkpoint.adapter import ADAPTER, base_of
 from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
-from dtgpt.interop.open import open_source
+from dtgpt.interop.open import check_recipe, open_source
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source, Watched, has_vocabulary, parameter_shapes
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
@@ -17,22 +18,22 @@ from dtgpt.util.errors import UserError
 WHOLE = "every file as it was written"
 
 
-def inspect(path: Path, tensors: bool = False) -> str:
+def inspect(path: Path, tensors: bool = False, own: type[ModelConfig] | None = None) -> str:
     """Describe a run folder, a checkpoint or a model of another library, and verify each file of a checkpoint.
 
-    tensors: list every parameter with its shape and the SHA-256 of its values. Those that are not finite are named in
-    any case.
+    own: as of `open_source`. tensors: list every parameter with its shape and the SHA-256 of its values. Those that are
+    not finite are named in any case.
     Raises UserError if there is no model, or only damaged ones.
     """
     is_run = (path / "recipe.json").is_file()
     if not is_run and not (path / STATE).is_file():
-        source = open_source(path)
+        source = open_source(path, own=own)
         lines = [f"{type(source).__name__} model {path}", *_model(source), *source.notes]
     else:
         folders = list_checkpoints(path / "checkpoints") if is_run else [path]
         if not folders:
             raise UserError(f"{path} has no checkpoint yet; train on, or give another path")
-        opened = {folder: _open(folder) for folder in folders}
+        opened = {folder: _open(folder, own) for folder in folders}
         lines = [f"run {path}: {counted(len(folders), 'checkpoint')}"]
         lines += [f"  {folder.name}: {size}{problem or WHOLE}" for folder, (_, size, problem) in opened.items()]
         whole = [checkpoint for checkpoint, _, problem in opened.values() if checkpoint and not problem]
@@ -40,8 +41,9 @@ def inspect(path: Path, tensors: bool = False) -> str:
             raise UserError("; ".join([*lines, "every checkpoint is damaged: restore one"]))
         if not whole:
             raise UserError(f"{opened[path][2]}; restore the file, or give another checkpoint")
-        source = _model_of(whole[-1], lines if is_run else [f"{path}: {WHOLE}"])
+        source = _model_of(whole[-1], lines if is_run else [f"{path}: {WHOLE}"], own)
         lines = [*(lines if is_run else []), *_checkpoint(whole[-1], source), f"  {WHOLE}"]
+    check_recipe(path, source.config, own)
     watched = Watched(source)
     listed = [f"  {digest}  {name} {shape}" for name, shape, digest in tensor_digests(watched)] if tensors else []
     if not tensors:
@@ -51,21 +53,21 @@ def inspect(path: Path, tensors: bool = False) -> str:
     return "\n".join([*lines, *found, *listed])
 
 
-def _open(folder: Path) -> tuple[Checkpoint | None, str, str | None]:
+def _open(folder: Path, own: type[ModelConfig] | None) -> tuple[Checkpoint | None, str, str | None]:
     """Return the checkpoint in `folder`, None where it cannot be opened; its size; what is wrong with it, if any."""
     try:
-        checkpoint = Checkpoint(folder)
+        checkpoint = Checkpoint(folder, own=own)
         return checkpoint, f"{_size(checkpoint)}, ", checkpoint.problem()
     except Damaged as damage:
         return None, "", str(damage)
 
 
-def _model_of(checkpoint: Checkpoint, verified: list[str]) -> Source:
+def _model_of(checkpoint: Checkpoint, verified: list[str], own: type[ModelConfig] | None) -> Source:
     """Return the model of a checkpoint. Raises UserError, with what was verified, where adapters miss their base."""
     if base_of(checkpoint) is None:
         return Saved(checkpoint)
     try:
-        return open_source(checkpoint.folder)
+        return open_source(checkpoint.folder, own=own)
     except UserError as error:
         raise UserError("; ".join([*verified, str(error)])) from None
 

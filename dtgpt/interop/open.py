@@ -24,25 +24,27 @@ KNOWN = (
 )
 
 
-def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | None = None) -> Source:
+def open_source(
+    path: Path, mesh: Mesh | None = None, true_vocab_size: int | None = None, own: type[ModelConfig] | None = None
+) -> Source:
     """Open the weights at `path`, in any known format. The processes of a `mesh` share the work of checking a
-    checkpoint. `true_vocab_size`: of a Megatron-LM tree. Raise UserError where no format is recognized, or the model is
-    damaged."""
+    checkpoint. `true_vocab_size`: of a Megatron-LM tree. `own`: class of the model of a recipe, for a checkpoint of a
+    class that is not dtgpt's. Raise UserError where no format is recognized, or the model is damaged."""
     if not path.exists():
         if path.is_symlink():
             raise UserError(f"{path} leads to {os.readlink(path)}, which does not exist; give {KNOWN}")
         raise UserError(f"{path} does not exist; {did_you_mean(path, f'give {KNOWN}')}")
-    own = (path / STATE).is_file()
-    if own or (path / "recipe.json").is_file():
+    is_checkpoint = (path / STATE).is_file()
+    if is_checkpoint or (path / "recipe.json").is_file():
         mesh = mesh or Mesh(ResolvedPlan(), torch.device("cpu"))
-        checkpoint = find_checkpoint(mesh, path, path if own else None, weights_alone=True)
+        checkpoint = find_checkpoint(mesh, path, path if is_checkpoint else None, weights_alone=True, own=own)
         base = base_of(checkpoint)
         if base is not None and not base.exists():
             raise UserError(
                 f"{path} holds adapters of a model that was at {base}, which does not exist; put it back, or give the "
                 f"model where it is, with --adapter {path}"
             )
-        return Saved(checkpoint) if base is None else merged(open_source(base, mesh), base, checkpoint)
+        return Saved(checkpoint) if base is None else merged(open_source(base, mesh, own=own), base, checkpoint)
     # A run that goes on with its own checkpoint needs none of these modules.
     if (path / "config.json").is_file():
         from dtgpt.interop.hf.model import HuggingFace
@@ -68,6 +70,15 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
     raise UserError(f"{path} holds no model that dtgpt knows; give {KNOWN}")
 
 
+def check_recipe(path: Path, config: ModelConfig, own: type[ModelConfig] | None) -> None:
+    """Raise UserError where a recipe is given, of whose class `own` the model at `path` is not."""
+    if own is not None and type(config) is not own:
+        raise UserError(
+            f"{path} has a {type(config).__name__}, and the model of the recipe given is a {own.__name__}; give the "
+            "recipe that it was trained with, or leave it out: only a class that is not dtgpt's needs it"
+        )
+
+
 def with_adapter(source: Source, path: Path, adapter: Path, mesh: Mesh | None = None) -> Source:
     """Return `source`, the model at `path`, with an adapter merged into its weights: that of a run or a checkpoint of
     dtgpt, or a folder of Hugging Face's peft. Raise UserError where it is none, or one for another model."""
@@ -77,19 +88,20 @@ def with_adapter(source: Source, path: Path, adapter: Path, mesh: Mesh | None = 
 
         kind = source.kind if isinstance(source, HuggingFace) else None
         return Merged(source, Peft(adapter, source.config, kind))
-    return merged(source, path, open_adapter(adapter, mesh))
+    return merged(source, path, open_adapter(adapter, mesh, type(source.config)))
 
 
-def open_adapter(path: Path, mesh: Mesh | None = None) -> Checkpoint:
-    """Return the checkpoint with the adapters of a run, or that itself. Raise UserError where `path` holds none."""
-    own = (path / STATE).is_file()
-    if not own and not (path / "recipe.json").is_file():
+def open_adapter(path: Path, mesh: Mesh | None = None, own: type[ModelConfig] | None = None) -> Checkpoint:
+    """Return the checkpoint with the adapters of a run, or that itself. `own`: as of `open_source`. Raise UserError
+    where `path` holds none."""
+    is_checkpoint = (path / STATE).is_file()
+    if not is_checkpoint and not (path / "recipe.json").is_file():
         raise UserError(
             f"{path} holds no adapter; give a run of dtgpt with --lora.rank, one of its checkpoints, or a folder with "
             f"{ADAPTER_CONFIG}"
         )
     mesh = mesh or Mesh(ResolvedPlan(), torch.device("cpu"))
-    checkpoint = find_checkpoint(mesh, path, path if own else None, weights_alone=True)
+    checkpoint = find_checkpoint(mesh, path, path if is_checkpoint else None, weights_alone=True, own=own)
     if base_of(checkpoint) is None:
         raise UserError(f"{path} holds the weights of a model and no adapter; give it as the model")
     return checkpoint
@@ -117,16 +129,16 @@ def open_training(resume: str | None, vocab_size: int) -> TrainingSource | None:
     return MegatronTraining(Path(resume), vocab_size)
 
 
-def open_config(path: Path) -> ModelConfig:
-    """Return the shape of the model at `path`; of dtgpt's own, without a look at its weights. Raises UserError as
-    `open_source` does."""
-    own = [path] if (path / STATE).is_file() else []
-    if not own and (path / "recipe.json").is_file():
-        own = list_checkpoints(path / "checkpoints")[::-1]
-    for folder in own:
+def open_config(path: Path, own: type[ModelConfig] | None = None) -> ModelConfig:
+    """Return the shape of the model at `path`; of dtgpt's own, without a look at its weights. `own`, and UserErrors: as
+    of `open_source`."""
+    folders = [path] if (path / STATE).is_file() else []
+    if not folders and (path / "recipe.json").is_file():
+        folders = list_checkpoints(path / "checkpoints")[::-1]
+    for folder in folders:
         with suppress(Damaged):  # all checkpoints of a run have one model
-            return Checkpoint(folder).config
-    return open_source(path).config
+            return Checkpoint(folder, own=own).config
+    return open_source(path, own=own).config
 
 
 def run_of(path: Path) -> Path | None:

@@ -25,6 +25,7 @@ class ModelConfig(ABC):
     """Fields of every architecture. A subclass names its modules in `roles` and makes them in `make_*`."""
 
     architecture: ClassVar[str]  # as checkpoints name it
+    recipe_file: ClassVar[str | None] = None  # that brought the class, where it is not one of dtgpt's
     roles: ClassVar[Roles]
     continued: ClassVar[frozenset[str]] = frozenset()  # fields that a run may set anew on the weights of a model
 

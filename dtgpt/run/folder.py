@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.manifest import STATE, list_checkpoints
+from dtgpt.checkpoint.manifest import STATE, as_tuple, list_checkpoints
 from dtgpt.config.overrides import leaves, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.util.console import say
@@ -199,7 +199,7 @@ def changes_since(folder: Path, values: Mapping[str, Any]) -> list[str]:
         return []
     changes = []
     for name, value in values.items():
-        before = saved_value(saved, name)
+        before = as_tuple(saved_value(saved, name))
         if name == "optimizer.decay_steps" and before is None and not saved_value(saved, "optimizer.decay_samples"):
             before = saved_value(saved, "steps")
         if before not in (value, ABSENT) and name not in OF_ONE_START:  # an older run lacks newer fields

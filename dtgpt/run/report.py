@@ -46,11 +46,7 @@ class Report:
         self.chats = data.tokenizer.chat_template is not None
         self.first, self._begin = step, time.perf_counter()
         self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
-        tokenizer = data.tokenizer
-        described = {"source": data.source, "digest": data.digest, "tokenizer": tokenizer.name}
-        of_data = {**described, "tokens": tokenizer.vocab_size}
-        describe_run(run, asdict(recipe), settings, mesh, of_data, step)
-        tokenizer.save(run / "tokenizer.json")
+        describe_run(run, asdict(recipe), settings, mesh, data, step)
         former = read_records(run / "metrics.jsonl")
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         if recipe.log.tensorboard:
@@ -186,6 +182,8 @@ class Report:
         say(f"run     {self.run}")
         if is_done:
             name = shlex.quote(str(self.run))
+            if file := self.settings.model.recipe_file:
+                name += f" --recipe {shlex.quote(file)}"
             talk = f"dtgpt chat {name}" if self.chats else f"dtgpt generate {name} --interactive"
             commands = [talk] * self.spells + [f"dtgpt serve {name}"]
             say("\n".join(f"{'      ' if i else 'next: '}{command}" for i, command in enumerate(commands)))

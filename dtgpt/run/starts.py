@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.config.execution import Settings
+from dtgpt.data.dataset import Dataset
 from dtgpt.parallel.launch import code_digests
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import read_recipe
@@ -32,9 +33,17 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of a Python object of a 
 
 
 def describe_run(
-    folder: Path, recipe: dict[str, Any], settings: Settings, mesh: Mesh, data: dict[str, Any], step: int
+    folder: Path, recipe: dict[str, Any], settings: Settings, mesh: Mesh, data: Dataset, step: int
 ) -> None:
-    """Write the resolved recipe, the environment and the start of a run that begins or resumes after `step`."""
+    """Write the resolved recipe, the environment, the tokenizer and the start of a run that begins or resumes after
+    `step`: `folder` is a run folder then."""
+    tokenizer = data.tokenizer
+    of_data = {
+        "source": data.source,
+        "digest": data.digest,
+        "tokenizer": tokenizer.name,
+        "tokens": tokenizer.vocab_size,
+    }
     here, code = environment(mesh.device), code_digests()
     start = {
         "step": step,
@@ -44,8 +53,8 @@ def describe_run(
         "torch": here["packages"]["torch"],
         "git": here["git"],
         "code": code_digest(code),
-        "data": data["digest"],
-        "tokenizer": data["tokenizer"],
+        "data": data.digest,
+        "tokenizer": tokenizer.name,
         "before": _changed(folder, recipe),
     }
     for name in ("recipe", "environment"):
@@ -57,7 +66,8 @@ def describe_run(
     write_json(folder / "recipe.json", recipe)
     waiting = max(0, Process.from_environment().world - mesh.world)
     where = {"world": mesh.world, "waiting": waiting, "plan": mesh.plan.name}
-    write_json(folder / "environment.json", {**here, **where, "data": data, "code": code})
+    write_json(folder / "environment.json", {**here, **where, "data": of_data, "code": code})
+    tokenizer.save(folder / "tokenizer.json")
 
 
 def _execution(settings: Settings, mesh: Mesh) -> dict[str, Any]:

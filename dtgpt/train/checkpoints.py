@@ -1,6 +1,7 @@
 """What a checkpoint takes from a trainer, and gives to a trainer under any plan."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from dtgpt.checkpoint.adapter import ADAPTER, check_same_adapter
@@ -8,6 +9,7 @@ from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.state import describe
 from dtgpt.config.batch_size import BatchSizes
+from dtgpt.run.starts import describe_run
 from dtgpt.train.trainer import Trainer
 
 
@@ -20,6 +22,17 @@ def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
     if trainer.rollouts is not None:
         state["prompts"] = trainer.rollouts.prompts(trainer.step).start
     return state | {"data_digest": trainer.dataset.digest, **trainer.optimizer.state()}
+
+
+def begin_run(run: Path, trainer: Trainer, recipe: dict[str, Any]) -> None:
+    """Make `run` a run folder, which commands take as they take those of `dtgpt train`: with what was asked for, where
+    it runs, and the tokenizer. `recipe`: its fields. Every rank calls it."""
+
+    def write() -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        describe_run(run, recipe, trainer.settings, trainer.mesh, trainer.dataset, trainer.step)
+
+    trainer.mesh.on_rank_0(write)
 
 
 def restore(checkpoint: Checkpoint, trainer: Trainer, sizes: Callable[[int, int], BatchSizes]) -> None:

@@ -8,6 +8,7 @@ show nothing. The first step is traced, and `dtgpt.train.gate` finds the first t
 
 import io
 import math
+import os
 import subprocess
 import sys
 import tarfile
@@ -212,7 +213,8 @@ def run_plan(
     worker += ["--plan", side.plan_name]
     environment = {k: v for k, v in child_environment().items() if k not in VARIABLES.values()}
     if side.code is not None:
-        environment |= {"PYTHONPATH": str(side.code), "PYTHONSAFEPATH": "1"}
+        beside = str(path.parent)  # modules of the recipe, which code of older commits does not look for there
+        environment |= {"PYTHONPATH": os.pathsep.join([str(side.code), beside]), "PYTHONSAFEPATH": "1"}
     environment.setdefault("OMP_NUM_THREADS", "1")
     done = subprocess.run(
         [sys.executable, *launcher, *worker], env=environment, capture_output=True, text=True, errors="replace"

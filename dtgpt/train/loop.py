@@ -75,7 +75,8 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
         former, checkpoint = resume.run, None
         if former is not None:
             mesh.on_rank_0(lambda: lock.take(former))
-            checkpoint = find_checkpoint(mesh, former, resume.checkpoint, check=check_interval)
+            own = type(recipe.model)
+            checkpoint = find_checkpoint(mesh, former, resume.checkpoint, check=check_interval, own=own)
             check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
             check_same_samples(checkpoint, recipe.sample_length)
             if is_over(former, checkpoint, recipe.num_steps, recipe.resume):
@@ -106,8 +107,8 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             trainer.rollouts.check_prompt(trainer.step)
 
         if former is None:
-            named = recipe.runs, recipe.name
-            folder = mesh.on_rank_0(lambda: startup.new_run(*named, lock, recipe.init_from, dataset.tokenizer))
+            begun = recipe.runs, recipe.name, lock, recipe.init_from, dataset.tokenizer, type(recipe.model)
+            folder = mesh.on_rank_0(lambda: startup.new_run(*begun))
             if isinstance(dataset, PairDataset):
                 mesh.on_rank_0(lambda: save_reference(folder, dataset))
             return loop.run_to_end(folder, left)

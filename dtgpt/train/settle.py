@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.checkpoint.load import FREE, check_optimizer, check_same_architecture
-from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
+from dtgpt.checkpoint.manifest import as_tuple, list_checkpoints, read_state, step_of
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
@@ -123,7 +123,7 @@ def _counted_on(recipe: Recipe, run: Path, chosen: Path | None) -> Recipe:
     checked(recipe)
     found = chosen or max(list_checkpoints(run / "checkpoints"), key=step_of, default=None)
     try:
-        state = read_state(found) if found else {}
+        state = read_state(found, own=type(recipe.model)) if found else {}
     except UserError:  # which is told where the run is resumed
         state = {}
     step, seen = state.get("step", 0), state.get("consumed_samples", 0)
@@ -188,6 +188,7 @@ def _can_change(name: str) -> bool:
 
 def _checked(value: Any, hint: Any) -> Any:
     """Return a value from JSON if it fits a field's annotation, else raise ValueError."""
+    value = as_tuple(value)
     if wanted := misfit(value, hint):
         raise ValueError(f"which is not {wanted}")
     if isinstance(value, str):
@@ -221,7 +222,7 @@ def model_values(path: Path, asked: ModelConfig, given: Collection[str]) -> dict
     UserError where an option `given` contradicts them, or the architecture is another one. A shorter context is not a
     contradiction, nor is a scaling of rotary positions; where positions are not learned, the length of samples is the
     recipe's."""
-    return _dimensions(path, open_config(path), asked, given)
+    return _dimensions(path, open_config(path, type(asked)), asked, given)
 
 
 def _dimensions(

@@ -42,7 +42,7 @@ def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
     job = make_job(recipe, ResumePoint(run=run), Process.from_environment().world)
     with ExitStack() as stack:
         group = join(job, stack)
-        checkpoint = None if run is None else find_checkpoint(group.mesh, run)
+        checkpoint = None if run is None else find_checkpoint(group.mesh, run, own=type(recipe.model))
         dataset = read_on_every_node(lambda: read_dataset(job.recipe), group.mesh, group.process)
         trainer = make_trainer(job, group, dataset, checkpoint)
         if checkpoint is not None:
@@ -80,7 +80,8 @@ def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoin
 def load_initial_weights(path: Path, trainer: Trainer) -> None:
     """Fill the shards of a new run with the weights at `path`, of another run or of another library. Raises UserError
     where it holds another model."""
-    source, config, lora = open_source(path, trainer.mesh), trainer.settings.model, trainer.settings.lora
+    config, lora = trainer.settings.model, trainer.settings.lora
+    source = open_source(path, trainer.mesh, own=type(config))
     held = source.config
     if config.seq_length < held.seq_length and held.learns_positions:
         say(f"{path} has {held.seq_length} positions, of which this run takes the first {config.seq_length}")
@@ -118,13 +119,15 @@ def take_over(run: TrainingSource, trainer: Trainer, sizes: Callable[[int, int],
     say(f"going on with {run.path} after step {step} and {counted(samples, 'sample')}")
 
 
-def new_run(runs: str, name: str, lock: RunLock, init_from: str | None, tokenizer: Tokenizer) -> Path:
-    """Return a new run folder, locked by `lock`, with what a run with this tokenizer keeps of the model that its
-    weights are from. Other arguments: as in a recipe."""
+def new_run(
+    runs: str, name: str, lock: RunLock, init_from: str | None, tokenizer: Tokenizer, kind: type[ModelConfig]
+) -> Path:
+    """Return a new run folder, locked by `lock`, with what a run with this tokenizer and a model of the class `kind`
+    keeps of the model that its weights are from. Other arguments: as in a recipe."""
     run = create_run(Path(runs), name)
     lock.take(run)
     if init_from is not None:
-        origin_of(Path(init_from), open_config(Path(init_from)), tokenizer).save(run)
+        origin_of(Path(init_from), open_config(Path(init_from), kind), tokenizer).save(run)
     return run
 
 

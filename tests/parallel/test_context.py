@@ -95,9 +95,11 @@ def test_a_run_scores_and_writes_texts_as_one_process(recipe, heads):
     pytest.param("cp2", replace(GPT2, dropout=0.1), "none", 4, marks=pytest.mark.long),
     pytest.param("cp2_tp2_sp", replace(LLAMA, dropout=0.1, num_kv_heads=2), "selective", 6, marks=pytest.mark.long),
 ])  # fmt: skip
-def test_compiled_blocks_follow_one_process_and_send_as_many_messages(recipe, plan, model, recompute, exchanges):
+def test_compiled_blocks_follow_one_process_and_send_as_many_messages(
+    recipe, documents, plan, model, recompute, exchanges
+):
     """Under document bounds. exchanges: of a block and a micro-batch, forward and backward."""
-    masks = {"reset_attention_mask": True, "reset_position_ids": True}
+    masks = {"reset_attention_mask": True, "reset_position_ids": True, "path": str(documents)}
     recipe = change(recipe, model=model, recompute=recompute, data=masks)
     expected, _ = two_steps(replace(recipe, plan="single"))
     for found, count in pool().run(parse_plan(plan).world, two_steps, replace(recipe, plan=plan, compile="on")):
@@ -113,8 +115,10 @@ def test_compiled_blocks_follow_one_process_and_send_as_many_messages(recipe, pl
     ("cp2_zero3", LLAMA, {"precision": "bf16"}),
     ("cp2", LLAMA, {"compile": "on"}),
 ])  # fmt: skip
-def test_ranks_that_share_memory_exchange_the_same_bits_without_messages(recipe, tmp_path, plan, model, changes):
-    masks = {"reset_attention_mask": True, "reset_position_ids": True}
+def test_ranks_that_share_memory_exchange_the_same_bits_without_messages(
+    recipe, documents, tmp_path, plan, model, changes
+):
+    masks = {"reset_attention_mask": True, "reset_position_ids": True, "path": str(documents)}
     recipe = change(recipe, model=model, data=masks, plan=plan, **changes)
     for (shared, none), (expected, _) in pool().run(
         parse_plan(plan).world, two_steps_in_shared_memory, tmp_path, recipe

@@ -1,19 +1,23 @@
 """The programs of docs/library.md, as they stand there, in one process and in two, and their checkpoints."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import dtgpt
 from dtgpt.checkpoint.manifest import step_folder
+from dtgpt.commands.generate import command as generate_command
+from dtgpt.train.settle import load_recipe, override
 from tests.support.programs import TORCHRUN, run_program
 
+GPT2_TINY = Path(__file__).parents[2] / "recipes/gpt2_tiny.py"
 PAGE = (Path(__file__).parents[2] / "docs/library.md").read_text()
 
 
 @pytest.mark.slow(10)
-def test_the_program_has_the_same_losses_in_two_processes_and_can_be_loaded(tmp_path):
+def test_the_program_has_the_same_losses_in_two_processes_and_can_be_loaded(tmp_path, capsys):
     pieces = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert len(pieces) == 6
     (tmp_path / "own_loop.py").write_text("\n".join(pieces[:4]))
@@ -31,7 +35,15 @@ def test_the_program_has_the_same_losses_in_two_processes_and_can_be_loaded(tmp_
         assert float(norm) == pytest.approx(float(other_norm), rel=1e-3)
     again = run_program([tmp_path / "own_loop.py", "single"], tmp_path / "tp2")  # a run that has ended
     assert again.returncode == 0 and "step " not in again.stdout
-    assert dtgpt.load(step_folder(tmp_path / "tp2" / "own_run" / "checkpoints", 20)).config.num_layers == 2
+    run, texts = tmp_path / "tp2" / "own_run", []
+    for path in (run, step_folder(run / "checkpoints", 20)):  # what the page says
+        model = dtgpt.load(path)
+        texts.append(model.generate("import", max_new_tokens=4))
+        assert generate_command([str(path), "--prompt", "import", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+        assert model.config.num_layers == 2 and capsys.readouterr().out.startswith("import")
+    assert texts[0] == texts[1]
+    begun = override(replace(load_recipe(GPT2_TINY, []), device="cpu"), ["--init_from", str(run)])
+    assert begun.model.hidden_size == 64
 
 
 @pytest.mark.slow(3)

@@ -151,7 +151,7 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
     exists, or transformers does not have the architecture."""
     config, rank = adapter.config, adapter.lora.rank
     check_architecture(config, ARCHITECTURES, "adapter of peft")
-    architecture, is_gpt2 = _architecture_of(adapter), type(config) is GPT2Config
+    architecture, is_gpt2 = _architecture_of(adapter), isinstance(config, GPT2Config)
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     patterns: dict[str, int] = {}  # rank by the last part of a module's name
