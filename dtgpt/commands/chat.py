@@ -110,7 +110,7 @@ def chat(path: Path, options: ChatOptions) -> None:
         model.generator.describe()
         talk(session, Chat(prompts, make, options.system))
 
-    prompts = ChatPrompts(tokenizer, config)
+    prompts = ChatPrompts(tokenizer, config, model.generator.special.ends)
     try:
         model.generator.run(prepare, work)
     finally:

@@ -97,7 +97,7 @@ def tokenizer_of(path: Path, config: ModelConfig) -> Tokenizer:
     )
 
 
-def special_ids(tokenizer: Tokenizer) -> SpecialIds:
-    """Return the ids that rules look for, None where no single token spells one."""
+def special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> SpecialIds:
+    """Return the ids that rules look for, None where no single token spells one. `ends`: as `ends_of` returns them."""
     newline, double_newline, colon = (token_of(tokenizer, text) for text in ("\n", "\n\n", ":"))
-    return SpecialIds(tokenizer.end_of_text, newline, double_newline, colon)
+    return SpecialIds(tuple(ends), newline, double_newline, colon)

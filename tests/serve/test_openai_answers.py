@@ -197,7 +197,7 @@ def test_the_events_of_a_stream_together_are_the_whole_answer(texts, stop, n, ec
     def script(request, choice):
         return [*texts[(request.prompt_index + choice) % len(texts)].encode(), 256] + [97] * 30
 
-    session = Session(ScriptedEngine(script, slots=3, steps=steps), BYTES, special_ids(BYTES))
+    session = Session(ScriptedEngine(script, slots=3, steps=steps), BYTES, special_ids(BYTES, [BYTES.end_of_text]))
     numbers = [session.submit(job) for job in asked.jobs]
     answer = CompletionAnswer(asked, "tiny", BYTES, TokenNames(BYTES))
     stream, found, events = CompletionStream(answer), {}, b""
@@ -228,7 +228,8 @@ def test_the_events_of_a_stream_together_are_the_whole_answer(texts, stop, n, ec
 def test_best_of_ranks_by_the_mean_of_log_probabilities():
     asked = read(prompt="x", n=1, best_of=2, logprobs=0)
     texts = ["abcdefgh", "ab"]  # the i-th token has -i: the shorter one is likelier on average
-    session = Session(ScriptedEngine(lambda _, c: [*texts[c].encode(), 256]), BYTES, special_ids(BYTES))
+    engine = ScriptedEngine(lambda _, c: [*texts[c].encode(), 256])
+    session = Session(engine, BYTES, special_ids(BYTES, [256]))
     (found,) = session.run(asked.jobs)
     whole = CompletionAnswer(asked, "tiny", BYTES, TokenNames(BYTES)).whole([found])
     assert [choice["text"] for choice in whole["choices"]] == ["ab"]
