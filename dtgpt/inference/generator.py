@@ -27,7 +27,7 @@ from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError
 from dtgpt.util.process import Process
 
-GPT2_IDS = SpecialIds(ends=(50256,), newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
+GPT2_IDS = SpecialIds(newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
 
 FEW_SLOTS = 16  # with fewer, where more are wanted, a user is told why
 
@@ -94,7 +94,7 @@ class Generator:
         saved = self._saved_tokenizer
         ends = ends_of(self.path, saved, self.config.vocab_size).ids
         if saved is None and self.config.vocab_size == GPT2_124M.vocab_size:
-            return GPT2_IDS._replace(ends=ends or GPT2_IDS.ends)
+            return GPT2_IDS._replace(ends=ends)
         return special_ids(saved, ends) if saved is not None and saved.spells else SpecialIds(ends)
 
     def check(self, job: PromptJob) -> None:

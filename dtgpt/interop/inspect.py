@@ -110,7 +110,8 @@ def _ends(path: Path, source: Source) -> Iterator[str]:
     known = tokenizer.vocab_size if tokenizer is not None and tokenizer.spells else 0
     names = {i: f"{i} {tokenizer.decode([i])}" for i in ends.ids if tokenizer is not None and i < known}
     told = ", ".join(names.get(i, str(i)) for i in ends.ids)
-    yield f"  texts end at {told} (by {ends.source})" if told else "  nothing names the token at which texts end"
+    if told:
+        yield f"  texts end at {told} (by {ends.source})"
     if ends.ignored:
         yield f"  not tokens of the model, but named as such: {', '.join(map(str, ends.ignored))}"
 
