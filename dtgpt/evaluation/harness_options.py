@@ -33,7 +33,7 @@ def read_generation(given: Mapping[str, Any], positions: int, end: str | None = 
     that does not exist, and for more tokens than fit."""
     left = dict(given)
     lengths = [value for name in LENGTHS if (value := left.pop(name, None)) is not None]
-    until = _texts(left.pop("until", None)) + [end] * (end is not None)
+    until = _texts(left.pop("until", None)) + ([] if end is None else [end])
     temperature = _number("temperature", left.pop("temperature", None) or 0.0, float)
     samples = left.pop("do_sample", None)
     if not (samples if samples is not None else temperature > 0):
