@@ -29,7 +29,7 @@ from tests.support.runs import change, newest_run
 from tests.support.server import client, served
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow(6)
+pytestmark = pytest.mark.slow(12)
 
 VOCABULARY, NEW = 296, 24  # the tokens of the tokenizer
 PROMPT = [280, 281, 282]
