@@ -77,6 +77,8 @@ class Chat:
 def chat(path: Path, options: ChatOptions) -> None:
     if options.num_samples > 1 or options.num_beams > 1:
         raise UserError("dtgpt chat gives one answer; leave --num-samples and --num-beams out")
+    if options.split_special_tokens:
+        raise UserError("a chat is rendered with special tokens; leave --split-special-tokens out")
     base = sampling_of(options)
     source, settings, mesh = open_model(
         path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
@@ -111,7 +113,7 @@ def chat(path: Path, options: ChatOptions) -> None:
         model.generator.describe()
         talk(session, Chat(prompts, make, options.system))
 
-    prompts = ChatPrompts(tokenizer, config)
+    prompts = ChatPrompts(tokenizer, config, model.generator.special.ends)
     try:
         model.generator.run(prepare, work)
     finally:

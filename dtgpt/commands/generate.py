@@ -188,9 +188,10 @@ def _number(word: str, kind: type, option: str) -> Any:
 
 def make_job(model: Model, line: Line, base: dict[str, Any], index: int) -> PromptJob:
     """Return the job of a prompt whose options are `base` and its own. Raise UserError where it cannot be done."""
-    ids = encode(line.prompt, model.tokenizer, model.config)
-    own = {name: value for name, value in line.options.items() if value is not None}
-    job = PromptJob(ids, read_options({**base, **own}, len(ids), model.config, NEW_TOKENS), index)
+    given = base | {name: value for name, value in line.options.items() if value is not None}
+    OPTIONS["split_special_tokens"].check(given["split_special_tokens"])
+    ids = encode(line.prompt, model.tokenizer, model.config, given["split_special_tokens"])
+    job = PromptJob(ids, read_options(given, len(ids), model.config, NEW_TOKENS), index)
     model.generator.check(job)
     return job
 

@@ -50,7 +50,8 @@ class HarnessModel(TemplateLM):
         prefix = first_token(self.texts)
         if prefix is None:
             raise UserError(f"the tokenizer {self.texts.name} has no end of text, which texts without a context follow")
-        self._prefix, self._opening = prefix, self.texts.encode("")
+        self._prefix, end = prefix, self.texts.end_of_text
+        self._end = None if end is None else self.texts.decode([end])
 
     @classmethod
     def create_from_arg_obj(
@@ -97,12 +98,9 @@ class HarnessModel(TemplateLM):
         return ""
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
-        """Return the ids of a text. Names of special tokens stand for these; a tokenizer that opens texts with a token
-        does so unless `add_special_tokens` is False or the text begins with it."""
-        ids, opening = self.texts.encode(string, self.texts.names_special), self._opening
-        if opening and (add_special_tokens is False or ids[len(opening) :][:1] == opening[:1]):
-            return ids[len(opening) :]
-        return ids
+        """Return the ids of a text as a prompt. A tokenizer that opens texts with a token does so unless
+        `add_special_tokens` is False."""
+        return self.texts.encode_bare(string) if add_special_tokens is False else self.texts.encode_prompt(string)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **more: Any
@@ -130,7 +128,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return a text for each request, up to the first of its stop strings."""
-        wanted = [read_generation(request.args[1], self.positions) for request in requests]
+        wanted = [read_generation(request.args[1], self.positions, self._end) for request in requests]
         jobs = [
             self._job(request.args[0], one, index)
             for index, (request, one) in enumerate(zip(requests, wanted, strict=True))
@@ -148,6 +146,8 @@ class HarnessModel(TemplateLM):
         """Return the job of a request, whose context is cut on the left where the new tokens need its positions."""
         ids = self.tok_encode(context)[-(self.positions - wanted.new_tokens) :] or [self.prefix_token_id]
         given = {**wanted.options, "max_new_tokens": wanted.new_tokens}
+        if self.eot_token_id is not None:  # the `hf` back end stops there, whatever the model's own ends are
+            given["stop_token_ids"] = [*given.get("stop_token_ids", ()), self.eot_token_id]
         return PromptJob(ids, read_options(given, len(ids), self.shared.model.config), index)
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool) -> list[tuple[float, bool]]:

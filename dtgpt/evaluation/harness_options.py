@@ -27,12 +27,13 @@ class Wanted(NamedTuple):
         return text[: min([at for stop in self.until if (at := text.find(stop)) >= 0], default=len(text))]
 
 
-def read_generation(given: Mapping[str, Any], positions: int) -> Wanted:
+def read_generation(given: Mapping[str, Any], positions: int, end: str | None = None) -> Wanted:
     """Return what the generation arguments of a request ask for. Without `do_sample` or a temperature, it is always the
-    likeliest token. Raise UserError for an argument that does not exist, and for more tokens than fit."""
+    likeliest token. `end`: the name of the end of text, before which a text ends, too. Raise UserError for an argument
+    that does not exist, and for more tokens than fit."""
     left = dict(given)
     lengths = [value for name in LENGTHS if (value := left.pop(name, None)) is not None]
-    until = _texts(left.pop("until", None))
+    until = _texts(left.pop("until", None)) + ([] if end is None else [end])
     temperature = _number("temperature", left.pop("temperature", None) or 0.0, float)
     samples = left.pop("do_sample", None)
     if not (samples if samples is not None else temperature > 0):

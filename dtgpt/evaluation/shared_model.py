@@ -51,10 +51,12 @@ class SharedModel:
         return scores
 
     def generate(self, jobs: Sequence[PromptJob], progress: Callable[[int], None]) -> list[str]:
-        """Return the text of each job, which has one sequence, without the names of special tokens."""
+        """Return the text of each job, which has one sequence, without the names of special tokens. An end that is
+        none of these is part of the text, as in the harness's `hf` back end."""
         tokenizer = self.model.tokenizer
         assert tokenizer is not None  # without which nothing asks for texts
         silent = set(np.flatnonzero(tokenizer.token_bytes() == 0).tolist())
+        hidden = silent.union(self.model.generator.special.ends)  # in `Completion.text`, or to be left out of it
         self._command(GENERATE)
 
         def prepare() -> Need:
@@ -66,7 +68,7 @@ class SharedModel:
             texts = []
             for completions in session.run(jobs):
                 ids = completions[0].ids
-                named = not silent.isdisjoint(ids)
+                named = not hidden.isdisjoint(ids)
                 texts.append(
                     tokenizer.decode(i for i in ids if i not in silent) if named else completions[0].text or ""
                 )

@@ -63,14 +63,13 @@ class Task(NamedTuple):
 
 
 def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the ids of each text, in which names of special tokens are text as any other."""
-    return [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+    """Return the ids of each text, as of a prompt."""
+    return list(map(tokenizer.encode_prompt, texts))
 
 
 def continued(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """Return the ids of texts that follow others, without what the tokenizer puts before every text."""
-    opening = len(tokenizer.encode(""))
-    return [ids[opening:] for ids in encoded(tokenizer, texts)]
+    return list(map(tokenizer.encode_bare, texts))
 
 
 def opened(context: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -1,5 +1,7 @@
 """Chats as prompts: rendered by the tokenizer's own template, up to the beginning of an answer."""
 
+from collections.abc import Sequence
+
 from dtgpt.data.chats.encode import check_kept, encode_chat, renderer_of
 from dtgpt.data.chats.template import PROBE, ChatError, Message
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -8,13 +10,13 @@ from dtgpt.models.config import ModelConfig
 
 
 class ChatPrompts:
-    """Prompts of chats. `stops`: texts with which an answer ends besides the end of text. Any thread may use it. Raises
-    UserError where the tokenizer has no template, or a wrong one."""
+    """Prompts of chats. `stops`: texts with which an answer ends besides the model's `ends`. Any thread may use it.
+    Raises UserError where the tokenizer has no template, or a wrong one."""
 
-    def __init__(self, tokenizer: Tokenizer, config: ModelConfig):
+    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, ends: Sequence[int] = ()):
         self._tokenizer, self._config = tokenizer, config
         self._renderer = renderer_of(tokenizer)
-        self.stops = self._ends()
+        self.stops = self._stops(ends)
 
     def encode(self, messages: list[Message]) -> list[int]:
         """Return the ids of a chat that an answer follows. Raises UserError."""
@@ -27,8 +29,8 @@ class ChatPrompts:
         """End the template's process."""
         self._renderer.close()
 
-    def _ends(self) -> tuple[str, ...]:
-        """Return the special token with which the template ends an answer, unless that is the end of text."""
+    def _stops(self, ends: Sequence[int]) -> tuple[str, ...]:
+        """Return the special token with which the template ends an answer, unless that is one of the `ends`."""
         tokenizer = self._tokenizer
         try:
             found = encode_chat([dict(message) for message in PROBE], self._renderer, tokenizer, "assistant")
@@ -36,4 +38,4 @@ class ChatPrompts:
             return ()
         last = [i for i, counts in zip(found.ids, found.counts, strict=True) if counts][-1]
         name = tokenizer.decode([last])
-        return (name,) if name in tokenizer.special_names and last != tokenizer.end_of_text else ()
+        return (name,) if name in tokenizer.special_names and last not in ends else ()

@@ -17,6 +17,7 @@ from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, free_memory, slot
 from dtgpt.inference.prompts import special_ids, tokenizer_of
 from dtgpt.inference.sampling import SpecialIds
 from dtgpt.inference.session import PromptJob, Session
+from dtgpt.interop.ends import ends_of
 from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -26,7 +27,7 @@ from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError
 from dtgpt.util.process import Process
 
-GPT2_IDS = SpecialIds(end_of_text=50256, newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
+GPT2_IDS = SpecialIds(newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
 
 FEW_SLOTS = 16  # with fewer, where more are wanted, a user is told why
 
@@ -91,9 +92,10 @@ class Generator:
     def special(self) -> SpecialIds:
         """The ids that rules look for."""
         saved = self._saved_tokenizer
-        if saved is None:
-            return GPT2_IDS if self.config.vocab_size == GPT2_124M.vocab_size else SpecialIds()
-        return special_ids(saved) if saved.spells else SpecialIds()
+        ends = ends_of(self.path, saved, self.config.vocab_size).ids
+        if saved is None and self.config.vocab_size == GPT2_124M.vocab_size:
+            return GPT2_IDS._replace(ends=ends)
+        return special_ids(saved, ends) if saved is not None and saved.spells else SpecialIds(ends)
 
     def check(self, job: PromptJob) -> None:
         """Raise UserError for a job that this model can never do."""

@@ -22,6 +22,7 @@ from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.inference.sampling import check_switches
 from dtgpt.inference.step import NO_KERNELS
+from dtgpt.interop.ends import ends_of
 from dtgpt.interop.open import check_recipe, open_source, with_adapter
 from dtgpt.interop.tokenizer import check_size, named_tokenizer
 from dtgpt.models.config import ModelConfig
@@ -112,6 +113,7 @@ def open_model(
     for note in source.notes:
         say(note, warning=True)
     source.config.validate()
+    ends_of(path, None, source.config.vocab_size)  # which refuses what is not an id, before weights are read
     if exact:
         check_blocks(source.config)
     config = shortened(source.config, max_length)

@@ -126,11 +126,12 @@ class Model:
             results.append(completions if several else completions[0])
         return results[0] if answer["single"] else results
 
-    def score(self, prompts: Any, *, top_logprobs: int = 0) -> Any:
+    def score(self, prompts: Any, *, top_logprobs: int = 0, split_special_tokens: bool = False) -> Any:
         """Return a `Score` of a text, or of ids: the log-probability of each token after the first; a list of them for
-        a list of texts or of ids. `top_logprobs`: number of likeliest tokens to return in place of each. Raise
-        UserError as `generate` does."""
+        a list of texts or of ids. `top_logprobs`: number of likeliest tokens to return in place of each.
+        split_special_tokens: as in `generate`. Raise UserError as `generate` does."""
         options = {"max_new_tokens": 0, "prompt_logprobs": True, "top_logprobs": top_logprobs}
+        options["split_special_tokens"] = split_special_tokens
         answer = self._run(prompts, options, _prompt_score)
         scores = list(map(score_of, answer["found"]))
         return scores[0] if answer["single"] else scores
@@ -141,7 +142,7 @@ class Model:
         jobs: list[PromptJob] = []
 
         def prepare() -> Need:
-            asked.append(self._read(prompts))
+            asked.append(self._read(prompts, options))
             jobs.extend(self._jobs(asked[0], options))
             return need_of(jobs)
 
@@ -157,7 +158,7 @@ class Model:
         def prepare() -> Need:
             if more:
                 raise UserError("stream=True yields pieces of the text; leave details and return_full_text out")
-            asked.append(self._read(prompts))
+            asked.append(self._read(prompts, options))
             jobs.extend(self._jobs(asked[0], options))
             if not asked[0].single or jobs[0].rows > 1:
                 raise UserError("stream=True follows one sequence; give one prompt, one sequence and no beams")
@@ -169,8 +170,10 @@ class Model:
 
         return self.generator.stream(prepare, work)
 
-    def _read(self, prompts: Any) -> GivenPrompts:
-        return read_prompts(prompts, lambda: self.tokenizer, self.config)
+    def _read(self, prompts: Any, options: Mapping[str, Any]) -> GivenPrompts:
+        split = options.get("split_special_tokens") or False
+        check_switches(split_special_tokens=split)
+        return read_prompts(prompts, lambda: self.tokenizer, self.config, split)
 
     def _jobs(self, asked: GivenPrompts, options: Mapping[str, Any]) -> list[PromptJob]:
         jobs = [PromptJob(ids, read_options(options, len(ids), self.config), i) for i, ids in enumerate(asked.ids)]

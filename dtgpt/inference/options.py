@@ -47,6 +47,9 @@ class Options(Sampling):
         tuple[str, ...], "texts before the first of which the text ends, also across tokens; up to 16",
         Offer(openai="stop", page=Control("end", "Stop at", example="\\n\\n")),
     ] = ()  # fmt: skip
+    split_special_tokens: Annotated[
+        bool, "names of special tokens in the prompt are text as any other, and not these tokens", Offer()
+    ] = False
     top_logprobs: Annotated[
         int, "likeliest tokens to return with their log-probabilities, at each new token", Bounds(0, MOST_ALTERNATIVES),
         Offer(command=None, openai=None),

@@ -28,7 +28,9 @@ class GivenPrompts(NamedTuple):
     single: bool  # one prompt, not a list of them
 
 
-def read_prompts(prompts: Any, tokenizer: Callable[[], Tokenizer], config: ModelConfig) -> GivenPrompts:
+def read_prompts(
+    prompts: Any, tokenizer: Callable[[], Tokenizer], config: ModelConfig, split_special_tokens: bool = False
+) -> GivenPrompts:
     """Return prompts given as a text, a list or tensor of ids, or a list of either. `tokenizer`: returns that of the
     model, or raises UserError. Raise UserError for any other value, an empty list, and ids that the model does not
     have."""
@@ -39,15 +41,15 @@ def read_prompts(prompts: Any, tokenizer: Callable[[], Tokenizer], config: Model
     if not _is_list(several):
         raise UserError(f"{shown(prompts)} is not a prompt; give {KINDS}")
     if all(isinstance(prompt, str) for prompt in several):
-        return GivenPrompts([encode(text, tokenizer(), config) for text in several], list(several), single)
+        ids = [encode(text, tokenizer(), config, split_special_tokens) for text in several]
+        return GivenPrompts(ids, list(several), single)
     return GivenPrompts([check_ids(prompt, config) for prompt in several], None, single)
 
 
-def encode(text: str, tokenizer: Tokenizer, config: ModelConfig, special: bool = False) -> list[int]:
-    """Return the ids of a prompt; an empty one begins a document. `special`: the names of special tokens in it stand
-    for these, where the tokenizer knows such names. Raise UserError where the tokenizer or the model does not know the
-    text."""
-    ids = tokenizer.encode(text, special and tokenizer.names_special)
+def encode(text: str, tokenizer: Tokenizer, config: ModelConfig, split_special_tokens: bool = False) -> list[int]:
+    """Return the ids of a prompt, as `Tokenizer.encode_prompt` does; an empty one begins a document. Raise UserError
+    where the tokenizer or the model does not know the text."""
+    ids = tokenizer.encode_prompt(text, split_special_tokens)
     if not ids:
         if tokenizer.opening is None:
             raise UserError(
@@ -97,7 +99,7 @@ def tokenizer_of(path: Path, config: ModelConfig) -> Tokenizer:
     )
 
 
-def special_ids(tokenizer: Tokenizer) -> SpecialIds:
-    """Return the ids that rules look for, None where no single token spells one."""
+def special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> SpecialIds:
+    """Return the ids that rules look for, None where no single token spells one. `ends`: as `ends_of` returns them."""
     newline, double_newline, colon = (token_of(tokenizer, text) for text in ("\n", "\n\n", ":"))
-    return SpecialIds(tokenizer.end_of_text, newline, double_newline, colon)
+    return SpecialIds(tuple(ends), newline, double_newline, colon)

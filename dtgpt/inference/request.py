@@ -113,7 +113,7 @@ class Request:
             return token == special.double_newline or before == token == special.newline
         if sampling.stop_on_eol:
             return token in (special.newline, special.double_newline)
-        return sampling.ends and token == special.end_of_text
+        return sampling.ends and token in special.ends
 
     def bans_all(self, new: list[int], token: int, logprob: float) -> bool:
         """Return whether rules banned every token after `new` ones: `sample` then chose id 0, which is banned, too."""

@@ -30,9 +30,9 @@ FRACTION, PENALTY = Bounds(0, 1), Bounds(-2, 2)
 
 
 class SpecialIds(NamedTuple):
-    """Ids that rules need, looked up in the tokenizer; None where it has no such token."""
+    """Ids that rules need: those at which texts end, and tokens of the tokenizer; None where it has no such token."""
 
-    end_of_text: int | None = None
+    ends: tuple[int, ...] = ()
     newline: int | None = None  # "\n"
     double_newline: int | None = None  # "\n\n"
     colon: int | None = None  # ":"
@@ -133,7 +133,7 @@ class Sampling:
         tuple[int, ...], "ids of tokens that end a text",
         Offer(page=Control("end", "Stop at ids", example="50256, 198")),
     ] = ()  # fmt: skip
-    ends: Annotated[bool, "end a text at the end of text", Offer(openai=None)] = True
+    ends: Annotated[bool, "end a text at the model's ends of text", Offer(openai=None)] = True
     stop_on_eol: Annotated[
         bool, "end a text after its first line, and not at the end of text (Megatron-LM)",
         Offer(megatron="stop_on_eol", page=Control("end", "Stop at a line end")),
@@ -280,7 +280,7 @@ def endings_of(sampling: Sampling, special: SpecialIds) -> list[int]:
     elif sampling.stop_on_eol:
         rule = [special.newline, special.double_newline]
     else:
-        rule = [special.end_of_text] if sampling.ends else []
+        rule = [*special.ends] if sampling.ends else []
     return [*sampling.stop_token_ids, *(token for token in rule if token is not None)]
 
 

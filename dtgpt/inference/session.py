@@ -211,7 +211,7 @@ class _Sequence:
         self.finish: str | None = None
         self.score: float | None = None
         self._pieces: list[str] = []
-        self._end, self._wants_alternatives = special.end_of_text, job.options.top_logprobs > 0
+        self._ends, self._wants_alternatives = special.ends, job.options.top_logprobs > 0
         self._least = job.options.min_new_tokens
         self._stream = TextStream(tokenizer, job.ids) if tokenizer else None
         self._search = StopSearch(job.options.stop_strings, line_ends(job.options, special))
@@ -220,7 +220,7 @@ class _Sequence:
         """Add the tokens of an event, up to the one with which a stop string is complete. Return the new text."""
         text, taken = "", len(event.ids)
         if self._stream is not None:
-            ends = event.finish == "stop" and event.ids[-1:] == [self._end]
+            ends = event.finish == "stop" and event.ids[-1] in self._ends
             text, read = self._read(self._stream, event.ids[:-1] if ends else event.ids)
             if self._search.found:
                 taken = read

@@ -9,7 +9,9 @@ from dtgpt.checkpoint.adapter import ADAPTER, base_of
 from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
+from dtgpt.interop.ends import ends_of
 from dtgpt.interop.open import check_recipe, open_source
+from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source, Watched, has_vocabulary, parameter_shapes
 from dtgpt.util.console import counted
@@ -28,7 +30,7 @@ def inspect(path: Path, tensors: bool = False, own: type[ModelConfig] | None = N
     is_run = (path / "recipe.json").is_file()
     if not is_run and not (path / STATE).is_file():
         source = open_source(path, own=own)
-        lines = [f"{type(source).__name__} model {path}", *_model(source), *source.notes]
+        lines = [f"{type(source).__name__} model {path}", *_model(source), *_ends(path, source), *source.notes]
     else:
         folders = list_checkpoints(path / "checkpoints") if is_run else [path]
         if not folders:
@@ -85,6 +87,7 @@ def _checkpoint(checkpoint: Checkpoint, source: Source) -> Iterator[str]:
     if (base := base_of(checkpoint)) is not None:
         yield f"  adapters of rank {checkpoint.state[ADAPTER]['rank']}, merged here into {base}"
     yield from _model(source)
+    yield from _ends(checkpoint.folder, source)
     yield f"  {'weights and optimizer' if checkpoint.has_optimizer else 'weights alone'}, " + ", ".join(
         f"{name} {version}" for name, version in state["versions"].items() if name in ("dtgpt", "torch")
     )
@@ -96,6 +99,23 @@ def _model(source: Source) -> Iterator[str]:
     config = source.config
     shape = ", ".join(f"{name} {value}" for name, value in asdict(config).items() if name != "init_std")
     yield f"  {config.num_parameters:,} parameters: {shape}; table of {config.padded_vocab_size} rows"
+
+
+def _ends(path: Path, source: Source) -> Iterator[str]:
+    """Say where texts of the model at `path` end."""
+    tokenizer = None
+    try:
+        tokenizer = tokenizer_beside(path)
+    except UserError as error:
+        yield f"  its tokenizer cannot be used: {error}"
+    ends = ends_of(path, tokenizer, source.config.vocab_size)
+    known = tokenizer.vocab_size if tokenizer is not None and tokenizer.spells else 0
+    names = {i: f"{i} {tokenizer.decode([i])}" for i in ends.ids if tokenizer is not None and i < known}
+    told = ", ".join(names.get(i, str(i)) for i in ends.ids)
+    if told:
+        yield f"  texts end at {told} (by {ends.source})"
+    if ends.ignored:
+        yield f"  not tokens of the model, but named as such: {', '.join(map(str, ends.ignored))}"
 
 
 def tensor_digests(source: Source) -> Iterator[tuple[str, list[int], str]]:

@@ -43,11 +43,12 @@ def make_jobs(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig, seed: 
 def _encode(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig) -> list[list[int]]:
     """Return the ids of the prompts, in which names of special tokens are text as any other."""
     if not api.add_BOS:
-        return [encode(prompt, tokenizer, config) for prompt in api.prompts]
+        return [encode(prompt, tokenizer, config, split_special_tokens=True) for prompt in api.prompts]
     begin = tokenizer.end_of_text
     if begin is None:
         raise UserError(f"the tokenizer {tokenizer.name} has no end of text to put before a prompt; leave add_BOS out")
-    return [[begin, *(encode(prompt, tokenizer, config) if prompt else [])] for prompt in api.prompts]
+    ids = [encode(prompt, tokenizer, config, split_special_tokens=True) if prompt else [] for prompt in api.prompts]
+    return [[begin, *own] for own in ids]
 
 
 def _new_tokens(api: ApiRequest, prompts: list[list[int]], config: ModelConfig) -> int:

@@ -26,7 +26,7 @@ def routes(service: Service) -> list[Route]:
 
     @cache
     def prompts() -> ChatPrompts:
-        return ChatPrompts(service.tokenizer, service.config)
+        return ChatPrompts(service.tokenizer, service.config, service.generator.special.ends)
 
     async def create(request: Request) -> Response:
         asked = await _read(await read_json(request, service.limits), service)

@@ -13,7 +13,7 @@ from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.serve.service import Service
 from dtgpt.util.errors import UserError, shown
 
-NOT_OF_CHATS = ("prompt", "echo", "suffix", "best_of", "return_token_ids")
+NOT_OF_CHATS = ("prompt", "echo", "suffix", "best_of", "return_token_ids", "split_special_tokens")
 UNSUPPORTED = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities")
 LENGTHS = ("max_completion_tokens", "max_tokens")  # names of one number
 MOST_LIKELIEST = 5  # tokens with their log-probabilities, as for completions

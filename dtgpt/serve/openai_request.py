@@ -55,7 +55,7 @@ def read_request(body: dict[str, Any], generator: Generator, model: str, limits:
     if keys["best_of"] is None:
         keys["best_of"] = keys["n"]
     _check_together(keys)
-    prompts = _read_prompts(keys["prompt"], generator, limits)
+    prompts = _read_prompts(keys["prompt"], generator, limits, keys.get("split_special_tokens", False))
     seed = keys["seed"] if "seed" in keys else draw_seed()
     jobs = [_job(keys, prompt, index, seed, generator) for index, prompt in enumerate(prompts)]
     return CompletionRequest(
@@ -90,9 +90,9 @@ def _check_together(keys: dict[str, Any]) -> None:
             raise HttpProblem(400, sentence, name)
 
 
-def _read_prompts(given: Any, generator: Generator, limits: RequestLimits) -> list[Prompt]:
-    """Return the prompts of a text, of ids, or of a list of either; None begins a document. In a text, the names of
-    special tokens stand for these, as in vLLM."""
+def _read_prompts(given: Any, generator: Generator, limits: RequestLimits, split: bool) -> list[Prompt]:
+    """Return the prompts of a text, of ids, or of a list of either; None begins a document, and so does a list without
+    ids among others. `split`: names of special tokens in a text are text as any other."""
     several = [given] if given is None or isinstance(given, str) or _is_ids(given) else given
     if not isinstance(several, list):
         raise HttpProblem(400, f"prompt={shown(given)} is not a prompt; give {KINDS}", "prompt")
@@ -103,18 +103,18 @@ def _read_prompts(given: Any, generator: Generator, limits: RequestLimits) -> li
     if given is not None and not any(all(isinstance(one, kind) for one in several) for kind in (str, list)):
         raise HttpProblem(400, f"prompt={shown(given)} is not a prompt; give {KINDS}", "prompt")
     try:
-        return [_read_prompt(prompt, generator) for prompt in several]
+        return [_read_prompt(prompt, generator, split) for prompt in several]
     except UserError as error:
         raise bad_request(error, "prompt") from None
 
 
-def _read_prompt(given: Any, generator: Generator) -> Prompt:
+def _read_prompt(given: Any, generator: Generator, split: bool) -> Prompt:
     """Return a prompt. Raise UserError where it is not one."""
-    if given is None:
+    if given is None or given == []:
         ids = encode("", generator.tokenizer, generator.config)
         return Prompt(ids, generator.tokenizer.decode(ids))
     if isinstance(given, str):
-        return Prompt(encode(given, generator.tokenizer, generator.config, special=True), given)
+        return Prompt(encode(given, generator.tokenizer, generator.config, split), given)
     ids = check_ids(given, generator.config)
     return Prompt(ids, text_of(generator.known_tokenizer, ids))
 

@@ -46,10 +46,7 @@ def tokenize(body: Object, service: Service) -> Object:
     text, tokenizer = body.get("prompt"), service.tokenizer
     if not isinstance(text, str):
         raise HttpProblem(400, f'prompt={shown(text)} is not a text; send one, such as "Hello"', "prompt")
-    ids = tokenizer.encode(text, special=tokenizer.names_special)
-    opening = tokenizer.encode("")  # which some tokenizers put before every text
-    if not _switch(body, "add_special_tokens", True) and ids[: len(opening)] == opening:
-        ids = ids[len(opening) :]
+    ids = tokenizer.encode_prompt(text) if _switch(body, "add_special_tokens", True) else tokenizer.encode_bare(text)
     found = {"count": len(ids), "max_model_len": service.config.seq_length, "tokens": ids, "token_strs": None}
     if _switch(body, "return_token_strs", False):
         found["token_strs"] = [tokenizer.decode([i]) for i in ids]

@@ -54,7 +54,7 @@ def held_out_loss(
 
 
 def sample(
-    stages: list[Decoder], mesh: Mesh, settings: Settings, tokenizer: Tokenizer, log: LogConfig,
+    stages: list[Decoder], mesh: Mesh, settings: Settings, tokenizer: Tokenizer, ends: Sequence[int], log: LogConfig,
     chats: Sequence[ChatBeginning], seed: int, step: int, interrupted: Callable[[], bool],
 ) -> str:  # fmt: skip
     """Return a generated text as `log` wants it, or the `chats` with their last answers by the model, the same on every
@@ -75,7 +75,7 @@ def sample(
         if mesh.rank:
             engine.follow()
             return broadcast_json(mesh)
-        session, texts = Session(engine, tokenizer, special_ids(tokenizer)), list[str]()
+        session, texts = Session(engine, tokenizer, special_ids(tokenizer, ends)), list[str]()
         for job in jobs:
             if interrupted():
                 break

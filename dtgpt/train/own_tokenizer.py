@@ -60,16 +60,16 @@ def with_own_tokenizer(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def check_own_tokenizer(path: Path, data: DataConfig, ours: Tokenizer) -> None:
-    """Raise UserError where the model at `path` was trained with another tokenizer than `ours`, that of the data; warn
-    where it was asked for."""
+def check_own_tokenizer(path: Path, data: DataConfig, ours: Tokenizer) -> bool:
+    """Return whether nothing is known of the model at `path` by which it was trained with another tokenizer than
+    `ours`, that of the data. Raise UserError where it was; warn where that was asked for."""
     own = tokenizer_beside(path)
     if own is None or not ours.spells or own.is_same(ours):
-        return
+        return True
     told = f"{path} was trained with another tokenizer ({_told(own)}) than {_name(data)} has ({_told(ours)})"
     if data.other_tokenizer:
         say(f"{told}: its embeddings mean other tokens", warning=True)
-        return
+        return False
     options = " ".join(f"--{name} {OPTIONS[name] or 'none'}" for name in named_in(data))
     take = f"give {options} to take that one, " if options and not is_prepared(data.path) else ""
     raise UserError(

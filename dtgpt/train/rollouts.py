@@ -59,6 +59,7 @@ class Rollouts:
     mesh: Mesh
     settings: Settings
     tokenizer: Tokenizer
+    ends: tuple[int, ...]  # ids at which answers end
     seed: int
     timeout: float  # seconds that a process waits for another
 
@@ -200,13 +201,13 @@ class Rollouts:
     @cached_property
     def _chat(self) -> ChatPrompts:
         """What renders prompts that are chats."""
-        chat = ChatPrompts(self.tokenizer, self.settings.model)
+        chat = ChatPrompts(self.tokenizer, self.settings.model, self.ends)
         self.mesh.before_end.append(chat.close)
         return chat
 
     def _lead(self, prompts: range) -> tuple[dict[str, Any], RolloutsFailed | None]:
         """Draw and reward the answers to prompts, on the rank that leads. Return what other ranks need to know."""
-        session = Session(self.engine, self.tokenizer, special_ids(self.tokenizer))
+        session = Session(self.engine, self.tokenizer, special_ids(self.tokenizer, self.ends))
         failure: RolloutsFailed | NotFinite | None = None
         try:
             asked = [self._asked(index) for index in prompts]

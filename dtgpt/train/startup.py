@@ -17,6 +17,7 @@ from dtgpt.data.dataset import Dataset, default_cache, load_dataset
 from dtgpt.data.megatron.prepared import is_prepared, load_prepared
 from dtgpt.data.tokenizers.open import load_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.interop.ends import ends_of
 from dtgpt.interop.hf.origin import origin_of
 from dtgpt.interop.open import open_config, open_source
 from dtgpt.interop.tokenizer import check_size
@@ -66,12 +67,12 @@ def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoin
             )
     else:
         begin = model_to_begin_with(recipe.init_from, recipe.resume)
-    if begin is not None:
-        check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
+    same = begin is not None and check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
     draw_weights = begin is None and job.resume.run is None
     if checkpoint is not None and begin is None and recipe.lora.rank:
         check_same_adapter(checkpoint, {})  # which it has not
-    trainer = Trainer(recipe, group.settings, group.mesh, dataset, draw_weights)
+    ends = ends_of(job.resume.run or (begin if same else None), dataset.tokenizer, recipe.model.vocab_size).ids
+    trainer = Trainer(recipe, group.settings, group.mesh, dataset, draw_weights, ends)
     if begin is not None and job.resume.foreign is None:
         load_initial_weights(begin, trainer)
     return trainer

@@ -58,8 +58,14 @@ def never() -> bool:
 class Trainer:
     """What a run computes with, in the order in which it is made. Files, reports and signals are the loop's."""
 
-    def __init__(self, recipe: Recipe, settings: Settings, mesh: Mesh, dataset: Dataset, draw_weights: bool = True):
-        """draw_weights: False leaves the weights' memory as it is, for a checkpoint or another model to fill."""
+    def __init__(
+        self, recipe: Recipe, settings: Settings, mesh: Mesh, dataset: Dataset, draw_weights: bool = True,
+        ends: tuple[int, ...] | None = None,
+    ):  # fmt: skip
+        """draw_weights: False leaves the weights' memory as it is, for a checkpoint or another model to fill. ends: ids
+        at which generated texts end; None: the tokenizer's end of text."""
+        end = dataset.tokenizer.end_of_text
+        self.ends = ends if ends is not None else () if end is None else (end,)
         self.settings, self.mesh, self.dataset, self.log = settings, mesh, dataset, recipe.log
         self.schedule, self.steps = recipe.schedule, recipe.num_steps
         self.graphs = Graphs(settings.graphs)
@@ -109,7 +115,7 @@ class Trainer:
         if recipe.grpo.group:
             self.rollouts = Rollouts(
                 grpo=recipe.grpo, stages=self.stages, mesh=mesh, settings=settings, tokenizer=dataset.tokenizer,
-                seed=recipe.seed, timeout=recipe.timeout,
+                ends=self.ends, seed=recipe.seed, timeout=recipe.timeout,
             )  # fmt: skip
         self.before_update: Callable[[], None] = lambda: None  # whoever still reads the weights waits here
 
@@ -168,7 +174,7 @@ class Trainer:
         if not log.sample_tokens or not tokenizer.spells or self.mesh.any(interrupted()):
             return None
         chats = [] if log.prompt else self.dataset.chats(SHOWN, self.settings.model.seq_length)
-        given = self.stages, self.mesh, self.settings, tokenizer, log, chats
+        given = self.stages, self.mesh, self.settings, tokenizer, self.ends, log, chats
         with self.as_loaded():
             text = evaluate.sample(*given, self.seed, self.step, interrupted)
         return None if self.mesh.any(interrupted()) else text

@@ -14,6 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+import dtgpt
 from dtgpt.commands.lm_eval import command, split_words
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.evaluation.harness_options import read_generation
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.slow(31)
 
 lm_eval = pytest.importorskip("lm_eval")
 POSITIONS = 64
+CONTEXTS = ("the river", "a winter")
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,33 @@ def test_every_answer_is_that_of_the_hf_back_end(ours, theirs):
     assert_equal(answers(ours), answers(theirs))
     texts = [text for (text,) in answers(ours)["local_generation"]]
     assert any(texts) and not any(" harbour" in text for text in texts)
+
+
+def test_texts_end_at_the_ids_of_the_folder_and_at_the_tokenizers_end(folder, tmp_path):
+    """As those of the `hf` back end, whichever of the two the files name."""
+    pytest.importorskip("accelerate")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from dtgpt.evaluation.harness import HarnessModel
+
+    def texts(model) -> list[str]:
+        asked = [(context, {"until": ["STOP"], "max_gen_toks": 12}) for context in CONTEXTS]
+        requests = [Instance(request_type="generate_until", doc={}, arguments=one, idx=0) for one in asked]
+        return model.generate_until(requests)
+
+    copy = shutil.copytree(folder / "model", tmp_path / "model")
+    model = dtgpt.load(copy)
+    free = model.generate(model.tokenizer.encode(CONTEXTS[0]), temperature=0, max_new_tokens=12)
+    found = []
+    for ends in (None, [6, 3], [2]):
+        named = None if ends is None else [free[place] for place in ends]
+        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        hf = HFLM(pretrained=str(copy), dtype="float32", device="cpu", batch_size=1)
+        own = HarnessModel.create_from_arg_obj({"model": str(copy), "device": "cpu"}, {"batch_size": 1})
+        found.append(texts(own))
+        assert found[-1] == texts(hf)
+    assert len(found[0][0]) > len(found[1][0]) > len(found[2][0])
 
 
 def test_every_metric_is_that_of_the_hf_back_end(ours, theirs):

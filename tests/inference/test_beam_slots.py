@@ -42,7 +42,7 @@ def test_one_event_has_all_of_a_sequence(model):
 
 def test_the_end_of_text_ends_a_sequence_and_is_its_last_token(model):
     free = events_of(model, asked())[0].ids
-    special = SpecialIds(end_of_text=free[3])
+    special = SpecialIds(ends=(free[3],))
     ended = [event for event in events_of(model, asked(special=special, choices=3)) if event.finish == "stop"]
     assert ended and all(event.ids.index(free[3]) == len(event.ids) - 1 for event in ended)
     endless = asked(special=special, sampling=Sampling(max_new_tokens=8, ends=False))

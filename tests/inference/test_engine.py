@@ -149,7 +149,7 @@ def test_log_probabilities_and_likeliest_tokens_come_with_each_token():
     assert [x for event in events for x in event.logprobs] == pytest.approx(expected.amax(1).tolist(), abs=1e-4)
 
 
-SPECIAL = SpecialIds(end_of_text=9, newline=1, double_newline=2, colon=3)
+SPECIAL = SpecialIds(ends=(9,), newline=1, double_newline=2, colon=3)
 
 
 @pytest.mark.parametrize(

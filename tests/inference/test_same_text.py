@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow(20)
 
 CONFIG = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=32, vocab_size=61, init_std=0.3)
 SLOTS = 4
-SPECIAL = SpecialIds(end_of_text=60, newline=10, double_newline=11, colon=12)
+SPECIAL = SpecialIds(ends=(60,), newline=10, double_newline=11, colon=12)
 TOLERANCE = 1e-4  # of log-probabilities, relative and absolute
 
 tokens = st.integers(0, CONFIG.vocab_size - 1)

@@ -12,7 +12,7 @@ from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_STOPS, NONE, Variant,
 from dtgpt.util.errors import UserError
 
 VOCABULARY, POSITIONS = 50, 16
-IDS = SpecialIds(end_of_text=49, newline=10, double_newline=11, colon=12)
+IDS = SpecialIds(ends=(49,), newline=10, double_newline=11, colon=12)
 HUGE = 10**400
 
 
@@ -108,9 +108,9 @@ def test_the_variant_of_several_is_what_suffices_for_all():
         ({"ends": False}, IDS, [], NONE),
         ({"stop_token_ids": (3, 4)}, IDS, [3, 4, 49], NONE),
         ({"stop_on_eol": True}, IDS, [10, 11], NONE),
-        ({"stop_on_eol": True, "stop_token_ids": (3,)}, SpecialIds(49, 10), [3, 10], NONE),
+        ({"stop_on_eol": True, "stop_token_ids": (3,)}, SpecialIds((49,), 10), [3, 10], NONE),
         ({"stop_on_eol": True, "stop_on_double_eol": True}, IDS, [11], 10),
-        ({"stop_on_double_eol": True}, SpecialIds(49), [], NONE),
+        ({"stop_on_double_eol": True}, SpecialIds((49,)), [], NONE),
     ],
 )
 def test_what_ends_a_sequence(options, special, endings, paired):

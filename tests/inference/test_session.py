@@ -27,7 +27,7 @@ def session_of(texts, **sizes):
         return [END if b == ord("|") else b for b in text.encode()]
 
     engine = ScriptedEngine(script, **sizes)
-    return Session(engine, BYTES, special_ids(BYTES)), engine
+    return Session(engine, BYTES, special_ids(BYTES, [BYTES.end_of_text])), engine
 
 
 def job(index=0, prompt="x", **options):
@@ -84,7 +84,7 @@ def test_a_sequence_is_the_same_however_many_tokens_come_at_once(tokenizers, kin
     for at_once in (1, steps):
         engine = ScriptedEngine(lambda request, choice: script, steps=at_once)
         asked = PromptJob(tokenizer.encode("the"), options)
-        found.append(only(Session(engine, tokenizer, special_ids(tokenizer)), asked))
+        found.append(only(Session(engine, tokenizer, special_ids(tokenizer, [tokenizer.end_of_text])), asked))
     assert found[0] == found[1]
     assert len(found[0].ids) == len(found[0].logprobs) == len(found[0].alternatives)
 
@@ -122,7 +122,7 @@ def test_pieces_are_the_text_and_hold_back_what_may_become_a_stop():
 def test_line_ends_that_end_a_text_are_in_it_with_and_without_a_token_for_them(rule, text, expected, newline):
     session, _ = session_of(text + "x" * 30)
     if not newline:
-        session._special = special_ids(BYTES)._replace(newline=None, double_newline=None)
+        session._special = special_ids(BYTES, [BYTES.end_of_text])._replace(newline=None, double_newline=None)
     prompt = "x\n" if text == "\nb" else "x"
     found = only(session, job(prompt=prompt, **{rule: True}))
     if not newline and text == "\nb":
@@ -179,7 +179,7 @@ def test_closing_ends_all_jobs_and_lets_the_engine_go():
 
 
 def test_without_a_tokenizer_there_are_ids_alone():
-    session = Session(session_of("abc|")[1], None, SpecialIds(end_of_text=END))
+    session = Session(session_of("abc|")[1], None, SpecialIds(ends=(END,)))
     found = only(session, job(prompt_logprobs=True, prompt="xyz"))
     assert found.text is None and found.ids == [97, 98, 99, END]
     assert found.prompt_logprobs == [-1.0, -1.0] and found.prompt.total == -2.0

@@ -133,7 +133,8 @@ def test_a_hugging_face_folder(run, command, inspect, tmp_path):
     command("convert", run, tmp_path / "hf", "--to", "hf")
     lines = inspect(tmp_path / "hf").splitlines()
     assert lines[0] == f"HuggingFace model {tmp_path / 'hf'}" and SHAPE in lines[1]
-    assert f"{open_source(run).config.num_parameters:,} parameters" in lines[1] and len(lines) == 2
+    assert f"{open_source(run).config.num_parameters:,} parameters" in lines[1] and len(lines) == 3
+    assert lines[2] == "  texts end at 256 <|endoftext|> (by generation_config.json)"
 
 
 def test_a_megatron_tree_and_what_is_to_be_known_of_it(tmp_path, inspect):

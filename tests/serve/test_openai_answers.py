@@ -57,7 +57,7 @@ def test_null_stands_for_the_default_of_every_key():
 
 @pytest.mark.parametrize("wrong", [
     {"prompt": 5}, {"prompt": {"a": 1}}, {"prompt": [True]}, {"prompt": [1, "a"]}, {"prompt": [[1], "a"]},
-    {"prompt": [[]]}, {"prompt": [None]}, {"prompt": [[1.0]]}, {"prompt": [-1]}, {"prompt": [[257]]},
+    {"prompt": [None]}, {"prompt": [[1.0]]}, {"prompt": [-1]}, {"prompt": [[257]]},
     {"prompt": ["x"] * 129}, {"prompt": "x" * 64}, {"max_tokens": 64}, {"max_tokens": True}, {"max_tokens": 1.5},
     {"max_tokens": "5"}, {"max_tokens": 10**30}, {"temperature": True}, {"temperature": 101}, {"temperature": "hot"},
     {"top_p": 1.1}, {"n": 0}, {"n": 129}, {"n": True}, {"best_of": 129}, {"seed": 2**64}, {"seed": 1.0},
@@ -195,7 +195,7 @@ def test_the_events_of_a_stream_together_are_the_whole_answer(texts, stop, n, ec
     def script(request, choice):
         return [*texts[(request.prompt_index + choice) % len(texts)].encode(), 256] + [97] * 30
 
-    session = Session(ScriptedEngine(script, slots=3, steps=steps), BYTES, special_ids(BYTES))
+    session = Session(ScriptedEngine(script, slots=3, steps=steps), BYTES, special_ids(BYTES, [BYTES.end_of_text]))
     numbers = [session.submit(job) for job in asked.jobs]
     answer = CompletionAnswer(asked, "tiny", BYTES, TokenNames(BYTES))
     stream, found, events = CompletionStream(answer), {}, b""
@@ -226,7 +226,8 @@ def test_the_events_of_a_stream_together_are_the_whole_answer(texts, stop, n, ec
 def test_best_of_ranks_by_the_mean_of_log_probabilities():
     asked = read(prompt="x", n=1, best_of=2, logprobs=0)
     texts = ["abcdefgh", "ab"]  # the i-th token has -i: the shorter one is likelier on average
-    session = Session(ScriptedEngine(lambda _, c: [*texts[c].encode(), 256]), BYTES, special_ids(BYTES))
+    engine = ScriptedEngine(lambda _, c: [*texts[c].encode(), 256])
+    session = Session(engine, BYTES, special_ids(BYTES, [256]))
     (found,) = session.run(asked.jobs)
     whole = CompletionAnswer(asked, "tiny", BYTES, TokenNames(BYTES)).whole([found])
     assert [choice["text"] for choice in whole["choices"]] == ["ab"]

@@ -165,7 +165,7 @@ def test_the_engine_answers_as_megatron_did(case, tokenizer):
     request, model = case["request"], model_by_rules(case["rules"])
     jobs = jobs_of(request, model, tokenizer)
     with engine_of(model, slots=max(8, request.get("beam_width", 1))) as engine:
-        found = list(Session(engine, tokenizer, special_ids(tokenizer)).run(jobs))
+        found = list(Session(engine, tokenizer, special_ids(tokenizer, [tokenizer.end_of_text])).run(jobs))
     ours = answer(read_request(request), tokenizer, jobs, found)
     if "scores" in case["body"]:
         assert_same_beams(request, model, tokenizer, ours, case["body"])
@@ -204,7 +204,7 @@ def assert_same_beams(request: dict, model: Decoder, tokenizer: Tokenizer, ours:
     any. The engine must find what the search finds; where that is not what was recorded, a search that prefers the
     recorded sequences among equals must find those."""
     (job,) = jobs_of(request, model, tokenizer)
-    asked = job.request(special_ids(tokenizer))
+    asked = job.request(special_ids(tokenizer, [tokenizer.end_of_text]))
     assert_same(ours, search(BeamSearch, asked, model, tokenizer, recorded))
     padded = pad_beams(ours, asked)
     if padded["segments"] != recorded["segments"]:

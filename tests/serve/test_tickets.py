@@ -75,7 +75,7 @@ def test_requests_are_taken_when_the_worker_says_that_it_is_ready():
         worker.stop()
 
     assert worker.status().state == "starting"
-    worker.run(Session(ScriptedEngine(lambda *_: []), bytes_tokenizer(), special_ids(bytes_tokenizer())), ready)
+    worker.run(Session(ScriptedEngine(lambda *_: []), bytes_tokenizer(), special_ids(bytes_tokenizer(), [256])), ready)
     assert states == ["ready"]
 
 

@@ -82,7 +82,7 @@ def banned(row: Row) -> set[int]:
         elif s.stop_on_eol:
             found |= {special.newline, special.double_newline}
         elif s.ends:
-            found |= {special.end_of_text}
+            found |= {*special.ends}
     return found - {None}
 
 
@@ -181,7 +181,7 @@ def random_rows(size: int, seed: int, edits: bool, filters: bool = True) -> list
             logits[choose.randrange(size)] = -math.inf
         more = EDITS[(place + seed) % len(EDITS)] if edits and size > 9 else {}
         ids = [choose.randrange(min(size, 3)) for _ in range(11)]
-        special = SpecialIds(0, ids[-1] if place % 3 else 8, 2, ids[-1])
+        special = SpecialIds((0,), ids[-1] if place % 3 else 8, 2, ids[-1])
         rows.append(Row(logits, Sampling(seed=seed, **options, **more), ids[:3], ids[3:], special, place))
     return rows
 

@@ -51,9 +51,12 @@ def generator_of(model: Decoder | ModelConfig, tokenizer: Tokenizer | None, slot
 
 
 @contextmanager
-def served(model: Decoder, tokenizer: Tokenizer | None = None, slots: int = SLOTS, **service: Any) -> Iterator[Service]:
+def served(
+    model: Decoder | Generator, tokenizer: Tokenizer | None = None, slots: int = SLOTS, **service: Any
+) -> Iterator[Service]:
     """The service of a model, whose engine runs in a thread for the length of the block."""
-    generator = generator_of(model, tokenizer or bytes_tokenizer(), slots)
+    own = isinstance(model, Generator)
+    generator = model if own else generator_of(model, tokenizer or bytes_tokenizer(), slots)
     limits = service.pop("limits", None)
     worker = EngineWorker(generator.check, lambda: generator.slots, limits)
 

@@ -41,22 +41,22 @@ def check_pre_tokenization(folder: Path) -> None:
         )
 
 
+def settings_beside(path: Path) -> dict[str, Any]:
+    """Return the settings of the tokenizer in the same folder. Of a token that both files name, transformers takes the
+    name in special_tokens_map.json, but not where tokenizer_config.json lists the added tokens."""
+    settings, names = (read_settings(path.with_name(name)) for name in SETTINGS)
+    return settings if "added_tokens_decoder" in settings else settings | names
+
+
 def end_of_text_beside(path: Path) -> str | None:
-    """Return the `eos_token` of tokenizer_config.json or special_tokens_map.json in the same folder, if it is there."""
-    for name in SETTINGS:
-        token = read_settings(path.with_name(name)).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            return token
-    return None
+    """Return the `eos_token` of the tokenizer in the same folder; None where its settings name none."""
+    return special_tokens(settings_beside(path)).get("eos_token")
 
 
 def template_beside(file: Path) -> ChatTemplate | None:
     """Return the template in the folder of a tokenizer's file, in any form of Hugging Face's; None where there is none.
     Raises UserError where it cannot be read."""
-    settings: dict[str, Any] = {}
-    for name in reversed(SETTINGS):
-        settings |= read_settings(file.with_name(name))
+    settings = settings_beside(file)
     source = settings.get("chat_template")
     if (path := file.with_name("chat_template.jinja")).is_file():
         source = read_template(path)

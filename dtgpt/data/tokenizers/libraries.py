@@ -110,9 +110,21 @@ class SentencePiece(Tokenizer):
 
     @cached_property
     def _processor(self) -> Any:
+        return self._open(self.ranks[0])
+
+    @cached_property
+    def _inner(self) -> Any:
+        """A processor that neither adds nor drops blanks at the edges, for what follows a special token."""
+        messages = "sentencepiece.sentencepiece_model_pb2"
+        model = optional_package("protobuf", f"special tokens in a prompt for {self.name}", messages).ModelProto()
+        model.ParseFromString(self.ranks[0])
+        model.normalizer_spec.add_dummy_prefix = model.normalizer_spec.remove_extra_whitespaces = False
+        return self._open(model.SerializeToString())
+
+    def _open(self, model: bytes) -> Any:
         processor = optional_package("sentencepiece", self.name).SentencePieceProcessor()
         try:
-            processor.LoadFromSerializedProto(self.ranks[0])
+            processor.LoadFromSerializedProto(model)
         except RuntimeError:
             raise UserError(f"{self.name} is not a SentencePiece model; give the .model file of one") from None
         return processor
@@ -125,6 +137,21 @@ class SentencePiece(Tokenizer):
         if special:
             raise UserError(f"{self.name} is a SentencePiece model, without special tokens; leave --encode-special out")
         return self._processor.encode(text, out_type=int, add_bos=self._begin)
+
+    def _encode_named(self, text: str) -> list[int]:
+        """Cut the text at the names, as transformers does: SentencePiece itself does not know them."""
+        before, *rest = self._names.split(text)
+        ids = self.encode(before)
+        for name, piece in zip(rest[::2], rest[1::2], strict=True):
+            ids += [self._processor.piece_to_id(name), *(self._inner.encode(piece, out_type=int) if piece else [])]
+        return ids
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        """What finds the names of tokens that no text is cut into; `(?!)` finds nothing."""
+        known = self._processor
+        named = [self.piece(i) for i in range(self.vocab_size) if known.is_control(i) or known.is_unknown(i)]
+        return re.compile(f"({'|'.join(map(re.escape, sorted(named, key=len, reverse=True))) or '(?!)'})")
 
     def _decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,31 @@ class Tokenizer(ABC):
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the ids of a text. `special`: the names of special tokens in the text stand for these; else they are
         text as any other."""
+
+    def encode_prompt(self, text: str, split_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a prompt, as transformers' tokenizer does: names of special tokens stand for these, unless
+        they are to be split, and what this tokenizer puts before and behind every text is there. A text that begins
+        with it, as a rendered chat may, does not get it twice."""
+        opening, ids = self._around[0], self.encode(text) if split_special_tokens else self._encode_named(text)
+        twice = opening and ids[: 2 * len(opening)] == 2 * opening
+        return ids[len(opening) :] if twice else ids
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Return the ids of a prompt without what this tokenizer puts before and behind every text."""
+        (opening, closing), ids = self._around, self._encode_named(text)
+        return ids[len(opening) : len(ids) - len(closing)]
+
+    def _encode_named(self, text: str) -> list[int]:
+        """Return the ids of a text in which names of special tokens stand for these."""
+        return self.encode(text, self.names_special)
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The ids that `encode` puts before and behind every text."""
+        if not (alone := self.encode("")):
+            return [], []
+        opening = [i for i, _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, self.encode("a"), strict=False))]
+        return opening, alone[len(opening) :]
 
     def encode_batch(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         """Return the ids of each text, uint32 `[tokens]`."""

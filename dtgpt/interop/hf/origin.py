@@ -1,6 +1,7 @@
 """What a Hugging Face folder says in addition to weights and tokens, such as its chat template: kept with a model that
 is trained further, so that it can be written as such a folder again."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from dtgpt.interop.hf.model import ARCHITECTURES
 from dtgpt.interop.open import run_of
 from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.config import ModelConfig
-from dtgpt.util.errors import UserError
+from dtgpt.ops.sampling.sequences import MOST_ENDS
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_json, read_regular, write_json
 
 FILE = "hugging_face.json"  # in a run, or a checkpoint of weights
@@ -47,11 +49,11 @@ class Origin:
         those that dtgpt has `made` where it is another model by now."""
         theirs, own, whole = self.files.get("config.json"), made["config.json"], self.whole(config)
         if not isinstance(theirs, dict):
-            return made
+            return self._with_ends(made)
         model: dict[str, Any] = theirs | {name: own["torch_dtype"] for name in DTYPES if name in theirs}
         model |= {name: whole.seq_length for name in POSITIONS if name in theirs}
         if not _describes(model, whole):
-            return made
+            return self._with_ends(made)
         if not self.own_tokenizer:
             return made | {"config.json": model | {name: own.get(name) for name in model if name.endswith("_token_id")}}
         generation = self.files.get("generation_config.json")
@@ -61,6 +63,29 @@ class Origin:
             ids = {name: i for name, i in generation.items() if name.endswith("_token_id") and i is not None}
             generation = made["generation_config.json"] | ids
         return {"config.json": model, "generation_config.json": generation}
+
+    def _with_ends(self, made: dict[str, Any]) -> dict[str, Any]:
+        """Return settings that dtgpt has `made`, with the ends of the folder's texts."""
+        ids = self.ends()[1]
+        ends = {"eos_token_id": ids if len(ids) > 1 else ids[0]} if ids else {}
+        return {name: content | ends for name, content in made.items()}
+
+    def ends(self) -> tuple[str | None, list[int]]:
+        """Return the ids at which transformers' `generate` stops, and the file that names them. Raises UserError."""
+        name = next((name for name in reversed(OF_MODEL) if name in self.files), None)
+        if name is None or not self.own_tokenizer:
+            return None, []
+        content = self.files[name]
+        if not isinstance(content, dict):
+            raise UserError(f"{name} of the model holds {shown(content)}, not an object; copy it again")
+        value = content.get("eos_token_id")
+        ids = value if isinstance(value, list) and value else [] if value is None else [value]
+        if not all(type(i) is int for i in ids) or len(ids) > MOST_ENDS:
+            raise UserError(
+                f"{name} of the model has eos_token_id={shown(value)}, which is not an id or a list of up to "
+                f"{MOST_ENDS}; write the ids at which its texts end, or null"
+            )
+        return name, list(dict.fromkeys(ids))
 
     def tokenizer_files(self, made: dict[str, Any], positions: int) -> dict[str, Any]:
         """Return the tokenizer's files `made` by dtgpt, with the settings of the folder."""
@@ -98,9 +123,10 @@ def _describes(settings: dict[str, Any], config: ModelConfig) -> bool:
     )
 
 
-def read_origin(path: Path) -> Origin:
-    """Return what is known of the folder from which the model at `path`, of any format, came. Raises UserError where
-    what a run or a checkpoint holds of it is damaged."""
+def read_origin(path: Path, names: Sequence[str] = JSON) -> Origin:
+    """Return what is known of the folder from which the model at `path`, of any format, came. `names`: of the JSON
+    files to read where `path` is such a folder. Raises UserError where what a run or a checkpoint holds of it is
+    damaged."""
     run = run_of(path)
     kept = (run or path) / FILE
     if kept.is_file() and (run or (path / STATE).is_file()):
@@ -114,7 +140,7 @@ def read_origin(path: Path) -> Origin:
         raise UserError(f"{kept} is not what dtgpt wrote; {REMEDY}")
     if run or not (path / "config.json").is_file():
         return Origin()
-    files: dict[str, Any] = {name: read_json(path / name, REMEDY, LARGEST) for name in JSON if (path / name).is_file()}
+    files: dict[str, Any] = {name: read_json(path / name, REMEDY, LARGEST) for name in names if (path / name).is_file()}
     if (path / TEMPLATE).is_file():
         try:
             files[TEMPLATE] = read_regular(path / TEMPLATE, LARGEST).decode()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 MOST_BIASES = 300  # ids in a logit bias, as OpenAI's API
 MOST_STOPS = 64  # ids that a request may end at
-MOST_ENDINGS = MOST_STOPS + 3  # and the end of text, a newline, a double newline
+MOST_ENDS = 64  # ids that end the texts of a model
+MOST_ENDINGS = MOST_STOPS + MOST_ENDS
 MOST_NGRAM = 32  # tokens in an n-gram that must not repeat
 NONE = -1  # where an id would be
 
