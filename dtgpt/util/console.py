@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
@@ -32,6 +32,12 @@ def write(text: str) -> None:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return `1 process` or `1,000 processes`. plural: of the noun, if it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Return numbers of which one is to be chosen: "1, 2 or 4"."""
+    *words, last = map(str, numbers)
+    return f"{', '.join(words)} or {last}" if words else last
 
 
 def hanging(line: str, indent: int) -> str:
