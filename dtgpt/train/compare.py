@@ -23,7 +23,8 @@ import dtgpt
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
-from dtgpt.train.gate import Located, Reference, locate
+from dtgpt.train.finding import Located
+from dtgpt.train.gate import Reference, locate
 from dtgpt.train.job import checked
 from dtgpt.train.record import Record, read_record
 from dtgpt.train.verdict import Difference, Limits, difference, limits_between, problems

@@ -5,6 +5,7 @@ module that reads it, where it is made between modules. `dtgpt.train.gate` compa
 """
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -64,6 +65,8 @@ class Recorder:
         self.names: dict[str, list[str]] = {}
         # Outputs of a fused operation that has more: autograd does not show what those add to the gradient of this one.
         self.fused: list[str] = []
+        self.samples = 1  # of a micro-batch
+        self.rows: dict[str, int] = {}  # sizes of first dimensions that are not samples
         self._passes: dict[str, int] = {}
         self._micro_batch = first
         self._present: dict[int, tuple[ref[Tensor], str]] = {}  # by identity; recomputation frees tensors of this pass
@@ -90,6 +93,8 @@ class Recorder:
         key = Key(micro_batch, kind, name)
         if key not in self.tensors:
             some = value.detach()
+            if some.dim() > 0 and len(some) != self.samples:
+                self.rows[name] = len(some)
             if some.dim() > 1:
                 some = some[: max(1, ELEMENTS * len(some) // max(1, some.numel()))]
             self.tensors[key] = some.to("cpu", copy=True).contiguous()
@@ -98,6 +103,7 @@ class Recorder:
         done = self._passes.get(stage, 0)
         self._passes[stage] = done + 1
         self._micro_batch = self.first + done
+        self.samples = len(inputs[0])
 
     def _before(self, name: str, module: nn.Module, inputs: Any) -> None:
         self._see(f"{name} input", inputs)
@@ -161,6 +167,7 @@ def uncompiled(trainer: Trainer) -> Iterator[None]:
 def traced(trainer: Trainer, file: Path) -> Iterator[None]:
     """Write what this rank's modules compute while the context lasts, one step, to `file` and the rank's number."""
     mesh, settings = trainer.mesh, trainer.settings
+    trainer.expect_batch()
     recorder = Recorder(mesh.place.dp * trainer.micro_batches)
     with uncompiled(trainer), recorder.attached(trainer.stages):
         yield
@@ -187,7 +194,8 @@ def file_of(file: Path, part: str) -> Path:
 def save(recorder: Recorder, file: Path, **facts: float) -> None:
     keys = list(recorder.tensors)
     tensors = {str(index): recorder.tensors[key] for index, key in enumerate(keys)}
-    values = {"keys": keys, "names": recorder.names, "fused": recorder.fused, **facts}
+    values = {"keys": keys, "names": recorder.names, "fused": recorder.fused, "rows": recorder.rows, **facts}
+    values["samples"] = recorder.samples
     save_file(tensors, file, metadata={"trace": json.dumps(values)})
 
 
@@ -202,9 +210,32 @@ class Trace:
         self.rank, self.eps = values["rank"], values["eps"]
         self.cut = Cut(values["tp"], values.get("cp", 0), values.get("slices", 1))  # older code has no slices
         self.keys = {Key(*key): str(index) for index, key in enumerate(values["keys"])}
+        self._rows: dict[str, int] | None = values.get("rows")
+        first = next((shape for key in self.keys if len(shape := self.shape(key)) > 1), (1,))
+        self.samples: int = values.get("samples", first[0])  # of a micro-batch; older code has none
 
     def __getitem__(self, key: Key) -> Tensor:
         return self._file.get_tensor(self.keys[key])
+
+    def shape(self, key: Key) -> tuple[int, ...]:
+        """Return the shape of what is kept."""
+        return tuple(self._file.get_slice(self.keys[key]).get_shape())
+
+    def part(self, key: Key, start: int, stop: int) -> Tensor:
+        """Return these rows of a tensor."""
+        return self._file.get_slice(self.keys[key])[start:stop]
+
+    def rows_of_a_sample(self, key: Key) -> int | None:
+        """Return how many rows of the first dimension each sample has; None: it does not count samples."""
+        shape = self.shape(key)
+        if not shape:
+            return None
+        rows = shape[0]
+        if self._rows is not None:
+            rows = self._rows.get(key.name, self.samples)
+        elif len(shape) > 1 and rows == max(1, ELEMENTS // max(1, math.prod(shape[1:]))):
+            rows = self.samples  # older code: of these the first were kept
+        return None if rows % self.samples else rows // self.samples
 
 
 def trace_in_float64(trainer: Trainer, file: Path) -> None:
@@ -226,6 +257,7 @@ def trace_in_float64(trainer: Trainer, file: Path) -> None:
     for module in model.modules():
         if isinstance(module, AttentionCore):
             bind(module, backend="explicit")
+    trainer.expect_batch()
     batch = trainer.batch(0)
     pieces = Batch._make(None if value is None else value.cpu() for value in batch).chunk(trainer.micro_batches)
     whole = 6 * sum(p.numel() for p in parameters.values()) * batch.tokens.numel() <= OPERATIONS

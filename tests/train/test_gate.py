@@ -9,7 +9,8 @@ import torch
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.train.compare import fitting_plan
-from dtgpt.train.gate import Located, Reference, locate
+from dtgpt.train.finding import Located
+from dtgpt.train.gate import Reference, locate
 from dtgpt.train.record import Tracing
 from tests.support.ranks import pool
 from tests.support.runs import traced_record

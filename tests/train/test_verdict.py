@@ -9,7 +9,7 @@ import torch
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.train import compare
-from dtgpt.train.gate import Located
+from dtgpt.train.finding import Located
 from dtgpt.train.record import Record, rounding_of
 from dtgpt.train.verdict import ROUNDINGS, Limits, difference, limits_between, limits_of, problems
 from dtgpt.util.errors import UserError
