@@ -24,16 +24,19 @@ class Finding:
     sample: int | None = None  # in the global batch: the first whose tokens differ
 
     def __str__(self) -> str:
-        where = [] if self.sample is None else [f"sample {self.sample}"]
-        where += [] if self.rank is None else [f"rank {self.rank}"]
-        where += [] if self.micro_batch is None else [f"micro-batch {self.micro_batch}"]
         errors = ""
         if self.error is not None and self.reference_error is not None:
             errors = f", {self.error:.1e} from float64 (one process {self.reference_error:.1e})"
-        place = ", ".join([*where, f"step {self.step}"])
         if self.kind == "tokens":
-            return f"other tokens than one process has: {self.tensor}, {place}; nothing else can be compared"
-        return f"{self.verdict} in {self.module}: {self.kind} {self.tensor}, {place}, by {self.difference:.1e}{errors}"
+            return f"other tokens than one process has in {self.place()}; nothing else can be compared"
+        return f"{self.verdict} in {self.place()}, by {self.difference:.1e}{errors}"
+
+    def place(self) -> str:
+        """Return which tensor it is."""
+        where = [] if self.sample is None else [f"sample {self.sample}"]
+        where += [] if self.rank is None else [f"rank {self.rank}"]
+        where += [] if self.micro_batch is None else [f"micro-batch {self.micro_batch}"]
+        return ", ".join([f"{self.module}: {self.kind} {self.tensor}", *where, f"step {self.step}"])
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.train.finding import Finding, Located, Verdict, finding_of
+from dtgpt.train.own_check import OwnFault
 from dtgpt.train.pairing import Pairing, Piece, distance, norm, part_of
 from dtgpt.train.record import Record
 from dtgpt.train.trace import Cut, Key, Trace, file_of
@@ -47,6 +48,19 @@ class Reference:
         """Return the module that computes an activation: what it reads is computed around it, but for whole numbers."""
         module, way, _ = name.rsplit(" ", 2)
         return module if way == "output" or not value.is_floating_point() else parent(module)
+
+    def own_finding(self, fault: OwnFault) -> Finding:
+        """Return a fault of the reference itself."""
+        kind, name = fault.kind, fault.name
+        if kind == "activation":
+            key = next(key for key in self.trace.keys if key.name == name)
+            module = self.writer(name, self.trace[key])
+        else:
+            module = self.reader(name) if kind == "gradient" else name.rpartition(".")[0]
+        kinds = {"gradient": "gradient of activation", "parameter": "gradient", "activation": kind, "weight": kind}
+        tensor = name if kind in kinds else f"{kind} of {name}"
+        facts = {"module": module, "tensor": tensor, "rank": 0, "micro_batch": fault.micro_batch}
+        return finding_of(fault.difference, "fault", kind=kinds.get(kind, "state"), **facts)
 
     def reader(self, name: str) -> str:
         """Return the module whose backward pass computes the gradient of a tensor: the innermost that reads it, or what
@@ -111,6 +125,40 @@ def locate(reference: Reference, record: Record, file: Path, limit: float) -> Lo
     return found
 
 
+def problem_of_reference(reference: Reference, tolerance: float | None) -> tuple[Finding, str] | None:
+    """Return why nothing can be held against one process, with the tensor that shows it; None where it is fit."""
+    record = reference.record
+    if (fault := record.unrepeated) is not None:
+        found = reference.own_finding(fault)
+        return found, (
+            f"one process does not repeat itself, so that no run can be held against it: {found.place()} differs by "
+            f"{fault.difference:.1e} where step 1 is taken again from the same state; let random numbers follow from "
+            "the samples' keys, as those of dtgpt's Dropout do"
+        )
+    if (fault := record.far) is not None and tolerance is None:
+        found = reference.own_finding(fault)
+        return found, (
+            f"one process is further from float64 than {record.precision} explains, so that no run can be held against "
+            f"it: {found.place()} is off by {fault.difference:.1e}, and rounding explains {fault.limit:.1e}"
+        )
+    return None
+
+
+def problem_of_tokens(record: Record, reference: Record, found: Located) -> str:
+    """Return where a run trains on other tokens than its reference, empty where it does not: then nothing else that
+    differs says anything."""
+    if found.fault is not None and found.fault.kind == "tokens":
+        return str(found.fault)
+    for step, (ours, theirs) in enumerate(zip(record.tokens, reference.tokens, strict=False), 1):
+        if ours != theirs:
+            samples = sorted({int(each.split()[0]) for each in {*ours} ^ {*theirs}})
+            return (
+                f"other tokens than one process has: {counted(len(samples), 'sample')} of step {step}, such as "
+                f"{samples[0]}; nothing else can be compared"
+            )
+    return ""
+
+
 class Judge:
     """The rule of `RATIO`, and what the differences of gradients explain. eps: of the activations of the run; wider: by
     how much its products round more than the reference's; limit: as of `locate`."""
@@ -163,7 +211,7 @@ class Judge:
             torch.tensor(record.norms[:1]), torch.tensor(reference.norms[:1]), RATIO * (whole + 2.0**-23),
             kind="gradient norm", module="(all)", tensor="global norm",
         )  # fmt: skip
-        updated = [key for key in theirs if key.startswith("first ") and not key.startswith("first gradient/")]
+        updated = [k for k in theirs if k in ours and k.startswith("first ") and not k.startswith("first gradient/")]
         for key in sorted(updated, key=lambda key: (key.startswith("first update/"), key)):
             kind, _, name = key.partition("/")
             a, b = ours[key].double(), theirs[key].double()

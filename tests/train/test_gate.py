@@ -100,7 +100,7 @@ def test_a_fault_of_one_rank_is_located_on_that_rank(recipe, reference, tmp_path
 def test_a_part_of_a_gradient_is_told_from_a_fault(recipe, tmp_path, monkeypatch):
     """A fused norm on a GPU gives its sum the gradient of later operations alone, plain ones the whole, as float64, of
     which there is one sample."""
-    monkeypatch.setattr("dtgpt.train.trace.OPERATIONS", 0.0)
+    monkeypatch.setattr("dtgpt.train.float64.OPERATIONS", 0.0)
     tracing = Tracing(tmp_path / "one", tmp_path / "shared", is_reference=True)
     with monkeypatch.context() as patch:
         for module in ("norm", "residual"):
