@@ -16,14 +16,14 @@ from dtgpt.parallel.lora import add_adapters
 from dtgpt.train.trace import Key, Recorder, file_of, save
 from dtgpt.train.trainer import Trainer
 
+BIT = 2.0**-40  # by which weights are moved to see what a change does: more than float64 rounds, less than any run
 OPERATIONS = 2e12  # of a step in float64 at most; a longer one computes the first sample alone
 
 
-def trace_in_float64(trainer: Trainer, file: Path, moved: int = 0) -> None:
+def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
     """Compute the first step of a trainer of one process, at its initial weights, in float64 on the CPU, and write what
     modules compute, and the gradients of parameters where the whole batch is computed, to `file` and the word
-    "float64". moved: a seed by which weights are moved by the last bit of the run's type, and "moved" is the word; 0:
-    none."""
+    "float64". moved: whether the weights are moved by `BIT` first, and "moved" is the word."""
     settings, device = trainer.settings, torch.device("cpu")
     with torch.device("meta"):
         model = Decoder(settings.model, torch.float64)
@@ -36,7 +36,7 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: int = 0) -> None:
         for name, parameter in parameters.items():
             parameter.copy_(values[name])
         if moved:
-            move_by_last_bit(parameters.values(), settings.dtype, moved)
+            move(parameters.values(), BIT)
     output = next(module for module in model.modules() if isinstance(module, Output))
     name = next(name for name, module in model.named_modules() if module is output)
     for module in model.modules():
@@ -83,10 +83,8 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: int = 0) -> None:
 
 
 @torch.no_grad()
-def move_by_last_bit(weights: Iterable[Tensor], dtype: torch.dtype, seed: int) -> None:
-    """Add to each weight, or subtract from it, what the last bit of a run's type can add: half of them each. What
-    follows differs from the run of these weights by rounding alone."""
-    bit = max(2.0**-23, torch.finfo(dtype).eps / 2)
+def move(weights: Iterable[Tensor], bit: float, seed: int = 0) -> None:
+    """Add to each weight, or subtract from it, this fraction of it: half of them each."""
     generator = torch.Generator().manual_seed(seed)
     for weight in weights:
         up = torch.rand(weight.shape, generator=generator) < 0.5

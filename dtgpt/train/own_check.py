@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from dtgpt.parallel.shards import Shard
-from dtgpt.train.float64 import trace_in_float64
+from dtgpt.train.float64 import BIT, trace_in_float64
 from dtgpt.train.pairing import distance, norm
 from dtgpt.train.shared_state import WEIGHT, held
 from dtgpt.train.trace import FP8_EPS, Key, Recorder, Trace, file_of, uncompiled
 from dtgpt.train.trainer import Trainer
 
 TIMES = 8.0  # what weights that are moved by their last bit do to a tensor explains as much of its error
+SMOOTH = 1e-4  # relative change of a tensor by weights moved by `BIT`, above which it is no change but chance
 KINDS = ("activation", "gradient", "parameter")
 LEAST = 1e-3  # of the largest tensor of its kind: a smaller tensor is held against that, since it may be rounding alone
 
@@ -109,12 +110,12 @@ def far_from_float64(trainer: Trainer, file: Path, kept: Mapping[str, Tensor]) -
     far = [(key, error / size, size) for (key, error, _), size in zip(measured, sizes, strict=True)]
     if all(error <= limit for _, error, _ in far):
         return None
-    trace_in_float64(trainer, file, moved=1)
+    trace_in_float64(trainer, file, moved=True)
     moved = Trace(file_of(file, "moved"))
-    wider = eps_of(trainer) / torch.finfo(trainer.settings.dtype).eps
     for key, error, size in far:
         if not error <= limit:
-            explained = max(limit, TIMES * wider * distance(moved[key], exact[key]) / size)
+            change = distance(moved[key], exact[key]) / size
+            explained = max(limit, TIMES * eps_of(trainer) / BIT * change if change <= SMOOTH else 0.0)
             if not error <= explained:
                 return OwnFault(key.kind, key.name, key.micro_batch, error, explained)
     return None

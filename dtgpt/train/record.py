@@ -20,7 +20,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.planning.memory import fullest, memory_by_rank
-from dtgpt.train.float64 import move_by_last_bit, trace_in_float64
+from dtgpt.train.float64 import move, trace_in_float64
 from dtgpt.train.own_check import OwnFault, Snapshot, far_from_float64, repeat_step
 from dtgpt.train.preferences import held_out_figures
 from dtgpt.train.shared_state import (
@@ -260,8 +260,10 @@ def rounding_of(settings: Settings) -> Rounding:
 
 
 def move_weights(trainer: Trainer, seed: int = 0) -> None:
-    """Move each weight by its last bit, as `move_by_last_bit` does. Works on one process."""
-    move_by_last_bit([shard.local for shard in trainer.shards], trainer.settings.dtype, seed)
+    """Move each initial weight by what the last bit of the run's type can add. What follows differs from the run of
+    these weights by rounding alone. Works on one process."""
+    bit = max(2.0**-23, torch.finfo(trainer.settings.dtype).eps / 2)
+    move([shard.local for shard in trainer.shards], bit, seed)
     trainer.shards.publish()
 
 
