@@ -203,14 +203,14 @@ def test_a_second_moment_that_is_halved_after_the_first_step_is_found(recipe, ru
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_momentum_that_one_rank_forgets_is_found_there(recipe, run, config, steps):
     recipe = replace(recipe, optimizer=config(lr=3e-3))
-    reference, theirs = run(recipe, steps=steps, is_reference=True)
+    _, theirs = run(recipe, steps=steps, is_reference=True)
     names = list(unique_parameters(Decoder(recipe.model, torch.float32)))
     number = next(i for i, name in enumerate(names) if name == "blocks.1.mlp.fc.weight")
-    file, ours = run(recipe, "dp2", FORGETS.replace("NUMBER", str(number)), steps=steps)
+    _, ours = run(recipe, "dp2", FORGETS.replace("NUMBER", str(number)), steps=steps)
     found = first_state(difference(ours, theirs), limits_between(ours, theirs), ())
     assert (found.module, found.kind, found.rank) == ("blocks.1.mlp.fc", "state", 1)
     assert found.tensor == "momentum of blocks.1.mlp.fc.weight" and found.step == max(1, steps - 1)
-    file, right = run(recipe, "dp2", steps=steps)
+    _, right = run(recipe, "dp2", steps=steps)
     assert first_state(difference(right, theirs), limits_between(right, theirs), ()) is None
     kinds = {apart.kind for apart in right.apart}
     assert kinds == {"weight", "momentum", "exp_avg", "exp_avg_sq", *(["row_square"] * (config is NorMuonConfig))}
