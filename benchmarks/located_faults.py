@@ -360,7 +360,7 @@ LOCATED = [
             "            directions[index] = direction.to(self.dtype)\n",
             "            directions[index] = direction.to(self.dtype)\n"
             '            if self.shards[index].name == "blocks.1.mlp.fc.weight":\n'
-            "                momentum.mul_(1 - (torch.distributed.is_initialized() and self.matrices.mesh.rank))\n",
+            "                momentum.mul_(1 - self.matrices._here)\n",
         ),
         "--plans dp2 --optimizer.kind muon --steps 3",
         "blocks.1.mlp.fc",

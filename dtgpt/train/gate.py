@@ -99,7 +99,7 @@ def locate(reference: Reference, record: Record, file: Path, limit: float) -> Lo
         tensor = f"{counted(ours, 'sample')} in place of {theirs}"
         other = finding_of(math.inf, "fault", kind="tokens", module="(all)", tensor=tensor)
         return Located(other, other)
-    steps: list[tuple[tuple[float, ...], Any]] = []
+    steps: list[tuple[tuple[float, ...], str | tuple[Trace, Key, str]]] = []
     for trace in traces:
         for key in trace.keys:
             name = reference.known_as.get(key.name)
@@ -111,13 +111,14 @@ def locate(reference: Reference, record: Record, file: Path, limit: float) -> Lo
     for label in reference.record.tensors:
         kind, _, parameter = label.partition("/")
         if kind == "first gradient":
-            steps.append(((1, reference.backward_place(parameter), 0, 0), (record, parameter)))
+            steps.append(((1, reference.backward_place(parameter), 0, 0), parameter))
     found = Located()
-    for _, (source, *what) in sorted(steps, key=lambda step: step[0]):
-        if source is record:
-            found.add(judge.parameter(source, *what))
-        for piece in () if source is record else pairing.pieces(source, *what):
-            found.add(judge.traced(source, *what, piece))
+    for _, what in sorted(steps, key=lambda step: step[0]):
+        if isinstance(what, str):
+            found.add(judge.parameter(record, what))
+        else:
+            for piece in pairing.pieces(*what):
+                found.add(judge.traced(*what, piece))
         if found.fault is not None:
             return found
     for finding in judge.update(record):

@@ -220,9 +220,9 @@ def held_out_loss(trainer: Trainer) -> float | None:
     trainer.log = replace(trainer.log, eval_samples=min(trainer.log.eval_samples, most))
     if trainer.objective is not None:
         figures = held_out_figures(trainer, "valid")
-        return figures and figures["loss"]
+        return None if figures is None else figures["loss"]
     found = trainer.held_out_loss()
-    return found and found[0]
+    return None if found is None else found[0]
 
 
 def stale_copies(trainer: Trainer) -> list[str]:
