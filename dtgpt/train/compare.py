@@ -116,8 +116,10 @@ def compare(
         wrong = verdicts(records, differences, tolerance)
         if unfit is not None:
             wrong[REFERENCE] = [unfit[1]]
+        others = {n: problem_of_tokens(records[n], records[REFERENCE], found) for n, found in located.items()}
         for number, name in enumerate(MOVED, 1):
-            if tolerance is not None or unfit is not None or not any(wrong.values()):
+            unsettled = any(problems for each, problems in wrong.items() if not others.get(each))
+            if tolerance is not None or unfit is not None or not unsettled:
                 break
             say(f"{name}: one process whose initial weights are moved by their last bit, as rounding alone would")
             moved = run_plan(path, sides[0], steps, folder / name.replace(" ", "-"), folder / "shared", moved=number)
@@ -126,9 +128,8 @@ def compare(
             wrong = verdicts(records, differences, tolerance)
     rounded = [found for name, found in differences.items() if name in MOVED]
     for name, found in located.items():
-        other = problem_of_tokens(records[name], records[REFERENCE], found)
-        if other:
-            wrong[name] = [other]
+        if others[name]:
+            wrong[name] = [others[name]]
         elif tolerance is None:
             limits = limits_between(records[name], records[REFERENCE])
             found.add(first_state(differences[name], limits, rounded if records[name].rounding != "none" else ()))
