@@ -373,7 +373,7 @@ LOCATED = [
             "            old.copy_(means if torch.distributed.is_initialized() else new)\n",
         ),
         "--plans dp2 --optimizer.kind normuon --steps 3",
-        "blocks.0.attn.qkv",
+        "blocks.1.attn.proj",
     ),
     LocatedFault(
         Fault(

@@ -197,12 +197,13 @@ def as_json(
 def verdicts(
     records: Mapping[str, Record], differences: Mapping[str, Difference], tolerance: float | None
 ) -> dict[str, list[str]]:
-    """Return what is wrong with each plan, beyond what rounding alone did to one process, where that was measured."""
+    """Return what is wrong with each plan, beyond what rounding alone did to one process, where that was measured. With
+    a tolerance, the figures of the report decide, and not the optimizer's state."""
     own = None if tolerance is None else Limits(tolerance, tolerance, tolerance, tolerance)
     rounded = [found for name, found in differences.items() if name in MOVED]
     return {
         name: problems(
-            found,
+            found if own is None else replace(found, apart=[]),
             own or limits_between(records[name], records[REFERENCE]),
             rounded if records[name].rounding != "none" else (),
         )
