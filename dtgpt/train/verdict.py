@@ -174,8 +174,8 @@ def problems(found: Difference, limits: Limits, rounded: Iterable[Difference] = 
 def unexplained(found: Difference, limits: Limits, rounded: Sequence[Difference] = ()) -> list[Apart]:
     """Return the weights and states of the optimizer that are further apart than rounding explains: the earliest first,
     states before the weights that they move, and then the furthest. Before the last step begins with the state of one
-    process, runs of another precision may be any distance apart, and any runs where older code shows what rounding does,
-    which kept no state."""
+    process, runs of another precision may be any distance apart, and any runs where older code, which kept no state,
+    shows what rounding does."""
     shown: dict[tuple[object, ...], float] = {}
     for other in (each for one in rounded for each in one.apart):
         keys = [other[:3], (other.step, other.kind)]
