@@ -35,7 +35,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, constant, newest_run, traced_record
 
 pytest.importorskip("jinja2")
-pytestmark = pytest.mark.slow(33)
+pytestmark = pytest.mark.slow(40)
 
 STEPS, LENGTH, BETA = 4, 128, 0.3
 
