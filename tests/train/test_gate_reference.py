@@ -221,3 +221,10 @@ def test_a_validation_loss_of_its_own_is_found(recipe, run):
     for change, wanted in (("", []), (off, ["the validation loss differs by 1.0e-03"])):
         _, ours = run(recipe, "dp2", change)
         assert problems(difference(ours, theirs), limits_between(ours, theirs)) == wanted
+
+
+def test_matrices_that_muon_orthogonalises_in_16_bits_differ_by_rounding(recipe, run):
+    recipe = replace(recipe, optimizer=MuonConfig(lr=3e-3), precision="bf16", micro_batch_size=2)
+    reference, theirs = run(recipe, is_reference=True)
+    file, ours = run(recipe, "pp2")
+    assert locate(reference, ours, file, limits_between(ours, theirs).first_gradient).fault is None
