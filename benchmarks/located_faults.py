@@ -342,4 +342,57 @@ LOCATED = [
         "--plans cp2 --model.num_heads 1",
         "blocks.0.attn.core",
     ),
+    LocatedFault(
+        Fault(
+            "replicas halve the second moment from step 3 on",
+            "dtgpt/ops/optim/adamw.py",
+            "            factors = numbers if slot.decay else no_decay\n",
+            "            factors = numbers if slot.decay else no_decay\n"
+            "            exp_avg_sq.mul_(0.5 if torch.distributed.is_initialized() and self.updates >= 2 else 1.0)\n",
+        ),
+        "--plans dp2 --steps 5",
+        "embedding.wpe",
+    ),
+    LocatedFault(
+        Fault(
+            "Muon: one rank forgets a momentum",
+            "dtgpt/optim/muon.py",
+            "            directions[index] = direction.to(self.dtype)\n",
+            "            directions[index] = direction.to(self.dtype)\n"
+            '            if self.shards[index].name == "blocks.1.mlp.fc.weight":\n'
+            "                momentum.mul_(1 - self.matrices._here)\n",
+        ),
+        "--plans dp2 --optimizer.kind muon --steps 3",
+        "blocks.1.mlp.fc",
+    ),
+    LocatedFault(
+        Fault(
+            "NorMuon: replicas forget the mean square of rows",
+            "dtgpt/optim/normuon.py",
+            "            old.copy_(new if skip is None else torch.where(skip, old, new))\n",
+            "            old.copy_(means if torch.distributed.is_initialized() else new)\n",
+        ),
+        "--plans dp2 --optimizer.kind normuon --steps 3",
+        "blocks.1.attn.proj",
+    ),
+    LocatedFault(
+        Fault(
+            "the head draws a dropout mask of its own",
+            "dtgpt/models/gpt2.py",
+            "return self.lm_head(self.ln_f(x), targets, loss_weights)",
+            "return self.lm_head(self.ln_f(torch.nn.functional.dropout(x, 0.1)), targets, loss_weights)",
+        ),
+        "--plans dp2",
+        "head",
+    ),
+    LocatedFault(
+        Fault(
+            "a repeated batch counts in the validation loss",
+            "dtgpt/train/evaluate.py",
+            "if loss is not None and turn < len(batches):",
+            "if loss is not None:",
+        ),
+        "--plans dp2",
+        "",
+    ),
 ]

@@ -101,12 +101,14 @@ def first_fault(located: LocatedFault, folder: Path) -> dict[str, str]:
     """Return what `dtgpt compare` names in a tree in which the fault is planted: the code before it is the commit HEAD
     of the tree."""
     file = folder / "gate.json"
-    words = ["compare", "recipes/gpt2_tiny.py", *located.words.split(), "--steps", "1", "--json", str(file)]
+    words = ["compare", "recipes/gpt2_tiny.py", *located.words.split(), "--json", str(file)]
+    words += [] if "--steps" in words else ["--steps", "1"]
     small = ["--device", "cpu", "--micro_batch_size", "4", "--global_batch_size", "16", "--model.seq_length", "32"]
     done = run(["-m", "dtgpt", *words, *small], folder)
     if done.returncode not in (0, 1):
         return {"module": "", "finding": (done.stdout + done.stderr).strip()[-300:]}
-    found = json.loads(file.read_text())["runs"].values()
+    result = json.loads(file.read_text())
+    found = [result["reference"], *result["runs"].values()]
     faults = [each["first_fault"] for each in found if each["first_fault"] is not None]
     if not faults:
         return {"module": "", "finding": "; ".join(problem for each in found for problem in each["problems"])}

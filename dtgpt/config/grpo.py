@@ -102,7 +102,7 @@ def check_grpo(
     if grpo.slots is not None and grpo.slots < grpo.group:
         raise UserError(
             f"grpo.slots={grpo.slots} is below grpo.group={grpo.group}, whose answers are drawn together; use "
-            f"{grpo.group} or more"
+            f"grpo.slots={grpo.group} or more"
         )
     if grpo.max_new_tokens >= length:
         raise UserError(

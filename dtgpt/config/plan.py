@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.util.console import counted
+from dtgpt.util.console import counted, listed
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds, check_fields
 
@@ -199,7 +199,7 @@ class ResolvedPlan(Plan):
         for name, size in model.cut_by_tp.items():
             if size % self.tp:
                 wanted = [n for n in fitting if n > self.sequence_parallel]
-                remedy = f"use {_listed(wanted)}" if wanted else "leave tp and sp out"
+                remedy = f"use tp={listed(wanted)}" if wanted else "leave tp and sp out"
                 raise UserError(f"model.{name}={size} cannot be split over tp={self.tp}; {remedy}")
         if not _every_rank_has_rows(vocab, self.tp):
             raise UserError(
@@ -319,8 +319,3 @@ def _multiples(number: int, of: int) -> str:
     """Return the multiples next to a number, in words."""
     low = number // of * of
     return f"{low} or {low + of}" if low else f"{of}"
-
-
-def _listed(numbers: list[int]) -> str:
-    *words, last = map(str, numbers)
-    return f"{', '.join(words)} or {last}" if words else last

@@ -12,6 +12,7 @@ from torch import Tensor
 from dtgpt.models.binding import BoundModule
 from dtgpt.models.inventory import Parameter, Rows, inventory
 from dtgpt.models.roles import Role, Roles, patterns_of, role_of
+from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, check_fields
 
@@ -51,7 +52,7 @@ class ModelConfig(ABC):
             near = sorted(sorted(heads, key=lambda n: abs(n - self.num_heads))[:4])
             raise UserError(
                 f"model.hidden_size={self.hidden_size} cannot be split over model.num_heads={self.num_heads}; "
-                f"use a divisor such as {', '.join(map(str, near))}"
+                f"use model.num_heads={listed(near)}, or another width"
             )
 
     @property

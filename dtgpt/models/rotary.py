@@ -9,6 +9,7 @@ from dtgpt.models.inventory import Parameter, Rows
 from dtgpt.models.windows import WindowConfig
 from dtgpt.ops.pointwise.gated import GatedName
 from dtgpt.ops.rotary.table import Rotation, Scaling, amplitude_of_yarn
+from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
@@ -60,7 +61,7 @@ class RotaryConfig(WindowConfig):
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise UserError(
                 f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
-                f"use one of {', '.join(map(str, divisors))}"
+                f"use model.num_kv_heads={listed(divisors)}"
             )
         if self.head_dim % 2:
             raise UserError(

@@ -104,7 +104,8 @@ class Fp8Scales:
         self.history.fill_(UNKNOWN)
         if lines:
             self.history[: len(lines)] = torch.tensor(list(map(_exponents, lines)), dtype=torch.int32)
-            self._set_scales()
+        self._set_scales()
+        self.calibration.known = bool(lines)
 
 
 def matrices(config: ModelConfig) -> list[str]:

@@ -4,13 +4,14 @@ from typing import NamedTuple
 
 import torch
 
-from dtgpt.config.plan import Plan, ResolvedPlan
+from dtgpt.config.plan import Plan, ResolvedPlan, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.sampling.sequences import PARAMETERS
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import degrees_of_heads
+from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
 
 
@@ -44,8 +45,8 @@ def core_sizes(config: ModelConfig, block: int, tp: int) -> list[CoreSize]:
     for heads in (core.kv_heads for core in cores):
         if heads % tp:
             raise UserError(
-                f"the cache has {heads} heads of keys and values, which cannot be split over tp={tp}; use a tp that "
-                f"divides {heads}"
+                f"the cache has {heads} heads of keys and values, which cannot be split over tp={tp}; use "
+                f"tp={listed(divisors(heads))}"
             )
     length = config.seq_length
     return [CoreSize(core.kv_heads // tp, core.head_dim, min(core.window or length, length)) for core in cores]

@@ -194,10 +194,13 @@ class Shards:
         matrices = [squares_of_rows(g) for g in gradients if g.dim() > 1]
         return exact_sum(torch.cat([*matrices, squares_of_rows(vectors)]))
 
-    def gather(self, value: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Tensor | None]]:
+    def gather(
+        self, value: Callable[[Shard], Tensor], chosen: Callable[[Shard], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         """Yield (name, whole tensor on the CPU) of every parameter, by name, on rank 0; (name, None) on the others,
-        which must run through it likewise. `value` returns a tensor of the shape of `shard.local`."""
-        owned = {s.name: s for s in self.all if s.is_owner}
+        which must run through it likewise. `value` returns a tensor of the shape of `shard.local`. chosen: which
+        parameters these are, if not all."""
+        owned = {s.name: s for s in self.all if s.is_owner and (chosen is None or chosen(s))}
         regions: dict[str, list[tuple[int, Part]]] = {}
         for rank, held in enumerate(self.mesh.gather({name: s.region for name, s in owned.items()})):
             for name, region in held.items():

@@ -23,10 +23,11 @@ import dtgpt
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
-from dtgpt.train.gate import Located, Reference, locate
+from dtgpt.train.finding import Finding, Located
+from dtgpt.train.gate import Reference, locate, problem_of_reference, problem_of_tokens
 from dtgpt.train.job import checked
 from dtgpt.train.record import Record, read_record
-from dtgpt.train.verdict import Difference, Limits, difference, limits_between, problems
+from dtgpt.train.verdict import Difference, Limits, difference, first_state, limits_between, problems
 from dtgpt.util.console import counted, hanging, say, say_error, terminal_width
 from dtgpt.util.environment import child_environment
 from dtgpt.util.errors import UserError
@@ -87,6 +88,7 @@ def compare(
         records: dict[str, Record] = {}
         differences: dict[str, Difference] = {}
         located: dict[str, Located] = {}
+        unfit: tuple[Finding, str] | None = None
         for place, side in enumerate(sides):
             name = side.name
             say(f"{name}: {counted(side.plan.world, 'process', 'processes')}, {counted(steps, 'step')}")
@@ -102,6 +104,9 @@ def compare(
             differences[name] = difference(records[name], records[REFERENCE])
             if place == 0:
                 reference = Reference(file, records[name])
+                unfit = problem_of_reference(reference, tolerance)
+                if unfit is not None:
+                    break
                 continue
             limits = limits_between(records[name], records[REFERENCE])
             located[name] = locate(reference, records[name], file, limits.first_gradient)
@@ -109,19 +114,28 @@ def compare(
             for written in folder.glob(f"{file.name}*"):
                 written.unlink()
         wrong = verdicts(records, differences, tolerance)
+        if unfit is not None:
+            wrong[REFERENCE] = [unfit[1]]
+        others = {n: problem_of_tokens(records[n], records[REFERENCE], found) for n, found in located.items()}
         for number, name in enumerate(MOVED, 1):
-            if tolerance is not None or not any(wrong.values()):
+            unsettled = any(problems for each, problems in wrong.items() if not others.get(each))
+            if tolerance is not None or unfit is not None or not unsettled:
                 break
             say(f"{name}: one process whose initial weights are moved by their last bit, as rounding alone would")
             moved = run_plan(path, sides[0], steps, folder / name.replace(" ", "-"), folder / "shared", moved=number)
             differences[name] = difference(moved, records[REFERENCE])
             records[name] = replace(moved, tensors={})
             wrong = verdicts(records, differences, tolerance)
-    for name, found in located.items() if tolerance is None else ():
-        if found.fault is not None:
-            wrong[name].insert(0, str(found.fault))
+    rounded = [found for name, found in differences.items() if name in MOVED]
+    for name, found in located.items():
+        if others[name]:
+            wrong[name] = [others[name]]
+        elif tolerance is None:
+            limits = limits_between(records[name], records[REFERENCE])
+            found.add(first_state(differences[name], limits, rounded if records[name].rounding != "none" else ()))
+            wrong[name][:0] = [] if found.fault is None else [str(found.fault)]
     say(report(records, differences, wrong, located))
-    return as_json(records, differences, wrong, located)
+    return as_json(records, differences, wrong, located, unfit and unfit[0])
 
 
 def code_of(commit: str, folder: Path) -> Path:
@@ -150,9 +164,9 @@ def code_of(commit: str, folder: Path) -> Path:
 
 def as_json(
     records: Mapping[str, Record], differences: Mapping[str, Difference], wrong: Mapping[str, list[str]],
-    located: Mapping[str, Located],
+    located: Mapping[str, Located], unfit: Finding | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the result as of `compare`."""
+    """Return the result as of `compare`. unfit: where the reference has a fault of its own."""
     runs = {}
     for name, found in located.items():
         apart = differences[name]
@@ -167,21 +181,29 @@ def as_json(
                 "first_gradient": apart.first_gradient,
                 "last_gradient": apart.last_gradient,
                 "weight": apart.weight,
+                "validation_loss": apart.held_out,
             },
         }
-    reference = {"name": REFERENCE, "losses": records[REFERENCE].losses}
+    reference = {
+        "name": REFERENCE,
+        "losses": records[REFERENCE].losses,
+        "verdict": "same" if unfit is None else "fault",
+        "problems": wrong[REFERENCE],
+        "first_fault": None if unfit is None else unfit.as_json(),
+    }
     return {"version": 1, "status": int(any(wrong.values())), "reference": reference, "runs": runs}
 
 
 def verdicts(
     records: Mapping[str, Record], differences: Mapping[str, Difference], tolerance: float | None
 ) -> dict[str, list[str]]:
-    """Return what is wrong with each plan, beyond what rounding alone did to one process, where that was measured."""
+    """Return what is wrong with each plan, beyond what rounding alone did to one process, where that was measured. With
+    a tolerance, the figures of the report decide, and not the optimizer's state."""
     own = None if tolerance is None else Limits(tolerance, tolerance, tolerance, tolerance)
     rounded = [found for name, found in differences.items() if name in MOVED]
     return {
         name: problems(
-            found,
+            found if own is None else replace(found, apart=[]),
             own or limits_between(records[name], records[REFERENCE]),
             rounded if records[name].rounding != "none" else (),
         )

@@ -14,64 +14,24 @@ against what the differences of the gradients explain, since the rule is the sam
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dtgpt.train.finding import Finding, Located, Verdict, finding_of
+from dtgpt.train.own_check import OwnFault
+from dtgpt.train.pairing import Pairing, Piece, distance, norm, part_of
 from dtgpt.train.record import Record
 from dtgpt.train.trace import Cut, Key, Trace, file_of
+from dtgpt.util.console import counted
 
 RATIO = 8.0
 SAME = 2.0  # times its difference in a micro-batch where it is float64's, a tensor may differ in others
 FEW = 64  # elements below which the reference may be near float64 by chance
 SURE = 1e-3  # relative error of an element of a gradient up to which its sign and size decide how its weight moves
-Verdict = Literal["bits", "rounding", "fault"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A tensor in which a run differs from its reference."""
-
-    step: int
-    kind: str  # "activation", "gradient of activation", "gradient", "gradient norm", "state", "weight"
-    module: str  # that computes it
-    tensor: str  # its name, as in `dtgpt.train.trace`, or that of a parameter
-    rank: int | None  # None: the same for all ranks
-    micro_batch: int | None  # in the global batch
-    difference: float  # ||a - b|| / ||b||, b: the reference
-    error: float | None  # of the run from float64, relative; None: not computed
-    reference_error: float | None
-    verdict: Verdict
-
-    def __str__(self) -> str:
-        where = [] if self.rank is None else [f"rank {self.rank}"]
-        where += [] if self.micro_batch is None else [f"micro-batch {self.micro_batch}"]
-        errors = ""
-        if self.error is not None and self.reference_error is not None:
-            errors = f", {self.error:.1e} from float64 (one process {self.reference_error:.1e})"
-        place = ", ".join([*where, f"step {self.step}"])
-        return f"{self.verdict} in {self.module}: {self.kind} {self.tensor}, {place}, by {self.difference:.1e}{errors}"
-
-    def as_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-
-@dataclass
-class Located:
-    """The first tensor that differs at all, and the first with a fault."""
-
-    first: Finding | None = None
-    fault: Finding | None = None
-
-    def add(self, finding: Finding | None) -> None:
-        if finding is not None:
-            self.first = self.first or finding
-            if finding.verdict == "fault":
-                self.fault = self.fault or finding
 
 
 class Reference:
@@ -80,6 +40,7 @@ class Reference:
     def __init__(self, file: Path, record: Record):
         self.record = record
         self.trace, self.exact = Trace(file_of(file, "0")), Trace(file_of(file, "float64"))
+        self.tokens = next(iter(self.trace.names))
         self.order = {name: place for place, name in enumerate(self.trace.names)}
         self.known_as = {other: name for name, others in self.trace.names.items() for other in (name, *others)}
 
@@ -87,6 +48,19 @@ class Reference:
         """Return the module that computes an activation: what it reads is computed around it, but for whole numbers."""
         module, way, _ = name.rsplit(" ", 2)
         return module if way == "output" or not value.is_floating_point() else parent(module)
+
+    def own_finding(self, fault: OwnFault) -> Finding:
+        """Return a fault of the reference itself."""
+        kind, name = fault.kind, fault.name
+        if kind == "activation":
+            key = next(key for key in self.trace.keys if key.name == name)
+            module = self.writer(name, self.trace[key])
+        else:
+            module = self.reader(name) if kind == "gradient" else name.rpartition(".")[0]
+        kinds = {"gradient": "gradient of activation", "parameter": "gradient", "activation": kind, "weight": kind}
+        tensor = name if kind in kinds else f"{kind} of {name}"
+        facts = {"module": module, "tensor": tensor, "rank": 0, "micro_batch": fault.micro_batch}
+        return finding_of(fault.difference, "fault", kind=kinds.get(kind, "state"), **facts)
 
     def reader(self, name: str) -> str:
         """Return the module whose backward pass computes the gradient of a tensor: the innermost that reads it, or what
@@ -119,11 +93,17 @@ def locate(reference: Reference, record: Record, file: Path, limit: float) -> Lo
     traces = [Trace(path) for path in ranks]
     wider = max(1.0, traces[0].eps / reference.trace.eps)
     judge = Judge(reference, record.eps, wider, limit)
-    steps: list[tuple[tuple[float, ...], Any]] = []
+    pairing = Pairing(traces, reference.trace, reference.exact)
+    ours, theirs = pairing.counts()
+    if ours != theirs:
+        tensor = f"{counted(ours, 'sample')} in place of {theirs}"
+        other = finding_of(math.inf, "fault", kind="tokens", module="(all)", tensor=tensor)
+        return Located(other, other)
+    steps: list[tuple[tuple[float, ...], str | tuple[Trace, Key, str]]] = []
     for trace in traces:
         for key in trace.keys:
             name = reference.known_as.get(key.name)
-            if name is None or Key(key.micro_batch, key.kind, name) not in reference.trace.keys:
+            if name is None:
                 continue
             place = reference.order[name]
             at = (0, place) if key.kind == "activation" else (1, -place)
@@ -131,15 +111,53 @@ def locate(reference: Reference, record: Record, file: Path, limit: float) -> Lo
     for label in reference.record.tensors:
         kind, _, parameter = label.partition("/")
         if kind == "first gradient":
-            steps.append(((1, reference.backward_place(parameter), 0, 0), (record, parameter)))
+            steps.append(((1, reference.backward_place(parameter), 0, 0), parameter))
     found = Located()
-    for _, (source, *what) in sorted(steps, key=lambda step: step[0]):
-        found.add(judge.parameter(source, *what) if source is record else judge.traced(source, *what))
+    for _, what in sorted(steps, key=lambda step: step[0]):
+        if isinstance(what, str):
+            found.add(judge.parameter(record, what))
+        else:
+            for piece in pairing.pieces(*what):
+                found.add(judge.traced(*what, piece))
         if found.fault is not None:
             return found
     for finding in judge.update(record):
         found.add(finding)
     return found
+
+
+def problem_of_reference(reference: Reference, tolerance: float | None) -> tuple[Finding, str] | None:
+    """Return why nothing can be held against one process, with the tensor that shows it; None where it is fit."""
+    record = reference.record
+    if (fault := record.unrepeated) is not None:
+        found = reference.own_finding(fault)
+        return found, (
+            f"one process does not repeat itself, so that no run can be held against it: {found.place()} differs by "
+            f"{fault.difference:.1e} where step 1 is taken again from the same state; let random numbers follow from "
+            "the samples' keys, as those of dtgpt's Dropout do"
+        )
+    if (fault := record.far) is not None and tolerance is None:
+        found = reference.own_finding(fault)
+        return found, (
+            f"one process is further from float64 than {record.precision} explains, so that no run can be held against "
+            f"it: {found.place()} is off by {fault.difference:.1e}, and rounding explains {fault.limit:.1e}"
+        )
+    return None
+
+
+def problem_of_tokens(record: Record, reference: Record, found: Located) -> str:
+    """Return where a run trains on other tokens than its reference, empty where it does not: then nothing else that
+    differs says anything."""
+    if found.fault is not None and found.fault.kind == "tokens":
+        return str(found.fault)
+    for step, (ours, theirs) in enumerate(zip(record.tokens, reference.tokens, strict=False), 1):
+        if ours != theirs:
+            samples = sorted({int(each.split()[0]) for each in {*ours} ^ {*theirs}})
+            return (
+                f"other tokens than one process has: {counted(len(samples), 'sample')} of step {step}, such as "
+                f"{samples[0]}; nothing else can be compared"
+            )
+    return ""
 
 
 class Judge:
@@ -150,22 +168,29 @@ class Judge:
         self.reference, self.eps, self.wider, self.limit = reference, eps, wider, limit
         self._allowed: dict[tuple[str, str], float] = {}  # differences of tensors that are float64's, by kind and name
 
-    def traced(self, trace: Trace, key: Key, name: str) -> Finding | None:
-        """Return how a tensor differs, None where it has the reference's bits."""
-        reference, own = self.reference, Key(key.micro_batch, key.kind, name)
-        backward = key.kind == "gradient"
+    def traced(self, trace: Trace, key: Key, name: str, piece: Piece) -> Finding | None:
+        """Return how a piece of a tensor differs, None where it has the reference's bits."""
+        reference, backward = self.reference, key.kind == "gradient"
         if backward and key.name in trace.fused and name not in reference.trace.fused:
             return None  # the run, of another precision, has a part of the gradient
-        exact = reference.exact[own] if own in reference.exact.keys else None
-        whole, piece = reference.trace[own], trace[key]
-        if backward and piece.dim() > 1 and len(whole) == 1 < len(piece):
+        whole = piece.theirs
+        if backward and piece.ours.dim() > 1 and len(whole) == 1 < len(piece.ours):
             return None  # one process looks positions up once for all samples; the parameter's gradient is their sum
-        return self._finding(
-            piece, whole, exact, trace.cut,
-            kind="gradient of activation" if backward else "activation",
+        kind = "tokens" if name == reference.tokens else "gradient of activation" if backward else "activation"
+        found = self._finding(
+            piece.ours, whole, piece.exact, trace.cut, kind=kind,
             module=reference.reader(name) if backward else reference.writer(name, whole),
             tensor=name, rank=trace.rank, micro_batch=key.micro_batch,
         )  # fmt: skip
+        if found is None or kind != "tokens":
+            return found
+        cut = part_of(whole, piece.ours.shape, trace.cut)
+        rows = (
+            []
+            if cut is None
+            else [row for row, pair in enumerate(zip(piece.ours, whole[cut], strict=False)) if not torch.equal(*pair)]
+        )
+        return replace(found, sample=piece.first + rows[0] if rows else None)
 
     def parameter(self, record: Record, name: str) -> Finding | None:
         """Return how the first gradient of a parameter differs."""
@@ -187,7 +212,7 @@ class Judge:
             torch.tensor(record.norms[:1]), torch.tensor(reference.norms[:1]), RATIO * (whole + 2.0**-23),
             kind="gradient norm", module="(all)", tensor="global norm",
         )  # fmt: skip
-        updated = [key for key in theirs if key.startswith("first ") and not key.startswith("first gradient/")]
+        updated = [k for k in theirs if k in ours and k.startswith("first ") and not k.startswith("first gradient/")]
         for key in sorted(updated, key=lambda key: (key.startswith("first update/"), key)):
             kind, _, name = key.partition("/")
             a, b = ours[key].double(), theirs[key].double()
@@ -197,7 +222,9 @@ class Judge:
             weights = kind == "first update"
             held = float(theirs[f"weight/{name}"].abs().max()) if weights else 0.0
             rounding = 2.0**-23 * held * math.sqrt(b.numel()) / max(norm(b), 1e-300)
-            allowed = RATIO * (chance + rounding + 2.0**-23)
+            # A rule that makes more of a matrix than of its elements, as Muon's, may compute in the activations' type.
+            by_element = not weights or f"first exp_avg_sq/{name}" in ours
+            allowed = RATIO * (chance + rounding + (2.0**-23 if by_element else self.eps))
             yield self._explained(
                 a, b, allowed, kind="weight" if weights else "state", module=name.rpartition(".")[0],
                 tensor=name if weights else f"{kind.removeprefix('first ')} of {name}",
@@ -259,38 +286,3 @@ class Judge:
         if error <= self.limit * size:
             self._allowed[known] = max(apart, self._allowed.get(known, 0.0))
         return finding_of(apart, verdict, error=error / size, reference_error=own / size, **facts)
-
-
-def finding_of(difference: float, verdict: Verdict, **facts: Any) -> Finding:
-    """Return a finding of the first step; what `facts` does not have is None."""
-    values = {"rank": None, "micro_batch": None, "error": None, "reference_error": None} | facts
-    return Finding(step=1, difference=difference, verdict=verdict, **values)
-
-
-def part_of(whole: Tensor, shape: torch.Size, place: Cut) -> tuple[slice, ...] | None:
-    """Return which part of a tensor the rank at `place` has, by what its piece lacks; None where the shapes do not fit.
-    The first dimension of several is that of samples, of which either may have fewer, and the second that of tokens.
-    """
-    if whole.dim() != len(shape):
-        return None
-    cut = []
-    for dim, (size, length) in enumerate(zip(whole.shape, shape, strict=True)):
-        if size == length or (dim == 0 and len(shape) > 1):
-            cut.append(slice(None))
-            continue
-        parts, rest = divmod(size, length) if length else (0, 1)
-        index = place.tp
-        if dim == 1 and place.slices > 1 and parts % place.slices == 0:
-            index = place.cp * (parts // place.slices) + (place.tp if parts > place.slices else 0)
-        if rest or index >= parts:
-            return None
-        cut.append(slice(index * length, (index + 1) * length))
-    return tuple(cut)
-
-
-def norm(value: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value, dtype=torch.float64))
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return norm(a.double() - b.double())

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -16,10 +17,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
-from dtgpt.ops.optim.optimizer import Optimizer
-from dtgpt.parallel.shards import Shard, slices
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shards import Shard
 from dtgpt.planning.memory import fullest, memory_by_rank
-from dtgpt.train.trace import FP8_EPS, trace_in_float64, traced
+from dtgpt.train.float64 import move, trace_in_float64
+from dtgpt.train.own_check import OwnFault, Snapshot, far_from_float64, repeat_step
+from dtgpt.train.preferences import held_out_figures
+from dtgpt.train.shared_state import (
+    Apart,
+    differences,
+    has_state,
+    names_of_states,
+    save_state,
+    state_of,
+    take_state,
+)
+from dtgpt.train.trace import FP8_EPS, traced
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.hardware import peak_memory
 
@@ -27,6 +40,8 @@ from dtgpt.util.hardware import peak_memory
 # order, in fp32; adds them in 16 bits where weights have 16 bits; or also computes products in other pieces. With
 # `--reduce exact` it may have the same bits.
 Rounding = Literal["none", "order", "sums", "products"]
+
+PRECISIONS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 @dataclass
@@ -46,11 +61,22 @@ class Record:
     tensors: dict[str, Tensor]
     stale: list[str] = field(default_factory=list)  # parameters whose 16-bit copy is not that of the new weights
     fp8: bool = False  # whether products are in fp8
+    # The following are of traced runs, and not of those of older code.
+    tokens: list[list[str]] = field(default_factory=list)  # of each step, numbers and digests of the samples
+    held_out: float | None = None  # validation loss after the last step
+    apart: list[Apart] = field(default_factory=list)  # weights and the optimizer's state, beside those of one process
+    unrepeated: OwnFault | None = None  # where the reference does not repeat itself
+    far: OwnFault | None = None  # where it is further from float64 than its precision explains
 
     @property
     def eps(self) -> float:
         """The relative distance of neighbours in the type of the activations."""
         return torch.finfo(getattr(torch, self.dtype.removeprefix("torch."))).eps
+
+    @property
+    def precision(self) -> str:
+        """The type of products, in words."""
+        return "fp8" if self.fp8 else PRECISIONS[self.dtype]
 
     @property
     def eps_of_products(self) -> float:
@@ -86,8 +112,8 @@ def record(
     mesh, settings, optimizer = trainer.mesh, trainer.settings, trainer.optimizer
     kept: dict[str, Tensor] = {}
 
-    def keep(kind: str, value: Callable[[Shard], Tensor]) -> None:
-        for name, whole in trainer.shards.gather(value):
+    def keep(kind: str, value: Callable[[Shard], Tensor], chosen: Callable[[Shard], bool] | None = None) -> None:
+        for name, whole in trainer.shards.gather(value, chosen):
             if whole is not None:
                 kept[f"{kind}/{name}"] = settings.model.comparable(name, whole)
 
@@ -99,32 +125,45 @@ def record(
     for _, whole in trainer.shards.gather(attrgetter("local")):
         digest.update(b"" if whole is None else whole.numpy().tobytes())
     stale: list[str] = []
-    if tracing is not None and tracing.is_reference:
+    apart: list[Apart] = []
+    unrepeated = far = None
+    tokens = {} if tracing is None else note_tokens(trainer)
+    checked = tracing is not None and tracing.is_reference
+    if tracing is not None and checked:
         trace_in_float64(trainer, tracing.file)
     for step in range(steps):
         if tracing is not None and 0 < step == steps - 1:
-            share_state(trainer, tracing)
+            apart += share_state(trainer, tracing, tracing.shared, sum(rates))
+            take_shared(trainer, tracing)
+        begin = Snapshot(trainer) if tracing is not None and step == 0 else None
         with nullcontext() if tracing is None or step > 0 else traced(trainer, tracing.file):
             loss = trainer.gradients()
         if step == 0:
             keep("first gradient", trainer.gradient)
         if step == steps - 1:
             keep("last gradient", trainer.gradient)
-        before = {} if tracing is None or step > 0 else {s.index: s.local.to("cpu", copy=True) for s in trainer.shards}
+        if tracing is not None and step == 0 and checked:
+            far = far_from_float64(trainer, tracing.file, kept)
         result = trainer.update(loss)
-        if before:
-            keep("first update", partial(moved_by, before))
-            for name in shared_states(trainer):
-                keep(f"first {name}", partial(state_of, optimizer.rule, name))
+        if begin is not None:
+            keep("first update", begin.moved)
+            for name in names_of_states(trainer):
+                keep(f"first {name}", partial(state_of, optimizer, name), partial(has_state, optimizer, name))
             stale = stale_copies(trainer)
         losses.append(trainer.mean_loss(result))
         norms.append(result.norm.item())
         rates.append(optimizer.lr.item())
         if optimizer.scaler is not None:
             scales.append(optimizer.scaler.scale.item())
+        if tracing is not None and begin is not None and checked:
+            unrepeated = repeat_step(trainer, begin, tracing.file)
         after_step()
     memory = mesh.gather(peak_memory(mesh.device))
     keep("weight", attrgetter("local"))
+    held_out = None
+    if tracing is not None:
+        apart += share_state(trainer, tracing, tracing.shared.with_name(f"{tracing.shared.name}-last"), sum(rates))
+        held_out = held_out_loss(trainer)
     planned = None
     if mesh.device.type == "cuda":
         planned = fullest(memory_by_rank(settings)).total / 2**30
@@ -141,25 +180,49 @@ def record(
         tensors=kept,
         stale=stale,
         fp8=trainer.settings.fp8,
+        tokens=tokens_of_steps(mesh, tokens),
+        held_out=held_out,
+        apart=apart,
+        unrepeated=unrepeated,
+        far=far if all(map(math.isfinite, norms[:1])) else None,
     )
     return made if mesh.rank == 0 else None
 
 
-def moved_by(before: Mapping[int, Tensor], shard: Shard) -> Tensor:
-    """Return by how much an update has moved a shard from what it was, by its index."""
-    return shard.local.cpu() - before[shard.index]
+def note_tokens(trainer: Trainer) -> dict[int, dict[int, str]]:
+    """Return a dict to which every later step adds the digests of this rank's samples, by their numbers."""
+    steps: dict[int, dict[int, str]] = {}
+    take = trainer.batches.take
+
+    def noted(step: int) -> tuple[Tensor, ...]:
+        windows, sample_ids, *_ = taken = take(step)
+        digests = (hashlib.sha256(window.numpy().tobytes()).hexdigest()[:16] for window in windows.cpu())
+        steps[step] = dict(zip(sample_ids.tolist(), digests, strict=True))
+        return taken
+
+    trainer.batches.take = noted  # type: ignore[method-assign]
+    return steps
 
 
-def state_of(rule: Optimizer, name: str, shard: Shard) -> Tensor:
-    """Return the part of the optimizer's state that has this name."""
-    return rule.state(shard.index)[name]
+def tokens_of_steps(mesh: Mesh, own: Mapping[int, Mapping[int, str]]) -> list[list[str]]:
+    """Return of each step the numbers and digests of the samples of all ranks."""
+    ranks = mesh.gather(own)
+    return [
+        [f"{number} {text}" for number, text in sorted({pair for rank in ranks for pair in rank[step].items()})]
+        for step in sorted(own)
+    ]
 
 
-def shared_states(trainer: Trainer) -> list[str]:
-    """Return the names of the optimizer's state that every shard has, with the shard's shape."""
-    states = [(shard, trainer.optimizer.rule.state(shard.index)) for shard in trainer.shards]
-    fitting = [{name for name, value in state.items() if value.shape == shard.local.shape} for shard, state in states]
-    return sorted(set.intersection(*map(set, trainer.mesh.gather(set.intersection(*fitting)))))
+def held_out_loss(trainer: Trainer) -> float | None:
+    """Return the validation loss on as many samples as a step has, and one more, by which one replica has a batch more
+    than others; None where there is no validation text."""
+    most = trainer.sizes.at(trainer.step - 1) + 1
+    trainer.log = replace(trainer.log, eval_samples=min(trainer.log.eval_samples, most))
+    if trainer.objective is not None:
+        figures = held_out_figures(trainer, "valid")
+        return None if figures is None else figures["loss"]
+    found = trainer.held_out_loss()
+    return None if found is None else found[0]
 
 
 def stale_copies(trainer: Trainer) -> list[str]:
@@ -169,26 +232,21 @@ def stale_copies(trainer: Trainer) -> list[str]:
     return sorted({name for names in trainer.mesh.gather(own) for name in names})
 
 
-@torch.no_grad()
-def share_state(trainer: Trainer, tracing: Tracing) -> None:
-    """Write the weights and the state of the optimizer, or take those that the reference has written, so that the next
-    step of each run begins with the same ones."""
-    rule, names = trainer.optimizer.rule, shared_states(trainer)
-    values: dict[str, Callable[[Shard], Tensor]] = {"weight": attrgetter("local")}
-    values |= {name: partial(state_of, rule, name) for name in names}
+def share_state(trainer: Trainer, tracing: Tracing, file: Path, travel: float) -> list[Apart]:
+    """Write the weights and the optimizer's state of the reference; return by how much those of another run differ.
+    travel: as of `differences`."""
     if tracing.is_reference:
-        kept = {f"{kind}/{name}": t for kind, v in values.items() for name, t in trainer.shards.gather(v)}
-        numbers = json.dumps(trainer.optimizer.state())
-        save_file({k: t for k, t in kept.items() if t is not None}, tracing.shared, metadata={"state": numbers})
-        return
-    with safe_open(tracing.shared, "pt") as saved:
-        for kind, value in values.items():
-            for shard in trainer.shards:
-                value(shard).copy_(saved.get_slice(f"{kind}/{shard.name}")[slices(shard.region)])
-        trainer.optimizer.restore(json.loads(saved.metadata()["state"]))
-    trainer.shards.publish()
-    if tracing.moved:
-        move_weights(trainer, tracing.moved)
+        save_state(trainer, file)
+    return [] if tracing.is_reference or not file.exists() else differences(trainer, file, travel)
+
+
+def take_shared(trainer: Trainer, tracing: Tracing) -> None:
+    """Take the weights and the optimizer's state that the reference has written, so that the next step of each run
+    begins with the same ones."""
+    if not tracing.is_reference:
+        take_state(trainer, tracing.shared)
+        if tracing.moved:
+            move_weights(trainer, tracing.moved)
 
 
 def rounding_of(settings: Settings) -> Rounding:
@@ -201,15 +259,11 @@ def rounding_of(settings: Settings) -> Rounding:
     return "order" if plan.world == 1 or (plan.zero and plan.pp == 1) else "sums"
 
 
-@torch.no_grad()
 def move_weights(trainer: Trainer, seed: int = 0) -> None:
-    """Add to each initial weight, or subtract from it, what the last bit of the run's type can add: half of them each.
-    What follows differs from the run of these weights by rounding alone. Works on one process."""
+    """Move each initial weight by what the last bit of the run's type can add. What follows differs from the run of
+    these weights by rounding alone. Works on one process."""
     bit = max(2.0**-23, torch.finfo(trainer.settings.dtype).eps / 2)
-    generator = torch.Generator().manual_seed(seed)
-    for shard in trainer.shards:
-        up = torch.rand(shard.local.shape, generator=generator) < 0.5
-        shard.local.mul_(torch.where(up, 1 + bit, 1 - bit).to(shard.local.device))
+    move([shard.local for shard in trainer.shards], bit, seed)
     trainer.shards.publish()
 
 
@@ -225,4 +279,7 @@ def read_record(file: Path) -> Record:
     with safe_open(file, "pt") as saved:
         tensors = {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118
         values = json.loads(saved.metadata()["record"])
+    values["apart"] = [Apart(*each) for each in values.get("apart", [])]
+    for name in ("unrepeated", "far"):
+        values[name] = OwnFault(*values[name]) if values.get(name) else None
     return Record(**values, tensors=tensors)

@@ -1,10 +1,11 @@
-"""What the modules of every rank compute in one step: activations and their gradients, and the same step in float64.
+"""What the modules of every rank compute in one step: activations and their gradients.
 
 Each rank writes a file. A tensor has the name of the module that returns it, as in `blocks.0 output 0`, or of the first
 module that reads it, where it is made between modules. `dtgpt.train.gate` compares the files of two runs.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,26 +14,20 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtgpt.models.batch import Batch
 from dtgpt.models.binding import BoundModule, bind
-from dtgpt.models.decoder import Decoder, unique_parameters
-from dtgpt.models.layers import AttentionCore, Output
-from dtgpt.ops.loss.preference import Pairs
+from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.build import set_execution
 from dtgpt.parallel.context import mean_over_slices
-from dtgpt.parallel.lora import add_adapters
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.torch_private import is_in_backward
 
 ELEMENTS = 1 << 20  # of a tensor that are kept at most: those of the first samples of a micro-batch
 FP8_EPS = 2.0**-3  # of the narrower products of a run in fp8
-OPERATIONS = 2e12  # of a step in float64 at most; a longer one computes the first sample alone
 
 
 class Key(NamedTuple):
@@ -64,6 +59,8 @@ class Recorder:
         self.names: dict[str, list[str]] = {}
         # Outputs of a fused operation that has more: autograd does not show what those add to the gradient of this one.
         self.fused: list[str] = []
+        self.samples = 1  # of a micro-batch
+        self.rows: dict[str, int] = {}  # sizes of first dimensions that are not samples
         self._passes: dict[str, int] = {}
         self._micro_batch = first
         self._present: dict[int, tuple[ref[Tensor], str]] = {}  # by identity; recomputation frees tensors of this pass
@@ -90,6 +87,8 @@ class Recorder:
         key = Key(micro_batch, kind, name)
         if key not in self.tensors:
             some = value.detach()
+            if some.dim() > 0 and len(some) != self.samples:
+                self.rows[name] = len(some)
             if some.dim() > 1:
                 some = some[: max(1, ELEMENTS * len(some) // max(1, some.numel()))]
             self.tensors[key] = some.to("cpu", copy=True).contiguous()
@@ -98,6 +97,7 @@ class Recorder:
         done = self._passes.get(stage, 0)
         self._passes[stage] = done + 1
         self._micro_batch = self.first + done
+        self.samples = len(inputs[0])
 
     def _before(self, name: str, module: nn.Module, inputs: Any) -> None:
         self._see(f"{name} input", inputs)
@@ -161,6 +161,7 @@ def uncompiled(trainer: Trainer) -> Iterator[None]:
 def traced(trainer: Trainer, file: Path) -> Iterator[None]:
     """Write what this rank's modules compute while the context lasts, one step, to `file` and the rank's number."""
     mesh, settings = trainer.mesh, trainer.settings
+    trainer.expect_batch()
     recorder = Recorder(mesh.place.dp * trainer.micro_batches)
     with uncompiled(trainer), recorder.attached(trainer.stages):
         yield
@@ -187,7 +188,8 @@ def file_of(file: Path, part: str) -> Path:
 def save(recorder: Recorder, file: Path, **facts: float) -> None:
     keys = list(recorder.tensors)
     tensors = {str(index): recorder.tensors[key] for index, key in enumerate(keys)}
-    values = {"keys": keys, "names": recorder.names, "fused": recorder.fused, **facts}
+    values = {"keys": keys, "names": recorder.names, "fused": recorder.fused, "rows": recorder.rows, **facts}
+    values["samples"] = recorder.samples
     save_file(tensors, file, metadata={"trace": json.dumps(values)})
 
 
@@ -202,64 +204,29 @@ class Trace:
         self.rank, self.eps = values["rank"], values["eps"]
         self.cut = Cut(values["tp"], values.get("cp", 0), values.get("slices", 1))  # older code has no slices
         self.keys = {Key(*key): str(index) for index, key in enumerate(values["keys"])}
+        self._rows: dict[str, int] | None = values.get("rows")
+        first = next((shape for key in self.keys if len(shape := self.shape(key)) > 1), (1,))
+        self.samples: int = values.get("samples", first[0])  # of a micro-batch; older code has none
 
     def __getitem__(self, key: Key) -> Tensor:
         return self._file.get_tensor(self.keys[key])
 
+    def shape(self, key: Key) -> tuple[int, ...]:
+        """Return the shape of what is kept."""
+        return tuple(self._file.get_slice(self.keys[key]).get_shape())
 
-def trace_in_float64(trainer: Trainer, file: Path) -> None:
-    """Compute the first step of a trainer of one process, at its initial weights, in float64 on the CPU, and write what
-    modules compute, and the gradients of parameters where the whole batch is computed."""
-    settings, device = trainer.settings, torch.device("cpu")
-    with torch.device("meta"):
-        model = Decoder(settings.model, torch.float64)
-    if settings.lora.rank:
-        add_adapters(model, settings, trainer.mesh.place, device)
-    model.to(torch.float64).allocate(device)
-    values = {shard.name: shard.local for shard in (*trainer.shards, *(trainer.shards.frozen or ()))}
-    parameters = unique_parameters(model)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(values[name])
-    output = next(module for module in model.modules() if isinstance(module, Output))
-    name = next(name for name, module in model.named_modules() if module is output)
-    for module in model.modules():
-        if isinstance(module, AttentionCore):
-            bind(module, backend="explicit")
-    batch = trainer.batch(0)
-    pieces = Batch._make(None if value is None else value.cpu() for value in batch).chunk(trainer.micro_batches)
-    whole = 6 * sum(p.numel() for p in parameters.values()) * batch.tokens.numel() <= OPERATIONS
-    recorder = Recorder()
-    weight = trainer.optimizer.gradient_scale.item()
-    for index, piece in enumerate(pieces if whole else pieces[:1]):
-        some = piece if whole else Batch._make(None if value is None else value[:1] for value in piece)
-        with recorder.attached([model]):
-            logits = model(*some._replace(targets=None, loss_weights=None, answers=None, reference=None))
-            assert some.targets is not None
-            losses = F.cross_entropy(
-                logits[..., : output.vocab_size].flatten(0, -2), some.targets.flatten(), reduction="none"
-            )
-            count = piece.tokens.numel()
-            if trainer.objective is not None and some.loss_weights is not None and some.answers is not None:
-                pairs, count = (
-                    Pairs(some.loss_weights, some.answers, some.reference),
-                    some.loss_weights.numel() * len(piece.tokens) // len(some.tokens),
-                )
-                losses = trainer.objective.of_batch(losses.view_as(some.targets), pairs) * some.loss_weights
-            elif some.loss_weights is not None:
-                losses = losses * some.loss_weights.flatten()
-            loss = losses.sum() / count
-        made = f"{name} output 0"
-        recorder.tensors = {key: value for key, value in recorder.tensors.items() if key[0] != index or key[2] != made}
-        if whole:
-            recorder.keep("activation", made, loss, index)
-        (loss * weight).backward()
-        recorder.tensors.pop(Key(index, "gradient", made), None)
-    if whole:
-        unscale = float(trainer.optimizer.inverse_scale())
-        for name, parameter in parameters.items():
-            if not parameter.requires_grad:
-                continue
-            assert parameter.grad is not None
-            recorder.tensors[Key(0, "parameter", name)] = settings.model.comparable(name, parameter.grad * unscale)
-    save(recorder, file_of(file, "float64"), rank=0, tp=0, eps=torch.finfo(torch.float64).eps)
+    def part(self, key: Key, start: int, stop: int) -> Tensor:
+        """Return these rows of a tensor."""
+        return self._file.get_slice(self.keys[key])[start:stop]
+
+    def rows_of_a_sample(self, key: Key) -> int | None:
+        """Return how many rows of the first dimension each sample has; None: it does not count samples."""
+        shape = self.shape(key)
+        if not shape:
+            return None
+        rows = shape[0]
+        if self._rows is not None:
+            rows = self._rows.get(key.name, self.samples)
+        elif len(shape) > 1 and rows == max(1, ELEMENTS // max(1, math.prod(shape[1:]))):
+            rows = self.samples  # older code: of these the first were kept
+        return None if rows % self.samples else rows // self.samples

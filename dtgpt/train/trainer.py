@@ -126,7 +126,7 @@ class Trainer:
     def gradients(self) -> Tensor:
         """Leave the gradient of the next global batch in the shards. Returns the mean loss over this rank's samples, 0
         where the head is on another rank."""
-        self._expect(self.sizes.at(self.step) // (self.settings.micro_batch_size * self.settings.plan.dp))
+        self.expect_batch()
         self.graphs.next_step()
         if self.objective is not None:
             self.objective.totals.zero_()
@@ -230,8 +230,9 @@ class Trainer:
         scale = batch.loss_weights.numel() * plan.data_ranks / counted.clamp(min=1)
         return batch._replace(loss_weights=batch.loss_weights * scale.float())
 
-    def _expect(self, micro_batches: int) -> None:
-        """Prepare for another number of micro-batches, where the batch size ramps up."""
+    def expect_batch(self) -> None:
+        """Prepare for the number of micro-batches of the next step, which changes where the batch size ramps up."""
+        micro_batches = self.sizes.at(self.step) // (self.settings.micro_batch_size * self.settings.plan.dp)
         if micro_batches != self.micro_batches:
             self.micro_batches = micro_batches
             self.graphs.restart()

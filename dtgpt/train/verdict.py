@@ -12,7 +12,7 @@ by the sign of what may be rounding. Elements whose gradient is rounding alone s
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,7 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtgpt.train.finding import Finding, finding_of
 from dtgpt.train.record import Record
+from dtgpt.train.shared_state import WEIGHT, Apart
 
 KINDS = ("first gradient", "last gradient", "weight")  # of tensors in a record
 ROUNDINGS = 4.0  # by which two runs may be apart, where one differs from a third by rounding alone
@@ -68,6 +70,8 @@ class Difference:
     skipped: tuple[list[int], list[int]]  # steps that fp16 skipped, likewise; the first is 1
     tensors: dict[str, float]  # by their keys in `Record.tensors`; without gradients of steps that fp16 skipped
     same_initial: bool
+    apart: list[Apart] = field(default_factory=list)  # weights and the optimizer's state
+    held_out: float = 0.0  # of the validation losses
 
     @property
     def loss(self) -> float:
@@ -130,6 +134,8 @@ def difference(record: Record, reference: Record, least: float = 0.0) -> Differe
         skipped=(ours, theirs),
         tensors={name: value for name, value in tensors.items() if name.partition("/")[0] not in left_out},
         same_initial=record.initial == reference.initial,
+        apart=record.apart,
+        held_out=held_out_difference(record.held_out, reference.held_out),
     )
 
 
@@ -158,7 +164,49 @@ def problems(found: Difference, limits: Limits, rounded: Iterable[Difference] = 
         worst, key = found.worst(kind, explained)
         if key:
             said.append(f"{key.replace('/', ' of ')} differs by {worst:.1e}")
+    first = {apart.step: apart for apart in reversed(unexplained(found, limits, rounded))}
+    said += [str(first[step]) for step in sorted(first)]
+    if not found.held_out <= limits.loss + ROUNDINGS * max((other.held_out for other in rounded), default=0.0):
+        said.append(f"the validation loss differs by {found.held_out:.1e}")
     return said
+
+
+def unexplained(found: Difference, limits: Limits, rounded: Sequence[Difference] = ()) -> list[Apart]:
+    """Return the weights and states of the optimizer that are further apart than rounding explains: the earliest first,
+    states before the weights that they move, and then the furthest. Before the last step begins with the state of one
+    process, runs of another precision may be any distance apart, and any runs where older code, which kept no state,
+    shows what rounding does."""
+    shown: dict[tuple[object, ...], float] = {}
+    for other in (each for one in rounded for each in one.apart):
+        keys = [other[:3], (other.step, other.kind)]
+        shown |= {key: max(shown.get(key, 0.0), other.difference) for key in keys}
+    last, outside = max((apart.step for apart in found.apart), default=0), []
+    for apart in found.apart:
+        if apart.step < last and rounded and not shown:
+            continue
+        explained = ROUNDINGS * shown.get(apart[:3], 0.0)
+        limit = limits.tensors
+        if limits.weights is not None and (apart.kind == WEIGHT or apart.step < last):
+            limit = limits.weights
+        if apart.kind == WEIGHT:
+            explained = max(explained, 2 * shown.get((apart.step, WEIGHT), 0.0))  # as in `_rounding`
+        if not apart.difference <= limit + explained:
+            outside.append(apart)
+    return sorted(outside, key=lambda apart: (apart.step, apart.kind == WEIGHT, -apart.difference))
+
+
+def first_state(found: Difference, limits: Limits, rounded: Sequence[Difference]) -> Finding | None:
+    """Return the first weight or state of the optimizer that rounding does not explain."""
+    for step, kind, name, apart, rank in unexplained(found, limits, rounded)[:1]:
+        tensor = name if kind == WEIGHT else f"{kind} of {name}"
+        facts = {"module": name.rpartition(".")[0], "tensor": tensor, "rank": rank, "step": step}
+        return finding_of(apart, "fault", kind=kind if kind == WEIGHT else "state", **facts)
+    return None
+
+
+def held_out_difference(ours: float | None, theirs: float | None) -> float:
+    """Return the relative difference of validation losses; 0 where either is not there."""
+    return 0.0 if ours is None or theirs is None else relative(ours, theirs)
 
 
 def _limit_of_kind(key: str, limits: Limits) -> float:
@@ -199,7 +247,8 @@ def _first_unequal(name: str, pairs: list[tuple[float, float]]) -> tuple[int, st
 def tensor_differences(record: Record, reference: Record, least: float = 0.0) -> dict[str, float]:
     """Return the relative difference of each tensor of the reference; `least` as of `difference`."""
     found = {}
-    for name, theirs in reference.tensors.items():
+    judged = {name: value for name, value in reference.tensors.items() if name.partition("/")[0] in KINDS}
+    for name, theirs in judged.items():
         kind, floor = name.partition("/")[0], reference.travel * math.sqrt(theirs.numel())
         if kind != KINDS[2]:
             floor = least * reference.norms[0 if kind == KINDS[0] else -1]

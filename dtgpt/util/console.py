@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
@@ -40,6 +40,12 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 def terminal_width() -> int | None:
     """Return the columns of the terminal, or of the variable COLUMNS; None where output goes into a file or a pipe."""
     return shutil.get_terminal_size(fallback=(0, 0)).columns or None
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Return numbers of which one is to be chosen: "1, 2 or 4"."""
+    *words, last = map(str, numbers)
+    return f"{', '.join(words)} or {last}" if words else last
 
 
 def hanging(line: str, indent: int) -> str:

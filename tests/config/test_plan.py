@@ -19,12 +19,14 @@ from dtgpt.config.plan import SCHEDULES, Plan, ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.parallel.tensor import make_table, style_of
 from dtgpt.util.errors import UserError
 from tests.support.bodies_mesh import CPU, refusal_of_build
 from tests.support.ranks import pool
 
 MODEL = GPT2Config(num_layers=4, hidden_size=48, num_heads=4, seq_length=16, vocab_size=257)
+LLAMA = LlamaConfig(num_layers=2, hidden_size=48, num_heads=6, num_kv_heads=2, ffn_hidden_size=64, seq_length=16)
 OWN = {
     "two-stages": Plan(pp=2, stages_per_rank=2),
     "deep-zbv": Plan(pp=2, schedule="ZBVZeroBubble", stages_per_rank=4),
@@ -94,7 +96,7 @@ WRONG = [
     Wrong("dp2_tp2", 7, ["= 4 processes"], [("start 4 ", "dp2_tp2", 4), ("use dp4 with 8", "dp4_tp2", 8)]),
     Wrong("tp2_pp2", 7, ["tp=2 x pp=2 = 4", "7 were"], [("start 4 or 8 ", "tp2_pp2", n) for n in (4, 8)]),
     Wrong("tp2", 1, ["tp=2", "1 was started"], [("start 2 ", "tp2", 2)]),
-    Wrong("tp3", 3, ["num_heads=4", "tp=3"], [("use 1, 2 or 4", f"tp{n}", n) for n in (1, 2, 4)]),
+    Wrong("tp3", 3, ["num_heads=4", "tp=3"], [("use tp=1, 2 or 4", f"tp{n}", n) for n in (1, 2, 4)]),
     Wrong(
         "tp48", 48, ["vocabulary of 128", "model.vocab_size=100", "tp=48"], [("use tp=16 or less", "tp16", 16)],
         "--model.vocab_size 100 --model.num_heads 48",
@@ -304,3 +306,17 @@ def test_a_table_needs_tensor_parallelism_and_styles(recipe):
     for style in ("colwise", ColwiseParallel):
         with pytest.raises(UserError, match="is not a style"):
             make_table(MODEL, Plan(tp=2, table={"blocks.*.mlp.fc": style}))
+
+
+@pytest.mark.parametrize(
+    "model, remedy",
+    [
+        (replace(MODEL, num_heads=5), "num_heads=5; use model.num_heads=2, 3, 4 or 6, or another width"),
+        (replace(LLAMA, num_kv_heads=4), "num_heads=6; use model.num_kv_heads=1, 2, 3 or 6"),
+    ],
+    ids=["heads", "heads of keys and values"],
+)
+def test_a_sentence_on_two_sizes_names_what_the_number_of_its_remedy_is(model, remedy):
+    with pytest.raises(UserError) as error:
+        model.validate()
+    assert remedy in str(error.value)

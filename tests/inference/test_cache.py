@@ -153,5 +153,5 @@ def test_slots_are_as_many_as_fit_up_to_a_bound():
 
 def test_heads_of_keys_that_tp_does_not_divide_are_refused():
     config = CONFIGS[LlamaConfig]
-    with pytest.raises(UserError, match="2 heads of keys and values, which cannot be split over tp=4; use"):
+    with pytest.raises(UserError, match="2 heads of keys and values, which cannot be split over tp=4; use tp=1 or 2"):
         Cache([], config, Plan(tp=4), 1, torch.float32, bodies.CPU)

@@ -102,8 +102,14 @@ def test_ranks_of_padding_alone_are_written(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tensor_parallel_size": 3}, "num_heads=4 cannot be split over tensor_parallel_size=3; use a divisor of 4"),
-        ({"pipeline_parallel_size": 3}, "num_layers=4 cannot be split over pipeline_parallel_size=3; use a divisor"),
+        (
+            {"tensor_parallel_size": 3},
+            "num_heads=4 .* over tensor_parallel_size=3; use tensor_parallel_size=1, 2 or 4",
+        ),
+        (
+            {"pipeline_parallel_size": 3},
+            "num_layers=4 .* pipeline_parallel_size=3; use pipeline_parallel_size=1, 2",
+        ),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"dtype": torch.float64}, "dtype=torch.float64"),
     ],

@@ -165,10 +165,10 @@ GPT2 = GPT2Config(num_layers=2, hidden_size=32, num_heads=1, seq_length=16, voca
 @pytest.mark.parametrize(
     "model, plan, words",
     [
-        (SMALL, "tp3", "model.num_kv_heads=4 cannot be split over tp=3; use 1, 2 or 4"),
-        (SMALL, "tp8_sp", "model.num_kv_heads=4 cannot be split over tp=8; use 2 or 4"),
-        (replace(SMALL, ffn_hidden_size=46), "tp4", "model.ffn_hidden_size=46 cannot be split over tp=4; use 1 or 2"),
-        (replace(SMALL, num_kv_heads=1), "tp2", "model.num_kv_heads=1 cannot be split over tp=2; use 1"),
+        (SMALL, "tp3", "model.num_kv_heads=4 cannot be split over tp=3; use tp=1, 2 or 4"),
+        (SMALL, "tp8_sp", "model.num_kv_heads=4 cannot be split over tp=8; use tp=2 or 4"),
+        (replace(SMALL, ffn_hidden_size=46), "tp4", "model.ffn_hidden_size=46 cannot be split over tp=4; use tp=1 or"),
+        (replace(SMALL, num_kv_heads=1), "tp2", "model.num_kv_heads=1 cannot be split over tp=2; use tp=1"),
         (replace(SMALL, num_kv_heads=1), "tp2_sp", "model.num_kv_heads=1 cannot be split over tp=2; leave tp and sp"),
         (GPT2, "tp2_sp", "model.num_heads=1 cannot be split over tp=2; leave tp and sp out"),
         (replace(SMALL, seq_length=15), "tp2_sp", "model.seq_length=15 cannot be split over tp=2 under sequence"),

@@ -97,7 +97,7 @@ def test_settings_take_turns_and_operators_are_listed(small, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--plan", "tp3"], "model.num_heads=2 cannot be split over tp=3; use 1 or 2"),
+        (["--plan", "tp3"], "model.num_heads=2 cannot be split over tp=3; use tp=1 or 2"),
         (["--bogus", "3"], "there is no option --bogus; see --help for the list"),
     ],
 )

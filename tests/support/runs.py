@@ -59,8 +59,8 @@ def record(recipe, steps: int, moved: bool = False) -> Record | None:
         return recording.record(trainer, steps)
 
 
-def traced_record(recipe, tracing: Tracing, change: str = "") -> Record | None:
-    """Return the record of one traced step, on rank 0. change: a statement that plants a fault in the `trainer`."""
+def traced_record(recipe, tracing: Tracing, change: str = "", steps: int = 1) -> Record | None:
+    """Return the record of traced steps, on rank 0. change: a statement that plants a fault in the `trainer`."""
     with open_trainer(recipe) as trainer:
         exec(change, {"trainer": trainer, "torch": torch})
-        return recording.record(trainer, 1, tracing=tracing)
+        return recording.record(trainer, steps, tracing=tracing)

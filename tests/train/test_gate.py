@@ -9,7 +9,8 @@ import torch
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.train.compare import fitting_plan
-from dtgpt.train.gate import Located, Reference, locate
+from dtgpt.train.finding import Located
+from dtgpt.train.gate import Reference, locate
 from dtgpt.train.record import Tracing
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
@@ -96,7 +97,7 @@ def test_a_fault_of_one_rank_is_located_on_that_rank(recipe, reference, tmp_path
 def test_a_part_of_a_gradient_is_told_from_a_fault(recipe, tmp_path, monkeypatch):
     """A fused norm on a GPU gives its sum the gradient of later operations alone, plain ones the whole, as float64, of
     which there is one sample."""
-    monkeypatch.setattr("dtgpt.train.trace.OPERATIONS", 0.0)
+    monkeypatch.setattr("dtgpt.train.float64.OPERATIONS", 0.0)
     tracing = Tracing(tmp_path / "one", tmp_path / "shared", is_reference=True)
     with monkeypatch.context() as patch:
         for module in ("norm", "residual"):

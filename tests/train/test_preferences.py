@@ -23,16 +23,19 @@ from dtgpt.data.prepare.job import prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.open import open_config
 from dtgpt.run.sinks import read_records
+from dtgpt.train.gate import Reference, locate, problem_of_reference
 from dtgpt.train.loop import train
+from dtgpt.train.record import Tracing
 from dtgpt.train.startup import open_trainer, read_dataset
+from dtgpt.train.verdict import difference, limits_between, problems
 from dtgpt.util.errors import UserError
 from tests.support.bodies_preferences import train_pairs, train_without_room_for_its_reference
 from tests.support.chats import text, write_tokenizer
 from tests.support.ranks import pool
-from tests.support.runs import change, constant, newest_run
+from tests.support.runs import change, constant, newest_run, traced_record
 
 pytest.importorskip("jinja2")
-pytestmark = pytest.mark.slow(33)
+pytestmark = pytest.mark.slow(40)
 
 STEPS, LENGTH, BETA = 4, 128, 0.3
 
@@ -308,3 +311,15 @@ def test_what_pairs_cannot_be_trained_with_is_refused(dpo, folder, prepared, tmp
         prepare(PrepareConfig(chat=True, preferences=True, **given))
     with pytest.raises(UserError, match="chat-loss cannot be combined with --preferences"):
         prepare(PrepareConfig(preferences=True, chat_loss="all", **given))
+
+
+@pytest.mark.parametrize("plan", ["single", "cp2"])
+def test_the_gate_pairs_samples_of_pairs_and_compares_their_validation_loss(dpo, tmp_path, plan):
+    tracing = [Tracing(tmp_path / name, tmp_path / "shared", name == "one") for name in ("one", "other")]
+    reference = Reference(tmp_path / "one", traced_record(dpo, tracing[0], steps=2))
+    assert problem_of_reference(reference, None) is None and reference.record.held_out is not None
+    other = replace(dpo, micro_batch_size=4, plan=plan)
+    ours, *_ = pool().run(2 if plan == "cp2" else 1, traced_record, other, tracing[1], "", 2)
+    found = locate(reference, ours, tmp_path / "other", 1e-5)
+    assert found.fault is None and found.first.error is not None
+    assert problems(difference(ours, reference.record), limits_between(ours, reference.record)) == []

@@ -9,8 +9,9 @@ import torch
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.train import compare
-from dtgpt.train.gate import Located
+from dtgpt.train.finding import Located, finding_of
 from dtgpt.train.record import Record, rounding_of
+from dtgpt.train.shared_state import Apart
 from dtgpt.train.verdict import ROUNDINGS, Limits, difference, limits_between, limits_of, problems
 from dtgpt.util.errors import UserError
 
@@ -113,6 +114,7 @@ def test_a_long_comparison_is_held_to_what_rounding_does_to_one_process(recipe, 
 
     monkeypatch.setattr(compare, "run_plan", run_plan)
     monkeypatch.setattr(compare, "Reference", lambda *given: None)
+    monkeypatch.setattr(compare, "problem_of_reference", lambda *given: None)
     monkeypatch.setattr(compare, "locate", lambda *given: Located())
     assert compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, None, [])["status"] == 0
     out = capsys.readouterr().out
@@ -134,3 +136,48 @@ def test_a_comparison_of_steps_that_fp16_skips_is_refused(recipe: Recipe, monkey
     monkeypatch.setattr(compare, "run_plan", run_plan)
     with pytest.raises(UserError, match=r"plan single skipped all steps.*--loss_scale.initial 4096"):
         compare.compare(recipe, Path("recipe.py"), ["dp2"], 4, None, [])
+
+
+def test_a_reference_that_cannot_be_one_ends_the_comparison(recipe, monkeypatch):
+    begun = []
+    found = finding_of(0.4, "fault", kind="activation", module="head", tensor="head input 0", rank=0, micro_batch=0)
+    monkeypatch.setattr(compare, "run_plan", lambda path, side, *given, **more: begun.append(side.name) or run(1))
+    monkeypatch.setattr(compare, "Reference", lambda *given: None)
+    monkeypatch.setattr(compare, "problem_of_reference", lambda *given: (found, "it draws lots"))
+    result = compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, None, [])
+    assert begun == ["single"] and result["status"] == 1 and result["runs"] == {}
+    assert result["reference"]["problems"] == ["it draws lots"] and result["reference"]["verdict"] == "fault"
+    assert result["reference"]["first_fault"]["module"] == "head"
+
+
+def test_a_run_on_other_tokens_has_no_other_verdict(recipe, monkeypatch):
+    tokens = {"single": [["0 a", "1 b"], ["2 c", "3 d"]], "dp2": [["0 a", "1 b"], ["2 c", "3 e"]]}
+
+    def run_plan(path, side, steps, file, shared, moved=0, is_reference=False):
+        assert not moved
+        return replace(run(2, losses=[5.0, 6.0] if side.name == "dp2" else [5.0, 5.0]), tokens=tokens[side.name])
+
+    monkeypatch.setattr(compare, "run_plan", run_plan)
+    monkeypatch.setattr(compare, "Reference", lambda *given: None)
+    monkeypatch.setattr(compare, "problem_of_reference", lambda *given: None)
+    monkeypatch.setattr(compare, "locate", lambda *given: Located())
+    result = compare.compare(recipe, Path("recipe.py"), ["dp2"], 2, None, [])
+    (problem,) = result["runs"]["dp2"]["problems"]
+    assert problem.startswith("other tokens than one process has: 1 sample of step 2, such as 3;")
+
+
+def test_state_is_judged_by_step_before_the_weights_that_it_moves():
+    apart = [
+        Apart(3, "weight", "head.a", 0.2, None), Apart(3, "exp_avg", "head.a", 0.1, 1),
+        Apart(3, "exp_avg", "head.b", 0.3, 0), Apart(4, "exp_avg", "head.b", 0.4, None),
+    ]  # fmt: skip
+    ours, moved = run(apart=apart), run(apart=[each._replace(difference=0.08) for each in apart])
+    assert said(ours) == [
+        "exp_avg of head.b on rank 0 after step 3 differs by 3.0e-01",
+        "exp_avg of head.b after step 4 differs by 4.0e-01",
+    ]
+    assert said(ours, moved) == ["exp_avg of head.b after step 4 differs by 4.0e-01"]
+    assert said(ours, run()) == ["exp_avg of head.b after step 4 differs by 4.0e-01"]  # older code kept none
+    assert said(run(held_out=5.0)) == []  # likewise
+    found = difference(run(held_out=5.005), run(held_out=5.0))
+    assert problems(found, LIMITS) == ["the validation loss differs by 1.0e-03"]

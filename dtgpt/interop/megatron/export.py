@@ -4,12 +4,14 @@ GPT-2 has the names of 2023 unless others are asked for, LLaMA mcore's.
 """
 
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dtgpt.config.plan import divisors
 from dtgpt.interop.foreign import cast, check_architecture, check_dtype
 from dtgpt.interop.megatron.architecture import MegatronArchitecture
 from dtgpt.interop.megatron.config import ARCHITECTURES
@@ -20,6 +22,7 @@ from dtgpt.models.config import VOCAB_MULTIPLE, ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.source import Source, has_vocabulary
 from dtgpt.parallel.coordinates import chunk
+from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import new_folder
 
@@ -88,13 +91,15 @@ def _check_sizes(
     architecture: MegatronArchitecture, config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int
 ) -> None:
     """Raise UserError for sizes that do not divide the model."""
-    cuts = architecture.cut_sizes(config, max(tensor_parallel_size, 1))
-    for name, size, over, ranks in (
-        *((name, size, "tensor_parallel_size", tensor_parallel_size) for name, size in cuts.items()),
-        ("num_layers", config.num_layers, "pipeline_parallel_size", pipeline_parallel_size),
-    ):
-        if ranks < 1 or size % ranks:
-            raise UserError(f"{name}={size} cannot be split over {over}={ranks}; use a divisor of {size}")
+    cuts_of: dict[str, tuple[int, Callable[[int], dict[str, int]]]] = {
+        "tensor_parallel_size": (tensor_parallel_size, lambda ranks: architecture.cut_sizes(config, ranks)),
+        "pipeline_parallel_size": (pipeline_parallel_size, lambda ranks: {"num_layers": config.num_layers}),
+    }
+    for over, (ranks, cuts) in cuts_of.items():
+        for name, size in cuts(max(ranks, 1)).items():
+            if ranks < 1 or size % ranks:
+                fitting = [n for n in divisors(size) if not any(other % n for other in cuts(n).values())]
+                raise UserError(f"{name}={size} cannot be split over {over}={ranks}; use {over}={listed(fitting)}")
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
