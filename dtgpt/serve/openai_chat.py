@@ -10,7 +10,7 @@ from dtgpt.serve.openai_answer import CompletionAnswer
 from dtgpt.serve.openai_keys import read_switch
 from dtgpt.serve.openai_request import CompletionRequest, read_request
 from dtgpt.serve.problems import HttpProblem, bad_request
-from dtgpt.serve.service import Service
+from dtgpt.serve.service import Service, client_has_left
 from dtgpt.util.errors import UserError, shown
 
 NOT_OF_CHATS = ("prompt", "echo", "suffix", "best_of", "return_token_ids")
@@ -31,7 +31,7 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
         raise HttpProblem(400, f"response_format={shown(kind)} is not supported; leave it out", "response_format")
     try:
         rendered = prompts()
-        ids = rendered.encode(read_messages(body.get("messages")))
+        ids = rendered.encode(read_messages(body.get("messages")), client_has_left)
     except UserError as error:
         raise bad_request(error, "messages") from None
     taken = {"messages", "response_format", *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS}

@@ -10,8 +10,10 @@ from typing import Any
 
 from starlette.responses import Response
 
+from dtgpt.inference.prompts import TooLong
 from dtgpt.util.errors import UserError, shown_name
 
+TOO_LONG = "context_length_exceeded"
 INVALID_JSON, NOT_AN_OBJECT, ENCODED = "invalid_json", "not_an_object", "content_encoding"
 MISUNDERSTOOD = "The browser (or proxy) sent a request that this server could not understand."
 MEGATRON = {  # Megatron-LM's sentences for what its framework refuses, by code or status
@@ -43,7 +45,7 @@ class HttpProblem(Exception):
 
 def bad_request(error: UserError, param: str | None = None) -> HttpProblem:
     """Return the problem of a request with a wrong value."""
-    return HttpProblem(400, str(error), param)
+    return HttpProblem(400, str(error), param, code=TOO_LONG if isinstance(error, TooLong) else None)
 
 
 def unknown_path(path: str, known: Iterable[str]) -> HttpProblem:

@@ -26,7 +26,7 @@ def routes(service: Service) -> list[Route]:
             body = await read_json(request, service.limits)
             name = body.get("model")
             check_model(None if name is None else read_text("model", name), service.model_id)
-            return JSONResponse(await in_thread(make, body, service))
+            return JSONResponse(await in_thread(request, make, body, service))
 
         return route
 

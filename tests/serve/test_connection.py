@@ -184,12 +184,10 @@ REFUSED = head(Transfer_Encoding="chunked").replace(b"127.0.0.1", b"evil.example
 
 
 @pytest.mark.parametrize("kind, method, error", [
-    (asyncio.selector_events._SelectorSocketTransport, "write_eof", OSError(107, "Transport endpoint is not connected")),
+    (asyncio.selector_events._SelectorSocketTransport, "write_eof", OSError(107, "the endpoint is not connected")),
     (H11Protocol, "handle_events", ZeroDivisionError("a fault of ours")),
 ])  # fmt: skip
-def test_a_failure_of_one_connection_stops_nobody_else(
-    address, http, monkeypatch, caplog, capsys, kind, method, error
-):
+def test_a_failure_of_one_connection_stops_nobody_else(address, http, monkeypatch, caplog, capsys, kind, method, error):
     """A client that resets its connection amid its request makes `write_eof` raise, for example."""
     real = getattr(kind, method)
 
@@ -255,9 +253,8 @@ def test_turns_go_on_after_one_that_fails():
         def go_on(self): ...
 
     turns = Turns()
-    addresses = [turns.address_of(name) for name in "abc"]
-    for address in addresses:
-        turns.join(One(address, address is addresses[0]))
+    for one in [One(turns.address_of(name), name == "a") for name in "abc"]:
+        turns.join(one)
     with pytest.raises(RuntimeError):
         planned.pop()[0](One.loop)
     while planned:

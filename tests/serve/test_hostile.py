@@ -23,7 +23,8 @@ from dtgpt.serve.guard import host_name
 from dtgpt.serve.http import allow_many_connections
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_answer import CompletionAnswer
-from dtgpt.serve.service import CLIENT, in_thread
+from dtgpt.serve.service import CLIENT, LARGE, SIZE, client_has_left, in_thread
+from dtgpt.serve.ticket import ClientGone
 from tests.support.server import client, http_client, live_server, served, tiny_model, wait_until
 
 pytestmark = pytest.mark.slow(7)
@@ -261,11 +262,22 @@ def test_a_client_with_many_connections_starves_nobody(address, http, monkeypatc
     assert found == [200] * 10 and 'dtgpt_client_sequences{client="127.0.0.2"} 6' in lines
 
 
+class Asked:
+    """A request whose body has been read, and whose client may leave."""
+
+    def __init__(self, size=0):
+        self.scope, self.leaves = {SIZE: size}, asyncio.Event()
+
+    async def receive(self):
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+
 def test_a_client_with_long_prompts_leaves_a_thread_to_others():
     async def work(client, count):
         CLIENT.set(client)
         begin = time.monotonic()
-        await asyncio.gather(*(in_thread(time.sleep, 0.1) for _ in range(count)))
+        await asyncio.gather(*(in_thread(Asked(), time.sleep, 0.1) for _ in range(count)))
         return time.monotonic() - begin
 
     async def both():
@@ -273,6 +285,47 @@ def test_a_client_with_long_prompts_leaves_a_thread_to_others():
 
     many, few = asyncio.run(both())
     assert many >= 0.8 and few < 0.75 * many
+
+
+def test_large_requests_of_many_clients_hold_no_small_one_up():
+    async def work():
+        over = threading.Event()
+        large = []
+        for name in "abcd":
+            CLIENT.set(name)
+            large.append(asyncio.create_task(in_thread(Asked(LARGE), over.wait, 30)))
+        begin = time.monotonic()
+        assert await in_thread(Asked(LARGE - 1), lambda: "small") == "small"
+        seconds = time.monotonic() - begin
+        over.set()
+        return seconds, await asyncio.gather(*large)
+
+    seconds, ends = asyncio.run(work())
+    assert seconds < 5 and ends == [True] * 4
+
+
+def test_work_ends_when_its_client_has_left():
+    async def work():
+        begun, ended = threading.Event(), threading.Event()
+
+        def long():
+            begun.set()
+            while not client_has_left():
+                time.sleep(0.01)
+            ended.set()
+
+        first, second, never = Asked(), Asked(), []
+        one = asyncio.create_task(in_thread(first, long))
+        two = asyncio.create_task(in_thread(second, never.append, 1))  # the same client's: it waits for its turn
+        await asyncio.to_thread(begun.wait)
+        for asked in (second, first):
+            asked.leaves.set()
+        found = await asyncio.gather(one, two, return_exceptions=True)
+        await asyncio.to_thread(ended.wait, 5)
+        assert await in_thread(Asked(), lambda: 7) == 7 and ended.is_set() and not never
+        return found
+
+    assert [type(error) for error in asyncio.run(work())] == [ClientGone] * 2
 
 
 def test_addresses_of_one_network_are_one_client():

@@ -1,6 +1,7 @@
 """Chats with OpenAI's own client against a live server, and `dtgpt chat`."""
 
 import io
+import time
 
 import openai
 import pytest
@@ -66,6 +67,33 @@ def test_an_answer_has_the_form_of_openais_and_the_text_of_the_rendered_prompt(c
 ])  # fmt: skip
 def test_a_token_whose_text_looks_like_a_name_is_spelled_by_its_text(name, spelled):
     assert _token(name, -1.0) == {"token": name, "logprob": -1.0, "bytes": None if spelled is None else list(spelled)}
+
+
+def test_a_long_chat_is_refused_by_its_length_before_it_is_rendered(client, monkeypatch):
+    create(client)  # starts what renders
+    monkeypatch.setattr("dtgpt.data.chats.template.Renderer.render_each", None)
+    messages = [{"role": "user", "content": "x" * 480_000}] + [{"role": "user", "content": "abc"}] * 12_500
+    begin = time.process_time()
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens") as caught:
+        create(client, messages)
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
+    assert time.process_time() - begin < 3  # 0.2 s on an idle machine; each message in the whole text: 15 s
+
+
+def test_a_long_prompt_is_refused_before_all_of_it_is_encoded(client, tokenizer, monkeypatch):
+    encoded, encode = [], type(tokenizer).encode
+    monkeypatch.setattr(
+        type(tokenizer), "encode", lambda own, text, *more: encoded.append(len(text)) or encode(own, text, *more)
+    )
+    for prompt in ("word " * 100_000, ["ok", "word " * 50_000, "x"], ["word " * 400] * 128, [["a"] * 9, [5] * 100_000]):
+        encoded.clear()
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+        assert sum(encoded) < 20_000, encoded
+        assert caught.value.code == "context_length_exceeded" or prompt[1:] == [[5] * 100_000]
+    answer = client.completions.with_raw_response
+    blanks = answer.create(model="tiny", prompt="a" + "\n" * 200, max_tokens=1)  # long in characters alone is no fault
+    assert blanks.parse().usage.completion_tokens == 1
 
 
 def test_a_stream_has_the_text_of_the_answer(client):
