@@ -62,8 +62,11 @@ def routes(service: Service) -> list[Route]:
         Route("/v1/completions", create, methods=["POST"]),
         Route("/completions", create, methods=["POST"]),
         Route("/v1/chat/completions", create_chat, methods=["POST"]),
+        Route("/chat/completions", create_chat, methods=["POST"]),
         Route("/v1/models", models),
+        Route("/models", models),
         Route("/v1/models/{model:path}", model),
+        Route("/models/{model:path}", model),
     ]
 
 

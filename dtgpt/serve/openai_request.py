@@ -48,9 +48,16 @@ class CompletionRequest:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-def read_request(body: dict[str, Any], generator: Generator, model: str, limits: RequestLimits) -> CompletionRequest:
-    """Return the request in a JSON object, to the server of `model`. Raise HttpProblem where it cannot be served."""
+def read_request(
+    body: dict[str, Any], generator: Generator, model: str, limits: RequestLimits, likeliest: int | None = None,
+    stops: tuple[str, ...] = (),
+) -> CompletionRequest:  # fmt: skip
+    """Return the request in a JSON object, to the server of `model`. `likeliest` and `stops`: of a chat, the number of
+    tokens with their log-probabilities, and with what its template ends an answer. Raise HttpProblem where it cannot be
+    served."""
     keys = read_keys(body)
+    if likeliest is not None:
+        keys["logprobs"] = likeliest
     check_model(keys["model"], model)
     keys.setdefault("n", 1)
     if keys["best_of"] is None:
@@ -60,7 +67,7 @@ def read_request(body: dict[str, Any], generator: Generator, model: str, limits:
     prompts, jobs = list[Prompt](), list[PromptJob]()
     for index, prompt in enumerate(_read_prompts(keys["prompt"], generator, limits)):
         prompts.append(prompt)
-        jobs.append(_job(keys, prompt, index, seed, generator))  # which ends all where the first one is too long
+        jobs.append(_job(keys, prompt, index, seed, generator, stops))  # which ends all where the first one is too long
     return CompletionRequest(
         prompts=prompts, jobs=jobs, seed=seed, include_usage=bool(keys["stream_options"]),
         **{name: keys[name] for name in ("n", "best_of", "echo", "logprobs", "stream", "return_token_ids")},
@@ -135,7 +142,9 @@ def text_of(tokenizer: Tokenizer | None, ids: list[int]) -> str:
     return "" if tokenizer is None else tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
 
 
-def _job(keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator: Generator) -> PromptJob:
+def _job(
+    keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator: Generator, stops: tuple[str, ...]
+) -> PromptJob:
     """Return the job of a prompt. Raise HttpProblem where the model cannot do it."""
     positions = generator.config.seq_length
     new = keys.get("max_tokens")
@@ -143,7 +152,7 @@ def _job(keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator:
         new = max(1, min(NEW_TOKENS, positions - len(prompt.ids)))
     if len(prompt.ids) + new > positions:
         raise HttpProblem(400, _too_long(len(prompt.ids), new, positions), "max_tokens", code=TOO_LONG)
-    job = PromptJob(prompt.ids, _options(keys, new, seed, generator.vocab_size), index)
+    job = PromptJob(prompt.ids, _options(keys, new, seed, generator.vocab_size), index, stops=stops)
     try:
         generator.check(job)
     except UserError as error:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -96,6 +97,10 @@ class Service:
     log_requests: bool = True
     log_prompts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        if (tokenizer := self.generator.known_tokenizer) is not None:
+            tokenizer.name = Path(tokenizer.name).name  # it may be a path, and sentences with it are told to clients
 
     @property
     def limits(self) -> RequestLimits:
