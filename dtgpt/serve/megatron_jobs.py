@@ -45,14 +45,19 @@ def make_jobs(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig, seed: 
 
 def _encode(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig) -> list[list[int]]:
     """Return the ids of the prompts, in which names of special tokens are text as any other. Raise TooLong."""
+    opening, found = list[int](), list[list[int]]()
+    if api.add_BOS:
+        if tokenizer.end_of_text is None:
+            raise UserError(
+                f"the tokenizer {tokenizer.name} has no end of text to put before a prompt; leave add_BOS out"
+            )
+        opening = [tokenizer.end_of_text]
     for prompt in api.prompts:
         check_length(prompt, tokenizer, config)
-    if not api.add_BOS:
-        return [encode(prompt, tokenizer, config) for prompt in api.prompts]
-    begin = tokenizer.end_of_text
-    if begin is None:
-        raise UserError(f"the tokenizer {tokenizer.name} has no end of text to put before a prompt; leave add_BOS out")
-    return [[begin, *(encode(prompt, tokenizer, config) if prompt else [])] for prompt in api.prompts]
+        found.append([*opening, *(encode(prompt, tokenizer, config) if prompt else [])])
+        if len(found[-1]) > config.seq_length:  # before the others are read
+            raise TooLong
+    return found
 
 
 def _new_tokens(api: ApiRequest, prompts: list[list[int]], config: ModelConfig) -> int:

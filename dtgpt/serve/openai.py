@@ -9,6 +9,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dtgpt.inference.chat import ChatPrompts
+from dtgpt.inference.session import SequenceUpdate
 from dtgpt.serve.body import read_json
 from dtgpt.serve.openai_answer import ENCODER, CompletionAnswer, CompletionStream
 from dtgpt.serve.openai_chat import ChatAnswer, read_chat_request
@@ -105,6 +106,10 @@ class EventStream(Response):
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._request, self._ticket, self._stream = request, ticket, stream
+        self._short = stream.opening < LONG  # tokens of the prompt that it begins with
+
+    async def _events(self, updates: list[SequenceUpdate]) -> bytes:
+        return await in_thread(self._request, self._stream.events, updates)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -114,7 +119,8 @@ class EventStream(Response):
                     if not begun:
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    if events := self._stream.events(updates):
+                    events = self._stream.events(updates) if self._short else await self._events(updates)
+                    if events:
                         await send({"type": "http.response.body", "body": events, "more_body": True})
             last = self._stream.end()
         except HttpProblem as problem:

@@ -15,7 +15,9 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.responses import JSONResponse
 
+from dtgpt.data.tokenizers.byte_level import ByteLevel
 from dtgpt.serve import body as body_module
 from dtgpt.serve.app import make_app
 from dtgpt.serve.client import client_of
@@ -144,6 +146,41 @@ def test_a_long_body_is_read_beside_the_event_loop(near):
     answer = near.post("/tokenize", json={"prompt": "x" * 100_000})
     assert answer.json()["count"] == 100_000
     assert near.post("/tokenize", content=b"[" * 100_000, headers=JSON).status_code == 400
+
+
+def test_an_answer_about_many_tokens_is_written_beside_the_event_loop(near, monkeypatch):
+    threads, render = [], JSONResponse.render
+
+    def noted(response, content):
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return render(response, content)
+
+    monkeypatch.setattr(JSONResponse, "render", noted)
+    answer = near.post("/tokenize", json={"prompt": "xy" * 20_000, "return_token_strs": True})
+    assert answer.json()["token_strs"] == ["x", "y"] * 20_000 and threads == ["large requests"]
+
+
+def test_a_prompt_too_long_ends_the_reading_of_a_batch(near, monkeypatch):
+    encoded, encode = [], ByteLevel.encode
+    monkeypatch.setattr(ByteLevel, "encode", lambda own, text, *more: encoded.append(text) or encode(own, text, *more))
+    for path, keys in (("/api", {"tokens_to_generate": 1}), ("/v1/completions", {"max_tokens": 1})):
+        name = "prompts" if path == "/api" else "prompt"
+        for first in ("x" * 5000, "x" * 20_000, "\u0301\u0316" * 30_000):
+            encoded.clear()
+            answer = near.request(POSTS[path], path, json={name: [first, *["y" * 4000] * 50], **keys})
+            assert answer.status_code == 400 and "length" in answer.text.lower(), answer.text
+            assert sum(map(len, encoded)) < 20_000
+
+
+def test_a_clock_that_goes_back_changes_no_time_limit(http, monkeypatch):
+    """Limits are on a clock of their own; the wall clock is in the log and in `created` alone."""
+    times = iter(range(10**9, 0, -(10**6)))
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: float(next(times)))
+        answers = [http.post("/v1/completions", json=SMALL) for _ in range(3)]
+        assert http.get("/health").json()["status"] == "ready"
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
 
 
 def test_brackets_in_texts_are_not_nesting(near):
