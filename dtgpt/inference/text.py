@@ -100,7 +100,8 @@ class _DecodeWindow:
         return self._end_bytes() + self._advance(len(self._ids))
 
     def _add_bytes(self, ids: list[int]) -> str:
-        before, found = self._advance(len(self._ids)), self._held + bytes(map(self._tokenizer.byte_of, ids))
+        before = self._advance(len(self._ids))
+        found = self._held + bytes(byte for i in ids if (byte := self._tokenizer.byte_of(i)) is not None)
         text, read = codecs.utf_8_decode(found, EACH_BYTE)
         self._held = found[read:]
         self._move(ids, [])

@@ -108,8 +108,9 @@ class Renderer:
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(SANDBOX)], stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL,
-                env=kept | {"PYTHONIOENCODING": "utf-8"}, start_new_session=True,  # ^C in a terminal is not for it
+                [sys.executable, "-P", str(SANDBOX)], stdin=theirs.fileno(), stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL, env=kept | {"PYTHONIOENCODING": "utf-8"},
+                start_new_session=True,  # ^C in a terminal is not for it
             )  # fmt: skip
         self._end = finalize(self, end_process, self._process, self._channel)
         self.marks_answers = self._ask({"template": self.template.source, "tokens": self.template.tokens})["blocks"]
