@@ -7,6 +7,7 @@ from dtgpt.data.chats.template import PROBE, ChatError, Message, nobody_leaves
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.prompts import check_ids, check_length
 from dtgpt.models.config import ModelConfig
+from dtgpt.util.errors import UserError
 
 
 class ChatPrompts:
@@ -26,6 +27,8 @@ class ChatPrompts:
         check_length("\n".join(kept), self._tokenizer, self._config)
         text = self._renderer.render(plain, add_generation_prompt=True, left=left).text
         check_length(text, self._tokenizer, self._config)
+        if left():
+            raise UserError("nobody waits for the chat any more; ask again")
         check_kept(plain, text)
         return check_ids(self._tokenizer.encode_chat(text, [])[0], self._config)
 

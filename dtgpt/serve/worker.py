@@ -125,6 +125,11 @@ class EngineWorker:
         self._commands.put(lambda session: self._begin(session, ticket))
         return ticket
 
+    @property
+    def ending(self) -> HttpProblem | None:
+        """The answer to new requests of a server that ends, None before: their bodies need not be read."""
+        return self._refusal() if self._state == "draining" else None
+
     def _refusal(self) -> HttpProblem:
         if self._state == "failed":
             return EngineFailed(self._cause)

@@ -183,6 +183,15 @@ def test_a_clock_that_goes_back_changes_no_time_limit(http, monkeypatch):
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
 
 
+def test_a_server_that_ends_reads_no_more_bodies(monkeypatch):
+    with served(tiny_model()) as service, client(make_app(service)) as http:
+        service.worker.drain(5)
+        monkeypatch.setattr(body_module, "parse_object", None)
+        for path, method in POSTS.items():
+            answer = http.request(method, path, json=SMALL)
+            assert answer.status_code == 503 and "the server is ending" in answer.text
+
+
 def test_brackets_in_texts_are_not_nesting(near):
     answer = near.post("/v1/completions", json={**SMALL, "prompt": '["[{' * 200})
     assert answer.status_code == 200, answer.text
