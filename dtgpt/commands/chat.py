@@ -98,10 +98,9 @@ def chat(path: Path, options: ChatOptions) -> None:
                 f"the chat has {len(ids)} tokens, and the model has {config.seq_length} positions; begin a new one "
                 f"with {RESET}"
             )
-        stops = [*base["stop_strings"], *prompts.stops]
-        asked = read_options(base | {"stop_strings": stops}, len(ids), config, config.seq_length)
+        asked = read_options(base, len(ids), config, config.seq_length)
         room = config.seq_length - len(ids)
-        job = PromptJob(ids, replace(asked, max_new_tokens=min(asked.max_new_tokens, room)))
+        job = PromptJob(ids, replace(asked, max_new_tokens=min(asked.max_new_tokens, room)), stops=prompts.stops)
         model.generator.check(job)
         return job
 

@@ -1,12 +1,13 @@
 """Chats as prompts: rendered by the tokenizer's own template, up to the beginning of an answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dtgpt.data.chats.encode import check_kept, encode_chat, renderer_of
-from dtgpt.data.chats.template import PROBE, ChatError, Message
+from dtgpt.data.chats.template import PROBE, ChatError, Message, nobody_leaves
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.prompts import check_ids
+from dtgpt.inference.prompts import check_ids, check_length
 from dtgpt.models.config import ModelConfig
+from dtgpt.util.errors import UserError
 
 
 class ChatPrompts:
@@ -18,10 +19,16 @@ class ChatPrompts:
         self._renderer = renderer_of(tokenizer)
         self.stops = self._stops(ends)
 
-    def encode(self, messages: list[Message]) -> list[int]:
-        """Return the ids of a chat that an answer follows. Raises UserError."""
+    def encode(self, messages: list[Message], left: Callable[[], bool] = nobody_leaves) -> list[int]:
+        """Return the ids of a chat that an answer follows. `left`: whether nobody waits for them any more. Raises
+        UserError."""
         plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-        text = self._renderer.render(plain, add_generation_prompt=True).text
+        kept = (message["content"].strip() for message in plain if message["role"] != "assistant")
+        check_length("\n".join(kept), self._tokenizer, self._config)
+        text = self._renderer.render(plain, add_generation_prompt=True, left=left).text
+        check_length(text, self._tokenizer, self._config)
+        if left():
+            raise UserError("nobody waits for the chat any more; ask again")
         check_kept(plain, text)
         return check_ids(self._tokenizer.encode_chat(text, [])[0], self._config)
 

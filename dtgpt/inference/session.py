@@ -26,6 +26,7 @@ class PromptJob(NamedTuple):
     prompt_index: int = 0  # enters the draws: equal prompts get different texts
     rules: Beams | None = None  # of a search, in place of the options' own; one beam is a search, too
     client: str = ""  # who shares the slots fairly with others
+    stops: tuple[str, ...] = ()  # of a chat's template, besides those of the options
 
     @property
     def beams(self) -> Beams | None:
@@ -214,7 +215,7 @@ class _Sequence:
         self._ends, self._wants_alternatives = special.ends, job.options.top_logprobs > 0
         self._least = job.options.min_new_tokens
         self._stream = TextStream(tokenizer, job.ids) if tokenizer else None
-        self._search = StopSearch(job.options.stop_strings, line_ends(job.options, special))
+        self._search = StopSearch((*job.options.stop_strings, *job.stops), line_ends(job.options, special))
 
     def take(self, event: Event) -> str:
         """Add the tokens of an event, up to the one with which a stop string is complete. Return the new text."""

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -9,6 +10,10 @@ from dtgpt.util.errors import UserError, shown
 
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 16, 256  # characters
 BROKEN = "\ufffd"  # in place of bytes that are not UTF-8
+EACH_BYTE = "dtgpt.each_byte"  # SentencePiece's rule, and that of Hugging Face's libraries: one for each wrong byte
+codecs.register_error(EACH_BYTE, lambda error: (BROKEN * (error.end - error.start), error.end))  # type: ignore
+HELD = 3  # tokens that may be the beginning of a character, which has up to four bytes
+WINDOW = 64  # tokens before the next ones, at most
 
 
 class TextStream:
@@ -68,7 +73,8 @@ class _Bytes:
 
 class _DecodeWindow:
     """Decode tokens by a library, each behind some that came before it: a library may drop the blank at the beginning
-    of a text, and joins bytes to characters.
+    of a text. Tokens that are single bytes are decoded here: a library makes all of a run of them U+FFFD where one is
+    wrong, so that nothing of the run would be certain before its end.
 
     `_ids[: _done]` is the beginning of the window, whose text `_shown` was returned before. What is behind is held.
     """
@@ -77,32 +83,59 @@ class _DecodeWindow:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._done, self._shown = 0, ""
+        self._held = b""  # of a character that is not complete, from bytes behind all of `_ids`
 
     def skip(self, prompt: Sequence[int]) -> None:
-        self._ids, self._done = list(prompt), len(prompt)
-        self._shown = self._tokenizer.decode(prompt)
+        self._ids = list(prompt[-WINDOW:])
+        self._done, self._shown = len(self._ids), self._tokenizer.decode(self._ids)
 
     def extend(self, ids: Sequence[int]) -> str:
-        before, self._ids = len(self._ids), [*self._ids, *ids]
-        for end in range(len(self._ids), before, -1):  # the last id behind which the text is certain
-            if not self._tokenizer.is_byte(self._ids[end - 1]):
-                text = self._tokenizer.decode(self._ids[:end])
-                if not text.endswith(BROKEN):  # no token after these changes their text
-                    return self._advance(text, end)
-        return ""
+        pieces, byte_of = [], self._tokenizer.byte_of
+        for are_bytes, group in groupby(ids, lambda i: byte_of(i) is not None):
+            run = [*group]
+            pieces.append(self._add_bytes(run) if are_bytes else self._end_bytes() + self._add(run))
+        return "".join(pieces)
 
     def finish(self) -> str:
-        return self._advance(self._tokenizer.decode(self._ids), len(self._ids))
+        return self._end_bytes() + self._advance(len(self._ids))
 
-    def _advance(self, text: str, end: int) -> str:
-        """Return what the `text` of `_ids[:end]` adds."""
-        piece = text[len(self._shown) :]
-        alone = self._tokenizer.decode(self._ids[self._done : end])
-        if alone.strip():  # where nothing is visible yet, a library may still drop a blank
-            self._ids, self._shown, self._done = self._ids[self._done :], alone, end - self._done
-        else:
-            self._shown, self._done = text, end
+    def _add_bytes(self, ids: list[int]) -> str:
+        before = self._advance(len(self._ids))
+        found = self._held + bytes(byte for i in ids if (byte := self._tokenizer.byte_of(i)) is not None)
+        text, read = codecs.utf_8_decode(found, EACH_BYTE)
+        self._held = found[read:]
+        self._move(ids, [])
+        return before + text
+
+    def _end_bytes(self) -> str:
+        held, self._held = self._held, b""
+        return BROKEN * len(held)
+
+    def _add(self, ids: list[int]) -> str:
+        """Add ids that are not bytes, of which the last HELD may be parts of a character all the same."""
+        before, self._ids = len(self._ids), [*self._ids, *ids]
+        end = len(self._ids)
+        for certain in range(end, max(before, end - HELD), -1):
+            if not self._tokenizer.decode(self._ids[:certain]).endswith(BROKEN):
+                return self._advance(certain)
+        return self._advance(max(self._done, end - HELD))
+
+    def _advance(self, end: int) -> str:
+        """Return what `_ids[:end]` adds to the text."""
+        if end == self._done:
+            return ""
+        piece = self._tokenizer.decode(self._ids[:end])[len(self._shown) :]
+        new, rest, self._ids = self._ids[self._done : end], self._ids[end:], self._ids[: self._done]
+        self._move(new, rest)
         return piece
+
+    def _move(self, new: list[int], rest: list[int]) -> None:
+        """Let the window begin with `new` ids; behind others where they are not visible and a library might still drop
+        a blank."""
+        new = new[-WINDOW:]
+        if not self._tokenizer.decode(new).strip():
+            new = [*self._ids, *new] if len(self._ids) < WINDOW else self._ids
+        self._ids, self._done, self._shown = [*new, *rest], len(new), self._tokenizer.decode(new)
 
 
 class StopSearch:

@@ -7,6 +7,8 @@ The event loop answers everybody, so that nobody may hold it up: a body of one-b
 import asyncio
 import socket
 import time
+from collections.abc import Callable
+from functools import wraps
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, cast
@@ -18,6 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dtgpt.serve.body import DISCARDED, FRAMING, MOST_FRAMING
 from dtgpt.serve.client import client_of
+from dtgpt.serve.log import log
+from dtgpt.util.errors import shown
 
 PIECE = 2048  # bytes that are parsed at once: 4 ms of one-byte chunks
 ROUND = 0.002  # seconds after which the rest of the event loop comes before further pieces
@@ -27,6 +31,21 @@ RATE = 0.25  # the rest of each second
 LINGER, LATE = 2.0, 2**22  # seconds and bytes that are read, and dropped, after an answer to half a request
 LOOK = 0.2  # seconds between two looks at whether a client that has ended its half has gone altogether
 BEGIN = b"HTTP/1.1 "  # of any answer
+
+
+def contained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a failure of a connection's method end this connection alone: the event loop and the turns of all others go
+    on, and the log has a line."""
+
+    @wraps(method)
+    def run(connection: "Connection", *arguments: Any) -> Any:
+        try:
+            return method(connection, *arguments)
+        except Exception as error:
+            log(f"a connection has failed and is closed ({shown(f'{type(error).__name__}: {error}')})")
+            return connection.transport.abort()
+
+    return run
 
 
 class Parser(h11.Connection):
@@ -56,6 +75,8 @@ class Parser(h11.Connection):
         return BEGIN
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        if self.our_state in (h11.MUST_CLOSE, h11.CLOSED) and not isinstance(event, h11.ConnectionClosed):
+            return b""  # the connection has had its last answer, to bytes that were no request
         data = super().send(event)
         if data and self._begun:
             data, self._begun = data.removeprefix(self._begun), b""
@@ -78,12 +99,14 @@ class Connection(H11Protocol):
         self.flow = Flow(self)
         self.address = self._turns.address_of(client_of(self.client))
 
+    @contained
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return cast(Lingering, self.transport).drop(len(data))
         self._read += data
         self.go_on()
 
+    @contained
     def go_on(self) -> None:
         """Wait for a turn where there is something to parse, else read on."""
         if not self._read:
@@ -92,14 +115,16 @@ class Connection(H11Protocol):
         if not (self.waits or self.flow.read_paused):
             self._turns.join(self)
 
+    @contained
     def parse(self) -> None:
         """Parse a piece of what was read."""
         piece = bytes(self._read[:PIECE])
         del self._read[:PIECE]
-        if not self.transport.is_closing():
-            self._parse(piece)
+        self._parse(piece)
 
     def _parse(self, piece: bytes) -> None:
+        if self.transport.is_closing():
+            return
         try:
             super().data_received(piece)
         except h11.LocalProtocolError:  # bytes that are not a request, after the answer has begun
@@ -109,6 +134,7 @@ class Connection(H11Protocol):
             if self.cycle.response_complete and (self.conn.framing > MOST_FRAMING or self.conn.wire > DISCARDED):
                 self.transport.close()  # nobody reads this body: it was refused for its head
 
+    @contained
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for the answers that the client waits for: it has ended its half alone, perhaps. Where it
         is gone altogether, its machine refuses what we send, which is the beginning of the answer."""
@@ -125,6 +151,7 @@ class Connection(H11Protocol):
         """Whether a client that has ended its half still waits for an answer."""
         return self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
 
+    @contained
     def _look(self) -> None:
         if self._owes and self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
@@ -161,6 +188,10 @@ class Lingering:
     def is_closing(self) -> bool:
         return self._closing or self._transport.is_closing()
 
+    def write(self, data: bytes) -> None:
+        if not self._closing:  # its half has ended
+            self._transport.write(data)
+
     def drop(self, count: int) -> None:
         """Count bytes that arrived since the end, of which there may be few."""
         self._dropped += count
@@ -168,13 +199,16 @@ class Lingering:
             self._transport.close()
 
     def close(self) -> None:
+        if (cycle := self._connection.cycle) is not None:  # whose route may still wait for the rest, or answer
+            cycle.disconnected = True
+            cycle.message_event.set()
         if self.is_closing() or self._connection.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
             return self._transport.close()
         self._closing = True
-        if (cycle := self._connection.cycle) is not None:  # whose route may still wait for the rest
-            cycle.disconnected = True
-            cycle.message_event.set()
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has reset the connection
+            return self._transport.abort()
         self._transport.resume_reading()
         self._connection.loop.call_later(LINGER, self._transport.close)
 
@@ -229,11 +263,13 @@ class Turns:
 
     def _round(self, loop: asyncio.AbstractEventLoop) -> None:
         begin = now = time.perf_counter()
-        while now < begin + ROUND and (ready := [address for address in self._active if address.rests <= now]):
-            self._turn(min(ready, key=lambda address: address.spent))
-            now = time.perf_counter()
-        if self._active:
-            self._plan(loop)
+        try:
+            while now < begin + ROUND and (ready := [address for address in self._active if address.rests <= now]):
+                self._turn(min(ready, key=lambda address: address.spent))
+                now = time.perf_counter()
+        finally:  # whatever fails: nobody else would let the others go on
+            if self._active:
+                self._plan(loop)
 
     def _turn(self, address: Address) -> None:
         self._now = address.spent

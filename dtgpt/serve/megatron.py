@@ -20,11 +20,11 @@ def routes(service: Service) -> list[Route]:
         api = read_request(await read_json(request, service.limits))
         seed = draw_seed() if api.random_seed is None else api.random_seed
         tokenizer = service.tokenizer
-        jobs = await in_thread(make_jobs, api, tokenizer, service.config, seed)
+        jobs = await in_thread(request, make_jobs, api, tokenizer, service.config, seed)
         ticket = service.submit(request, jobs, api.prompts, quiet=api.no_log)
         async with watched(request, ticket):
             found = await ticket.completions()
-        body = await in_thread(lambda: to_text(answer(api, tokenizer, jobs, found)))
+        body = await in_thread(request, lambda: to_text(answer(api, tokenizer, jobs, found)))
         return Response(body, media_type="application/json", headers={SEED: str(seed)})
 
     return [Route("/api", generate, methods=["PUT"])]

@@ -13,7 +13,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beam import Beams
 from dtgpt.inference.completion import Completion
 from dtgpt.inference.options import MOST_SEQUENCES, Options
-from dtgpt.inference.prompts import encode
+from dtgpt.inference.prompts import TooLong, check_length, encode
 from dtgpt.inference.sampling import Sampling, declared
 from dtgpt.inference.session import PromptJob
 from dtgpt.inference.text import segments
@@ -28,7 +28,10 @@ MOST_TOKENS = 12000  # of a request, prompts and new ones, as Megatron-LM's --ma
 def make_jobs(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig, seed: int) -> list[PromptJob]:
     """Return a job for each prompt. `seed`: of the draws. Raise UserError where the prompts are too long, with
     Megatron-LM's sentence, or have no ids."""
-    prompts = _encode(api, tokenizer, config)
+    try:
+        prompts = _encode(api, tokenizer, config)
+    except TooLong:
+        raise UserError(_too_long(api)) from None
     new_tokens = _new_tokens(api, prompts, config)
     if api.beam_width is not None:
         (ids,) = prompts
@@ -41,14 +44,21 @@ def make_jobs(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig, seed: 
 
 
 def _encode(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig) -> list[list[int]]:
-    """Return the ids of the prompts, in which names of special tokens are text as any other."""
-    if not api.add_BOS:
-        return [encode(prompt, tokenizer, config, split_special_tokens=True) for prompt in api.prompts]
-    begin = tokenizer.end_of_text
-    if begin is None:
-        raise UserError(f"the tokenizer {tokenizer.name} has no end of text to put before a prompt; leave add_BOS out")
-    ids = [encode(prompt, tokenizer, config, split_special_tokens=True) if prompt else [] for prompt in api.prompts]
-    return [[begin, *own] for own in ids]
+    """Return the ids of the prompts, in which names of special tokens are text as any other. Raise TooLong."""
+    opening, found = list[int](), list[list[int]]()
+    if api.add_BOS:
+        if tokenizer.end_of_text is None:
+            raise UserError(
+                f"the tokenizer {tokenizer.name} has no end of text to put before a prompt; leave add_BOS out"
+            )
+        opening = [tokenizer.end_of_text]
+    for prompt in api.prompts:
+        check_length(prompt, tokenizer, config)
+        own = encode(prompt, tokenizer, config, split_special_tokens=True) if prompt or not opening else []
+        found.append([*opening, *own])
+        if len(found[-1]) > config.seq_length:  # before the others are read
+            raise TooLong
+    return found
 
 
 def _new_tokens(api: ApiRequest, prompts: list[list[int]], config: ModelConfig) -> int:
@@ -57,15 +67,21 @@ def _new_tokens(api: ApiRequest, prompts: list[list[int]], config: ModelConfig) 
     if api.beam_width is not None:  # which ends at the last position
         new_tokens = min(api.tokens_to_generate, positions - longest)
         if new_tokens <= 0:
-            raise UserError("context length + tokens_to_generate too large")
+            raise UserError(_too_long(api))
         return new_tokens
     whole = longest + api.tokens_to_generate
     if whole > positions:
-        raise UserError("Length of prompt + tokens_to_generate longer than allowed")
+        raise UserError(_too_long(api))
     most = max(MOST_TOKENS, positions)  # so that a single prompt may use all positions of a model
     if whole * len(prompts) > most:
         raise UserError(f"Too many tokens.  {whole * len(prompts)} is greater than {most}")
     return api.tokens_to_generate
+
+
+def _too_long(api: ApiRequest) -> str:
+    if api.beam_width is not None:
+        return "context length + tokens_to_generate too large"
+    return "Length of prompt + tokens_to_generate longer than allowed"
 
 
 def _search(api: ApiRequest, ids: list[int], new_tokens: int, width: int, config: ModelConfig) -> PromptJob:

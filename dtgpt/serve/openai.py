@@ -1,6 +1,6 @@
 """OpenAI's completions, chat completions and models."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from starlette.requests import Request
@@ -9,12 +9,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dtgpt.inference.chat import ChatPrompts
+from dtgpt.inference.session import SequenceUpdate
 from dtgpt.serve.body import read_json
 from dtgpt.serve.openai_answer import ENCODER, CompletionAnswer, CompletionStream
 from dtgpt.serve.openai_chat import ChatAnswer, read_chat_request
 from dtgpt.serve.openai_request import CompletionRequest, check_model, read_request
 from dtgpt.serve.problems import HttpProblem, error_object
-from dtgpt.serve.service import LONG, SEED, Service, in_thread, watched
+from dtgpt.serve.service import LARGE, LONG, SEED, SIZE, Service, in_thread, watched
 from dtgpt.serve.ticket import ClientGone, Ticket
 from dtgpt.serve.token_names import TokenNames
 
@@ -25,16 +26,17 @@ def routes(service: Service) -> list[Route]:
     names = TokenNames(tokenizer)
 
     @cache
-    def prompts() -> ChatPrompts:
+    def prompts(large: bool) -> ChatPrompts:  # each with a process: a long chat does not hold short ones up
         return ChatPrompts(service.tokenizer, service.config, service.generator.special.ends)
 
     async def create(request: Request) -> Response:
-        asked = await _read(await read_json(request, service.limits), service)
+        asked = await _read(request, await read_json(request, service.limits), service)
         return await respond(request, CompletionAnswer(asked, service.model_id, tokenizer, names))
 
     async def create_chat(request: Request) -> Response:
         body = await read_json(request, service.limits)
-        asked = await in_thread(read_chat_request, body, service, prompts)  # which renders a template
+        own = partial(prompts, request.scope[SIZE] >= LARGE)
+        asked = await in_thread(request, read_chat_request, body, service, own)  # which renders a template
         return await respond(request, ChatAnswer(asked, service.model_id, tokenizer, names))
 
     async def respond(request: Request, answer: CompletionAnswer) -> Response:
@@ -45,9 +47,10 @@ def routes(service: Service) -> list[Route]:
             return EventStream(request, ticket, CompletionStream(answer), headers)
         async with watched(request, ticket):
             found = await ticket.completions()
-        if answer.tokens(found) < LONG:
+        request.scope[SIZE] = answer.tokens(found)
+        if request.scope[SIZE] < LONG:
             return json_answer(answer.whole(found), headers)
-        return await in_thread(lambda: json_answer(answer.whole(found), headers))
+        return await in_thread(request, lambda: json_answer(answer.whole(found), headers))
 
     async def models(request: Request) -> Response:
         return json_answer({"object": "list", "data": [_model(service)]})
@@ -60,17 +63,20 @@ def routes(service: Service) -> list[Route]:
         Route("/v1/completions", create, methods=["POST"]),
         Route("/completions", create, methods=["POST"]),
         Route("/v1/chat/completions", create_chat, methods=["POST"]),
+        Route("/chat/completions", create_chat, methods=["POST"]),
         Route("/v1/models", models),
+        Route("/models", models),
         Route("/v1/models/{model:path}", model),
+        Route("/models/{model:path}", model),
     ]
 
 
-async def _read(body: dict[str, Any], service: Service) -> CompletionRequest:
+async def _read(request: Request, body: dict[str, Any], service: Service) -> CompletionRequest:
     """Return the request in a JSON object. Encoding a long prompt does not hold other requests up."""
     arguments = body, service.generator, service.model_id, service.limits
     if _size(body.get("prompt")) < LONG:
         return read_request(*arguments)
-    return await in_thread(read_request, *arguments)
+    return await in_thread(request, read_request, *arguments)
 
 
 def _size(prompt: Any) -> int:
@@ -100,6 +106,10 @@ class EventStream(Response):
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._request, self._ticket, self._stream = request, ticket, stream
+        self._short = stream.opening < LONG  # tokens of the prompt that it begins with
+
+    async def _events(self, updates: list[SequenceUpdate]) -> bytes:
+        return await in_thread(self._request, self._stream.events, updates)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -109,7 +119,8 @@ class EventStream(Response):
                     if not begun:
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    if events := self._stream.events(updates):
+                    events = self._stream.events(updates) if self._short else await self._events(updates)
+                    if events:
                         await send({"type": "http.response.body", "body": events, "more_body": True})
             last = self._stream.end()
         except HttpProblem as problem:

@@ -84,6 +84,7 @@ class CompletionStream:
             for choice in range(asked.n)
         ]
         self._new_tokens = 0
+        self.opening = answer.tokens([])
 
     def events(self, updates: Sequence[SequenceUpdate]) -> bytes:
         """Return the events for what a round has added, one for each choice."""

@@ -6,40 +6,44 @@ from typing import Any
 
 from dtgpt.data.chats.messages import read_messages
 from dtgpt.inference.chat import ChatPrompts
+from dtgpt.inference.options import MOST_ALTERNATIVES
 from dtgpt.serve.openai_answer import CompletionAnswer
 from dtgpt.serve.openai_keys import read_switch
 from dtgpt.serve.openai_request import CompletionRequest, read_request
 from dtgpt.serve.problems import HttpProblem, bad_request
-from dtgpt.serve.service import Service
+from dtgpt.serve.service import Service, client_has_left
 from dtgpt.util.errors import UserError, shown
 
 NOT_OF_CHATS = ("prompt", "echo", "suffix", "best_of", "return_token_ids", "split_special_tokens")
-UNSUPPORTED = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities")
+UNSUPPORTED = {  # keys, and what changes nothing there
+    "tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "audio": None, "modalities": ["text"],
+}  # fmt: skip
 LENGTHS = ("max_completion_tokens", "max_tokens")  # names of one number
-MOST_LIKELIEST = 5  # tokens with their log-probabilities, as for completions
 
 
 def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[[], ChatPrompts]) -> CompletionRequest:
     """Return the request in a JSON object. Raise HttpProblem where it cannot be served."""
     for name in (*NOT_OF_CHATS, *UNSUPPORTED):
-        if body.get(name):
+        if body.get(name) and body[name] != UNSUPPORTED.get(name):
             why = "is not supported" if name in UNSUPPORTED else "is for completions, and not for chats"
             raise HttpProblem(400, f"{name} {why}; leave it out", name)
     length, tokens = _length(body)
+    likeliest = _logprobs(body)
     kind = body.get("response_format") or {"type": "text"}
     if kind != {"type": "text"}:
         raise HttpProblem(400, f"response_format={shown(kind)} is not supported; leave it out", "response_format")
     try:
         rendered = prompts()
-        ids = rendered.encode(read_messages(body.get("messages")))
+        ids = rendered.encode(read_messages(body.get("messages")), client_has_left)
     except UserError as error:
         raise bad_request(error, "messages") from None
     taken = {"messages", "response_format", *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS}
     asked = {name: value for name, value in body.items() if name not in {*taken, *UNSUPPORTED}}
-    asked |= {"prompt": ids, "logprobs": _logprobs(body), "stop": _stops(body.get("stop"), rendered.stops)}
-    asked["max_tokens"] = max(1, service.config.seq_length - len(ids)) if tokens is None else tokens
+    room = max(1, service.config.seq_length - len(ids))
+    asked |= {"prompt": ids, "max_tokens": room if tokens is None else tokens}
+    own = likeliest, rendered.stops
     try:
-        return read_request(asked, service.generator, service.model_id, service.limits)
+        return read_request(asked, service.generator, service.model_id, service.limits, *own)
     except HttpProblem as problem:
         if problem.param == "max_tokens":
             problem.param, problem.message = length, problem.message.replace("max_tokens", length)
@@ -65,16 +69,9 @@ def _logprobs(body: dict[str, Any]) -> int | None:
         if most:
             raise HttpProblem(400, "top_logprobs needs logprobs=true; add it, or leave it out", "top_logprobs")
         return None
-    if most is not None and (type(most) is not int or not 0 <= most <= MOST_LIKELIEST):
-        raise HttpProblem(400, f"top_logprobs={shown(most)} is not 0 to {MOST_LIKELIEST}; use that", "top_logprobs")
+    if most is not None and (type(most) is not int or not 0 <= most <= MOST_ALTERNATIVES):
+        raise HttpProblem(400, f"top_logprobs={shown(most)} is not 0 to {MOST_ALTERNATIVES}; use that", "top_logprobs")
     return most or 0
-
-
-def _stops(given: Any, own: tuple[str, ...]) -> Any:
-    """Return where answers end: what a client asks for, and what the template ends them with."""
-    if given is None:
-        return list(own) or None
-    return [*(given if isinstance(given, list) else [given]), *own]
 
 
 class ChatAnswer(CompletionAnswer):

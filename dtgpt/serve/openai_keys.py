@@ -106,7 +106,14 @@ def read_stream_options(name: str, value: Any) -> bool:
     return value.get("include_usage", False)
 
 
+def read_metadata(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f'{name}={shown(value)} is not an object; use one, such as {{"user": "17"}}')
+    return value
+
+
 OFF = RequestKey(False, read_switch)
+NOTE = RequestKey(None, read_text)  # about a request, which changes nothing of its answer
 KEYS = {
     "model": RequestKey(None, read_text),
     "prompt": RequestKey(None, read_any),  # see `openai_request`
@@ -117,6 +124,15 @@ KEYS = {
     "stream_options": RequestKey(None, read_stream_options),
     "suffix": RequestKey("", only("")),
     "user": RequestKey(None, read_any),
+    "metadata": RequestKey(None, read_metadata),
+    "safety_identifier": NOTE,
+    "service_tier": NOTE,
+    "prompt_cache_key": NOTE,
+    "prompt_cache_retention": NOTE,
+    "prediction": RequestKey(None, read_metadata),  # of a text, which is generated no otherwise
+    "parallel_tool_calls": OFF,  # of tools, which there are none
+    "store": RequestKey(False, only(False)),  # nothing is stored
+    "verbosity": RequestKey("medium", only("medium")),
     # vLLM's
     "ignore_eos": OFF,
     "return_token_ids": OFF,

@@ -1,17 +1,18 @@
 """A request to OpenAI's completions: what the model is asked for, and what its answer must have."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.generator import Generator
 from dtgpt.inference.options import Options
-from dtgpt.inference.prompts import check_ids, encode
+from dtgpt.inference.prompts import check_ids, check_length, encode
 from dtgpt.inference.session import PromptJob
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_keys import OPTION_KEYS, read_keys
-from dtgpt.serve.problems import HttpProblem, bad_request
+from dtgpt.serve.problems import TOO_LONG, HttpProblem, bad_request
 from dtgpt.serve.service import draw_seed
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
@@ -47,17 +48,27 @@ class CompletionRequest:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-def read_request(body: dict[str, Any], generator: Generator, model: str, limits: RequestLimits) -> CompletionRequest:
-    """Return the request in a JSON object, to the server of `model`. Raise HttpProblem where it cannot be served."""
+def read_request(
+    body: dict[str, Any], generator: Generator, model: str, limits: RequestLimits, likeliest: int | None = None,
+    stops: tuple[str, ...] = (),
+) -> CompletionRequest:  # fmt: skip
+    """Return the request in a JSON object, to the server of `model`. `likeliest` and `stops`: of a chat, the number of
+    tokens with their log-probabilities, and with what its template ends an answer. Raise HttpProblem where it cannot be
+    served."""
     keys = read_keys(body)
+    if likeliest is not None:
+        keys["logprobs"] = likeliest
     check_model(keys["model"], model)
     keys.setdefault("n", 1)
     if keys["best_of"] is None:
         keys["best_of"] = keys["n"]
     _check_together(keys)
-    prompts = _read_prompts(keys["prompt"], generator, limits, keys.get("split_special_tokens", False))
+    split = keys.get("split_special_tokens", False)
     seed = keys["seed"] if "seed" in keys else draw_seed()
-    jobs = [_job(keys, prompt, index, seed, generator) for index, prompt in enumerate(prompts)]
+    prompts, jobs = list[Prompt](), list[PromptJob]()
+    for index, prompt in enumerate(_read_prompts(keys["prompt"], generator, limits, split)):
+        prompts.append(prompt)
+        jobs.append(_job(keys, prompt, index, seed, generator, stops))  # which ends all where the first one is too long
     return CompletionRequest(
         prompts=prompts, jobs=jobs, seed=seed, include_usage=bool(keys["stream_options"]),
         **{name: keys[name] for name in ("n", "best_of", "echo", "logprobs", "stream", "return_token_ids")},
@@ -90,8 +101,8 @@ def _check_together(keys: dict[str, Any]) -> None:
             raise HttpProblem(400, sentence, name)
 
 
-def _read_prompts(given: Any, generator: Generator, limits: RequestLimits, split: bool) -> list[Prompt]:
-    """Return the prompts of a text, of ids, or of a list of either; None begins a document, and so does a list without
+def _read_prompts(given: Any, generator: Generator, limits: RequestLimits, split: bool) -> Iterator[Prompt]:
+    """Yield the prompts of a text, of ids, or of a list of either; None begins a document, and so does a list without
     ids among others. `split`: names of special tokens in a text are text as any other."""
     several = [given] if given is None or isinstance(given, str) or _is_ids(given) else given
     if not isinstance(several, list):
@@ -102,10 +113,12 @@ def _read_prompts(given: Any, generator: Generator, limits: RequestLimits, split
         raise HttpProblem(400, f"{len(several)} prompts are too many; send up to {limits.prompts}", "prompt")
     if given is not None and not any(all(isinstance(one, kind) for one in several) for kind in (str, list)):
         raise HttpProblem(400, f"prompt={shown(given)} is not a prompt; give {KINDS}", "prompt")
-    try:
-        return [_read_prompt(prompt, generator, split) for prompt in several]
-    except UserError as error:
-        raise bad_request(error, "prompt") from None
+    for one in several:
+        try:
+            prompt = _read_prompt(one, generator, split)
+        except UserError as error:
+            raise bad_request(error, "prompt") from None
+        yield prompt
 
 
 def _read_prompt(given: Any, generator: Generator, split: bool) -> Prompt:
@@ -114,9 +127,11 @@ def _read_prompt(given: Any, generator: Generator, split: bool) -> Prompt:
         ids = encode("", generator.tokenizer, generator.config)
         return Prompt(ids, generator.tokenizer.decode(ids))
     if isinstance(given, str):
+        check_length(given, generator.tokenizer, generator.config)
         return Prompt(encode(given, generator.tokenizer, generator.config, split), given)
     ids = check_ids(given, generator.config)
-    return Prompt(ids, text_of(generator.known_tokenizer, ids))
+    fits = len(ids) <= generator.config.seq_length  # else nobody wants the text
+    return Prompt(ids, text_of(generator.known_tokenizer, ids) if fits else "")
 
 
 def _is_ids(value: Any) -> bool:
@@ -128,15 +143,17 @@ def text_of(tokenizer: Tokenizer | None, ids: list[int]) -> str:
     return "" if tokenizer is None else tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
 
 
-def _job(keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator: Generator) -> PromptJob:
+def _job(
+    keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator: Generator, stops: tuple[str, ...]
+) -> PromptJob:
     """Return the job of a prompt. Raise HttpProblem where the model cannot do it."""
     positions = generator.config.seq_length
     new = keys.get("max_tokens")
     if new is None:
         new = max(1, min(NEW_TOKENS, positions - len(prompt.ids)))
     if len(prompt.ids) + new > positions:
-        raise HttpProblem(400, _too_long(len(prompt.ids), new, positions), "max_tokens", code="context_length_exceeded")
-    job = PromptJob(prompt.ids, _options(keys, new, seed, generator.vocab_size), index)
+        raise HttpProblem(400, _too_long(len(prompt.ids), new, positions), "max_tokens", code=TOO_LONG)
+    job = PromptJob(prompt.ids, _options(keys, new, seed, generator.vocab_size), index, stops=stops)
     try:
         generator.check(job)
     except UserError as error:

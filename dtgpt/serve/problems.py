@@ -5,13 +5,16 @@
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.responses import Response
 
+from dtgpt.inference.prompts import TooLong
 from dtgpt.util.errors import UserError, shown_name
 
+TOO_LONG = "context_length_exceeded"
 INVALID_JSON, NOT_AN_OBJECT, ENCODED = "invalid_json", "not_an_object", "content_encoding"
 MISUNDERSTOOD = "The browser (or proxy) sent a request that this server could not understand."
 MEGATRON = {  # Megatron-LM's sentences for what its framework refuses, by code or status
@@ -22,6 +25,7 @@ MEGATRON = {  # Megatron-LM's sentences for what its framework refuses, by code 
     415: "Did not attempt to load JSON data because the request Content-Type was not 'application/json'.",
     500: "Internal Server Error",
 }
+FOLDERS = re.compile(r"(?<![\w.:/])(~|\.{1,2})?/([^\s/'\";:,()]+/)+")
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -43,7 +47,12 @@ class HttpProblem(Exception):
 
 def bad_request(error: UserError, param: str | None = None) -> HttpProblem:
     """Return the problem of a request with a wrong value."""
-    return HttpProblem(400, str(error), param)
+    return HttpProblem(400, without_folders(str(error)), param, code=TOO_LONG if isinstance(error, TooLong) else None)
+
+
+def without_folders(sentence: str) -> str:
+    """Return a sentence with the last names of paths alone: how this machine's folders are called is no client's."""
+    return FOLDERS.sub("", sentence)
 
 
 def unknown_path(path: str, known: Iterable[str]) -> HttpProblem:

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -27,8 +29,11 @@ from dtgpt.serve.worker import EngineWorker
 TICKET = "dtgpt.ticket"  # of a request, in its ASGI scope
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # whose request is handled
 LONG = 2000  # characters, ids or bytes from which on work leaves the event loop for a thread
-THREADS = ThreadPoolExecutor(2, "requests")
-_busy: WeakValueDictionary[tuple[int, str], asyncio.Lock] = WeakValueDictionary()  # by event loop and client
+LARGE = 2**15  # of these from which on the work has threads of its own: it may take a second
+THREADS = {False: ThreadPoolExecutor(2, "requests"), True: ThreadPoolExecutor(2, "large requests")}
+SIZE = "dtgpt.size"  # in the scope of a request: bytes of its body, or tokens of its answer
+_busy: WeakValueDictionary[tuple[int, str, bool], asyncio.Lock] = WeakValueDictionary()  # by loop, client and size
+_left: ContextVar[Callable[[], bool]] = ContextVar("left")  # whether the client has gone for which a thread works
 SEED = "X-Seed"  # header of an answer: the seed that gives it again
 SEEDS = 2**32  # of requests that name none
 
@@ -36,12 +41,39 @@ SEEDS = 2**32  # of requests that name none
 T = TypeVar("T")
 
 
-async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Run `work` in a thread and return its result, so that reading, encoding and writing long values do not block
-    other requests. A client has one thread at a time, which leaves the other one to the rest."""
-    loop = asyncio.get_running_loop()
-    async with _busy.setdefault((id(loop), CLIENT.get()), asyncio.Lock()):
-        return await loop.run_in_executor(THREADS, work, *arguments)
+async def in_thread(request: Request, work: Callable[..., T], *arguments: Any) -> T:
+    """Run `work` for a request, whose body has been read, in a thread and return its result, so that reading, encoding
+    and writing long values do not block other requests. A client has one thread at a time, which leaves the other one
+    to the rest. Raise ClientGone where the client goes away: the work does not begin then, or ends where it asks
+    `client_has_left`."""
+    loop, large, left = asyncio.get_running_loop(), request.scope.get(SIZE, 0) >= LARGE, threading.Event()
+
+    def begin() -> T:
+        if left.is_set():
+            raise ClientGone
+        return work(*arguments)
+
+    async def run() -> T:
+        _left.set(left.is_set)
+        async with _busy.setdefault((id(loop), CLIENT.get(), large), asyncio.Lock()):  # until the thread is free
+            return await loop.run_in_executor(THREADS[large], copy_context().run, begin)
+
+    running, leaving = asyncio.create_task(run()), asyncio.create_task(until_gone(request))
+    try:
+        await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if not running.done():
+            left.set()
+            running.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody wants it
+    if not running.done():
+        raise ClientGone
+    return running.result()
+
+
+def client_has_left() -> bool:
+    """Return, in a thread that works for a request, whether its client has gone."""
+    return _left.get()()
 
 
 def draw_seed() -> int:
@@ -65,6 +97,10 @@ class Service:
     log_requests: bool = True
     log_prompts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        if (tokenizer := self.generator.known_tokenizer) is not None:
+            tokenizer.name = Path(tokenizer.name).name  # it may be a path, and sentences with it are told to clients
 
     @property
     def limits(self) -> RequestLimits:

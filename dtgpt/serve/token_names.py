@@ -28,7 +28,9 @@ class TokenNames:
         tokenizer = self._tokenizer
         if tokenizer is None or i >= tokenizer.vocab_size:
             return ""
-        spelled = tokenizer.bytes_of(i)
+        spelled, byte = tokenizer.bytes_of(i), tokenizer.byte_of(i)
+        if byte is not None:
+            spelled = bytes([byte])
         if spelled is None:
             return TextStream(tokenizer, self._before).add(i)
         try:

@@ -26,7 +26,7 @@ def routes(service: Service) -> list[Route]:
             body = await read_json(request, service.limits)
             name = body.get("model")
             check_model(None if name is None else read_text("model", name), service.model_id)
-            return JSONResponse(await in_thread(make, body, service))
+            return await in_thread(request, lambda: JSONResponse(make(body, service)))
 
         return route
 
@@ -49,7 +49,8 @@ def tokenize(body: Object, service: Service) -> Object:
     ids = tokenizer.encode_prompt(text) if _switch(body, "add_special_tokens", True) else tokenizer.encode_bare(text)
     found = {"count": len(ids), "max_model_len": service.config.seq_length, "tokens": ids, "token_strs": None}
     if _switch(body, "return_token_strs", False):
-        found["token_strs"] = [tokenizer.decode([i]) for i in ids]
+        texts = {i: tokenizer.decode([i]) for i in set(ids)}
+        found["token_strs"] = [texts[i] for i in ids]
     return found
 
 

@@ -19,7 +19,7 @@ from dtgpt.inference.request import NOT_FINITE
 from dtgpt.inference.session import PromptJob, SequenceUpdate, Session
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.metrics import Metrics
-from dtgpt.serve.problems import HttpProblem, bad_request
+from dtgpt.serve.problems import HttpProblem, bad_request, without_folders
 from dtgpt.serve.ticket import Ticket
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
@@ -40,7 +40,7 @@ class EngineFailed(HttpProblem):
     """A request whose engine has failed."""
 
     def __init__(self, cause: str):
-        super().__init__(500, f"the engine has failed ({cause}); the server ends")
+        super().__init__(500, f"the engine has failed ({without_folders(cause)}); the server ends")
 
 
 class NotFiniteProblem(HttpProblem):
@@ -124,6 +124,11 @@ class EngineWorker:
         self.metrics.prompt_tokens.add(ticket.prompt_tokens)
         self._commands.put(lambda session: self._begin(session, ticket))
         return ticket
+
+    @property
+    def ending(self) -> HttpProblem | None:
+        """The answer to new requests of a server that ends, None before: their bodies need not be read."""
+        return self._refusal() if self._state == "draining" else None
 
     def _refusal(self) -> HttpProblem:
         if self._state == "failed":

@@ -234,14 +234,14 @@ class Rollouts:
     def _asked(self, index: int) -> tuple[str, PromptJob]:
         """Return the text of a prompt, for people, and the job that answers it."""
         grpo, prompt = self.grpo, _of_recipe(self.grpo.prompt, index)
-        stops = [grpo.stop] if grpo.stop else []
+        ends: tuple[str, ...] = ()
         try:
             if isinstance(prompt, str):
                 ids, text = encode(prompt, self.tokenizer, self.settings.model), prompt
             elif isinstance(prompt, list):
                 messages = read_messages(prompt)
                 ids, text = self._chat.encode(messages), f"{messages[-1]['content']}\n"
-                stops += self._chat.stops
+                ends = self._chat.stops
             else:
                 raise UserError(f"{shown(prompt)} is no prompt; return a text, or a list of messages")
         except UserError as error:
@@ -254,9 +254,9 @@ class Rollouts:
             )
         options = Options(
             max_new_tokens=grpo.max_new_tokens, num_return_sequences=grpo.group, seed=self.seed,
-            stop_strings=tuple(stops),
+            stop_strings=(grpo.stop,) if grpo.stop else (),
         )  # fmt: skip
-        return text, PromptJob(ids, options, index)
+        return text, PromptJob(ids, options, index, stops=ends)
 
     def _rewarded(self, job: PromptJob, prompt: str, found: Completion) -> Answer:
         index, text = job.prompt_index, found.text or ""

@@ -1,7 +1,12 @@
 """Chats as data: rendering equal to transformers', masks, packing, hostile templates, broken chats, a run."""
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.data.chats.encode import encode_chat, renderer_of
+from dtgpt.data.chats.encode import check_kept, encode_chat, renderer_of
 from dtgpt.data.chats.messages import read_chat
 from dtgpt.data.chats.packed import BEGINS, COUNTS, chat_beginning, pack
-from dtgpt.data.chats.template import ChatTemplate, Renderer
+from dtgpt.data.chats.template import PROBE, ChatError, ChatTemplate, Renderer
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
@@ -212,6 +217,52 @@ def test_answers_in_a_prompt_do_not_count(folder, tmp_path):
     assert (summary.documents, summary.broken) == (1, 1)
     counted = dataset.window(0)[np.asarray(dataset.weights) > 0]
     assert open_tokenizer(str(folder)).decode(counted) == "Second<|im_end|>"
+
+
+def test_that_messages_are_kept_is_seen_in_linear_time():
+    first = {"role": "user", "content": "x" * 480_000}
+    chat = [first] + [{"role": "user", "content": f"{number:x}"} for number in range(5000, 17_500)]
+    text = "".join(f"<{message['content']}>\n" for message in chat)
+    begin = time.process_time()
+    check_kept(chat, text)
+    assert time.process_time() - begin < 1  # 4 s where each message is looked for in the whole text
+    with pytest.raises(ChatError, match="leaves out message 12500"):
+        check_kept(chat, text[:-3])
+    moved = [{"role": role, "content": f"{role} {number}"} for number in range(40) for role in ("user", "system")]
+    text = " ".join(message["content"] for message in sorted(moved, key=lambda message: message["role"]))
+    check_kept(moved, text)
+    with pytest.raises(ChatError, match="more than 64 messages elsewhere"):
+        check_kept([{"role": "user", "content": str(number)} for number in range(999, 100, -1)],
+                   " ".join(map(str, range(1000))))  # fmt: skip
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("size", [10, 2_000_000])  # more than any pipe holds
+def test_a_template_whose_process_is_suspended_or_killed_is_started_again(folder, monkeypatch, left, size):
+    renderer = renderer_of(open_tokenizer(str(folder)))
+    whole = renderer.render(PROBE).text
+    os.kill(renderer._process.pid, signal.SIGKILL)
+    renderer._process.wait()
+    assert renderer.render(PROBE).text == whole
+    monkeypatch.setattr("dtgpt.data.chats.template.SILENT", 30.0 if left and size < 99 else 0.3)
+    os.kill(renderer._process.pid, signal.SIGSTOP)
+    with pytest.raises(UserError, match="was ended"):
+        renderer.render([{"role": "user", "content": "x" * size}], left=lambda: left)
+    monkeypatch.undo()
+    assert renderer.render(PROBE).text == whole
+
+
+def test_a_renderer_that_nobody_closes_ends_in_silence_with_python(folder):
+    source = (
+        "from dtgpt.data.chats.encode import renderer_of; from dtgpt.data.tokenizers.open import open_tokenizer\n"
+        f"kept = renderer_of(open_tokenizer({str(folder)!r}))\n"
+        "kept.itself = kept  # which Python collects when its modules have gone\n"
+        "print(kept._process.pid)"
+    )
+    found = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert found.stderr == ""
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(found.stdout), 0)
 
 
 @pytest.mark.parametrize("loss", ["assistant", "all"])

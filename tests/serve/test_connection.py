@@ -1,9 +1,11 @@
 # ruff: noqa: F401, F811  (fixtures are imported)
 """Connections: whoever sends whatever holds nobody up, and who ends a half of a connection gets the answer."""
 
+import asyncio
 import json
 import random
 import socket
+import struct
 import time
 from contextlib import suppress
 
@@ -176,3 +178,86 @@ def test_a_client_that_ends_its_half_and_then_leaves_frees_its_slots(address, se
         time.sleep(0.5)
         assert not idle(service)
     wait_until(lambda: idle(service), 2)
+
+
+REFUSED = head(Transfer_Encoding="chunked").replace(b"127.0.0.1", b"evil.example") + b"\r\n\r\n1\r\n \r\n"
+
+
+@pytest.mark.parametrize("kind, method, error", [
+    (asyncio.selector_events._SelectorSocketTransport, "write_eof", OSError(107, "the endpoint is not connected")),
+    (H11Protocol, "handle_events", ZeroDivisionError("a fault of ours")),
+])  # fmt: skip
+def test_a_failure_of_one_connection_stops_nobody_else(address, http, monkeypatch, caplog, capsys, kind, method, error):
+    """A client that resets its connection amid its request makes `write_eof` raise, for example."""
+    real = getattr(kind, method)
+
+    def failing(own, *arguments):
+        peer = own.client if kind is H11Protocol else own.get_extra_info("peername")
+        if peer[0] == "127.0.0.9":
+            raise error
+        return real(own, *arguments)
+
+    monkeypatch.setattr(kind, method, failing)
+    host, port = address.removeprefix("http://").split(":")
+    for sent in (REFUSED, b"\x00\r\n\r\n", REFUSED[:50]):
+        for end in (socket.SHUT_WR, None):
+            with socket.create_connection((host, int(port)), 5, ("127.0.0.9", 0)) as connection:
+                connection.sendall(sent)
+                if end is not None:
+                    connection.shutdown(end)
+                    received(connection)
+            assert http.get("/health", timeout=5).status_code == 200
+    assert not caplog.records, caplog.text  # asyncio writes tracebacks of what nobody has caught there
+    output = capsys.readouterr()
+    assert "Traceback" not in output.out + output.err
+
+
+def test_an_answer_to_a_connection_that_has_had_its_last_one_is_dropped(address, http, caplog, capsys):
+    """Bytes that are no request get a 400, while the route of the request before them still works."""
+    body = json.dumps(SMALL).encode()
+    whole = head(Content_Length=len(body)) + b"\r\n\r\n" + body
+    for rest in (b"\x00\r\n\r\n", b"GET\r\n\r\n"):
+        for _ in range(5):
+            with connect(address) as connection:
+                connection.sendall(whole + rest)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    assert http.get("/health").status_code == 200
+    output = capsys.readouterr()
+    assert not caplog.records and "Traceback" not in output.out + output.err
+
+
+def test_turns_go_on_after_one_that_fails():
+    planned, parsed = [], []
+
+    class Loop:
+        def call_soon(self, work, *arguments):
+            planned.append((work, arguments))
+            return self
+
+        call_later = None  # nobody rests
+
+        def cancel(self):
+            planned.clear()
+
+    class One:
+        loop, spent, total = Loop(), 0.0, 0.0
+
+        def __init__(self, address, fails):
+            self.address, self.fails = address, fails
+
+        def parse(self):
+            if self.fails:
+                raise RuntimeError("a fault of ours")
+            parsed.append(self)
+
+        def go_on(self): ...
+
+    turns = Turns()
+    for one in [One(turns.address_of(name), name == "a") for name in "abc"]:
+        turns.join(one)
+    with pytest.raises(RuntimeError):
+        planned.pop()[0](One.loop)
+    while planned:
+        work, arguments = planned.pop()
+        work(*arguments)
+    assert len(parsed) == 2

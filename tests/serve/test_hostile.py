@@ -15,7 +15,9 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.responses import JSONResponse
 
+from dtgpt.data.tokenizers.byte_level import ByteLevel
 from dtgpt.serve import body as body_module
 from dtgpt.serve.app import make_app
 from dtgpt.serve.client import client_of
@@ -23,7 +25,8 @@ from dtgpt.serve.guard import host_name
 from dtgpt.serve.http import allow_many_connections
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_answer import CompletionAnswer
-from dtgpt.serve.service import CLIENT, in_thread
+from dtgpt.serve.service import CLIENT, LARGE, SIZE, client_has_left, in_thread
+from dtgpt.serve.ticket import ClientGone
 from tests.support.server import client, http_client, live_server, served, tiny_model, wait_until
 
 pytestmark = pytest.mark.slow(7)
@@ -145,6 +148,50 @@ def test_a_long_body_is_read_beside_the_event_loop(near):
     assert near.post("/tokenize", content=b"[" * 100_000, headers=JSON).status_code == 400
 
 
+def test_an_answer_about_many_tokens_is_written_beside_the_event_loop(near, monkeypatch):
+    threads, render = [], JSONResponse.render
+
+    def noted(response, content):
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return render(response, content)
+
+    monkeypatch.setattr(JSONResponse, "render", noted)
+    answer = near.post("/tokenize", json={"prompt": "xy" * 20_000, "return_token_strs": True})
+    assert answer.json()["token_strs"] == ["x", "y"] * 20_000 and threads == ["large requests"]
+
+
+def test_a_prompt_too_long_ends_the_reading_of_a_batch(near, monkeypatch):
+    encoded, encode = [], ByteLevel.encode
+    monkeypatch.setattr(ByteLevel, "encode", lambda own, text, *more: encoded.append(text) or encode(own, text, *more))
+    for path, keys in (("/api", {"tokens_to_generate": 1}), ("/v1/completions", {"max_tokens": 1})):
+        name = "prompts" if path == "/api" else "prompt"
+        for first in ("x" * 5000, "x" * 20_000, "\u0301\u0316" * 30_000):
+            encoded.clear()
+            answer = near.request(POSTS[path], path, json={name: [first, *["y" * 4000] * 50], **keys})
+            assert answer.status_code == 400 and "length" in answer.text.lower(), answer.text
+            assert sum(map(len, encoded)) < 20_000
+
+
+def test_a_clock_that_goes_back_changes_no_time_limit(http, monkeypatch):
+    """Limits are on a clock of their own; the wall clock is in the log and in `created` alone."""
+    times = iter(range(10**9, 0, -(10**6)))
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: float(next(times)))
+        answers = [http.post("/v1/completions", json=SMALL) for _ in range(3)]
+        assert http.get("/health").json()["status"] == "ready"
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+
+
+def test_a_server_that_ends_reads_no_more_bodies(monkeypatch):
+    with served(tiny_model()) as service, client(make_app(service)) as http:
+        service.worker.drain(5)
+        monkeypatch.setattr(body_module, "parse_object", None)
+        for path, method in POSTS.items():
+            answer = http.request(method, path, json=SMALL)
+            assert answer.status_code == 503 and "the server is ending" in answer.text
+
+
 def test_brackets_in_texts_are_not_nesting(near):
     answer = near.post("/v1/completions", json={**SMALL, "prompt": '["[{' * 200})
     assert answer.status_code == 200, answer.text
@@ -260,11 +307,22 @@ def test_a_client_with_many_connections_starves_nobody(address, http, monkeypatc
     assert found == [200] * 10 and 'dtgpt_client_sequences{client="127.0.0.2"} 6' in lines
 
 
+class Asked:
+    """A request whose body has been read, and whose client may leave."""
+
+    def __init__(self, size=0):
+        self.scope, self.leaves = {SIZE: size}, asyncio.Event()
+
+    async def receive(self):
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+
 def test_a_client_with_long_prompts_leaves_a_thread_to_others():
     async def work(client, count):
         CLIENT.set(client)
         begin = time.monotonic()
-        await asyncio.gather(*(in_thread(time.sleep, 0.1) for _ in range(count)))
+        await asyncio.gather(*(in_thread(Asked(), time.sleep, 0.1) for _ in range(count)))
         return time.monotonic() - begin
 
     async def both():
@@ -272,6 +330,47 @@ def test_a_client_with_long_prompts_leaves_a_thread_to_others():
 
     many, few = asyncio.run(both())
     assert many >= 0.8 and few < 0.75 * many
+
+
+def test_large_requests_of_many_clients_hold_no_small_one_up():
+    async def work():
+        over = threading.Event()
+        large = []
+        for name in "abcd":
+            CLIENT.set(name)
+            large.append(asyncio.create_task(in_thread(Asked(LARGE), over.wait, 30)))
+        begin = time.monotonic()
+        assert await in_thread(Asked(LARGE - 1), lambda: "small") == "small"
+        seconds = time.monotonic() - begin
+        over.set()
+        return seconds, await asyncio.gather(*large)
+
+    seconds, ends = asyncio.run(work())
+    assert seconds < 5 and ends == [True] * 4
+
+
+def test_work_ends_when_its_client_has_left():
+    async def work():
+        begun, ended = threading.Event(), threading.Event()
+
+        def long():
+            begun.set()
+            while not client_has_left():
+                time.sleep(0.01)
+            ended.set()
+
+        first, second, never = Asked(), Asked(), []
+        one = asyncio.create_task(in_thread(first, long))
+        two = asyncio.create_task(in_thread(second, never.append, 1))  # the same client's: it waits for its turn
+        await asyncio.to_thread(begun.wait)
+        for asked in (second, first):
+            asked.leaves.set()
+        found = await asyncio.gather(one, two, return_exceptions=True)
+        await asyncio.to_thread(ended.wait, 5)
+        assert await in_thread(Asked(), lambda: 7) == 7 and ended.is_set() and not never
+        return found
+
+    assert [type(error) for error in asyncio.run(work())] == [ClientGone] * 2
 
 
 def test_addresses_of_one_network_are_one_client():

@@ -1,7 +1,10 @@
 """Chats with OpenAI's own client against a live server, and `dtgpt chat`."""
 
 import io
+import json
+import time
 
+import httpx
 import openai
 import pytest
 
@@ -12,8 +15,15 @@ from dtgpt.inference.generator import Need
 from dtgpt.inference.options import Options
 from dtgpt.inference.session import PromptJob
 from dtgpt.serve.openai_chat import _token
+from dtgpt.serve.problems import bad_request
+from dtgpt.serve.token_names import TokenNames
+from dtgpt.serve.worker import EngineFailed
+from dtgpt.util.errors import UserError
+from tests.inference.test_text import spelled_by
 from tests.support.chats import write_tokenizer
 from tests.support.server import generator_of, live_server, served, tiny_model
+from tests.support.vocabularies import KINDS, of_every_kind
+from tests.support.vocabularies import tokenizer_json as vocabulary_file
 
 pytest.importorskip("jinja2")
 pytestmark = pytest.mark.slow(1)
@@ -68,6 +78,40 @@ def test_a_token_whose_text_looks_like_a_name_is_spelled_by_its_text(name, spell
     assert _token(name, -1.0) == {"token": name, "logprob": -1.0, "bytes": None if spelled is None else list(spelled)}
 
 
+def test_a_long_chat_is_refused_by_its_length_before_it_is_rendered(client, monkeypatch):
+    messages = [{"role": "user", "content": "x" * 480_000}] + [{"role": "user", "content": "abc"}] * 12_500
+    body = json.dumps({"messages": messages}).encode()
+
+    def ask():
+        headers = {"Content-Type": "application/json"}
+        return httpx.post(f"{client.base_url}chat/completions", content=body, headers=headers, timeout=60)
+
+    ask()  # starts what renders long chats
+    monkeypatch.setattr("dtgpt.data.chats.template.Renderer.render_each", None)
+    begin = time.process_time()
+    answer = ask()
+    assert time.process_time() - begin < 1.5  # 0.2 s on an idle machine; each message in the whole text: 15 s
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "maximum context length is 256 tokens" in error["message"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_a_long_prompt_is_refused_before_all_of_it_is_encoded(client, tokenizer, monkeypatch):
+    encoded, encode = [], type(tokenizer).encode
+    monkeypatch.setattr(
+        type(tokenizer), "encode", lambda own, text, *more: encoded.append(len(text)) or encode(own, text, *more)
+    )
+    for prompt in ("word " * 100_000, ["ok", "word " * 50_000, "x"], ["word " * 400] * 128, [["a"] * 9, [5] * 100_000]):
+        encoded.clear()
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+        assert sum(encoded) < 20_000, encoded
+        assert caught.value.code == "context_length_exceeded" or prompt[1:] == [[5] * 100_000]
+    answer = client.completions.with_raw_response
+    blanks = answer.create(model="tiny", prompt="a" + "\n" * 200, max_tokens=1)  # long in characters alone is no fault
+    assert blanks.parse().usage.completion_tokens == 1
+
+
 def test_a_stream_has_the_text_of_the_answer(client):
     whole = create(client, n=2)
     chunks = list(create(client, n=2, stream=True, stream_options={"include_usage": True}))
@@ -89,14 +133,17 @@ def test_log_probabilities_are_those_of_completions(client, tokenizer, model):
     for token in content:
         assert len(token.top_logprobs) == 3 and token.top_logprobs[0].logprob >= token.top_logprobs[-1].logprob
     text = create(client).choices[0].message.content
-    assert all(token.bytes is None or bytes(token.bytes).decode() in text for token in content)
+    assert b"".join(bytes(token.bytes) for token in content).decode(errors="replace").startswith(text)
     assert create(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
 
 
 @pytest.mark.parametrize(("options", "wrong"), [
     ({"messages": []}, "not a list of messages"), ({"messages": [{"role": "boss", "content": "x"}]}, "role 'boss'"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supported"),
-    ({"top_logprobs": 2}, "needs logprobs=true"), ({"logprobs": True, "top_logprobs": 9}, "not 0 to 5"),
+    ({"top_logprobs": 2}, "needs logprobs=true"), ({"logprobs": True, "top_logprobs": 21}, "not 0 to 20"),
+    ({"tool_choice": "auto"}, "tool_choice is not supported"), ({"modalities": ["audio"]}, "modalities is not"),
+    ({"store": True}, "does not support store=True"), ({"verbosity": "low"}, "does not support verbosity='low'"),
+    ({"metadata": "x"}, "metadata='x' is not an object"), ({"stop": [str(i) for i in range(17)]}, "17 stop strings"),
     ({"extra_body": {"prompt": "x"}}, "for completions"),
     ({"response_format": {"type": "json_object"}}, "not supported"),
     ({"max_completion_tokens": 0}, "max_completion_tokens=0 generates nothing; use 1 or more$"),
@@ -107,6 +154,87 @@ def test_log_probabilities_are_those_of_completions(client, tokenizer, model):
 def test_wrong_requests_are_a_sentence(client, options, wrong):
     with pytest.raises(openai.BadRequestError, match=wrong):
         create(client, **options)
+
+
+NEUTRAL = {
+    "store": False, "metadata": {"run": "7"}, "service_tier": "auto", "safety_identifier": "somebody",
+    "prompt_cache_key": "k", "prompt_cache_retention": "24h", "verbosity": "medium", "parallel_tool_calls": True,
+    "prediction": {"type": "content", "content": "x"},
+}  # fmt: skip
+OF_CHATS = {"tool_choice": "none", "tools": [], "modalities": ["text"], "response_format": {"type": "text"}}
+
+
+def test_keys_that_change_nothing_are_taken(client):
+    assert create(client, extra_body=NEUTRAL | OF_CHATS).choices == create(client).choices
+    asked = {"model": "tiny", "prompt": "Hello", "max_tokens": 12, "seed": 1}
+    assert client.completions.create(**asked, extra_body=NEUTRAL).choices == client.completions.create(**asked).choices
+
+
+def test_paths_without_v1_are_the_same(client):
+    bare = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
+    assert create(bare).choices == create(client).choices
+    assert bare.models.list().data == client.models.list().data == [bare.models.retrieve("tiny")]
+
+
+def test_sixteen_stop_strings_stand_beside_the_templates_own(client):
+    never = [f"never in it {number}" for number in range(16)]
+    end = {"logit_bias": {str(open_end(client)): 100}}
+    found = create(client, stop=never, **end).choices[0]
+    assert (found.finish_reason, found.message.content) == ("stop", "")
+    text = create(client).choices[0].message.content
+    assert create(client, stop=[*never[1:], text[3:6]]).choices[0].message.content == text[: text.find(text[3:6])]
+
+
+def open_end(client):
+    """The id with which the template ends an answer."""
+    return client.post("/../tokenize", body={"prompt": "<|im_end|>", "add_special_tokens": False}, cast_to=object)[
+        "tokens"
+    ][0]
+
+
+def test_twenty_likeliest_tokens(client):
+    for token in create(client, logprobs=True, top_logprobs=20).choices[0].logprobs.content:
+        assert len({other.token for other in token.top_logprobs}) == 20
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "characters"])
+def test_bytes_of_parts_of_characters_are_known_for_every_tokenizer(vocabularies, kind):
+    names = TokenNames(vocabularies[kind])
+    for byte in (0xE2, 0x80, 0xFF):
+        name = names[spelled_by(vocabularies[kind], byte)]
+        assert name == f"bytes:\\x{byte:02x}" and _token(name, -1.0)["bytes"] == [byte]
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory):
+    return of_every_kind(tmp_path_factory.mktemp("vocabularies"))
+
+
+def test_no_answer_tells_how_folders_of_the_server_are_called(tmp_path):
+    from dtgpt.serve.app import make_app
+    from tests.support.server import client as local
+
+    (tmp_path / "secret" / "model").mkdir(parents=True)
+    tokenizer = open_tokenizer(str(vocabulary_file(tmp_path / "secret" / "model", end="nothing")))
+    assert "secret" in tokenizer.name
+    with served(tiny_model(vocab_size=100), tokenizer) as service:
+        http = local(make_app(service))
+        answers = [
+            http.post("/v1/chat/completions", json={"messages": MESSAGES}), http.get("/tokenizer_info"),
+            http.post("/v1/completions", json={}), http.put("/api", json={"prompts": ["x"], "add_BOS": True}),
+            http.post("/v1/completions", json={"prompt": "the quick brown fox"}),
+            http.post("/detokenize", json={"tokens": [999]}),
+        ]  # fmt: skip
+    assert [answer.status_code for answer in answers] == [400, 200, 400, 400, 400, 400]
+    assert not [answer.text for answer in answers if "secret" in answer.text]
+    assert all("tokenizer.json" in answer.text for answer in answers[:4])
+    cause = f"[Errno 5] Input/output error: '{tmp_path}/secret/weights.bin'"
+    assert EngineFailed(cause).message == (
+        "the engine has failed ([Errno 5] Input/output error: 'weights.bin'); the server ends"
+    )
+    assert bad_request(UserError(f"no tokenizer is saved with {tmp_path}/secret; use and/or")).message == (
+        "no tokenizer is saved with secret; use and/or"
+    )
 
 
 def test_a_tokenizer_without_a_template_is_a_sentence(model):

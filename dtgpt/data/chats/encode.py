@@ -17,6 +17,7 @@ from dtgpt.util.errors import UserError, shown
 
 KEY = "chat"  # of the files that are written: PREFIX_chat_document.bin
 Loss = Literal["assistant", "all"]
+MOST_MOVED = 64  # messages that a template may write elsewhere than in their order
 
 
 class EncodedChat(NamedTuple):
@@ -99,9 +100,24 @@ def encode_chat(messages: list[Message], renderer: Renderer, tokenizer: Tokenize
 
 def check_kept(messages: list[Message], text: str) -> None:
     """Raise ChatError where a message is not in a rendered chat: many templates leave out roles that they do not know.
-    What an answer thinks may be left out."""
+    What an answer thinks may be left out. Each message is looked for behind the one before it: to search the whole text
+    for each takes time that grows with the square of a chat."""
+    place = moved = 0
     for number, message in enumerate(messages):
-        if message["role"] != "assistant" and message["content"].strip() not in text:
+        if message["role"] == "assistant":
+            continue
+        content = message["content"].strip()
+        found = text.find(content, place)
+        if found < 0:
+            moved += 1
+            if moved > MOST_MOVED:
+                raise ChatError(
+                    f"the chat template writes more than {MOST_MOVED} messages elsewhere than in their order; use "
+                    "another template, or a shorter chat"
+                )
+            found = text.find(content)
+        place = found + len(content)
+        if found < 0:
             raise ChatError(
                 f"the chat template leaves out message {number}, with the role {shown(message['role'])}; use another "
                 "role, or a template that knows it"

@@ -2,20 +2,24 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import finalize
 
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.storage import read_regular
 
 SANDBOX = Path(__file__).with_name("sandbox.py")
 LONGEST = 1 << 20  # bytes of a template
+SILENT = 30.0  # seconds after which the process has been suspended: it ends itself before
+LOOK = 0.1  # seconds between two looks at whether somebody still waits
 PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 
 Message = dict[str, Any]
@@ -55,6 +59,10 @@ def read_template(path: Path) -> str:
         raise UserError(f"{path} is not UTF-8 (byte {error.start}); give the file of a chat template") from None
 
 
+def nobody_leaves() -> bool:
+    return False
+
+
 class Renderer:
     """Renders chats by a template, in a process that cannot take more time, memory or files than `sandbox` allows. Any
     thread may use it. Raises UserError where Jinja is missing, or the template is not valid."""
@@ -67,52 +75,49 @@ class Renderer:
         with self._lock:
             self._start()
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False,
+        left: Callable[[], bool] = nobody_leaves,
+    ) -> Rendered:  # fmt: skip
         """Return a chat as text; with the beginning of an answer where a prompt is wanted. Raises UserError."""
-        return self.render_each([(messages, add_generation_prompt)])[0]
+        return self.render_each([(messages, add_generation_prompt)], left)[0]
 
-    def render_each(self, chats: Sequence[tuple[Sequence[Message], bool]]) -> list[Rendered]:
-        """Return several chats, each with whether the beginning of an answer follows. Raises UserError."""
+    def render_each(
+        self, chats: Sequence[tuple[Sequence[Message], bool]], left: Callable[[], bool] = nobody_leaves
+    ) -> list[Rendered]:
+        """Return several chats, each with whether the beginning of an answer follows. `left`: whether nobody waits for
+        them any more, which ends the process. Raises UserError."""
         asked = [
             {"messages": list(messages), "add_generation_prompt": prompt, "tools": None, "documents": None}
             for messages, prompt in chats
         ]
         with self._lock:
-            if self._process is None:
+            if self._process is None or self._process.poll() is not None:
+                self.close()
                 self._start()
-            found = self._ask(asked)["found"]
+            found = self._ask(asked, left)["found"]
         return [Rendered(text, [(begin, end) for begin, end in spans]) for text, spans in found]
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None:
-            process, self._process = self._process, None
-            process.kill()
-            with suppress(OSError):  # of what was not written any more
-                process.communicate()
-
-    def __del__(self) -> None:
-        self.close()
+        self._process = None
+        self._end()
 
     def _start(self) -> None:
+        self._channel, theirs = socket.socketpair()
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(SANDBOX)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env=kept | {"PYTHONIOENCODING": "utf-8"}, text=True, encoding="utf-8",
-            start_new_session=True,  # ^C in a terminal is not for it
-        )  # fmt: skip
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(SANDBOX)], stdin=theirs.fileno(), stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL, env=kept | {"PYTHONIOENCODING": "utf-8"},
+                start_new_session=True,  # ^C in a terminal is not for it
+            )  # fmt: skip
+        self._end = finalize(self, end_process, self._process, self._channel)
         self.marks_answers = self._ask({"template": self.template.source, "tokens": self.template.tokens})["blocks"]
 
-    def _ask(self, asked: Any) -> dict[str, Any]:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(asked) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:
-            line = ""
-        if not line:
+    def _ask(self, asked: Any, left: Callable[[], bool] = nobody_leaves) -> dict[str, Any]:
+        line = self._exchange(json.dumps(asked).encode() + b"\n", left)
+        if line is None:
             self.close()
             raise UserError(
                 "the chat template takes too much time or memory for a chat, and was ended; use another template"
@@ -121,6 +126,34 @@ class Renderer:
         if "error" in answer:
             raise problem(answer["error"], answer["reason"])
         return answer
+
+    def _exchange(self, line: bytes, left: Callable[[], bool]) -> bytes | None:
+        """Send a line and return the answer; None where there is none, or nobody waits for it any more."""
+        answer, end = bytearray(), time.monotonic() + SILENT
+        try:
+            self._channel.settimeout(SILENT)
+            self._channel.sendall(line)
+            self._channel.settimeout(LOOK)
+            while not answer.endswith(b"\n"):
+                try:
+                    piece = self._channel.recv(1 << 16)
+                except TimeoutError:
+                    if left() or time.monotonic() > end:
+                        return None
+                    continue
+                if not piece:
+                    return None
+                answer += piece
+        except OSError:
+            return None
+        return bytes(answer)
+
+
+def end_process(process: subprocess.Popen, channel: socket.socket) -> None:
+    """End the process of a template, also at the end of the interpreter."""
+    channel.close()
+    process.kill()
+    process.wait()
 
 
 def problem(kind: str, reason: str) -> UserError:

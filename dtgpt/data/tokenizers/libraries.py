@@ -1,7 +1,6 @@
 """Tokenizers that other packages encode: Hugging Face's tokenizer.json and SentencePiece models."""
 
 import base64
-import json
 import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -76,14 +75,37 @@ class TokenizerJson(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._parsed.decode(ids, skip_special_tokens=False)
 
-    def is_byte(self, i: int) -> bool:
-        """Return whether the token is one that the library turns into text together with all bytes around it: a single
-        wrong one among them makes all of them U+FFFD."""
-        return BYTE.fullmatch(self._parsed.id_to_token(i) or "") is not None
+    def bytes_of(self, i: int) -> bytes | None:
+        spelled = self._spelled
+        return None if not spelled else spelled[i] if i < len(spelled) else b""
+
+    @cached_property
+    def _spelled(self) -> list[bytes]:
+        """The bytes of each token, where the decoder takes letters for bytes, and all other names as they are."""
+        if (self._decoder or {}).get("type") != "ByteLevel":
+            return []
+        letters, spelled = letter_bytes(), [b""] * self.vocab_size
+        for token, i in self._parsed.get_vocab(with_added_tokens=True).items():
+            plain = letters.keys() >= set(token)
+            spelled[i] = bytes(map(letters.__getitem__, token)) if plain else token.encode()
+        return spelled
+
+    @property
+    def _decoder(self) -> Any:
+        return parse_json(self._content).get("decoder")
+
+    def byte_of(self, i: int) -> int | None:
+        return self._bytes.get(i)
+
+    @cached_property
+    def _bytes(self) -> dict[int, int]:
+        if "'ByteFallback'" not in str(self._decoder):
+            return {}
+        return {i: byte for byte in range(256) if (i := self._parsed.token_to_id(f"<0x{byte:02X}>")) is not None}
 
     def token_bytes(self) -> np.ndarray:
         sizes = np.zeros(self.vocab_size, np.int64)
-        letters = letter_bytes() if '"ByteLevel"' in json.dumps(parse_json(self._content).get("decoder")) else {}
+        letters = letter_bytes() if "'ByteLevel'" in str(self._decoder) else {}
         for token, i in self._parsed.get_vocab(with_added_tokens=False).items():
             sizes[i] = len(token) if letters and letters.keys() >= set(token) else spelled(token)
         for i, token in self._parsed.get_added_tokens_decoder().items():
@@ -155,6 +177,9 @@ class SentencePiece(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
+
+    def byte_of(self, i: int) -> int | None:
+        return int(self.piece(i)[3:5], 16) if self._processor.is_byte(i) else None
 
     def piece(self, i: int) -> str:
         """Return the name of a token."""

@@ -128,9 +128,10 @@ class Tokenizer(ABC):
         """Return the bytes that token `i` stands for in every text; None where they depend on the tokens around it."""
         return None
 
-    def is_byte(self, i: int) -> bool:
-        """Return whether the text of token `i`, a single byte, depends on all the bytes before and after it."""
-        return False
+    def byte_of(self, i: int) -> int | None:
+        """Return the byte that token `i` is, whose text depends on the bytes before and after it; None for a token that
+        is no single byte, or where `bytes_of` says it."""
+        return None
 
     @abstractmethod
     def token_bytes(self) -> np.ndarray:
