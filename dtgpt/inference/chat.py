@@ -1,7 +1,11 @@
 """Chats as prompts: rendered by the tokenizer's own template, up to the beginning of an answer."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from dtgpt.data.chats.encode import check_kept, encode_chat, renderer_of
-from dtgpt.data.chats.template import PROBE, ChatError, Message
+from dtgpt.data.chats.messages import read_chat
+from dtgpt.data.chats.template import NONE, PROBE, ChatError, Message
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.prompts import check_ids
 from dtgpt.models.config import ModelConfig
@@ -16,11 +20,11 @@ class ChatPrompts:
         self._renderer = renderer_of(tokenizer)
         self.stops = self._ends()
 
-    def encode(self, messages: list[Message]) -> list[int]:
-        """Return the ids of a chat that an answer follows. Raises UserError."""
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-        text = self._renderer.render(plain, add_generation_prompt=True).text
-        check_kept(plain, text)
+    def encode(self, messages: list[Message], arguments: Mapping[str, Any] = NONE) -> list[int]:
+        """Return the ids of a chat that an answer follows. arguments: variables of the template beside the messages.
+        Raises UserError."""
+        text = self._renderer.render(messages, add_generation_prompt=True, arguments=arguments).text
+        check_kept(messages, text)
         return check_ids(self._tokenizer.encode_chat(text, [])[0], self._config)
 
     def close(self) -> None:
@@ -31,7 +35,7 @@ class ChatPrompts:
         """Return the special token with which the template ends an answer, unless that is the end of text."""
         tokenizer = self._tokenizer
         try:
-            found = encode_chat([dict(message) for message in PROBE], self._renderer, tokenizer, "assistant")
+            found = encode_chat(read_chat({"messages": PROBE}), self._renderer, tokenizer, "assistant")
         except ChatError:
             return ()
         last = [i for i, counts in zip(found.ids, found.counts, strict=True) if counts][-1]

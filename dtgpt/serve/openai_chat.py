@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from dtgpt.data.chats.messages import read_messages
+from dtgpt.data.chats.messages import ARGUMENTS, read_arguments, read_messages
 from dtgpt.inference.chat import ChatPrompts
 from dtgpt.serve.openai_answer import CompletionAnswer
 from dtgpt.serve.openai_keys import read_switch
@@ -30,11 +30,15 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
     if kind != {"type": "text"}:
         raise HttpProblem(400, f"response_format={shown(kind)} is not supported; leave it out", "response_format")
     try:
+        arguments = read_arguments(body.get(ARGUMENTS))
+    except UserError as error:
+        raise bad_request(error, ARGUMENTS) from None
+    try:
         rendered = prompts()
-        ids = rendered.encode(read_messages(body.get("messages")))
+        ids = rendered.encode(read_messages(body.get("messages")), arguments)
     except UserError as error:
         raise bad_request(error, "messages") from None
-    taken = {"messages", "response_format", *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS}
+    taken = {"messages", ARGUMENTS, "response_format", *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS}
     asked = {name: value for name, value in body.items() if name not in {*taken, *UNSUPPORTED}}
     asked |= {"prompt": ids, "logprobs": _logprobs(body), "stop": _stops(body.get("stop"), rendered.stops)}
     asked["max_tokens"] = max(1, service.config.seq_length - len(ids)) if tokens is None else tokens

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from dtgpt.util.storage import read_regular
 SANDBOX = Path(__file__).with_name("sandbox.py")
 LONGEST = 1 << 20  # bytes of a template
 PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+
+NONE: Mapping[str, Any] = {}
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # of characters
@@ -67,16 +69,19 @@ class Renderer:
         with self._lock:
             self._start()
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
-        """Return a chat as text; with the beginning of an answer where a prompt is wanted. Raises UserError."""
-        return self.render_each([(messages, add_generation_prompt)])[0]
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, arguments: Mapping[str, Any] = NONE
+    ) -> Rendered:
+        """Return a chat as text; with the beginning of an answer where a prompt is wanted. arguments: variables of the
+        template beside the messages. Raises UserError."""
+        return self.render_each([(messages, add_generation_prompt)], arguments)[0]
 
-    def render_each(self, chats: Sequence[tuple[Sequence[Message], bool]]) -> list[Rendered]:
+    def render_each(
+        self, chats: Sequence[tuple[Sequence[Message], bool]], arguments: Mapping[str, Any] = NONE
+    ) -> list[Rendered]:
         """Return several chats, each with whether the beginning of an answer follows. Raises UserError."""
-        asked = [
-            {"messages": list(messages), "add_generation_prompt": prompt, "tools": None, "documents": None}
-            for messages, prompt in chats
-        ]
+        own = {"tools": None, "documents": None, **arguments}
+        asked = [own | {"messages": list(messages), "add_generation_prompt": prompt} for messages, prompt in chats]
         with self._lock:
             if self._process is None:
                 self._start()
