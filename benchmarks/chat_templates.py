@@ -18,6 +18,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dtgpt.data.chats.encode import encode_chat, renderer_of
+from dtgpt.data.chats.messages import read_chat
 from dtgpt.data.chats.packed import pack
 from dtgpt.data.tokenizers.open import open_tokenizer
 from tests.support.chats import FAMILIES, conversation, write_tokenizer
@@ -38,7 +39,7 @@ def compare(family: str, count: int, folder: Path) -> str:
         marked = renderer.marks_answers
         expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=marked)
         begun = time.perf_counter()
-        found = encode_chat(messages, renderer, ours, "assistant")
+        found = encode_chat(read_chat({"messages": messages}), renderer, ours, "assistant")
         seconds += time.perf_counter() - begun
         ids += found.ids != expected["input_ids"]
         if marked:

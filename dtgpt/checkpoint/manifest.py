@@ -27,6 +27,7 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.architectures import FIRST, is_own, saved_class
 from dtgpt.models.config import ModelConfig
 from dtgpt.optim import fp8_scales, loss_scale, outliers
+from dtgpt.optim.update import EMPTY
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_regular, remove_tree, sync_path, write_text
@@ -195,9 +196,11 @@ def _check_digest(state: dict[str, Any], text: str) -> dict[str, Any]:
 
 def _check(state: dict[str, Any], config: ModelConfig) -> None:
     config.validate()
-    counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")]
+    counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")] + [state.get(EMPTY, 0)]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in counts) or not isinstance(state["data_digest"], str):
-        raise ValueError("step, consumed_samples, updates and tokens must be whole numbers, data_digest a string")
+        raise ValueError(
+            f"step, consumed_samples, updates, tokens and {EMPTY} must be whole numbers, data_digest a string"
+        )
     _check_kinds(state)
     if state["updates"] > state["step"]:
         raise ValueError(f"{state['updates']} updates are more than the steps")

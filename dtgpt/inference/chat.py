@@ -1,9 +1,11 @@
 """Chats as prompts: rendered by the tokenizer's own template, up to the beginning of an answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from dtgpt.data.chats.encode import check_kept, encode_chat, renderer_of
-from dtgpt.data.chats.template import PROBE, ChatError, Message, nobody_leaves
+from dtgpt.data.chats.messages import read_chat
+from dtgpt.data.chats.template import NONE, PROBE, ChatError, Message, nobody_leaves
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.prompts import check_ids, check_length
 from dtgpt.models.config import ModelConfig
@@ -19,17 +21,18 @@ class ChatPrompts:
         self._renderer = renderer_of(tokenizer)
         self.stops = self._stops(ends)
 
-    def encode(self, messages: list[Message], left: Callable[[], bool] = nobody_leaves) -> list[int]:
-        """Return the ids of a chat that an answer follows. `left`: whether nobody waits for them any more. Raises
-        UserError."""
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-        kept = (message["content"].strip() for message in plain if message["role"] != "assistant")
+    def encode(
+        self, messages: list[Message], arguments: Mapping[str, Any] = NONE, left: Callable[[], bool] = nobody_leaves
+    ) -> list[int]:
+        """Return the ids of a chat that an answer follows. arguments: variables of the template beside the messages.
+        `left`: whether nobody waits for the ids any more. Raises UserError."""
+        kept = (message["content"].strip() for message in messages if message["role"] != "assistant")
         check_length("\n".join(kept), self._tokenizer, self._config)
-        text = self._renderer.render(plain, add_generation_prompt=True, left=left).text
+        text = self._renderer.render(messages, add_generation_prompt=True, arguments=arguments, left=left).text
         check_length(text, self._tokenizer, self._config)
         if left():
             raise UserError("nobody waits for the chat any more; ask again")
-        check_kept(plain, text)
+        check_kept(messages, text)
         return check_ids(self._tokenizer.encode_chat(text, [])[0], self._config)
 
     def close(self) -> None:
@@ -40,7 +43,7 @@ class ChatPrompts:
         """Return the special token with which the template ends an answer, unless that is one of the `ends`."""
         tokenizer = self._tokenizer
         try:
-            found = encode_chat([dict(message) for message in PROBE], self._renderer, tokenizer, "assistant")
+            found = encode_chat(read_chat({"messages": PROBE}), self._renderer, tokenizer, "assistant")
         except ChatError:
             return ()
         last = [i for i, counts in zip(found.ids, found.counts, strict=True) if counts][-1]

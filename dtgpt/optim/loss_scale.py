@@ -36,10 +36,11 @@ class LossScaler:
         return self.scale.reciprocal()
 
     @torch.no_grad()
-    def update(self, overflow: Tensor, skip: Tensor) -> None:
+    def update(self, overflow: Tensor, skip: Tensor, empty: Tensor | None = None) -> None:
         """Take note of a step. overflow: bool scalar on the device, true where the scale was too large. skip: the same,
-        true where the step was skipped."""
-        clean = torch.where(overflow, 0, self.growth_tracker + 1)
+        true where the step was skipped. empty: the same, true where it had no gradient, which says nothing of the
+        scale."""
+        clean = torch.where(overflow, 0, self.growth_tracker + (1 if empty is None else ~empty))
         left = self.hysteresis_tracker - overflow.long()
         grow, shrink = clean == self.config.window, overflow & (left <= 0)
         smaller = (self.scale / 2).clamp(min=self.config.minimum)

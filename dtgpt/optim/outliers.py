@@ -36,14 +36,15 @@ class OutlierDetector:
         self.limits = torch.tensor(limits, dtype=torch.float64, device=mesh.device)
 
     @torch.no_grad()
-    def update(self, loss: Tensor, norm: Tensor) -> Tensor:
+    def update(self, loss: Tensor, norm: Tensor, empty: Tensor | None = None) -> Tensor:
         """Take note of a step, and return whether its update is to be skipped: bool scalar on the device, equal on all
         ranks. A step whose loss or norm is not finite stays out of the window, and has no score.
 
-        loss: this rank's part of the mean loss; norm: of the global gradient. Fp32 scalars."""
+        loss: this rank's part of the mean loss; norm: of the global gradient. Fp32 scalars. empty: bool scalar, true
+        where the step has no loss; it stays out of the window, too."""
         mean_loss = self.mesh.sum(loss)[0] / self.mesh.copies_of_loss
         values = torch.stack([mean_loss.float(), norm])
-        known = values.isfinite().all()
+        known = values.isfinite().all() if empty is None else values.isfinite().all() & ~empty
         full = self.count == WINDOW
         self.window.copy_(torch.where(known, torch.cat([values[None], self.window[:-1]]), self.window))
         self.count.copy_((self.count + known).clamp(max=WINDOW))

@@ -14,6 +14,8 @@ from dtgpt.optim.outliers import OutlierDetector
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.errors import UserError
 
+EMPTY = "empty_steps"  # in a checkpoint, and of a progress line
+
 # Limits in fp16 for the largest element of the global gradient times the loss scale. The sum over the whole batch
 # decides, so that every plan and micro-batch size skips the same steps.
 # A step above SKIP_ABOVE is skipped. That is half of fp16's range: addends may be larger than their sum, and must not
@@ -51,6 +53,7 @@ class Update:
         self.rule = config.make(shards)
         self.schedule = torch.tensor(rates, device=device)
         self.lr = torch.zeros((), device=device)
+        self.empty = torch.tensor(0, device=device)  # steps in which no token counted
         self.gradient_scale = torch.empty((), device=device)
         self.scaler = None
         if dtype == torch.float16:
@@ -70,27 +73,41 @@ class Update:
         return 1.0 if self.scaler is None else self.scaler.inverse()
 
     @torch.no_grad()
-    def apply(self, loss: Tensor) -> Tensor:
+    def apply(self, loss: Tensor, empty: Tensor | None = None) -> Tensor:
         """Take one step and return the global norm of the gradient. In fp16 a step whose gradient overflows is skipped
-        on all ranks, and its norm is infinite. loss: this rank's part of the mean loss, by which outliers are found."""
+        on all ranks, and its norm is infinite. loss: this rank's part of the mean loss, by which outliers are found.
+        empty: bool scalar on the device, the same on all ranks, true where no token of the global batch counts; None:
+        all do. Such a step changes neither weights nor the optimizer's state, and the schedule does not go on."""
         update = self.rule.updates.long().clamp(max=len(self.schedule) - 1)
         torch.index_select(self.schedule, 0, update.view(1), out=self.lr.view(1))
         if self.fp8 is not None:
             self.fp8.update()
         if self.scaler is None:
             norm = self.shards.norm()
-            outlier = None if self.outliers is None else self.outliers.update(loss, norm)
-            self.rule.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip), outlier)
+            self.rule.step(
+                self.shards.gradients, self.lr, clip_factor(norm, self.clip), self._skipped(loss, norm, empty)
+            )
             return norm
         inverse = self.scaler.inverse()
         norm, (skip, overflow) = self.shards.norm_and_excess(self.limits)
         norm = torch.where(skip, math.inf, norm * inverse)
         self.at_smallest.copy_(self.scaler.scale <= self.smallest_scale)
-        leave = skip if self.outliers is None else skip | self.outliers.update(loss, norm)
+        others = self._skipped(loss, norm, empty)
+        leave = skip if others is None else skip | others
         self.rule.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, leave)
-        self.scaler.update(overflow, skip)
+        self.scaler.update(overflow, skip, empty)
         self.gradient_scale.copy_(self.scaler.scale * self.micro_batch_weight)
         return norm
+
+    def _skipped(self, loss: Tensor, norm: Tensor, empty: Tensor | None) -> Tensor | None:
+        """Return whether the step is to be skipped for another reason than an overflow: bool scalar on the device; None
+        where nothing asks."""
+        if empty is not None:
+            self.empty += empty
+        if self.outliers is None:
+            return empty
+        outlier = self.outliers.update(loss, norm, empty)
+        return outlier if empty is None else outlier | empty
 
     def follow(self, rates: list[float]) -> None:
         """Take other learning rates, as many as before."""
@@ -101,13 +118,16 @@ class Update:
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         fp8 = {} if self.fp8 is None else {STATE: self.fp8.state()}
         outliers = {} if self.outliers is None else {OUTLIERS: self.outliers.state_dict()}
-        return {"optimizer": self.rule.kind, "updates": int(self.rule.updates.item()), **scaler, **fp8, **outliers}
+        empty = {EMPTY: count} if (count := int(self.empty.item())) else {}
+        updates = int(self.rule.updates.item())
+        return {"optimizer": self.rule.kind, "updates": updates, **scaler, **fp8, **outliers, **empty}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take the `state` of a checkpoint. One of another precision may lack the loss scale, which begins anew, or the
         scales of fp8, for which the next step observes the values; one of other options may lack the losses and norms
         among which outliers are found."""
         self.rule.updates.fill_(state["updates"])
+        self.empty.fill_(state.get(EMPTY, 0))
         if self.fp8 is not None:
             self.fp8.restore(state.get(STATE, []))
         if self.outliers is not None and OUTLIERS in state:
@@ -127,8 +147,10 @@ class Update:
 
     def metrics(self) -> dict[str, float]:
         """Return what a progress line adds: in fp16 the loss scale and the steps skipped so far; z-scores, where they
-        are measured, and the updates that they skipped."""
+        are measured, and the updates that they skipped; how many steps had no token that counts, if any."""
         found: dict[str, float] = {} if self.outliers is None else self.outliers.metrics()
+        if empty := int(self.empty.item()):
+            found[EMPTY] = empty
         if self.scaler is not None:
             found["loss_scale"] = self.scaler.scale.item()
             found["skipped_steps"] = int(self.scaler.skipped.item())

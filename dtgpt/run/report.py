@@ -89,9 +89,9 @@ class Report:
 
     def step(self, step: int, metrics: dict[str, float], recorded: bool) -> None:
         """Print a progress line after optimizer step `step`, and record it unless it is for the console alone. Of the
-        metrics, `loss` is the mean of the interval, `step_loss` that of the step, `tokens` those since the beginning of
-        the run, `memory_gib` the largest use of any rank."""
-        bits = bits_per_byte(metrics["loss"], self.bytes_per_token)
+        metrics, `loss` is the mean of the interval, `step_loss` that of the step (neither is there where no token
+        counted), `tokens` those since the beginning of the run, `memory_gib` the largest use of any rank."""
+        bits = bits_per_byte(metrics["loss"], self.bytes_per_token) if "loss" in metrics else None
         record: dict[str, Any] = {"step": step, **metrics, **_known({"bits_per_byte": bits})}
         record["memory_total_gib"] = total_memory(self.device) / 2**30 if self.device.type == "cuda" else None
         record |= self._rates(step, int(metrics["tokens"]))
@@ -102,7 +102,7 @@ class Report:
             own["time"] = time.strftime("%H:%M:%S")
         if "ms" in self.shown and "seconds_per_step" in record:
             own["ms"] = 1000 * record["seconds_per_step"]
-        if "ppl" in self.shown:
+        if "ppl" in self.shown and "loss" in metrics:
             own["ppl"] = perplexity(metrics["loss"])
         if "z" in self.shown and "loss_z" in metrics:
             own["z"] = metrics["loss_z"], metrics["grad_norm_z"]

@@ -158,6 +158,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "grad_norm": lambda r: f"gnorm {r['grad_norm']:.2f}",
     "z": lambda r: f"z {r['z'][0]:+.2f} {r['z'][1]:+.2f}",
     "skipped_outliers": lambda r: f"{counted(r['skipped_outliers'], 'outlier')} skipped",
+    "empty_steps": lambda r: f"{counted(r['empty_steps'], 'step')} without a counted token",
     "lr": lambda r: f"lr {r['lr']:.1e}".replace("e-0", "e-"),
     "loss_scale": lambda r: f"scale {_power(r['loss_scale'])}, {r['skipped_steps']} skipped",
     "ms": lambda r: f"{r['ms']:.1f} ms",

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from dtgpt.data.chats.messages import read_messages
+from dtgpt.data.chats.messages import ARGUMENTS, read_arguments, read_messages
 from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.options import MOST_ALTERNATIVES
 from dtgpt.serve.openai_answer import CompletionAnswer
@@ -33,11 +33,15 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
     if kind != {"type": "text"}:
         raise HttpProblem(400, f"response_format={shown(kind)} is not supported; leave it out", "response_format")
     try:
+        arguments = read_arguments(body.get(ARGUMENTS))
+    except UserError as error:
+        raise bad_request(error, ARGUMENTS) from None
+    try:
         rendered = prompts()
-        ids = rendered.encode(read_messages(body.get("messages")), client_has_left)
+        ids = rendered.encode(read_messages(body.get("messages")), arguments, client_has_left)
     except UserError as error:
         raise bad_request(error, "messages") from None
-    taken = {"messages", "response_format", *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS}
+    taken = {"messages", ARGUMENTS, "response_format", *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS}
     asked = {name: value for name, value in body.items() if name not in {*taken, *UNSUPPORTED}}
     room = max(1, service.config.seq_length - len(ids))
     asked |= {"prompt": ids, "max_tokens": room if tokens is None else tokens}

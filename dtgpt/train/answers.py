@@ -80,7 +80,8 @@ def weighed(answers: Sequence[Answer], grpo: GrpoConfig, length: int) -> list[fl
 def advantages_of(rewards: Tensor, grpo: GrpoConfig) -> Tensor:
     """Return the advantages of answers from their rewards, both fp64 `[B]`, group by group."""
     groups = rewards.view(-1, grpo.group)
-    relative = groups - groups.mean(1, keepdim=True)
+    # Exactly 0 in a group of equal rewards, whose mean may be another number than they.
+    relative = torch.where((groups == groups[:, :1]).all(1, keepdim=True), 0.0, groups - groups.mean(1, keepdim=True))
     if grpo.loss != "dr_grpo":
         relative = relative / (groups.std(1, keepdim=True) + STD_EPS)
     return relative.flatten()

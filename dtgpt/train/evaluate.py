@@ -9,7 +9,7 @@ from torch import Tensor
 from dtgpt.config.execution import Settings
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.chats.packed import ChatBeginning
-from dtgpt.data.dataset import bits_per_byte
+from dtgpt.data.dataset import PART_NAMES, Part, bits_per_byte
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.broadcast import broadcast_json
@@ -22,17 +22,18 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.console import counted, say
 from dtgpt.util.hardware import to_device
 
 
 @torch.no_grad()
 def held_out_loss(
     engine: TrainingEngine, mesh: Mesh, batches: list[Tensor], masks: DocumentMasks, token_bytes: Tensor,
-    interrupted: Callable[[], bool],
+    interrupted: Callable[[], bool], part: Part = "valid",
 ) -> tuple[float, float | None] | None:  # fmt: skip
-    """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows,
-    the same on every rank; None where there are none, or when `interrupted` became true in between. `token_bytes [V]`:
-    the bytes that each token spells."""
+    """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows of a part of
+    the data, the same on every rank; None where there are none, where no token of them counts, which is said, or when
+    `interrupted` became true in between. `token_bytes [V]`: the bytes that each token spells."""
     dp = mesh.plan.dp
     totals = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
     for first in range(0, len(batches), dp):
@@ -50,6 +51,9 @@ def held_out_loss(
             counts = [loss.item() * targets.numel(), weights.sum(), (token_bytes[targets] * weights).sum()]
             totals += torch.tensor(counts, dtype=torch.float64)
     nats, tokens, text_bytes = (mesh.sum(*totals) / mesh.plan.tp).tolist()
+    if batches and not tokens:
+        say(f"there is no {PART_NAMES[part]} loss: no token of {counted(len(batches), 'batch', 'batches')} counts",
+            warning=True)  # fmt: skip
     return (nats / tokens, bits_per_byte(nats, text_bytes)) if tokens else None
 
 

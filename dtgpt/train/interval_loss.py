@@ -15,6 +15,7 @@ KEY = "interval_loss"  # in the state of a checkpoint
 
 class IntervalLoss:
     """The losses of the steps since the last one that `log.interval` divides, summed on the device without waiting.
+    A step without a token that counts has no loss.
 
     Each rank sums its part. fp64 holds sums of fp32 losses exactly, so that the mean does not depend on where a run
     was stopped and resumed in between.
@@ -25,12 +26,15 @@ class IntervalLoss:
         self._copies_of_pairs = mesh.plan.cp * mesh.plan.tp  # ranks that have the same pairs in a step
         self._sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._totals = torch.zeros(len(FIGURES), dtype=torch.float64, device=mesh.device)
+        self._empty = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self.steps = 0
 
-    def add(self, loss: Tensor, preferences: Tensor | None = None) -> None:
+    def add(self, loss: Tensor, preferences: Tensor | None = None, empty: Tensor | None = None) -> None:
         """Add this rank's part of the loss of a step, and of the sums over its pairs, which are those of
-        `PreferenceLoss.totals`."""
+        `PreferenceLoss.totals`. empty: as of `StepResult`."""
         self._sum.add_(loss)
+        if empty is not None:
+            self._empty.add_(empty)
         if preferences is not None:
             self._totals.add_(preferences)
         self.steps += 1
@@ -39,22 +43,30 @@ class IntervalLoss:
         """Return what a record says of the pairs of the interval, over all ranks; nothing without pairs."""
         return figures_of(self._mesh.sum(*self._totals).tolist())
 
-    def read(self, loss: Tensor, flag: bool) -> tuple[float, float, bool]:
+    def read(self, loss: Tensor, flag: bool, empty: Tensor | None = None) -> tuple[float | None, float | None, bool]:
         """Wait for the device, and return over all ranks: the loss of the last step, of which this rank's part is
-        `loss`; the mean loss of a step of the interval; whether `flag` is up on any."""
+        `loss`; the mean loss of a step of the interval; whether `flag` is up on any. A loss is None where no token
+        counted; empty: as of `StepResult`."""
         total, interval, flags = self._mesh.sum(loss, self._sum, float(flag)).tolist()
-        return total / self._copies, interval / self._copies / self.steps, flags > 0
+        own = None if empty is not None and empty.item() else total / self._copies
+        return own, interval / self._copies / self._with_loss if self._with_loss else None, flags > 0
+
+    @property
+    def _with_loss(self) -> int:
+        """The number of steps in which a token counted."""
+        return self.steps - int(self._empty.item())
 
     def restart(self) -> None:
         self._sum.zero_()
         self._totals.zero_()
+        self._empty.zero_()
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
         """Return numbers for a checkpoint, the same on every rank."""
         total, *preferences = self._mesh.sum(self._sum, *self._totals).tolist()
         own = {"preferences": [each / self._copies_of_pairs for each in preferences]} if any(preferences) else {}
-        return {KEY: {"sum": total, "copies": self._copies, "steps": self.steps, **own}}
+        return {KEY: {"sum": total, "copies": self._copies, "steps": self._with_loss, **own}}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from the `state` of a checkpoint of any plan. An older one does not have the interval."""

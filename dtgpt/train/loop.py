@@ -195,7 +195,8 @@ class Loop:
         trainer, first, stopping = self.trainer, self.trainer.step, self.interrupted()
         while trainer.step < trainer.steps and not stopping:
             result = self._train_step()
-            self.interval.add(result.loss, None if trainer.objective is None else trainer.objective.totals)
+            totals = None if trainer.objective is None else trainer.objective.totals
+            self.interval.add(result.loss, totals, result.empty)
             if self.watch:
                 self.watch.step = trainer.step
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
@@ -262,27 +263,28 @@ class Loop:
             self._save_unless_saved()
             return True
 
-    def _read(self, result: StepResult) -> tuple[float, float, float]:
-        """Wait for the device, and return the loss of the step, the mean loss of the interval and the norm of the
-        gradient. Raises UserError, on all ranks, where the run has diverged or lost its folder."""
+    def _read(self, result: StepResult) -> tuple[float | None, float | None, float]:
+        """Wait for the device, and return the loss of the step, the mean loss of the interval, each None where no token
+        counted, and the norm of the gradient. Raises UserError, on all ranks, where the run has diverged or lost its
+        folder."""
         step, optimizer = self.trainer.step, self.trainer.optimizer
-        loss, mean, lost = self.interval.read(result.loss, self.lock.lost(at_once=True))
+        loss, mean, lost = self.interval.read(result.loss, self.lock.lost(at_once=True), result.empty)
         if lost:
             raise folder_lost(self.saver.checkpoints.parent, step)
         norm = result.norm.item()
         if optimizer.scaler is None:
-            check_finite(step, "loss and gradient norm", loss, norm)
+            check_finite(step, "loss and gradient norm", loss or 0.0, norm)
         else:  # an overflow is a skipped step
-            check_finite(step, "loss", loss)
+            check_finite(step, "loss", loss or 0.0)
             optimizer.check_overflow(norm)
-        check_finite(step, f"mean loss of {self.interval.steps} steps", mean)
+        check_finite(step, f"mean loss of {self.interval.steps} steps", mean or 0.0)
         return loss, mean, norm
 
-    def _report_step(self, loss: float, mean: float, norm: float, record: bool) -> None:
+    def _report_step(self, loss: float | None, mean: float | None, norm: float, record: bool) -> None:
         trainer = self.trainer
         metrics = {
-            "loss": mean,
-            "step_loss": loss,
+            **({} if mean is None else {"loss": mean}),
+            **({} if loss is None else {"step_loss": loss}),
             "grad_norm": norm,
             "lr": trainer.optimizer.lr.item(),
             "tokens": trainer.samples_before(trainer.step) * self.recipe.sample_length,

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dtgpt.checkpoint.adapter import base_of, check_same_adapter, describe_adapter
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreign_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
@@ -23,6 +25,7 @@ from dtgpt.interop.open import open_config, open_source
 from dtgpt.interop.tokenizer import check_size
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
+from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import RunLock, changes_since, create_run
 from dtgpt.train.checkpoints import restore
@@ -34,6 +37,8 @@ from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.process import Process
+
+LOOKED_AT = 64  # samples that are read at a time
 
 
 @contextmanager
@@ -173,7 +178,23 @@ def read_dataset(recipe: Recipe) -> Dataset:
             f"data.{asked[0]}=on needs an end of text between documents, which the tokenizer {tokenizer.name} does not "
             "have; leave it out"
         )
+    if data.eod_mask_loss and tokenizer.end_of_text is not None:
+        samples = recipe.batch_sizes().before(recipe.num_steps)
+        check_counted(dataset, tokenizer.end_of_text, samples, recipe.sample_length, recipe.seed)
     return dataset
+
+
+def check_counted(dataset: Dataset, end: int, samples: int, seq_length: int, seed: int) -> None:
+    """Raise UserError where all tokens of so many samples are ends of text, after which nothing counts."""
+    key = fold(root_key(seed), "data")
+    for first in range(0, samples, LOOKED_AT):  # of which the first ones say so for nearly all texts
+        windows = dataset.windows(torch.arange(first, min(first + LOOKED_AT, samples)), seq_length, key)
+        if windows[:, :-1].ne(end).any():
+            return
+    raise UserError(
+        f"all tokens of {dataset.source} are ends of text, after which data.eod_mask_loss lets nothing count; leave it "
+        "out, or give another text"
+    )
 
 
 def check_pairs(beta: float, dataset: Dataset) -> None:

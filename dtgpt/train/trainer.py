@@ -48,6 +48,7 @@ class StepResult(NamedTuple):
 
     loss: Tensor  # this rank's part of the mean loss
     norm: Tensor  # of the gradient, before clipping
+    empty: Tensor | None  # bool scalar, the same on all ranks: no token counts; None: all do
 
 
 def never() -> bool:
@@ -117,6 +118,7 @@ class Trainer:
                 grpo=recipe.grpo, stages=self.stages, mesh=mesh, settings=settings, tokenizer=dataset.tokenizer,
                 ends=self.ends, seed=recipe.seed, timeout=recipe.timeout,
             )  # fmt: skip
+        self.empty: Tensor | None = None  # of the step whose gradients are there
         self.before_update: Callable[[], None] = lambda: None  # whoever still reads the weights waits here
 
     def train_step(self) -> StepResult:
@@ -134,10 +136,11 @@ class Trainer:
             self.shards.drop_gradients()
         if self.rollouts is not None:
             batch = self.rollouts.batch(self.step)
+            self.empty = self._counted(batch) == 0
         else:
             with self.timers.measure("data", host=True):
                 read = self.batches.take(self.step)
-            batch = self._make_batch(*read)
+            batch, self.empty = self._make_batch(*read)
         with self.timers.measure("forward_backward"):
             return self.engine.gradients(self.micro_batches, batch)
 
@@ -145,10 +148,10 @@ class Trainer:
         """Clip the gradients that `gradients` left in the shards, and step."""
         self.before_update()
         with self.timers.measure("optimizer"):
-            norm = self.graphs.run("update", self.optimizer.apply, loss)
+            norm = self.graphs.run("update", self.optimizer.apply, loss, self.empty)
         self.step += 1
         self.timers.next_step()
-        return StepResult(loss.clone(), norm.clone())  # a graph overwrites its outputs in the next step
+        return StepResult(loss.clone(), norm.clone(), self.empty)  # a graph overwrites its outputs in the next step
 
     def gradient(self, shard: Shard) -> Tensor:
         """Return what `gradients` left of this shard, without the loss scale."""
@@ -165,7 +168,7 @@ class Trainer:
         length, size = self.settings.seq_length, self.settings.micro_batch_size
         batches = list(self.dataset.held_out(part, length, size, self.log.eval_samples))
         token_bytes = torch.from_numpy(self.dataset.tokenizer.token_bytes())
-        return evaluate.held_out_loss(self.engine, self.mesh, batches, self.masks, token_bytes, interrupted)
+        return evaluate.held_out_loss(self.engine, self.mesh, batches, self.masks, token_bytes, interrupted, part)
 
     def sample(self, interrupted: Callable[[], bool] = never) -> str | None:
         """Return a text as the log options want it, or held-out chats with the model's answers, the same on every rank;
@@ -209,26 +212,30 @@ class Trainer:
         """Return this rank's samples of a step, on the device, as `gradients` takes them."""
         if self.rollouts is not None:
             return self.rollouts.batch(step)
-        return self._make_batch(*(value.to(self.mesh.device) for value in self._read_batch(step)))
+        return self._make_batch(*(value.to(self.mesh.device) for value in self._read_batch(step)))[0]
 
     def _make_batch(
         self, windows: Tensor, sample_ids: Tensor, step_key: Tensor, reference: Tensor | None = None
-    ) -> Batch:
+    ) -> tuple[Batch, Tensor | None]:
+        """Return this rank's part of the batch of windows, and whether no token of the global batch counts, as of
+        `StepResult.empty`."""
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
         batch = self.masks.batch(windows, keys)
         if reference is not None:
             batch = with_answers(batch, windows, reference.shape[1], reference)
-        return self._with_global_weights(slice_of(batch, self.mesh.place))
-
-    def _with_global_weights(self, batch: Batch) -> Batch:
-        """Scale the loss weights, of tokens or of pairs, so that the mean loss is that over the weights of the whole
-        global batch."""
+        batch = slice_of(batch, self.mesh.place)
         if batch.loss_weights is None:
-            return batch
+            return batch, None
+        # The mean loss is that over the weights, of tokens or of pairs, of the whole global batch.
+        counted = self._counted(batch)
+        scale = batch.loss_weights.numel() * self.settings.plan.data_ranks / counted.clamp(min=1)
+        return batch._replace(loss_weights=batch.loss_weights * scale.float()), counted == 0
+
+    def _counted(self, batch: Batch) -> Tensor:
+        """Return how many tokens, or pairs, of the global batch count, fp64 on the device."""
+        assert batch.loss_weights is not None
         plan = self.settings.plan
-        counted = self.mesh.sum(batch.loss_weights.sum())[0] / (plan.tp * plan.pp)
-        scale = batch.loss_weights.numel() * plan.data_ranks / counted.clamp(min=1)
-        return batch._replace(loss_weights=batch.loss_weights * scale.float())
+        return self.mesh.sum(batch.loss_weights.count_nonzero())[0] / (plan.tp * plan.pp)
 
     def expect_batch(self) -> None:
         """Prepare for the number of micro-batches of the next step, which changes where the batch size ramps up."""

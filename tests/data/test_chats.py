@@ -66,7 +66,7 @@ def test_chats_have_the_ids_and_masks_of_transformers(family, tmp_path):
         for prompt in (False, True):
             expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
             assert renderer.render(messages, prompt).text == expected
-        found = encode_chat(messages, renderer, ours, "assistant")
+        found = encode_chat(read_chat({"messages": messages}), renderer, ours, "assistant")
         marked = family == "chatml"
         expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=marked)
         assert found.ids == expected["input_ids"]
@@ -87,9 +87,13 @@ def test_rendered_prefixes_find_what_generation_blocks_mark(folder):
     for _ in range(30):
         messages = conversation(draw)
         messages[-1] |= {"weight": draw.choice([0, 1])}
-        marked, found = (encode_chat(messages, renderer, tokenizer, "assistant") for renderer in renderers)
+        chat = read_chat({"messages": messages})
+        marked, found = (encode_chat(chat, renderer, tokenizer, "assistant") for renderer in renderers)
         assert found.counts.tolist() == marked.counts.tolist()
-        assert encode_chat(messages, renderers[0], tokenizer, "all").counts.sum() == len(found.ids) - 1
+        everything = encode_chat(chat, renderers[0], tokenizer, "all").counts
+        kept_out = tokenizer.decode([i for i, counts in zip(found.ids, everything, strict=True) if not counts])
+        answer = "" if messages[-1]["weight"] else f"{messages[-1]['content']}<|im_end|>"
+        assert kept_out == f"<|im_start|>{answer}"  # and the first token, which nothing predicts
     for renderer in renderers:
         renderer.close()
 
@@ -193,15 +197,15 @@ def test_every_form_gives_the_same_chat(folder, tmp_path):
 ])  # fmt: skip
 def test_an_instruction_apart_from_the_messages_is_the_first(form):
     instruction = [{"role": "system", "content": "Be brief"}] if form["system"] else []
-    assert read_chat(form) == [*instruction, QUESTION, ANSWER]
+    assert read_chat(form).messages == [*instruction, QUESTION, ANSWER]
 
 
 def test_weights_of_sharegpt_are_those_of_openai():
     turns = [{"from": "human", "value": "Hello", "weight": 0}, {"from": "gpt", "value": " world", "weight": 0}]
-    assert read_chat({"conversations": turns}) == [QUESTION, ANSWER | {"weight": 0}]
-    for number, weight in ((0, 1), (1, 0.5)):
+    assert read_chat({"conversations": turns}).messages == [QUESTION | {"weight": 0}, ANSWER | {"weight": 0}]
+    for number, weight, reason in ((0, 1, "which only answers have"), (1, 0.5, "use 0 or 1")):
         wrong = [turn | {"weight": weight} if place == number else turn for place, turn in enumerate(turns)]
-        with pytest.raises(UserError, match=f"message {number} has weight={weight}; only answers have one"):
+        with pytest.raises(UserError, match=f"message {number} has weight={weight}, .*{reason}"):
             read_chat({"conversations": wrong})
 
 
@@ -266,11 +270,9 @@ def test_a_renderer_that_nobody_closes_ends_in_silence_with_python(folder):
 
 
 @pytest.mark.parametrize("loss", ["assistant", "all"])
-def test_the_beginning_of_a_chat_is_all_before_its_last_answer(folder, tmp_path, loss):
+def test_the_beginning_of_a_chat_is_all_before_its_last_answer(folder, tmp_path, loss, monkeypatch):
     messages = [QUESTION, ANSWER, QUESTION, ANSWER | {"content": "last"}]
-    path = write_chats(
-        tmp_path / "chats.jsonl", [{"messages": messages}, {"messages": [QUESTION, ANSWER | {"weight": 0}]}]
-    )
+    path = write_chats(tmp_path / "chats.jsonl", [{"messages": messages}])
     given = {"input": path, "output_prefix": tmp_path / "x", "workers": 1}
     prepare(PrepareConfig(**given, chat=True, tokenizer=str(folder), chat_loss=loss))
     dataset, tokenizer = IndexedDataset(tmp_path / "x_chat_document"), open_tokenizer(str(folder))
@@ -279,19 +281,21 @@ def test_the_beginning_of_a_chat_is_all_before_its_last_answer(folder, tmp_path,
         assert (tokenizer.decode(ids), ends) == ("<|im_start|>", ())
         return
     assert tokenizer.decode(ids).endswith("world<|im_end|><|im_start|>user\nHello<|im_end|><|im_start|>assistant\n")
-    assert tokenizer.decode(ends) == "<|im_end|>" and chat_beginning(dataset, 1) is None
+    assert tokenizer.decode(ends) == "<|im_end|>"
+    monkeypatch.setattr(dataset, "read_weights", lambda chats, lengths: np.zeros(int(lengths.sum()), np.uint8))
+    assert chat_beginning(dataset, 0) is None
 
 
 def test_chats_are_used_although_the_longest_lose_their_answers(folder, tmp_path, chat_recipe):
-    """Of the first samples, which have the longest chats, no token counts."""
+    """Those of which no token counts are left out."""
     long = {"messages": [{"role": "user", "content": "a" * 90}, ANSWER]}
     path = write_chats(tmp_path / "chats.jsonl", [long] * 300 + [{"messages": [QUESTION, ANSWER]}] * 3)
     given = {"input": path, "output_prefix": tmp_path / "x", "workers": 1}
     prepare(PrepareConfig(**given, chat=True, tokenizer=str(folder)))
     recipe = change(chat_recipe, data={"path": str(tmp_path / "x_chat_document"), "split": "1,0,0"})
     dataset = read_dataset(recipe)
-    assert len(dataset.train) > 300 and dataset.bytes_per_token() > 0
-    assert [b.ids for b in dataset.chats(3, 64)] == []  # the first chats do not fit
+    assert (len(dataset.train.chats), dataset.train.uncounted) == (3, 300) and dataset.bytes_per_token() > 0
+    assert len(dataset.chats(3, 64)) == 3
     with pytest.raises(
         UserError, match=r"no token of .* counts in samples of 64 tokens: the answers are cut off, or have"
     ):
@@ -343,7 +347,7 @@ def test_samples_keep_chats_apart_and_count_answers(chat_recipe, prepared, capsy
             last = min(end, 64)
             assert batch.positions[0, begin:last].tolist() == list(range(last - begin))
             assert batch.document_bounds[0, begin:last].tolist() == [[begin, last]] * (last - begin)
-    assert seen == 96
+    assert seen + dataset.train.uncounted == 96
 
 
 def test_every_plan_and_micro_batch_size_has_the_losses_of_one_process(chat_recipe):

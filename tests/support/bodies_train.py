@@ -127,3 +127,35 @@ def texts_between_steps(recipe: Recipe, sampling: bool) -> tuple[list[str], list
             texts += [run.sample()] * sampling
         cores = [module for stage in run.stages for module in stage.modules() if isinstance(module, AttentionCore)]
         return texts, found, [core.bound.cache is not None for core in cores]
+
+
+@dataclass
+class Changes:
+    """What some steps of a run changed: their losses, whether weights or the optimizer's state of this rank moved, the
+    learning rate of each; updates and what a checkpoint would say in the end."""
+
+    losses: list[float]
+    moved: list[bool]
+    rates: list[float]
+    updates: int
+    state: dict
+
+
+def steps_and_changes(recipe: Recipe, steps: int) -> Changes:
+    with open_trainer(recipe) as run:
+
+        def values() -> list[torch.Tensor]:
+            states = (
+                tensor for index in range(len(list(run.shards))) for tensor in run.optimizer.rule.state(index).values()
+            )
+            return [tensor.clone() for tensor in (*(shard.local for shard in run.shards), *states)]
+
+        found = Changes([], [], [], 0, {})
+        for _ in range(steps):
+            before = values()
+            found.losses.append(run.mean_loss(run.train_step()))
+            found.moved.append(not all(map(torch.equal, before, values())))
+            found.rates.append(run.optimizer.lr.item())
+        found.state = run.optimizer.state()
+        found.updates = found.state["updates"]
+        return found

@@ -68,14 +68,15 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_pair(form):
-    assert read_pair(FORMS[form]) == ([user("Hi"), answer("Yes")], [user("Hi"), answer("No")])
+    chosen, rejected = read_pair(FORMS[form])
+    assert chosen.messages == [user("Hi"), answer("Yes")] and rejected.messages == [user("Hi"), answer("No")]
 
 
 def test_both_chats_have_the_instruction_beside_them():
     instruction = {"role": "system", "content": "Be brief"}
     for form in ("texts", "implicit"):
         chosen, rejected = read_pair({**FORMS[form], "system": "Be brief"})
-        assert chosen == [instruction, user("Hi"), answer("Yes")] and rejected[0] == instruction
+        assert chosen.messages == [instruction, user("Hi"), answer("Yes")] and rejected.messages[0] == instruction
 
 
 def test_earlier_answers_do_not_count(tmp_path):
@@ -84,8 +85,8 @@ def test_earlier_answers_do_not_count(tmp_path):
     chosen, rejected = read_pair(fields)
     tokenizer = open_tokenizer(str(write_tokenizer(tmp_path)))
     renderer = renderer_of(tokenizer)
-    for messages, own in ((chosen, "Yes"), (rejected, "No")):
-        found = encode_chat(messages, renderer, tokenizer, "assistant")
+    for chat, own in ((chosen, "Yes"), (rejected, "No")):
+        found = encode_chat(chat, renderer, tokenizer, "assistant")
         counted = tokenizer.decode([i for i, counts in zip(found.ids, found.counts, strict=True) if counts])
         assert counted.startswith(own) and "Well" not in counted
     renderer.close()

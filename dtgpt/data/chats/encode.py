@@ -1,13 +1,14 @@
 """Blocks of chats to tokens, and to weights of these: what a worker of `dtgpt prepare --chat` does."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dtgpt.data.chats.messages import read_chat
+from dtgpt.data.chats.fields import UsedFields, find_thoughts
+from dtgpt.data.chats.messages import Chat, read_chat, read_mark
 from dtgpt.data.chats.template import ChatError, Message, Renderer, Span
 from dtgpt.data.prepare.documents import Broken, Unreadable, json_object
 from dtgpt.data.prepare.encode import Encoded, EncodedKey
@@ -21,11 +22,13 @@ MOST_MOVED = 64  # messages that a template may write elsewhere than in their or
 
 
 class EncodedChat(NamedTuple):
-    """A chat: `ids` and `counts`, whether the loss of each counts, bool `[tokens]`."""
+    """A chat: `ids` and `counts`, whether the loss of each counts, bool `[tokens]`. `thoughts`: of its answers that
+    count, whether the text has what they think."""
 
     ids: list[int]
     counts: np.ndarray
     text: str
+    thoughts: list[bool]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class ChatEncoder:
     def _renderer(self) -> Renderer:
         return renderer_of(self.vocabulary)
 
+    @cached_property
+    def _fields(self) -> UsedFields:
+        return UsedFields(self._renderer)
+
     def __call__(self, block: Lines | Parsed) -> Encoded:
         encoded = Encoded(position=block.position, keys={}, broken=[], documents=0)
         chats, counts = list[EncodedChat](), list[int]()
@@ -49,10 +56,14 @@ class ChatEncoder:
         for found in block.parsed(self._read):
             if isinstance(found, Broken):
                 encoded.broken.append(found)
+            elif not all(chat.counts.any() for chat in found):
+                encoded.uncounted += 1
             else:
                 chats += found
                 counts.append(len(found))
                 encoded.text_bytes += sum(len(chat.text.encode()) for chat in found)
+                encoded.thoughts.update(kept for chat in found for kept in chat.thoughts)
+        encoded.unused = self._fields.take_unused()
         lengths = np.array([len(chat.ids) for chat in chats], np.int32)
         tokens = np.concatenate([np.array(chat.ids) for chat in chats] or [np.empty(0)])
         weights = np.concatenate([chat.counts for chat in chats] or [np.empty(0)]).astype(np.uint8)
@@ -64,9 +75,16 @@ class ChatEncoder:
     def _read(self, line: bytes) -> list[EncodedChat]:
         """Return the sequences of a line's document. Raises Unreadable."""
         try:
-            return [encode_chat(read_chat(json_object(line)), self._renderer, self.vocabulary, self.loss)]
+            fields = json_object(line)
+            chats = self._chats_in(fields)
+            found = [encode_chat(chat, self._renderer, self.vocabulary, self.loss) for chat in chats]
+            self._fields.see(fields, chats)
+            return found
         except ChatError as error:
             raise Unreadable(str(error)) from None
+
+    def _chats_in(self, fields: dict[str, Any]) -> list[Chat]:
+        return [read_chat(fields)]
 
 
 def renderer_of(tokenizer: Tokenizer, remedy: str = "use the folder of a model that has one") -> Renderer:
@@ -80,22 +98,28 @@ def renderer_of(tokenizer: Tokenizer, remedy: str = "use the folder of a model t
     return Renderer(tokenizer.chat_template)
 
 
-def encode_chat(messages: list[Message], renderer: Renderer, tokenizer: Tokenizer, loss: Loss) -> EncodedChat:
-    """Return the tokens of a chat, and of which of them the loss counts: those of the answers, or all but the first.
-    Raises ChatError for a chat that the template does not render as it is."""
-    skipped = {number for number, message in enumerate(messages) if message.get("weight") == 0}
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    if loss == "all":
-        text, spans = renderer.render(plain).text, list[Span]()
+def encode_chat(chat: Chat, renderer: Renderer, tokenizer: Tokenizer, loss: Loss) -> EncodedChat:
+    """Return the tokens of a chat, and of which of them the loss counts: those of the answers after its prompt, or all
+    but the first; in either case not those of answers with a mark that keeps them out. Raises ChatError for a chat that
+    the template does not render as it is."""
+    messages, first, arguments, _ = chat
+    answers = {number for number, message in enumerate(messages) if message["role"] == "assistant"}
+    marked = {number for number in answers if read_mark(f"message {number}", messages[number]) is False}
+    wanted = answers - marked - set(range(first))
+    spans: list[Span] = []
+    if loss == "all" and not marked:
+        text = renderer.render(messages, arguments=arguments).text
     else:
-        text, spans = render_answers(plain, skipped, renderer, tokenizer.special_names)
-    check_kept(plain, text)
+        sought = marked if loss == "all" else wanted
+        text, spans = render_answers(messages, answers - sought, renderer, tokenizer.special_names, arguments)
+    check_kept(messages, text)
     ids, counts = tokenizer.encode_chat(text, spans)
-    counts = np.ones(len(ids), bool) if loss == "all" else counts
+    if loss == "all":
+        counts = (~counts if marked else np.ones(len(ids), bool)) & (first < len(messages))
     counts[:1] = False  # which nothing predicts
-    if not counts.any() and len(skipped) < sum(message["role"] == "assistant" for message in messages):
+    if not counts.any() and wanted:
         raise ChatError("the chat template leaves out the answers; use another template")
-    return EncodedChat(ids, counts, text)
+    return EncodedChat(ids, counts, text, find_thoughts(messages, wanted, arguments, renderer))
 
 
 def check_kept(messages: list[Message], text: str) -> None:
@@ -125,13 +149,14 @@ def check_kept(messages: list[Message], text: str) -> None:
 
 
 def render_answers(
-    messages: list[Message], skipped: set[int], renderer: Renderer, special: Collection[str]
-) -> tuple[str, list[Span]]:
+    messages: list[Message], skipped: set[int], renderer: Renderer, special: Collection[str],
+    arguments: Mapping[str, Any],
+) -> tuple[str, list[Span]]:  # fmt: skip
     """Return a chat as text, and where its answers are, with what ends them. `skipped`: numbers of messages that do not
     count. Raises ChatError."""
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if renderer.marks_answers:
-        whole = renderer.render(messages)
+        whole = renderer.render(messages, arguments=arguments)
         if skipped and len(whole.answers) != len(answers):
             raise ChatError("the chat template does not mark each answer, so none can have weight=0; leave it out")
         return whole.text, [
@@ -140,7 +165,7 @@ def render_answers(
     wanted: list[tuple[list[Message], bool]] = [(messages, False)]
     for number in answers:
         wanted += [(messages[:number], True), (messages[:number], False), (messages[: number + 1], False)]
-    whole, *parts = renderer.render_each(wanted)
+    whole, *parts = renderer.render_each(wanted, arguments)
     spans = []
     for place, number in enumerate(answers):
         if number not in skipped:

@@ -1,12 +1,16 @@
 """Chats in several forms as messages, which a template takes.
 
-OpenAI's: `{"messages": [{"role", "content"}, ...]}`, where an answer may have `"weight": 0`, so that it is not trained
-on. ShareGPT's: `{"conversations": [{"from", "value"}, ...]}`, with weights, too. Pairs: `{"prompt", "completion"}`,
-texts or lists of messages, of which only answers in the completion are trained on. In each form `"system"` may have a
-text that is the first message.
+OpenAI's: `{"messages": [{"role", "content"}, ...]}`, where an answer may have `"weight": 0`, or another mark of MARKS,
+so that it is not trained on. ShareGPT's: `{"conversations": [{"from", "value"}, ...]}`, with marks, too. Pairs:
+`{"prompt", "completion"}`, texts or lists of messages, of which only answers in the completion are trained on. In each
+form `"system"` may have a text that is the first message, and `"chat_template_kwargs"` more variables of the template.
+
+A template gets messages with all that they have: what an answer thinks, names and whatever else. A value that is null
+is absent, as where a table has a column for it.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from dtgpt.data.chats.template import ChatError, Message
 from dtgpt.data.prepare.documents import paired
@@ -16,28 +20,92 @@ ROLES = ("system", "developer", "user", "assistant")
 FROM = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
         "assistant": "assistant", "system": "system"}  # fmt: skip
 TOOLS = ("tool_calls", "function_call", "tools", "functions", "tool_call_id")
+# Marks of several libraries on an answer: the value with which it counts; the other one keeps it out of the loss.
+MARKS = {"weight": True, "training": True, "train": True, "trainable": True, "train_on_turn": True, "loss": True,
+         "loss_mask": True, "masked": False}  # fmt: skip
+UNREAD_MARKS = ("training_detail", "train_detail")  # marks of parts of an answer
+THOUGHTS = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names of what an answer thinks; templates read the first two
+ARGUMENTS = "chat_template_kwargs"
+USED = ("system", ARGUMENTS, *TOOLS, *MARKS, *UNREAD_MARKS)  # keys of a row beside those of its messages
+# What renders a chat has these arguments of its own: they are no variables of a template, or say what dtgpt decides.
+RESERVED = ("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+            "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+            "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")  # fmt: skip
 FORMS = "messages (OpenAI), conversations (ShareGPT), or prompt and completion"
 
 
-def read_chat(fields: dict[str, Any]) -> list[Message]:
-    """Return the messages of a chat to train on. Raises ChatError where it is none: of another form, with tools, with a
-    role or an answer that is missing or empty."""
-    messages = read_messages(with_system(fields, _messages_in(fields)))
+class Chat(NamedTuple):
+    """A chat to train on. `first`: the number of the first message that may count, after a prompt; none may where it is
+    that of all messages.
+    `arguments`: variables of the template beside the messages. `used`: the keys of the row from which it was read."""
+
+    messages: list[Message]
+    first: int
+    arguments: dict[str, Any]
+    used: frozenset[str]
+
+
+def read_chat(fields: dict[str, Any]) -> Chat:
+    """Return the chat in a row. Raises ChatError where it is none: of another form, with tools, with a role or an
+    answer that is missing or empty."""
+    given, prompt, keys = _messages_in(fields)
+    whole = with_system(fields, given)
+    messages = read_messages(whole)
     if any(fields.get(name) for name in TOOLS):
-        raise _with_tools()
+        raise with_tools()
     if not any(message["role"] == "assistant" for message in messages):
         raise ChatError("the chat has no answer of the assistant; add one, or leave the chat out")
     for number, message in enumerate(messages):
         if message["role"] == "assistant" and not message["content"].strip():
             raise ChatError(f"message {number} is an empty answer; give it a text, or leave the chat out")
-    return messages
+        if read_mark(f"message {number}", message) and message["role"] != "assistant":
+            mark = next(name for name in MARKS if name in message)
+            raise ChatError(
+                f"message {number} has {mark}={shown(message[mark])}, which only answers have; leave it out"
+            )
+    first = prompt + len(whole) - len(given)  # with the instruction
+    if read_mark("the chat", fields) is False:
+        first = len(messages)
+    return Chat(messages, first, read_arguments(fields.get(ARGUMENTS)), frozenset({*keys, *USED}))
 
 
 def read_messages(given: Any) -> list[Message]:
-    """Return the messages in OpenAI's form, with their content as text. Raises ChatError."""
+    """Return the messages in OpenAI's form, with their content as text, and all else as it is. Raises ChatError."""
     if not isinstance(given, list) or not given:
         raise ChatError(f"{shown(given)} is not a list of messages; give some, each with a role and a content")
     return [_message(number, message) for number, message in enumerate(given)]
+
+
+def read_mark(what: str, fields: Mapping[str, Any]) -> bool | None:
+    """Return whether the loss of what has these fields counts, by their marks; None without one. Raises ChatError for a
+    mark that has another value than yes or no, and where two differ."""
+    if detail := next((name for name in UNREAD_MARKS if fields.get(name)), None):
+        raise ChatError(f"{what} has {detail}, marks of parts of an answer, which are not supported; leave it out")
+    found = {name: fields[name] for name in MARKS if fields.get(name) is not None}
+    for name, value in found.items():
+        if type(value) not in (bool, int, float) or value not in (0, 1):
+            raise ChatError(f"{what} has {name}={shown(value)}, a mark of whether its loss counts; use 0 or 1")
+    counts = {bool(value) is MARKS[name] for name, value in found.items()}
+    if len(counts) > 1:
+        both = " and ".join(f"{name}={shown(value)}" for name, value in found.items())
+        raise ChatError(f"{what} has {both}, of which one keeps it out of the loss and one does not; leave one out")
+    return counts.pop() if counts else None
+
+
+def read_arguments(given: Any) -> dict[str, Any]:
+    """Return what `chat_template_kwargs` give a template beside the messages. Raises ChatError."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise ChatError(f"{ARGUMENTS}={shown(given)} is not an object; give names of variables with their values")
+    found = _present(given)
+    if wrong := next((name for name in found if name in RESERVED), None):
+        raise ChatError(f"{ARGUMENTS} has {wrong}, which is no variable of a template of its own; leave it out")
+    return found
 
 
 def with_system(fields: dict[str, Any], messages: Any) -> Any:
@@ -54,19 +122,21 @@ def with_system(fields: dict[str, Any], messages: Any) -> Any:
     return messages if own else [{"role": "system", "content": text}, *messages]
 
 
-def _messages_in(fields: dict[str, Any]) -> Any:
-    if "messages" in fields:
-        return fields["messages"]
-    if "conversations" in fields:
-        return _from_sharegpt(fields["conversations"])
-    if "prompt" in fields and "completion" in fields:
+def _messages_in(fields: dict[str, Any]) -> tuple[Any, int, tuple[str, ...]]:
+    """Return messages that are not checked yet, how many of them are a prompt, and the keys under which they are."""
+    there = {name for name, value in fields.items() if value is not None}
+    if "messages" in there:
+        return fields["messages"], 0, ("messages",)
+    if "conversations" in there:
+        return _from_sharegpt(fields["conversations"]), 0, ("conversations",)
+    if {"prompt", "completion"} <= there:
         prompt, completion = (
             value if isinstance(value, list) else [{"role": role, "content": value}]
             for role, value in (("user", fields["prompt"]), ("assistant", fields["completion"]))
         )
         if not any(_is_answer(message) for message in completion):
             raise ChatError("the completion has no answer of the assistant; add one, or leave the chat out")
-        return [message | {"weight": 0} if _is_answer(message) else message for message in prompt] + completion
+        return prompt + completion, len(prompt), ("prompt", "completion")
     raise ChatError(f"there is no chat under the keys {shown(list(fields)[:5])}; give {FORMS}")
 
 
@@ -83,11 +153,10 @@ def _from_sharegpt(given: Any) -> Any:
             return given  # OpenAI's form under ShareGPT's name, or neither
         if turn["from"] not in FROM:
             if "tool" in turn["from"] or "function" in turn["from"] or turn["from"] == "observation":
-                raise _with_tools()
+                raise with_tools()
             raise ChatError(f"message {number} is from {shown(turn['from'])}; use one of {', '.join(FROM)}")
-        message = {"role": FROM[turn["from"]], "content": turn.get("value")}
-        counts = message["role"] == "assistant" or turn.get("weight") not in (None, 0)
-        messages.append(message | {"weight": turn.get("weight")} if counts else message)
+        more = {name: value for name, value in turn.items() if name not in ("from", "value")}
+        messages.append(more | {"role": FROM[turn["from"]], "content": turn.get("value")})
     return messages
 
 
@@ -96,7 +165,7 @@ def _message(number: int, given: Any) -> Message:
         raise ChatError(f"message {number} is {shown(given)}; give an object with a role and a content")
     role, content = given.get("role"), given.get("content")
     if role in ("tool", "function") or any(given.get(name) for name in TOOLS):
-        raise _with_tools()
+        raise with_tools()
     if role not in ROLES:
         raise ChatError(f"message {number} has the role {shown(role)}; use one of {', '.join(ROLES)}")
     if isinstance(content, list):
@@ -108,12 +177,24 @@ def _message(number: int, given: Any) -> Message:
         content = "".join(map(str, texts))
     if not isinstance(content, str):
         raise ChatError(f"message {number} has the content {shown(content)}; give it a text")
-    weight = given.get("weight")
-    if weight is not None and (type(weight) not in (int, float) or weight not in (0, 1) or role != "assistant"):
-        raise ChatError(f"message {number} has weight={shown(weight)}; only answers have one, which is 0 or 1")
-    message = {"role": role, "content": paired(content)}
-    return message if weight is None else message | {"weight": int(weight)}
+    whole = {name: value for name, value in _present(given).items() if name not in TOOLS}  # which are empty
+    whole |= {"role": role, "content": paired(content)}
+    thought = next((whole[name] for name in THOUGHTS if name in whole), None)
+    return whole if thought is None else {"thinking": thought, **whole, "reasoning_content": thought}
 
 
-def _with_tools() -> ChatError:
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not null, with texts that can be written."""
+    return {name: _writable(value) for name, value in fields.items() if value is not None}
+
+
+def _writable(value: Any) -> Any:
+    if isinstance(value, str):
+        return paired(value)
+    if isinstance(value, list):
+        return [_writable(each) for each in value]
+    return {name: _writable(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def with_tools() -> ChatError:
     return ChatError("the chat uses tools, which are not supported; leave it out")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.dataset import Dataset, Part, check_vocabulary, warn_of_unused_rows
+from dtgpt.data.dataset import PART_NAMES, Dataset, Part, check_vocabulary, warn_of_unused_rows
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.megatron.samples import split_range
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 COUNTS, BEGINS = 1, 2  # marks of a token: its loss counts; a chat begins with it
 PROBED = 256  # samples that are looked at before a run begins
+LOOKED_AT = 4096  # chats whose weights are in memory at a time
 
 
 class ChatBeginning(NamedTuple):
@@ -43,12 +44,14 @@ class ChatBeginning(NamedTuple):
 @dataclass(frozen=True)
 class PackedPart:
     """Samples of a part of the chats. `chats` int64 `[C]`: sequences of the dataset, sample by sample; `bounds` int64
-    `[N + 1]`: where the chats of each sample are among them."""
+    `[N + 1]`: where the chats of each sample are among them; `uncounted`: chats, or pairs, that are left out, since
+    nothing counts in what a sample would have of them."""
 
     sequences: IndexedDataset
     seq_length: int
     chats: np.ndarray
     bounds: np.ndarray
+    uncounted: int = 0
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -124,13 +127,44 @@ def pack(lengths: np.ndarray, room: int, seed: int) -> list[list[int]]:
 
 
 def pack_part(sequences: IndexedDataset, chats: range, seq_length: int, seed: int) -> PackedPart:
-    """Return the samples of the chats of these numbers; those without tokens are left out."""
-    lengths = sequences.lengths[chats.start : chats.stop].astype(np.int64)
-    used = np.flatnonzero(lengths)
-    samples = pack(np.minimum(lengths[used], seq_length + 1), seq_length + 1, seed)
+    """Return the samples of the chats of these numbers; those in which nothing counts are left out."""
+    lengths = np.minimum(sequences.lengths[chats.start : chats.stop].astype(np.int64), seq_length + 1)
+    used = np.flatnonzero(counts_in(sequences, np.arange(chats.start, chats.stop), lengths))
+    samples = pack(lengths[used], seq_length + 1, seed)
     places = np.array([chat for sample in samples for chat in sample], np.int64)
     bounds = np.cumsum([0, *map(len, samples)])
-    return PackedPart(sequences, seq_length, used[places] + chats.start if len(places) else places, bounds)
+    order = used[places] + chats.start if len(places) else places
+    return PackedPart(sequences, seq_length, order, bounds, len(lengths) - len(used))
+
+
+def counts_in(sequences: IndexedDataset, chats: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return whether a token counts among the first ones of each chat, of which there are `lengths`: bool `[C]`. The
+    first token does not, since nothing predicts it."""
+    found = np.zeros(len(chats), bool)
+    there = np.flatnonzero(lengths)
+    for some in np.array_split(there, len(there) // LOOKED_AT + 1):
+        if len(some):
+            begins = np.cumsum(lengths[some]) - lengths[some]
+            weights = sequences.read_weights(chats[some], lengths[some]) > 0
+            weights[begins] = False
+            found[some] = np.logical_or.reduceat(weights, begins)
+    return found
+
+
+def tell_uncounted(parts: dict[str, PackedPart], what: str, source: str) -> None:
+    """Say how many chats or pairs are left out, since nothing counts in them. Raises UserError where none is left to
+    train on."""
+    train = parts["train"]
+    if train.uncounted and not len(train):
+        raise UserError(
+            f"no token of {source} counts in samples of {train.seq_length} tokens: the answers are cut off, or have "
+            f"weight=0; use a larger --seq_length, or {what}s with other answers"
+        )
+    for name, part in zip(("training", *PART_NAMES.values()), parts.values(), strict=True):
+        if part.uncounted:
+            none = "" if len(part) else f"; none is left, so that there is no {name} loss"
+            left_out = f"{counted(part.uncounted, what)} for {name} left out"
+            say(f"{left_out}, in which no token counts within {part.seq_length} tokens{none}", warning=True)
 
 
 class ChatDataset(Dataset):
@@ -192,17 +226,9 @@ class ChatDataset(Dataset):
     def check(self, seq_length: int, vocab_size: int) -> None:
         check_vocabulary(self.tokenizer, vocab_size)
         warn_of_unused_rows(self.tokenizer, vocab_size)
-        samples = np.arange(len(self.train))
-        for first in range(0, len(samples), PROBED):  # the first of which have the longest chats
-            tokens = self.train.windows(samples[first : first + PROBED])
-            if int(tokens[..., 0].max()) >= self.tokenizer.vocab_size:
-                raise UserError(f"{self.source} holds tokens that its tokenizer does not have; prepare the chats again")
-            if (tokens[..., 1] & COUNTS).any():
-                return
-        raise UserError(
-            f"no token of {self.source} counts in samples of {seq_length} tokens: the answers are cut off, or have "
-            "weight=0; use a larger --seq_length, or chats with other answers"
-        )
+        tokens = self.train.windows(np.arange(min(PROBED, len(self.train))))
+        if int(tokens[..., 0].max()) >= self.tokenizer.vocab_size:
+            raise UserError(f"{self.source} holds tokens that its tokenizer does not have; prepare the chats again")
 
     def _epoch(self, epoch: int) -> np.ndarray:
         """Return the order of samples in an epoch."""
@@ -243,6 +269,7 @@ def load_chats(
     Raises UserError where an option does not go with chats, or where none is there to train on."""
     parts = parts_of(data, opened, lambda sequences, chats: pack_part(sequences, chats, seq_length, seed))
     train = parts["train"]
+    tell_uncounted(parts, "chat", str(data.path))
     if not len(train):
         raise UserError(f"{data.path} has no chat to train on; add chats, or change data.split={data.split}")
     cut = int((train.sequences.lengths[train.chats] > seq_length + 1).sum())

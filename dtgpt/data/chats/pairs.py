@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.chats.packed import BEGINS, ChatDataset, PackedPart, pack, parts_of
+from dtgpt.data.chats.packed import BEGINS, ChatDataset, PackedPart, counts_in, pack, parts_of, tell_uncounted
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.batch import Batch
@@ -28,14 +28,17 @@ def holds_pairs(sequences: IndexedDataset) -> bool:
 
 def pack_pairs(sequences: IndexedDataset, pairs: range, seq_length: int, seed: int) -> tuple[PackedPart, int]:
     """Return the samples of the pairs of these numbers, and how many pairs are left out, since they are longer than a
-    sample."""
-    lengths = sequences.lengths[2 * pairs.start : 2 * pairs.stop].astype(np.int64).reshape(-1, 2).sum(1)
-    used = np.flatnonzero(lengths <= seq_length + 1)
+    sample. Those with an answer of which nothing counts are left out, too."""
+    each = sequences.lengths[2 * pairs.start : 2 * pairs.stop].astype(np.int64)
+    lengths = each.reshape(-1, 2).sum(1)
+    counts = counts_in(sequences, np.arange(2 * pairs.start, 2 * pairs.stop), each).reshape(-1, 2).all(1)
+    fits = lengths <= seq_length + 1
+    used = np.flatnonzero(fits & counts)
     samples = pack(lengths[used], seq_length + 1, seed)
     order = used[[pair for sample in samples for pair in sample]] + pairs.start if samples else used
     bounds = 2 * np.cumsum([0, *map(len, samples)])
     answers = (2 * order[:, None] + [0, 1]).reshape(-1)
-    return PackedPart(sequences, seq_length, answers, bounds), len(lengths) - len(used)
+    return PackedPart(sequences, seq_length, answers, bounds, int((~counts).sum())), int((~fits & counts).sum())
 
 
 class PairDataset(ChatDataset):
@@ -96,6 +99,8 @@ def load_pairs(
 
     parts = parts_of(data, opened, packed, size=2)
     train, missing = parts["train"], sum(left_out)
+    if len(train) or not missing:
+        tell_uncounted(parts, "pair", str(data.path))
     if not len(train):
         reason = f" ({counted(missing, 'pair')} of more than {seq_length + 1} tokens left out)" if missing else ""
         raise UserError(f"{data.path} has no pair to train on{reason}; add pairs, or use a larger --seq_length")

@@ -10,14 +10,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dtgpt.data.chats.encode import ChatEncoder, EncodedChat, encode_chat
-from dtgpt.data.chats.messages import read_chat, with_system
+from dtgpt.data.chats.encode import ChatEncoder
+from dtgpt.data.chats.messages import TOOLS, USED, Chat, read_chat, with_system, with_tools
 from dtgpt.data.chats.template import ChatError, Message
-from dtgpt.data.prepare.documents import Unreadable, json_object
 from dtgpt.util.errors import shown
 
 KEY = "preference"  # of the files that are written: PREFIX_preference_document.bin
 FORMS = "chosen and rejected (TRL, with or without a prompt), or OpenAI's preferred_output and non_preferred_output"
+KEYS = frozenset(
+    {"prompt", "chosen", "rejected", "input", "preferred_output", "non_preferred_output", *USED}
+)  # of a row, that are read
 TURN = re.compile(r"\n\n(Human|Assistant):")
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
@@ -29,41 +31,37 @@ class PairEncoder(ChatEncoder):
 
     key: str = KEY
 
-    def _read(self, line: bytes) -> list[EncodedChat]:
-        try:
-            pair = read_pair(json_object(line))
-            return [encode_chat(messages, self._renderer, self.vocabulary, "assistant") for messages in pair]
-        except ChatError as error:
-            raise Unreadable(str(error)) from None
+    def _chats_in(self, fields: dict[str, Any]) -> list[Chat]:
+        return list(read_pair(fields))
 
 
-def read_pair(fields: dict[str, Any]) -> tuple[list[Message], list[Message]]:
-    """Return the chat with the chosen answer and that with the rejected one; earlier answers have `weight` 0. Raises
+def read_pair(fields: dict[str, Any]) -> tuple[Chat, Chat]:
+    """Return the chat with the chosen answer and that with the rejected one, which begin with the same prompt. Raises
     ChatError."""
     prompt, chosen, rejected = _parts(fields)
     prompt = with_system(fields, prompt)
-    more = {name: value for name, value in fields.items() if name in ("tools", "functions")}
-    pair = [read_chat({"messages": [*prompt, *answer], **more}) for answer in (chosen, rejected)]
-    for messages, name in zip(pair, ("chosen", "rejected"), strict=True):
-        if not any(message["role"] == "assistant" for message in messages[len(prompt) :]):
+    more = {name: fields.get(name) for name in USED if name != "system"}
+    pair = [read_chat(more | {"messages": [*prompt, *answer]}) for answer in (chosen, rejected)]
+    for chat, name in zip(pair, ("chosen", "rejected"), strict=True):
+        if not any(message["role"] == "assistant" for message in chat.messages[len(prompt) :]):
             raise ChatError(f"the {name} chat has no answer of its own; give it one, or leave the pair out")
-        for message in messages[: len(prompt)]:
-            if message["role"] == "assistant":
-                message["weight"] = 0
-        if messages[len(prompt)]["role"] != "assistant":
+        if chat.messages[len(prompt)]["role"] != "assistant":
             raise ChatError(
                 "the chosen and the rejected chat differ before their answers; give both the same prompt, or leave the "
                 "pair out"
             )
-    if pair[0] == pair[1]:
+    if pair[0].messages == pair[1].messages:
         raise ChatError("the chosen and the rejected answer are the same; leave the pair out")
-    return pair[0], pair[1]
+    one, other = (chat._replace(first=max(chat.first, len(prompt)), used=KEYS) for chat in pair)
+    return one, other
 
 
 def _parts(fields: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Return (prompt, chosen, rejected), lists of messages that are not checked yet."""
     prompt, chosen, rejected = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
     if "preferred_output" in fields and isinstance(fields.get("input"), dict):
+        if any(fields["input"].get(name) for name in TOOLS):
+            raise with_tools()
         prompt, chosen = fields["input"].get("messages"), fields["preferred_output"]
         rejected = fields.get("non_preferred_output")
     if not chosen or not rejected or type(chosen) is not type(rejected) or not isinstance(chosen, list | str):

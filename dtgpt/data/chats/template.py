@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -21,6 +21,8 @@ LONGEST = 1 << 20  # bytes of a template
 SILENT = 30.0  # seconds after which the process has been suspended: it ends itself before
 LOOK = 0.1  # seconds between two looks at whether somebody still waits
 PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+
+NONE: Mapping[str, Any] = {}
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # of characters
@@ -76,21 +78,21 @@ class Renderer:
             self._start()
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False,
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, arguments: Mapping[str, Any] = NONE,
         left: Callable[[], bool] = nobody_leaves,
     ) -> Rendered:  # fmt: skip
-        """Return a chat as text; with the beginning of an answer where a prompt is wanted. Raises UserError."""
-        return self.render_each([(messages, add_generation_prompt)], left)[0]
+        """Return a chat as text; with the beginning of an answer where a prompt is wanted. arguments: variables of the
+        template beside the messages. Raises UserError."""
+        return self.render_each([(messages, add_generation_prompt)], arguments, left)[0]
 
     def render_each(
-        self, chats: Sequence[tuple[Sequence[Message], bool]], left: Callable[[], bool] = nobody_leaves
-    ) -> list[Rendered]:
+        self, chats: Sequence[tuple[Sequence[Message], bool]], arguments: Mapping[str, Any] = NONE,
+        left: Callable[[], bool] = nobody_leaves,
+    ) -> list[Rendered]:  # fmt: skip
         """Return several chats, each with whether the beginning of an answer follows. `left`: whether nobody waits for
         them any more, which ends the process. Raises UserError."""
-        asked = [
-            {"messages": list(messages), "add_generation_prompt": prompt, "tools": None, "documents": None}
-            for messages, prompt in chats
-        ]
+        own = {"tools": None, "documents": None, **arguments}
+        asked = [own | {"messages": list(messages), "add_generation_prompt": prompt} for messages, prompt in chats]
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self.close()

@@ -27,7 +27,8 @@ class EncodedKey:
 class Encoded:
     """A block: its fields by key, broken lines, and counts over all keys. `position` as the block's; `empty` documents
     have no token under any key; `longest` in tokens; `text_tokens` without ends of documents and the like; `split`:
-    names of special tokens that became text."""
+    names of special tokens that became text. Of chats: `uncounted`, in which nothing counts, are left out; `thoughts`
+    of answers that the text has (True) or not; `unused` fields, as `row id`."""
 
     position: int
     keys: dict[str, EncodedKey]
@@ -38,6 +39,9 @@ class Encoded:
     text_bytes: int = 0
     text_tokens: int = 0
     split: Counter[str] = field(default_factory=Counter)
+    uncounted: int = 0
+    thoughts: Counter[bool] = field(default_factory=Counter)
+    unused: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.special_names import warn_of_split_names
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.console import counted, say
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown_name
+
+MOST_NAMED = 20  # keys that nothing used
 
 # What a type of Megatron-LM reads, other than the two files of GPT2BPETokenizer.
 SUFFIXES = {
@@ -59,12 +61,16 @@ class Summary:
     tokens: int = 0
     broken: int = 0
     counted: int = 0  # tokens of chats whose loss counts
+    uncounted: int = 0
+    thoughts: Counter[bool] = field(default_factory=Counter)
+    unused: set[str] = field(default_factory=set)
     seconds: float = 0.0
 
     def add(self, block: Encoded) -> None:
-        for name in ("documents", "empty", "text_bytes", "text_tokens"):
+        for name in ("documents", "empty", "text_bytes", "text_tokens", "uncounted", "thoughts"):
             setattr(self, name, getattr(self, name) + getattr(block, name))
         self.split += block.split
+        self.unused |= block.unused
         self.longest = max(self.longest, block.longest)
         self.sequences += sum(len(encoded.lengths) for encoded in block.keys.values())
         self.tokens += sum(len(encoded.tokens) for encoded in block.keys.values())
@@ -75,9 +81,10 @@ class Summary:
     def __str__(self) -> str:
         rate = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
         marked = f"the loss counts {self.counted:,} of them, " if self.counted else ""
+        without = f", {self.uncounted:,} in which nothing counts left out" if self.uncounted else ""
         return (
             f"{', '.join(map(str, self.files))}: {counted(self.documents, 'document')} ({self.empty:,} empty, "
-            f"{counted(self.broken, 'broken line')} left out), {counted(self.tokens, 'token')}, {marked}"
+            f"{counted(self.broken, 'broken line')} left out{without}), {counted(self.tokens, 'token')}, {marked}"
             f"{self.text_bytes / max(self.text_tokens, 1):.2f} bytes per token, longest document "
             f"{counted(self.longest, 'token')}; {self.seconds:.1f} s, {rate:.1f} MB/s"
         )
@@ -137,6 +144,7 @@ def prepare(config: PrepareConfig) -> Summary:
         spoken = encoder.vocabulary.names_special
         remedy = "give --encode-special" if spoken else "prepare them with a tokenizer.json and --encode-special"
         warn_of_split_names(summary.split, encoder.vocabulary, f"{remedy} where they mean these tokens")
+        tell_fields(summary)
         for writer in writers.values():
             writer.seal()
     summary.seconds = time.monotonic() - started
@@ -233,6 +241,20 @@ def named(vocabulary: Tokenizer) -> dict[str, str]:
     return {name: vocabulary.decode([i]) for name, i in ids.items() if i is not None}
 
 
+def tell_fields(summary: Summary) -> None:
+    """Say which fields of chats did not get into any text."""
+    if lost := summary.thoughts[False]:
+        say(
+            f"in {lost:,} of {counted(summary.thoughts.total(), 'answer')} the template leaves out the thought; a "
+            "model learns to answer without it (--chat-template FILE for a template that keeps it)",
+            warning=True,
+        )
+    if summary.unused:
+        names = sorted(summary.unused)
+        more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+        say(f"nothing used these keys: {', '.join(map(shown_name, names[:MOST_NAMED]))}{more}")
+
+
 def make_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> Encoder:
     """Return the encoder that the options ask for. Raises UserError if the tokenizer lacks a token for it."""
     end, begin = vocabulary.end_of_text, vocabulary.begin_of_text
@@ -268,6 +290,9 @@ def _check_any(summary: Summary, sources: list[InputFile], first: Broken | None)
     names = sources[0].name + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")
     if first is not None:
         what = f"holds no document that can be read, but {counted(summary.broken, 'broken line')} ({first})"
+    elif summary.uncounted:
+        what = f"holds no chat in which anything counts: all answers of {counted(summary.uncounted, 'chat')} are marked"
+        what += " to be kept out of the loss"
     else:
         empty = f"holds no text, only {counted(summary.documents, 'empty document')}"
         what = empty if summary.documents else "is empty"
