@@ -12,7 +12,7 @@ from typing import Any
 
 from dtgpt.data.chats.encode import ChatEncoder, EncodedChat, encode_chat
 from dtgpt.data.chats.messages import read_chat, with_system
-from dtgpt.data.chats.template import ChatError, Message
+from dtgpt.data.chats.template import ChatError, Message, TooLarge
 from dtgpt.data.prepare.documents import Unreadable, json_object
 from dtgpt.util.errors import shown
 
@@ -33,7 +33,7 @@ class PairEncoder(ChatEncoder):
         try:
             pair = read_pair(json_object(line))
             return [encode_chat(messages, self._renderer, self.vocabulary, "assistant") for messages in pair]
-        except ChatError as error:
+        except (ChatError, TooLarge) as error:
             raise Unreadable(str(error)) from None
 
 
