@@ -23,6 +23,7 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Part, Source
 from dtgpt.parallel.lora import adapted, matrix_of_rows, names_of, shapes_of, spread
 from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.field_types import is_finite
 
 ADAPTER = "adapter"  # key of `state.json`
 MAY_DIFFER = ("seq_length", "dropout", "init_std")  # of a base: fields that change no weight
@@ -159,6 +160,7 @@ def _facts(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Return what `state.json` says of the adapters. Raise Damaged where it does not say enough."""
     facts = checkpoint.state[ADAPTER]
     kinds = {"base": str, "fingerprint": str, "rank": int, "alpha": float, "targets": str}
-    if not isinstance(facts, dict) or any(type(facts.get(name)) is not kind for name, kind in kinds.items()):
+    said = isinstance(facts, dict) and all(type(facts.get(name)) is kind for name, kind in kinds.items())
+    if not said or facts["rank"] < 1 or not is_finite(facts["alpha"]):
         raise Damaged(checkpoint.folder, f"its {shown_name(ADAPTER)} does not name a base, a rank, alpha and targets")
     return facts

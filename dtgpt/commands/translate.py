@@ -17,10 +17,10 @@ from dtgpt.translate.programs import choose, translate_command
 from dtgpt.translate.recipe_text import recipe_text
 from dtgpt.translate.script import ASSIGNMENT, commands_of
 from dtgpt.translate.translation import Launch, Translation
-from dtgpt.util.console import hanging, say
+from dtgpt.util.console import hanging, say, visible
 from dtgpt.util.errors import UserError, did_you_mean
 from dtgpt.util.field_types import PATH, Bounds, check_fields
-from dtgpt.util.storage import cannot_write, write_text
+from dtgpt.util.storage import cannot_write, read_regular, write_text
 
 LEFT = 46  # the column where texts begin
 LARGEST = 1 << 20  # bytes of a script
@@ -67,13 +67,14 @@ def command(words: list[str]) -> int:
 def translate_file(path: Path, words: Sequence[str], added: Sequence[str], nth: int | None) -> Translation:
     """Return the translation of a script, called with `words`, or of a config file of nanoGPT. added: words at the end
     of its command. Raises UserError."""
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"there is no file {path}; {did_you_mean(path, 'give a script, or a command after --')}")
-    if path.stat().st_size > LARGEST:
-        raise UserError(f"{path} has more than {LARGEST} bytes; give the script that has the command")
     if path.suffix == ".py":
         return nanogpt.translate([str(path), *words, *added], Launch())
-    text = path.read_text(errors="replace")
+    try:
+        text = read_regular(path, LARGEST).decode(errors="replace")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give the script that has the command") from None
     variables = {match[1]: match[3] for word in words if (match := ASSIGNMENT.fullmatch(word))}
     arguments = [word for word in words if not ASSIGNMENT.fullmatch(word)]
     try:
@@ -98,13 +99,13 @@ def show(translation: Translation, source: str, output: Path) -> None:
         except OSError as error:
             raise cannot_write(output, error) from None
     for line in table(translation):
-        say(line)
+        say(visible(line))
     if translation.words:
-        say(f"\n{shlex.join(translation.words)}")
+        say(visible(f"\n{shlex.join(translation.words)}"))
         return
     settings = "".join(f"{name}={shlex.quote(value)} " for name, value in translation.environment.items())
-    say(f"\n{output}: a recipe; dtgpt plan {output} shows what it needs")
-    say(f"{settings}{translation.launch.command(shlex.quote(str(output)))}")
+    say(visible(f"\n{output}: a recipe; dtgpt plan {output} shows what it needs"))
+    say(visible(f"{settings}{translation.launch.command(shlex.quote(str(output)))}"))
 
 
 def table(translation: Translation) -> Iterator[str]:

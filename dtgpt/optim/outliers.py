@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.field_types import is_finite
 
 WINDOW = 128  # steps
 STATE = "outliers"  # in a checkpoint
@@ -87,5 +88,5 @@ def check_state(state: Any) -> None:
         raise ValueError(f"{STATE} needs a window of at most {WINDOW} steps, and a whole number of skipped updates")
     for row in rows:
         loss, norm = row
-        if not all(type(value) in (int, float) and math.isfinite(value) for value in (loss, norm)):
+        if not all(is_finite(value) for value in (loss, norm)):
             raise ValueError(f"each step in the window of {STATE} needs a finite loss and norm")

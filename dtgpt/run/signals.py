@@ -16,6 +16,7 @@ IMPATIENT = 2.0  # seconds; torchrun passes one Ctrl-C on as a second signal wit
 LAUNCHER = os.getppid()  # taken early: this module is imported before torch
 POLL = 1.0  # seconds between two looks at whether the launcher still runs
 ORPHAN = 120.0  # seconds that a process without its launcher has for the step and the checkpoint
+_entered: list["StopRequest"] = []
 _followed = threading.Semaphore(0)  # 1 while the launcher is followed and nobody has noticed its loss
 
 
@@ -24,7 +25,8 @@ class StopRequest:
     arrived, unless the process was started to ignore it, as under nohup. It is true from then on, and from the end of
     its time.
 
-    A further SIGINT or SIGTERM, more than two seconds later, ends the process at once.
+    A further SIGINT or SIGTERM, more than two seconds later, ends the process at once. A process that is forked
+    meanwhile, as those of a `multiprocessing.Pool`, takes signals as before: its end does not wait for a step.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
@@ -39,12 +41,17 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._handle) for number in heard}
+        _entered.append(self)
         return self
 
     def __exit__(self, *exception) -> None:
+        _entered.remove(self)
+        self.restore_handlers()
+        _notice_loss()  # another rank may have noticed it first and asked all to end
+
+    def restore_handlers(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        _notice_loss()  # another rank may have noticed it first and asked all to end
 
     def ask(self, number: int) -> None:
         """Take the signal `number` as arrived; a further one changes nothing."""
@@ -59,6 +66,14 @@ class StopRequest:
             self.ask(number)
         elif number != signal.SIGHUP and time.monotonic() - self._first > IMPATIENT:
             os._exit(128 + number)
+
+
+def _restore_in_child() -> None:
+    while _entered:
+        _entered.pop().restore_handlers()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
 
 
 def interrupt_imports() -> None:

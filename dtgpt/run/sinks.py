@@ -12,9 +12,11 @@ from typing import Any, Protocol, TypeGuard
 from dtgpt.config.sections import LogConfig
 from dtgpt.util.console import counted, duration, terminal_width
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import atomic_file, open_regular, parse_json, write_text
+from dtgpt.util.field_types import is_finite
+from dtgpt.util.storage import atomic_file, open_regular, parse_json, read_regular, write_text
 
 LONGEST_LINE = 1 << 20  # bytes of a record
+LONGEST_ID = 1000  # bytes
 LARGEST_INT = 1 << 53  # that a float holds exactly, and so the largest step
 FORMER = {"valid_loss": "validation_loss", "valid_bits_per_byte": "validation_bits_per_byte"}  # names of older versions
 LARGEST_SHOWN = 1e30  # larger values are not drawn, nor do they overflow a sum
@@ -89,10 +91,15 @@ def _number(value: Any) -> float | None:
     """Return a finite number of JSON, as a float where a float holds no integer of its size; None for anything else."""
     if type(value) is int and abs(value) <= LARGEST_INT:
         return value
+    return float(value) if is_finite(value) else None
+
+
+def _read_id(path: Path) -> str:
+    """Return the id in a file of the run. Raises UserError."""
     try:
-        return float(value) if type(value) in (int, float) and math.isfinite(value) else None
-    except OverflowError:
-        return None
+        return read_regular(path, LONGEST_ID).decode()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} holds no id of Weights & Biases ({error}); remove it, for a new one") from None
 
 
 class Wandb:
@@ -100,7 +107,7 @@ class Wandb:
 
     def __init__(self, run: Path, log: LogConfig, recipe: dict[str, Any]):
         wandb, id_file = import_wandb(), run / "wandb-id"
-        known = id_file.read_text() if id_file.is_file() else None
+        known = _read_id(id_file) if os.path.lexists(id_file) else None
         try:
             self._run = wandb.init(
                 project=log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,

@@ -3,6 +3,7 @@
 
 import io
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ TAGS = {
     "optimizer_seconds": Tag("optimizer-time"),
     "save_seconds": Tag("save-checkpoint-time"),
 }
+STARTED = re.compile(r"events\.out\.tfevents\.(\d{1,10})\.")
 LEFT_OUT = ("step", "samples", *PERPLEXITIES)  # the axes, and what follows from losses
 
 
@@ -62,8 +64,11 @@ class TensorBoard:
         is_stale = any(record["step"] > step for record in records)
         for path in former if is_stale else []:
             path.unlink()
-        # The form of all writers. TensorBoard reads the files of a folder in the order of their names.
-        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{len(former)}"
+        # The form of all writers. TensorBoard reads the files of a folder in the order of their names, and a clock may
+        # have gone back since the last one.
+        started = [int(found[1]) for path in former if (found := STARTED.match(path.name))]
+        seconds = max(int(time.time()), *(1 + second for second in started), 0)
+        name = f"events.out.tfevents.{seconds:010}.{socket.gethostname()}.{os.getpid()}.{len(former)}"
         descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         self._file = os.fdopen(descriptor, "wb", buffering=0)
         self._size = 0  # of the events that are whole

@@ -9,6 +9,7 @@ from torch import Tensor
 from dtgpt.ops.loss.preference import FIGURES, figures_of
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import is_finite
 
 KEY = "interval_loss"  # in the state of a checkpoint
 
@@ -85,10 +86,10 @@ def check_interval(state: dict[str, Any]) -> None:
     if KEY in state:
         saved = state[KEY]
         counts = type(saved["steps"]) is type(saved["copies"]) is int and saved["steps"] >= 0 < saved["copies"]
-        if not counts or type(saved["sum"]) not in (int, float) or not math.isfinite(saved["sum"]):
+        if not counts or not is_finite(saved["sum"]):
             raise ValueError(f"{KEY} needs a finite sum, and whole numbers of copies and steps")
         totals = saved.get("preferences", [0.0] * len(FIGURES))
-        finite = [type(total) in (int, float) and math.isfinite(total) for total in totals]
+        finite = [is_finite(total) for total in totals]
         if len(finite) != len(FIGURES) or not all(finite):
             raise ValueError(f"{KEY} needs {len(FIGURES)} finite sums over pairs")
 

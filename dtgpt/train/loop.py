@@ -39,7 +39,7 @@ from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.job import Job, find_resume_point, make_job
 from dtgpt.train.preferences import find_reference, held_out_figures, save_reference
 from dtgpt.train.processes import Group, join, run_watched, wait_for_others
-from dtgpt.train.rollouts import RolloutsFailed
+from dtgpt.train.recipe_calls import RolloutsFailed
 from dtgpt.train.tasks import TaskEvaluation
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say, say_error

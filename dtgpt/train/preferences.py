@@ -19,9 +19,12 @@ from dtgpt.train.trainer import Trainer, never
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import to_device
-from dtgpt.util.storage import atomic_file
+from dtgpt.util.storage import atomic_file, parse_json, read_regular
 
 FILE = "reference.bin"  # of a run folder: a line of JSON, and after it fp64 of all answers, part by part
+
+LONGEST_HEADER = 1 << 16  # bytes
+LARGEST_SUM = 1.0  # above every sum of log-probabilities, whose rounding may make them positive
 
 
 def find_reference(trainer: Trainer, checkpoint: Checkpoint | None, interrupted: Callable[[], bool] = never) -> bool:
@@ -108,14 +111,16 @@ def read_reference(run: Path, data: PairDataset) -> None:
     pairs."""
     path, remedy = run / FILE, "go on with the data that the run began with, or begin a new run with --init_from"
     try:
-        header, _, rest = path.read_bytes().partition(b"\n")
-        found = json.loads(header)
-        values, expected = np.frombuffer(rest, "<f8"), {name: len(part.chats) for name, part in data.parts.items()}
+        expected = {name: len(part.chats) for name, part in data.parts.items()}
+        header, _, rest = read_regular(path, LONGEST_HEADER + 8 * sum(expected.values())).partition(b"\n")
+        found, values = parse_json(header), np.frombuffer(rest, "<f8")
         if found["answers"] != expected or found["pairs"] != data.pairs_digest or len(values) != sum(expected.values()):
             raise UserError(f"{path} holds log-probabilities of other pairs, or another order of them; {remedy}")
         digest = hashlib.sha256(rest).hexdigest()
         if found.get("sha256", digest) != digest:  # files of older versions have none
             raise ValueError("its content was changed")
+        if "sha256" not in found and not (values <= LARGEST_SUM).all():  # nor is a value that is no number
+            raise ValueError("it has no digest, and values that are no log-probabilities")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}, the log-probabilities before training, cannot be read ({error}); put it back, or begin a new run "

@@ -9,7 +9,6 @@ rank that leads computes rewards. Every rank gets all answers, and takes its par
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import attrgetter
@@ -37,6 +36,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.answers import Answer, figures_of, shared_rows, weighted_rows
+from dtgpt.train.recipe_calls import RolloutsFailed, call_method
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.hardware import TRITON
@@ -44,10 +44,6 @@ from dtgpt.util.process import Process
 
 REWARD = attrgetter("reward")
 LARGEST_REWARD = 1e15  # gradients in fp32 have room for it
-
-
-class RolloutsFailed(UserError):
-    """Prompts or rewards could not be made. `__cause__`, on the rank that met it: an error of the recipe's method."""
 
 
 @dataclass(kw_only=True)
@@ -233,7 +229,7 @@ class Rollouts:
 
     def _asked(self, index: int) -> tuple[str, PromptJob]:
         """Return the text of a prompt, for people, and the job that answers it."""
-        grpo, prompt = self.grpo, _of_recipe(self.grpo.prompt, index)
+        grpo, prompt = self.grpo, call_method(self.grpo.prompt, index, seconds=self.timeout)
         ends: tuple[str, ...] = ()
         try:
             if isinstance(prompt, str):
@@ -260,7 +256,7 @@ class Rollouts:
 
     def _rewarded(self, job: PromptJob, prompt: str, found: Completion) -> Answer:
         index, text = job.prompt_index, found.text or ""
-        reward = _of_recipe(self.grpo.reward, index, text)
+        reward = call_method(self.grpo.reward, index, text, seconds=self.timeout)
         try:
             value = float(reward) if isinstance(reward, SupportsFloat) else math.nan
         except Exception:  # such as that of an array of several numbers
@@ -271,18 +267,6 @@ class Rollouts:
                 f"at most {LARGEST_REWARD:g}"
             )
         return Answer(prompt, job.ids, found.ids, found.logprobs, text, found.finish_reason == "stop", value)
-
-
-def _of_recipe(method: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a method of the recipe returns. Raise RolloutsFailed where it raises anything."""
-    try:
-        return method(*arguments)
-    except UserError as error:  # a sentence of the recipe's own
-        raise RolloutsFailed(str(error)) from None
-    except SystemExit:  # which would end this process alone, perhaps as if all had been done
-        raise RolloutsFailed(f"grpo.{method.__name__} ended the process (SystemExit); raise an error there") from None
-    except Exception as error:
-        raise RolloutsFailed(f"grpo.{method.__name__} failed with {type(error).__name__}: {error}") from error
 
 
 def why_not_exact(settings: Settings) -> str | None:

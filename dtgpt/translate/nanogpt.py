@@ -11,6 +11,7 @@ from dtgpt.translate.options import GivenOption, Table, count, flat, no, number,
 from dtgpt.translate.script import readable, unknown_names
 from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.errors import UserError
+from dtgpt.util.storage import read_regular
 
 OPTIONS: dict[str, Table] = {
     "train.py": {
@@ -67,6 +68,7 @@ DEFAULTS = {  # of train.py, where a recipe has other values, or none
 }  # fmt: skip
 SIZES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 NONE = GivenOption("", "", "")
+LARGEST = 1 << 20  # bytes of a config
 CHARACTERS = 65  # in the text of data/shakespeare_char
 
 
@@ -104,9 +106,10 @@ def translate(words: Sequence[str], launch: Launch) -> Translation:
 def read_config(path: Path, result: Translation) -> dict[str, GivenOption]:
     """Return what a config file assigns. Raises UserError where that is nothing."""
     try:
-        tree = ast.parse(path.read_bytes())  # whose encoding is not the terminal's
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        tree = ast.parse(read_regular(path, LARGEST))  # whose encoding is not the terminal's
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = "nested too deeply" if isinstance(error, RecursionError | MemoryError) else reason
         raise UserError(f"{path}: {reason}; give a config file of nanoGPT") from None
     names: dict[str, Any] = {}
     found: dict[str, GivenOption] = {}
@@ -119,10 +122,13 @@ def read_config(path: Path, result: Translation) -> dict[str, GivenOption]:
                 pass
             case _:
                 continue
-        source = f"{name} = {ast.unparse(value)}"
+        try:
+            source = f"{name} = {ast.unparse(value)}"
+        except RecursionError:
+            raise UserError(f"{path}, line {node.lineno}: nested too deeply; give a config file of nanoGPT") from None
         try:
             names[name] = evaluate(value, names)
-        except ValueError:
+        except (ValueError, RecursionError):
             result.refuse(source, "it is computed by a program, which is not run")
             continue
         if name in known:

@@ -4,6 +4,7 @@ docs and translations derive."""
 import math
 import re
 import shlex
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -144,16 +145,16 @@ def read_options(words: Sequence[str]) -> tuple[list[str], dict[str, GivenOption
     small letters with '-'. The last one of a name counts."""
     free: list[str] = []
     found: dict[str, GivenOption] = {}
-    rest = list(words)
+    rest = deque(words)
     while rest:
-        word = rest.pop(0)
+        word = rest.popleft()
         if not word.startswith("--"):
             free.append(word)
             continue
         typed, equals, text = word.partition("=")
         values = [text] if equals else []
         while not equals and rest and not rest[0].startswith("--"):
-            values.append(rest.pop(0))
+            values.append(rest.popleft())
         name = typed[2:].replace("_", "-").lower()
         found.pop(name, None)
         found[name] = GivenOption(name, " ".join(values), " ".join([typed, *values]))

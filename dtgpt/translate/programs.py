@@ -1,5 +1,6 @@
 """Which program a command runs, and its translation."""
 
+import re
 from collections.abc import Sequence
 
 from dtgpt.translate import llmc, nanogpt
@@ -40,6 +41,8 @@ OTHERS = {  # programs of which dtgpt has no equivalent -> why
     "bench.py": "use python benchmarks/train_step.py",
 }  # fmt: skip
 UNKNOWN = Launch()
+MOST_WORDS = 20_000  # of a command
+LONG_NUMBER = re.compile(r"\d{1000,}")  # which Python may not read
 KNOWN = (*MEGATRON, *LLMC, *NANOGPT, *PROGRAMS, *OTHERS)
 
 
@@ -67,6 +70,10 @@ def choose(commands: Sequence[Found], nth: int | None) -> Found:
 def translate_command(words: Sequence[str], also: Launch = UNKNOWN) -> Translation:
     """Return the translation of a command with a known program. also: how many processes its script asks for, where the
     command does not say it. Raises UserError."""
+    if len(words) > MOST_WORDS:
+        raise UserError(f"the command has {len(words):,} words, of which {MOST_WORDS:,} are read; leave some out")
+    if number := next(filter(None, map(LONG_NUMBER.search, words)), None):
+        raise UserError(f"{number[0][:20]}... is a number of {len(number[0]):,} digits; correct the command")
     at = program_at(words, KNOWN)
     if at is None:
         raise UserError(f"{' '.join(words[:3])} ... runs no program of Megatron-LM, nanoGPT or llm.c that is known")

@@ -20,7 +20,10 @@ NAME = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
 IN_BRACES = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 FIELD = re.compile(rf"(?:{PLACEHOLDER.pattern}|\S)+")
 MARK = re.compile("\ue000([^\ue001]*)\ue001")  # around the name of what is unknown
+WHOLE = re.compile(r"-?\d{1,18}")  # a number that is compared
 LARGEST = 1 << 20  # characters of a value
+STEPS = 1 << 22  # characters that are looked at or made, in all
+TEXT = 1000  # steps of a text beside its characters
 SHELLS = ("sh", "bash", "zsh", "dash")
 RESERVED = {  # words that open, branch or close a compound command: of which kind, and whether they close it
     "if": ("if", False), "then": ("if", False), "elif": ("if", False), "else": ("if", False), "fi": ("if", True),
@@ -83,10 +86,12 @@ class Script:
         self.variables |= {name: os.environ[name] for name in FROM_ENVIRONMENT if name in os.environ} | dict(given)
         self.found: list[Found] = []
         self.inner = ""  # the text of `sh -c` that is followed
+        self.left = STEPS
 
     def run(self, text: str, line: int = 1, prefix: Sequence[str] = ()) -> None:
         """Follow a text. prefix: words before those of each command, as of srun. Raises UserError with the line that
         cannot be read."""
+        self.spend(len(text) + TEXT)
         frames: list[Frame] = []
         words: list[Token] = []
         succeeded, joined_by = True, ";"
@@ -112,6 +117,13 @@ class Script:
                     frames.pop()
                 if token.text.startswith(";;") and frames and frames[-1].kind == "case":
                     frames[-1].patterns = []
+
+    def spend(self, steps: int) -> None:
+        """Take steps from those that are left. Raises UserError where there are none: variables that double, and texts
+        that call others, soon take all time and memory."""
+        self.left -= steps + 1
+        if self.left < 0:
+            raise UserError("following the script takes too many steps; give the command itself after --")
 
     def _reserved(self, frames: list[Frame], token: Token, words: list[Token], succeeded: bool) -> None:
         """Open, branch or close a compound command. succeeded: its condition, or the command before it."""
@@ -170,7 +182,7 @@ class Script:
         if name == "for" and len(words) > 3:
             self._assign(words[1], words[3])
         elif name == "shift":
-            del self.arguments[: int(words[1]) if words[1:] and words[1].isdecimal() else 1]
+            del self.arguments[: int(words[1]) if words[1:] and is_count(words[1]) else 1]
         elif name not in ("true", "false", ":", "for"):
             self._command([*prefix, *words], tokens[0].line)
         return name != "false"
@@ -201,10 +213,12 @@ class Script:
     def _assign(self, name: str, value: Value, append: bool = False) -> None:
         if name in self.given:
             return
+        self.spend(len(value))
         if sum(map(len, value)) > LARGEST:
             raise UserError(f"the value of {name} is too large; give the command itself after --")
         if append:
             former = self.variables.get(name, [] if isinstance(value, list) else "")
+            self.spend(len(former))
             if isinstance(former, list):
                 value = [*former, *([value] if isinstance(value, str) else value)]
             else:
@@ -217,7 +231,7 @@ class Script:
 
     def expand(self, raw: str, split: bool = True) -> list[str]:
         """Return the fields that a word of the script becomes. split: whether values outside quotes are split."""
-        fields = WordFields(split)
+        fields = WordFields(split, self.spend)
         self._expand_into(fields, raw, quoted=False)
         return fields.done()
 
@@ -283,7 +297,8 @@ class Script:
         if name == "0":
             return "script"
         if name.isdecimal():
-            return self.arguments[int(name) - 1] if int(name) <= len(self.arguments) else unknown(name)
+            known = is_count(name) and int(name) <= len(self.arguments)
+            return self.arguments[int(name) - 1] if known else unknown(name)
         if name in "?$!-":
             return "0"
         return self.variables.get(name, unknown(name))
@@ -298,7 +313,7 @@ class Script:
         if index is not None and index not in ("@", "*"):
             elements = [value] if isinstance(value, str) else value
             number = self._arithmetic(index)
-            value = elements[int(number)] if number.isdecimal() and int(number) < len(elements) else unknown(name)
+            value = elements[int(number)] if is_count(number) and int(number) < len(elements) else unknown(name)
         elif index is None and isinstance(value, list) and name not in ("@", "*"):
             value = value[0] if value else ""
         if length:
@@ -318,6 +333,7 @@ class Script:
         match = re.match(r"(%%?|##?)", rest)
         if match and isinstance(value, str) and not missing:
             pattern, places = self.one(rest[match.end() :]), range(len(value) + 1)
+            self.spend(len(value) ** 2)
             if match[1][0] == "%":
                 found = [at for at in places if fnmatchcase(value[at:], pattern)]
                 return value[: (max(found) if match[1] == "%" else min(found))] if found else value
@@ -335,7 +351,7 @@ class Script:
             return unknown(names[0])
         try:
             value = evaluate(ast.parse(known.strip().replace("/", "//"), mode="eval"), {})
-        except (ValueError, SyntaxError, RecursionError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             return unknown(f"(({text.strip()}))")
         return str(int(value))
 
@@ -347,13 +363,17 @@ class Script:
 class WordFields:
     """The words that a word with variables becomes."""
 
-    def __init__(self, split: bool):
-        self.split = split
+    def __init__(self, split: bool, spend: Callable[[int], None]):
+        """spend: called with the number of characters that are added."""
+        self.split, self.spend = split, spend
         self.finished: list[str] = []
-        self.current: str | None = None
+        self.current: list[str] | None = None
 
     def add(self, text: str) -> None:
-        self.current = (self.current or "") + text
+        self.spend(len(text))
+        if self.current is None:
+            self.current = []
+        self.current.append(text)
 
     def add_split(self, text: str) -> None:
         """Add a value that stands outside quotes: its spaces part words."""
@@ -372,12 +392,17 @@ class WordFields:
 
     def end(self) -> None:
         if self.current is not None:
-            self.finished.append(self.current)
+            self.finished.append("".join(self.current))
         self.current = None
 
     def done(self) -> list[str]:
         self.end()
         return self.finished if self.split else ["".join(self.finished)]
+
+
+def is_count(text: str) -> bool:
+    """Return whether a text is a number that counts something."""
+    return text.isdecimal() and len(text) < 19
 
 
 def holds(words: list[str], patterns: bool) -> bool:
@@ -398,7 +423,7 @@ def holds(words: list[str], patterns: bool) -> bool:
             return bool(text)
         case [left, "=" | "==" | "!=" as sign, right]:
             return (fnmatchcase(left, right) if patterns else left == right) == (sign != "!=")
-        case [left, sign, right] if sign in COMPARED and all(re.fullmatch(r"-?\d+", side) for side in (left, right)):
+        case [left, sign, right] if sign in COMPARED and all(map(WHOLE.fullmatch, (left, right))):
             return COMPARED[sign](int(left), int(right))
     return False
 
@@ -425,5 +450,8 @@ def _end_of(raw: str, begin: int) -> int:
 def commands_of(text: str, arguments: Sequence[str], given: Mapping[str, str]) -> list[Found]:
     """Return the commands of a script in their order. Raises UserError with the line that cannot be read."""
     script = Script(arguments, given)
-    script.run(text.replace("\r\n", "\n"))
+    try:
+        script.run(text.replace("\r\n", "\n"))
+    except RecursionError:
+        raise UserError("the script is nested too deeply; give the command itself after --") from None
     return script.found

@@ -113,7 +113,8 @@ class Lexer:
 
     def _skip_document(self, end: str) -> None:
         while self.at < len(self.text):
-            line, _, _ = self.text[self.at :].partition("\n")
+            stop = self.text.find("\n", self.at)
+            line = self.text[self.at : stop if stop >= 0 else None]
             self.at += len(line) + 1
             self.line += 1
             if line.lstrip("\t").rstrip("\r") == end:

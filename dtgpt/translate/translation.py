@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtgpt.translate.options import GivenOption, Kind, Table, find
-from dtgpt.translate.script import readable, unknown_names
+from dtgpt.translate.script import is_count, readable, unknown_names
 from dtgpt.translate.shell import PLACEHOLDER
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
@@ -40,7 +40,7 @@ class Launch:
             if not word.startswith("-") or name not in PROCESSES:
                 continue
             several = several or bool(unknown_names(value))
-            if value.isdecimal() and int(value) > 0:
+            if is_count(value) and int(value) > 0:
                 found[PROCESSES[name]] = int(value)
                 if name.startswith("nproc"):  # of a torchrun that srun or mpirun starts on each node
                     found.pop("all", None)

@@ -10,26 +10,33 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+# Characters that a terminal obeys, or that turn the direction of others, of texts that others may have written.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk, which may have space again
 # What commands a terminal, or turns the order of a line: control characters but tab and newline, marks of direction.
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def say(text: str, warning: bool = False) -> None:
-    """Print a line on rank 0 and flush it; a warning goes to stderr. A closed pipe or a full disk does not raise, since
-    it must not end a training run."""
+    """Print a line on rank 0 and flush it; a warning goes to stderr, and is `visible`. A closed pipe or a full disk
+    does not raise, since it must not end a training run."""
     if os.environ.get("RANK", "0") == "0":
-        _print(f"warning: {text}" if warning else text, sys.stderr if warning else sys.stdout)
+        _print(visible(f"warning: {text}") if warning else text, sys.stderr if warning else sys.stdout)
 
 
 def say_error(text: str) -> None:
-    """Print a line to stderr on any rank."""
-    _print(text, sys.stderr)
+    """Print a line to stderr on any rank, `visible`."""
+    _print(visible(text), sys.stderr)
 
 
 def write(text: str) -> None:
     """Write a piece of a line to stdout and flush it, with the tolerance of `say`, on whichever rank."""
     _write(text, sys.stdout)
+
+
+def visible(text: str) -> str:
+    """Return a text with escapes, as Python writes them, in place of characters that a terminal obeys."""
+    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -111,11 +111,19 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
+def is_finite(value: Any) -> bool:
+    """Return whether a value is a finite number, and not an integer that no float is near to."""
+    try:
+        return (type(value) is int or isinstance(value, float)) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if kind is float:
-        return type(value) is int or (isinstance(value, float) and math.isfinite(value))
+        return is_finite(value)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:

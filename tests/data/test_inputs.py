@@ -198,6 +198,17 @@ def test_broken_lines_are_named_with_file_and_number(tmp_path, small_blocks):
         assert line.startswith(f"{path}, line {number}: ") and words in line
 
 
+def test_a_line_whose_values_take_far_more_memory_than_the_line_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MOST_NESTED", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "' + "[" * 90 + '"}\n{"text": "b", "x": [' + ",".join(["[]"] * 100) + "]}\n")
+    found, broken = read([path])
+    assert found == [{"text": ["[" * 90]}]
+    assert broken == [
+        f"{path}, line 2: more than 100 lists and objects, which take all memory; cut it into several lines"
+    ]
+
+
 def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a \\ud83d b \\ud83c\\udf88"}\n')

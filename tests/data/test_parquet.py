@@ -2,14 +2,20 @@
 
 import datetime
 import os
+import resource
 
 import pytest
 
+from dtgpt.data.prepare import parquet as reader
+from dtgpt.data.prepare.inputs import find_sources, read_blocks
 from dtgpt.util.errors import UserError
 from tests.data.test_inputs import read, texts_of
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
+
+
+pytestmark = pytest.mark.slow(10)
 
 
 def write(path, **columns):
@@ -66,3 +72,54 @@ def test_parquet_from_a_stream_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe is a stream"):
         read([tmp_path / "pipe"], kind="parquet")
+
+
+def repeated(text, rows):
+    """Return a column that is stored as one text and `rows` numbers."""
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array([text]))
+
+
+def test_texts_that_a_few_bytes_stand_for_are_read_row_by_row(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": repeated("x" * 2_000_000, 1000)})
+    parquet.write_table(table, path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 1000
+    blocks = read_blocks(find_sources([str(path)]), ("text",))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert [next(blocks).first for _ in range(5)] == [1, 2, 3, 4, 5]  # a block of at most a row each
+    blocks.close()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB, of 2 GB
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 600_000
+
+
+def test_only_the_columns_that_are_asked_for_are_read(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.parquet", other=["x" * 2_000_000] * 3, text=["one", "two", "three"])
+    (block,) = read_blocks(find_sources([str(path)]), ("text",))
+    assert block.data.splitlines()[0] == b'{"other": null, "text": "one"}'
+    assert [len(each.data) > 2_000_000 for each in read_blocks(find_sources([str(path)]), ())] == [True] * 3
+    with pytest.raises(UserError, match=r"has the columns 'other', 'text', and none is 'body'; give one of them"):
+        list(read_blocks(find_sources([str(path)]), ("body",)))
+
+
+@pytest.mark.parametrize(
+    "what, told",
+    [
+        ("large", "take more than 0 GiB of memory; write it with smaller ones"),
+        ("nested", "take more than 0 GiB of memory"),
+        ("cut", r"is not a Parquet file that can be read \(.*\); fetch it again"),
+        ("hurt", r"is not a Parquet file that can be read \(.*\); fetch it again"),
+        ("killed", r"ended the process that reads it \(SIGKILL\)"),
+    ],
+)
+def test_a_file_that_takes_all_memory_or_is_damaged_ends_in_a_sentence(tmp_path, monkeypatch, what, told):
+    path, program = tmp_path / "a.parquet", tmp_path / "rows.py"
+    text = {"large": repeated("x" * 30_000_000, 8), "nested": pyarrow.array([[None] * 20_000_000] * 2)}
+    write(path, text=text.get(what, pyarrow.array([f"text {i}" for i in range(9999)])))
+    content = path.read_bytes()
+    changed = {"cut": content[: len(content) // 2], "hurt": content[:100] + b"\xff" * 500 + content[600:]}
+    path.write_bytes(changed.get(what, content))
+    source = reader.PROGRAM.read_text().replace("4 << 30", "400 << 20")
+    program.write_text(source if what != "killed" else "import os\nos.kill(os.getpid(), 9)")
+    monkeypatch.setattr(reader, "PROGRAM", program)
+    with pytest.raises(UserError, match=told):
+        list(read_blocks(find_sources([str(path)]), ("text",)))

@@ -291,6 +291,8 @@ def test_a_worker_that_is_killed_ends_the_preparation_in_one_sentence(tmp_path):
 def refuse(block):
     if block == 3:
         raise UserError("three is refused")
+    if block == 7:
+        raise MemoryError
     return block if block != 5 else 1 // 0
 
 
@@ -301,6 +303,12 @@ def test_errors_of_a_worker_reach_the_caller():
             list(results([1, 3]))
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             list(results([1, 5]))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_memory_that_runs_out_in_a_worker_is_one_sentence(workers):
+    with ordered_map(refuse, workers) as results, pytest.raises(UserError, match="memory ran out for a part of the"):
+        list(results([7]))
 
 
 def test_a_script_without_a_guard_is_not_run_again_by_its_workers(tmp_path):

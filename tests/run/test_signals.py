@@ -1,6 +1,7 @@
 """What asks a run to end, and what must not: signals, a terminal that is closed, a launcher that is gone."""
 
 import json
+import multiprocessing
 import os
 import pty
 import signal
@@ -57,6 +58,25 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(recipe, number):
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, former)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_processes_forked_in_a_run_end_at_a_signal_as_before_it(number):
+    """As those of a `multiprocessing.Pool` in a reward, which is ended by SIGTERM."""
+    with StopRequest() as stop:
+        if not (child := os.fork()):
+            try:
+                time.sleep(20)
+            finally:
+                os._exit(3)
+        time.sleep(0.1)
+        os.kill(child, number)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == (-number if number == signal.SIGTERM else 3) and not stop
+        before = time.monotonic()
+        with multiprocessing.get_context("fork").Pool(2) as workers:
+            assert workers.map(abs, [-1, -2]) == [1, 2]
+        assert time.monotonic() - before < 10
 
 
 def test_a_second_hangup_is_no_haste_but_a_second_interrupt_is():

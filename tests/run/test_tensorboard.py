@@ -159,3 +159,13 @@ def test_a_full_disk_is_said_and_the_run_goes_on(recipe, monkeypatch, capsys):
     assert train(change(recipe, steps=2, log={"tensorboard": True, "sample_tokens": 0})) == 0
     assert "step 1 is missing from the metrics" in capsys.readouterr().err
     assert [r["step"] for r in read_records(newest_run(recipe) / "metrics.jsonl") if "loss" in r] == [1, 2]
+
+
+def test_a_clock_that_went_back_leaves_the_order_of_files(tmp_path, monkeypatch):
+    made = []
+    for now in (1_700_000_000.0, 1_600_000_000.0, 1_600_000_000.0, 1_800_000_000.0):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        before = set(tmp_path.glob(f"tensorboard/{FILES}"))
+        sink(tmp_path).close(failed=False)
+        made += set(tmp_path.glob(f"tensorboard/{FILES}")) - before
+    assert len(made) == 4 and made == sorted(made)

@@ -48,6 +48,25 @@ class Slow(Low):
         return super().reward(index, answer)
 
 
+def return_in_a_fork() -> None:
+    """Return in a forked process, too, in which training must not go on."""
+    if child := os.fork():
+        raise RuntimeError(f"the child ended with {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
+
+
+def raised(error: BaseException) -> None:
+    raise error
+
+
+ENDS = {
+    "exits at once": lambda: os._exit(0),
+    "generator": lambda: raised(GeneratorExit("over")),
+    "interrupt": lambda: raised(KeyboardInterrupt()),
+    "hangs": lambda: time.sleep(60),
+    "forks": return_in_a_fork,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Failing(Low):
     """A reward or a prompt that is wrong from a prompt on."""
@@ -66,6 +85,8 @@ class Failing(Low):
             raise MemoryError("too many")
         if index == self.at and self.how == "exits":
             sys.exit(0)
+        if index == self.at and self.how in ENDS:
+            ENDS[self.how]()
         wrong = {"nan": float("nan"), "none": None, "large": 1e39, "array": torch.ones(2), "integer": 10**400}
         return wrong[self.how] if index == self.at and self.how in wrong else super().reward(index, answer)
 

@@ -309,13 +309,23 @@ def test_a_run_shows_what_a_user_watches(grpo, capsys):
         ("array", None, "to prompt 7 is <Tensor>; return a finite number"),
         ("integer", None, "to prompt 7 is <integer of 1329 bits>; return a finite number"),
         ("exits", None, "step 4: grpo.reward ended the process"),
+        ("exits at once", None, "step 4: grpo.reward ended the process"),
+        ("generator", GeneratorExit, "step 4: grpo.reward failed with GeneratorExit: over; go on with --resume"),
+        ("interrupt", KeyboardInterrupt, "step 4: grpo.reward failed with KeyboardInterrupt"),
+        ("forks", RuntimeError, "step 4: grpo.reward failed with RuntimeError: the child ended with 1"),
+        ("hangs", None, "step 4: grpo.reward took longer than --timeout 2 seconds; limit its time there"),
         ("prompt of bytes", None, "step 4: prompt 7: b'a' is no prompt; return a text, or a list of messages"),
         ("chat without roles", None, "step 4: prompt 7: message 0 has the role None"),
         ("long", None, "step 4: prompt 7 has 12 tokens, which with .* are more than the 16 of a sample"),
     ],
 )
 def test_a_reward_that_fails_ends_the_run_with_a_checkpoint(grpo, how, cause, words, capsys):
-    failing = change(grpo, grpo=Failing(**vars(grpo.grpo), how=how), checkpoint={"interval": 0})
+    failing = change(
+        grpo,
+        grpo=Failing(**vars(grpo.grpo), how=how),
+        checkpoint={"interval": 0},
+        timeout=2.0 if how == "hangs" else 600.0,
+    )
     with pytest.raises(UserError, match=words) as raised:
         train(failing)
     assert type(raised.value.__cause__) is (cause or type(None))

@@ -2,14 +2,15 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from dtgpt.data.chats.fields import UsedFields, find_thoughts
 from dtgpt.data.chats.messages import Chat, read_chat, read_mark
-from dtgpt.data.chats.template import ChatError, Message, Renderer, Span
+from dtgpt.data.chats.places import find_answers
+from dtgpt.data.chats.template import ChatError, Message, Renderer, Span, TooLarge
 from dtgpt.data.prepare.documents import Broken, Unreadable, json_object
 from dtgpt.data.prepare.encode import Encoded, EncodedKey
 from dtgpt.data.prepare.inputs import Lines, Parsed
@@ -80,7 +81,7 @@ class ChatEncoder:
             found = [encode_chat(chat, self._renderer, self.vocabulary, self.loss) for chat in chats]
             self._fields.see(fields, chats)
             return found
-        except ChatError as error:
+        except (ChatError, TooLarge) as error:
             raise Unreadable(str(error)) from None
 
     def _chats_in(self, fields: dict[str, Any]) -> list[Chat]:
@@ -162,38 +163,5 @@ def render_answers(
         return whole.text, [
             span for place, span in enumerate(whole.answers) if not skipped or answers[place] not in skipped
         ]
-    wanted: list[tuple[list[Message], bool]] = [(messages, False)]
-    for number in answers:
-        wanted += [(messages[:number], True), (messages[:number], False), (messages[: number + 1], False)]
-    whole, *parts = renderer.render_each(wanted, arguments)
-    spans = []
-    for place, number in enumerate(answers):
-        if number not in skipped:
-            prompted, bare, answered = (part.text for part in parts[3 * place : 3 * place + 3])
-            # The beginning of an answer that a template gives is left out only where it gives it to all answers.
-            before = prompted if whole.text.startswith(prompted) else bare
-            spans.append(_answer(whole.text, before, answered, messages[number]["content"].strip(), number))
-    return whole.text, [(begin, _without_blanks(whole.text, begin, end, special)) for begin, end in spans]
-
-
-def _answer(text: str, before: str, answered: str, content: str, number: int) -> Span:
-    """Return where an answer is in a chat, from what the template makes of the messages before it and up to it."""
-    begin = len(before)
-    if text.startswith(before):
-        if text.startswith(answered) and len(answered) > begin:
-            return begin, len(answered)
-        # The last answer of a chat may look otherwise, as with a thought before it: its end is that of its content.
-        closing = answered[answered.rfind(content) + len(content) :]
-        found = text.find(content, begin)
-        if found >= 0 and content in answered and text.startswith(closing, found + len(content)):
-            return begin, found + len(content) + len(closing)
-    raise ChatError(
-        f"the chat template changes message {number} when others follow, so that it is not known which tokens are the "
-        "answer's; use a template with generation blocks, or --chat-loss all"
-    )
-
-
-def _without_blanks(text: str, begin: int, end: int, special: Collection[str]) -> int:
-    """Return the end of an answer without the blanks after the special token that ends it."""
-    stripped = text[begin:end].rstrip()
-    return begin + len(stripped) if stripped.endswith(tuple(special)) else end
+    render = partial(renderer.render_each, arguments=arguments)
+    return find_answers(messages, [n for n in answers if n not in skipped], render, special)

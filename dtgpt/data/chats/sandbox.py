@@ -24,7 +24,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-SECONDS = 10  # for an answer
+SECONDS = 10  # of processor time for an answer, which other processes do not make longer
 MEMORY = 1 << 30  # bytes of addresses
 MOST_CHARACTERS = 1 << 24  # of a rendered chat
 BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -147,10 +147,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     state: dict[str, Any] = {}
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)  # whose signal ends this process, in the middle of any call
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends this process, in the middle of any call
         sys.stdout.write(json.dumps(answer(line, state)) + "\n")
         sys.stdout.flush()
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":

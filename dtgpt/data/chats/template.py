@@ -23,6 +23,7 @@ LOOK = 0.1  # seconds between two looks at whether somebody still waits
 PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 
 NONE: Mapping[str, Any] = {}
+SHORTEN = "shorten the chat, or use another template"
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # of characters
@@ -30,6 +31,10 @@ Span = tuple[int, int]  # of characters
 
 class ChatError(UserError):
     """What is wrong with a chat, of which others may be right."""
+
+
+class TooLarge(UserError):
+    """A template takes more than it may for a chat. For a small chat it is the template that is wrong."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +126,7 @@ class Renderer:
         line = self._exchange(json.dumps(asked).encode() + b"\n", left)
         if line is None:
             self.close()
-            raise UserError(
-                "the chat template takes too much time or memory for a chat, and was ended; use another template"
-            )
+            raise TooLarge(f"the chat template takes too much time or memory for the chat, and was ended; {SHORTEN}")
         answer = json.loads(line)
         if "error" in answer:
             raise problem(answer["error"], answer["reason"])
@@ -165,11 +168,12 @@ def problem(kind: str, reason: str) -> UserError:
         return ChatError(f"the chat template refuses the chat ({shown(reason)}); change the chat")
     if kind == "failed":
         return ChatError(f"the chat template fails for the chat ({shown(reason)}); change the chat, or {advice}")
-    sentences = {
-        "security": f"the chat template does what a template may not ({shown(reason)})",
-        "long": "the chat template makes a text that is too long",
-        "memory": "the chat template takes too much memory",
-        "syntax": f"the chat template is not valid Jinja ({shown(reason)})",
-        "range": f"the chat template counts too far ({shown(reason)})",
+    limits = {
+        "long": "makes a text that is too long",
+        "memory": "takes too much memory",
+        "range": f"counts too far ({shown(reason)})",
     }
-    return UserError(f"{sentences[kind]}; {advice}")
+    if kind in limits:
+        return TooLarge(f"the chat template {limits[kind]}; {SHORTEN}")
+    sentence = "does what a template may not" if kind == "security" else "is not valid Jinja"
+    return UserError(f"the chat template {sentence} ({shown(reason)}); {advice}")

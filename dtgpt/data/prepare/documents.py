@@ -8,6 +8,7 @@ from dtgpt.util.errors import UserError, shown
 
 BLOCK = 1 << 20  # bytes
 LONGEST = 1 << 28  # bytes of a line, which takes several times as much memory when it is parsed
+MOST_NESTED = 1 << 22  # lists and objects in a line: each takes a hundred bytes of memory for two of the line
 LONGEST_TEXT = 1 << 30  # bytes of a text that is one document
 STDIN = "-"
 ONE_A_LINE = "dtgpt reads one object a line, as jq -c . writes (jq -c '.[]' of an array)"
@@ -83,6 +84,10 @@ def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
 
 def json_object(line: bytes) -> dict[str, Any]:
     """Return the JSON object in a line. Raises Unreadable."""
+    if len(line) > MOST_NESTED and line.count(b"[") + line.count(b"{") > MOST_NESTED:
+        raise Unreadable(
+            f"more than {MOST_NESTED:,} lists and objects, which take all memory; cut it into several lines"
+        )
     try:
         fields = json.loads(line.decode())
     except UnicodeDecodeError as error:

@@ -7,7 +7,6 @@ its documents in the worker that encodes them. A document is `{key: [pieces of t
 
 import glob
 import io
-import json
 import os
 import select
 import stat
@@ -17,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from dtgpt.data.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
 from dtgpt.data.prepare.documents import (
@@ -32,7 +31,8 @@ from dtgpt.data.prepare.documents import (
     whole_lines,
     whole_text,
 )
-from dtgpt.util.errors import UserError, optional_package
+from dtgpt.data.prepare.parquet import row_pieces
+from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
@@ -41,7 +41,6 @@ T = TypeVar("T")
 POLL = 0.5  # seconds
 KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "txt", ".parquet": "parquet"}
 PARQUET = b"PAR1"  # with which such a file begins
-ROWS = 1000  # of a Parquet file that are read together
 
 
 @dataclass
@@ -123,7 +122,8 @@ def total_bytes(sources: list[InputFile]) -> int | None:
 
 
 def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lines | Parsed]:
-    """Yield all inputs in order. Raises UserError if one cannot be read to its end."""
+    """Yield all inputs in order. keys: the fields that are looked at, and the only columns of Parquet
+    files that are read; none: all. Raises UserError if an input cannot be read to its end."""
     before, size = 0, 0
     items: list[Document | Broken] = []
     for source in sources:
@@ -131,7 +131,7 @@ def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lin
             yield Parsed(before, items)
             items, size = [], 0
         if source.kind == "parquet":
-            for first, data in _parquet_lines(source):
+            for first, data in whole_lines(source, row_pieces(source.path, keys)):
                 yield Lines(before, source, first, data)
             before += os.path.getsize(source.path)
             continue
@@ -149,45 +149,6 @@ def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lin
             before += _position(raw)
     if items:
         yield Parsed(before, items)
-
-
-def _parquet_lines(source: InputFile) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first row, from 1; rows as lines of JSON) of a Parquet file. Bytes are texts, if they are
-    UTF-8; what is not a value of JSON otherwise, such as a date, is null. Raises UserError."""
-    package = optional_package("pyarrow", f"{source.name}, a Parquet file,", "pyarrow.parquet", "parquet")
-    first = 1
-    try:
-        for batch in package.ParquetFile(source.path).iter_batches(ROWS):
-            names, columns = batch.schema.names, map(_values, batch.columns)
-            rows = (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
-            yield first, b"".join(json.dumps(row, default=_text_of).encode() + b"\n" for row in rows)
-            first += batch.num_rows
-    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are of these types
-        raise UserError(f"{source.name} is not a Parquet file that can be read ({error}); fetch it again") from None
-
-
-def _values(column: Any) -> list:
-    """Return the values of a column, None for those that Python cannot hold: a text that is not UTF-8, a time after the
-    year 9999."""
-
-    def value(one: Any) -> Any:
-        try:
-            return one.as_py()
-        except (ValueError, OverflowError):
-            return None
-
-    try:
-        return column.to_pylist()
-    except (ValueError, OverflowError):
-        return list(map(value, column))
-
-
-def _text_of(value: Any) -> str | None:
-    """Return the text of bytes: many writers of Parquet do not mark them as texts. None of all else."""
-    try:
-        return value.decode() if isinstance(value, bytes) else None
-    except UnicodeDecodeError:
-        return None
 
 
 def _expand(pattern: str) -> list[str]:

@@ -131,7 +131,7 @@ def prepare(config: PrepareConfig) -> Summary:
         writers = {key: stack.enter_context(IndexedWriter(prefix, *stored)) for key, prefix in prefixes.items()}
         file = None if listed is None else stack.enter_context(open_list(listed))
         broken = BrokenLines(file, config.strict, progress)
-        for block in encoded(read_blocks(sources, keys)):
+        for block in encoded(read_blocks(sources, () if config.of_messages else keys)):
             broken.add(block.broken)
             for key, writer in writers.items():
                 encoded_key = block.keys[key]

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from types import ModuleType
@@ -66,7 +67,17 @@ def ordered_map(task: Task, workers: int) -> Iterator[Callable[[Iterable], Itera
             while pending:
                 yield pending.popleft().result()
 
-        yield map_blocks if started else lambda blocks: map(task, blocks)
+        yield map_blocks if started else partial(map, partial(_within_memory, task))
+
+
+def _within_memory(task: Task, block: Any) -> Any:
+    try:
+        return task(block)
+    except MemoryError:
+        raise UserError(
+            "memory ran out for a part of the input; nothing was written, so start again with fewer --workers, or cut "
+            "long lines and texts"
+        ) from None
 
 
 @contextmanager
@@ -119,7 +130,7 @@ def _serve(pipe: Connection, pickled: bytes) -> None:
         while True:
             block = pipe.recv()
             try:
-                answer = task(block)
+                answer = _within_memory(task, block)
             except UserError as error:
                 answer = error
             except BaseException:  # a panic of tiktoken is not an Exception

@@ -21,9 +21,11 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Part
 from dtgpt.parallel.lora import matrix_of_rows, spread
 from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.field_types import is_finite
 from dtgpt.util.storage import new_folder, write_json
 
 WEIGHTS = "adapter_model.safetensors"
+LARGEST_ALPHA = 1e15  # its products with weights have room in fp32
 OUTER = "base_model.model."  # of all names in the file
 NAME = re.compile(r"[\w.]+")
 ABSENT: tuple[Any, ...] = (None, False, [], {}, "none")
@@ -99,10 +101,11 @@ class Peft:
             )
         alphas = settings.get("alpha_pattern") or {}
         if not isinstance(alphas, dict) or not all(
-            type(value) in (int, float) and math.isfinite(value)
-            for value in (settings.get("lora_alpha"), *alphas.values())
+            is_finite(value) and abs(value) <= LARGEST_ALPHA for value in (settings.get("lora_alpha"), *alphas.values())
         ):
-            raise UserError(f"{path} has lora_alpha={shown(settings.get('lora_alpha'))}, which is no number; {REMEDY}")
+            values = {"lora_alpha": settings.get("lora_alpha")} | ({"alpha_pattern": alphas} if alphas else {})
+            has = " and ".join(f"{name}={shown(value)}" for name, value in values.items())
+            raise UserError(f"{path} has {has}, which is no number of at most {LARGEST_ALPHA:g}; {REMEDY}")
         if rule := next((name for name in alphas if not NAME.fullmatch(name)), None):
             raise UserError(
                 f"{path} has alpha_pattern for {shown(rule)}; dtgpt reads names of modules there, and no expressions"
@@ -113,6 +116,8 @@ class Peft:
         if a is None and b is None:
             return
         rows, columns = shape[::-1] if type(self.config) is GPT2Config else shape
+        if a is not None and not len(a):
+            raise UserError(f"{self.path} has an adapter of rank 0 for {shown_name(module)}; {REMEDY}")
         if a is None or b is None or a.dim() != 2 or (len(b), a.shape[1], b.shape[1:]) != (rows, columns, a.shape[:1]):
             raise self._for_another(f"the adapter of {shown_name(module)} is not for a matrix {shown((rows, columns))}")
 
