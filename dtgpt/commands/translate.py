@@ -17,7 +17,7 @@ from dtgpt.translate.programs import choose, translate_command
 from dtgpt.translate.recipe_text import recipe_text
 from dtgpt.translate.script import ASSIGNMENT, commands_of
 from dtgpt.translate.translation import Launch, Translation
-from dtgpt.util.console import hanging, say, visible
+from dtgpt.util.console import hanging, say
 from dtgpt.util.errors import UserError, did_you_mean
 from dtgpt.util.field_types import PATH, Bounds, check_fields
 from dtgpt.util.storage import cannot_write, read_regular, write_text
@@ -99,13 +99,13 @@ def show(translation: Translation, source: str, output: Path) -> None:
         except OSError as error:
             raise cannot_write(output, error) from None
     for line in table(translation):
-        say(visible(line))
+        say(line)
     if translation.words:
-        say(visible(f"\n{shlex.join(translation.words)}"))
+        say(f"\n{shlex.join(translation.words)}")
         return
     settings = "".join(f"{name}={shlex.quote(value)} " for name, value in translation.environment.items())
-    say(visible(f"\n{output}: a recipe; dtgpt plan {output} shows what it needs"))
-    say(visible(f"{settings}{translation.launch.command(shlex.quote(str(output)))}"))
+    say(f"\n{output}: a recipe; dtgpt plan {output} shows what it needs")
+    say(f"{settings}{translation.launch.command(shlex.quote(str(output)))}")
 
 
 def table(translation: Translation) -> Iterator[str]:

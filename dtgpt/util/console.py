@@ -11,22 +11,20 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 # Characters that a terminal obeys, or that turn the direction of others, of texts that others may have written.
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk, which may have space again
-# What commands a terminal, or turns the order of a line: control characters but tab and newline, marks of direction.
-COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def say(text: str, warning: bool = False) -> None:
-    """Print a line on rank 0 and flush it; a warning goes to stderr, and is `visible`. A closed pipe or a full disk
-    does not raise, since it must not end a training run."""
+    """Print a line on rank 0 and flush it; a warning goes to stderr. A closed pipe or a full disk does not raise, since
+    it must not end a training run."""
     if os.environ.get("RANK", "0") == "0":
-        _print(visible(f"warning: {text}") if warning else text, sys.stderr if warning else sys.stdout)
+        _print(f"warning: {text}" if warning else text, sys.stderr if warning else sys.stdout)
 
 
 def say_error(text: str) -> None:
-    """Print a line to stderr on any rank, `visible`."""
-    _print(visible(text), sys.stderr)
+    """Print a line to stderr on any rank."""
+    _print(text, sys.stderr)
 
 
 def write(text: str) -> None:
@@ -131,9 +129,8 @@ def close_streams() -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """Print a line. Names of files and parts of foreign texts in it are shown, and not obeyed by the terminal."""
-    harmless = COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text)
-    _write(f"{harmless}\n", stream)  # in one piece, since processes share a terminal and print writes "\n" separately
+    """Print a line, `visible`: names of files and parts of others' texts may be in it."""
+    _write(f"{visible(text)}\n", stream)  # in one piece, since processes share a terminal and print writes "\n" separately
 
 
 def _write(text: str, stream: TextIO) -> None:
