@@ -54,9 +54,9 @@ class Edges:
 
 
 def places_of_edge(plan: ResolvedPlan, micro_batches: int) -> int:
-    """Return the places that an edge needs, so that a message never arrives before the one that has its place was used
-    for the last time. Only the order of passes keeps it: a stage runs a micro-batch forward after others backward, whose
-    gradients the next stage sent when it had used what it received."""
+    """Return the places of an edge with which no message arrives before the last use of the one that has its place.
+    The order of passes keeps that: a stage sends a micro-batch on after it ran earlier ones backward, whose gradients
+    came from the next stage when that had used what it received of them."""
     if plan.schedule == "1F1B":
         return min(plan.pp, micro_batches)
     if plan.schedule == "ZBVZeroBubble":
