@@ -2,7 +2,7 @@
 
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -24,11 +24,17 @@ def call_recipe(recipe_function: Callable) -> Recipe:
     return recipe
 
 
-def recipe_module(words: list[str], command: str) -> ModuleType:
-    """Return the module of the recipe file that a command's first word names. Raises UserError if there is none."""
+def recipe_module(words: list[str], command: str, shipped: Iterable[str] = ()) -> ModuleType:
+    """Return the module of the recipe file that a command's first word names. shipped: names of recipes that
+    `dtgpt recipe` prints. Raises UserError if there is none."""
     if not words or words[0].startswith("-"):
         raise UserError(f"dtgpt {command} needs a recipe file, such as dtgpt {command} recipes/gpt2_tiny.py")
-    return load_module(Path(words[0]))
+    path = Path(words[0])
+    if not path.is_file() and path.stem in shipped:
+        raise UserError(
+            f"there is no recipe file {path}, but dtgpt comes with one: dtgpt recipe {path.stem} > {path.stem}.py"
+        )
+    return load_module(path)
 
 
 def load_module(path: Path) -> ModuleType:

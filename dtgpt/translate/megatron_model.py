@@ -5,11 +5,13 @@ import math
 import re
 from typing import Any
 
-from dtgpt.models.windows import GLOBAL, LOCAL, MOST_KINDS, shortest_pattern
 from dtgpt.translate.literals import evaluate
 from dtgpt.translate.options import GivenOption, count, number
 from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.errors import UserError
+
+LOCAL, GLOBAL = "L", "G"  # of --model.window_pattern
+MOST_KINDS = 1000  # its letters
 
 
 class ModelOptions:
@@ -160,7 +162,7 @@ class ModelOptions:
         if isinstance(value, int) and 0 < value <= MOST_KINDS:
             pattern = LOCAL * (value - 1) + GLOBAL
         elif isinstance(value, list) and len(value) == self.result.value("model.num_layers"):
-            pattern = shortest_pattern([bool(one) for one in value])
+            pattern = "".join(LOCAL if one else GLOBAL for one in value)
         else:
             self.result.refuse(self._words(frequency), "set --model.window_pattern, a text of L (window) and G (none)")
             return

@@ -106,7 +106,8 @@ def args_of(config, tp, pp, **changes):
         "kv_channels": config.head_dim, "group_query_attention": True, "num_query_groups": config.num_kv_heads,
         "normalization": "RMSNorm", "layernorm_epsilon": config.norm_eps, "swiglu": True, "add_bias_linear": False,
         "position_embedding_type": "rope", "rotary_base": int(config.rope_theta), "rotary_percent": 1.0,
-        "qk_layernorm": config.qk_norm, "add_qkv_bias": config.attention_bias == "qkv", "untie_embeddings_and_output_weights": not config.tied,
+        "qk_layernorm": config.qk_norm, "add_qkv_bias": config.attention_bias == "qkv",
+        "untie_embeddings_and_output_weights": not config.tied,
         "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "make_vocab_size_divisible_by": 128,
         "padded_vocab_size": (config.vocab_size + 128 * tp - 1) // (128 * tp) * 128 * tp,
     }  # fmt: skip
