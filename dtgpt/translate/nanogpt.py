@@ -124,6 +124,8 @@ def read_config(path: Path, result: Translation) -> dict[str, GivenOption]:
         source = f"{name} = {ast.unparse(value)}"
         try:
             names[name] = evaluate(value, names)
+            if isinstance(names[name], list):
+                raise ValueError("no option is a list")
         except ValueError:
             result.refuse(source, "it is computed by a program, which is not run")
             continue

@@ -151,7 +151,7 @@ def test_options_of_megatron_lm_together(run, tmp_path, words, values):
         ("mpirun -np 4 python", "torchrun --nproc-per-node 4 my_recipe.py"),
         ("python -m torch.distributed.launch --nproc_per_node=2", "torchrun --nproc-per-node 2 my_recipe.py"),
         ("torchrun --nproc_per_node $GPUS", "torchrun --nproc-per-node N my_recipe.py"),
-        ("srun --nodes=2 --ntasks-per-node 8 env X=1 python -u", "srun --ntasks-per-node 1 torchrun --nnodes 2 --nproc-per-node 8 "),
+        ("srun --nodes=2 --ntasks-per-node 8 env X=1 python -u", "srun --ntasks-per-node 1 torchrun --nnodes 2 "),
     ],
 )  # fmt: skip
 def test_processes_are_those_of_the_launcher(run, tmp_path, launcher, wanted):
@@ -317,7 +317,7 @@ def test_other_programs_become_commands(run, words, wanted):
         (f"pretrain_gpt.py {MODEL} {TRAINING} --pipeline-model-parallel-size 0", [], "is not a whole number above 0"),
         ("python train.py --micro-batch-size 3", [], "taken for nanoGPT's"),
         (f"pretrain_gpt.py {MODEL} {TRAINING} --seed abc", [], "--seed abc: 'abc' is not a number"),
-        ("python pretrain_bert.py --x", [], "pretrain_bert.py cannot be translated: dtgpt trains GPT-2"),
+        ("python pretrain_bert.py --x", [], "pretrain_bert.py cannot be translated: dtgpt trains decoders"),
         ("./train_gpt2cu -e", [], "takes options with a value each"),
         ("./train_gpt2cu -x 5 -e d13", [], "not a model of llm.c"),
         ("python train.py --eval_only=True", [], "use dtgpt eval MODEL"),
