@@ -103,9 +103,9 @@ def test_a_mistake_is_one_sentence_before_anything_is_started(alone, capsys, mon
 
 
 def test_a_plan_that_needs_more_processes_names_the_command(alone, capsys):
-    code, _, err = in_process(["train", TINY, "--plan", "tp2_pp2", "--log.prompt", "it is"], capsys)
+    code, _, err = in_process(["train", TINY, "--plan", "tp2_pp2_gpipe", "--log.prompt", "it is"], capsys)
     assert code == 2
-    assert err.endswith(f"such as: dtgpt train {TINY} --plan tp2_pp2 --log.prompt 'it is' --nproc 4\n")
+    assert err.endswith(f"such as: dtgpt train {TINY} --plan tp2_pp2_gpipe --log.prompt 'it is' --nproc 4\n")
 
 
 def test_another_mistake_does_not(alone, capsys):

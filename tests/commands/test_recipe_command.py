@@ -54,7 +54,7 @@ def test_a_wheel_has_the_recipes(tmp_path):
     assert sorted(Path(name).name for name in names) == [path.name for path in RECIPES]
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "compare"])
+@pytest.mark.parametrize("command", ["train", "plan"])
 def test_a_command_names_the_recipe_of_a_name(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("gpt2_345m", "gpt2_345m.py"):

@@ -366,7 +366,8 @@ def test_a_model_that_does_not_fit_the_text_is_refused(tmp_path, text, seq_lengt
     ("record", "kind"),
     [
         ({"messages": []}, "chat"), ({"conversations": []}, "chat"), ({"prompt": "a", "completion": "b"}, "chat"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preferences"), ({"chosen": [], "rejected": []}, "preferences"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preferences"),
+        ({"chosen": [], "rejected": []}, "preferences"),
     ],
 )  # fmt: skip
 def test_chats_name_the_command_that_prepares_them(tmp_path, monkeypatch, record, kind):
