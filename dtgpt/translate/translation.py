@@ -52,7 +52,7 @@ class Launch:
 
     @classmethod
     def _of(cls, words: Sequence[str]) -> "Launch":
-        found: dict[str, int] = {}
+        found: dict[str, Any] = {}
         several = False
         meeting: list[str] = []
         for word, following in zip(words, [*words[1:], ""], strict=False):
