@@ -49,7 +49,8 @@ def _lines(content: bytes, path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line.decode()
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"{path}, line {number} is not UTF-8 (byte {error.start + 1}); convert the file with iconv -t UTF-8"
+                    f"{path}, line {number} is not UTF-8 (byte {error.start + 1}); convert the file with iconv -f "
+                    "ENCODING -t UTF-8"
                 ) from None
 
 

@@ -17,7 +17,7 @@ from dtgpt.translate.programs import choose, translate_command
 from dtgpt.translate.recipe_text import recipe_text
 from dtgpt.translate.script import ASSIGNMENT, commands_of
 from dtgpt.translate.translation import Launch, Translation
-from dtgpt.util.console import hanging, say
+from dtgpt.util.console import counted, hanging, say
 from dtgpt.util.errors import UserError, did_you_mean
 from dtgpt.util.field_types import PATH, Bounds, check_fields
 from dtgpt.util.storage import cannot_write, read_regular, write_text
@@ -80,7 +80,7 @@ def translate_file(path: Path, words: Sequence[str], added: Sequence[str], nth: 
     try:
         chosen = choose(commands_of(text, arguments, variables), nth)
         slurm = [word for line in re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE) for word in line.split()]
-        return translate_command([*chosen.words, *added], Launch.of(slurm))
+        return translate_command([*chosen.words, *added], slurm)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -105,7 +105,12 @@ def show(translation: Translation, source: str, output: Path) -> None:
         return
     settings = "".join(f"{name}={shlex.quote(value)} " for name, value in translation.environment.items())
     say(f"\n{output}: a recipe; dtgpt plan {output} shows what it needs")
-    say(f"{settings}{translation.launch.command(shlex.quote(str(output)))}")
+    launch, needs = translation.launch, translation.needs
+    if (launch.world or (needs if launch.several else 1)) % needs:
+        started = counted(launch.world or 1, "process", "processes")
+        say(f"its plan needs {needs} processes, or a multiple, but the command starts {started}: start it in more")
+        return
+    say(f"{settings}{launch.command(shlex.quote(str(output)))}")
 
 
 def table(translation: Translation) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from os import PathLike
@@ -40,11 +40,17 @@ def model_class(recipe: Recipe | str | PathLike | None) -> type[ModelConfig] | N
     return type(recipe.model)
 
 
-def recipe_module(words: list[str], command: str) -> ModuleType:
-    """Return the module of the recipe file that a command's first word names. Raises UserError if there is none."""
+def recipe_module(words: list[str], command: str, shipped: Iterable[str] = ()) -> ModuleType:
+    """Return the module of the recipe file that a command's first word names. shipped: names of recipes that
+    `dtgpt recipe` prints. Raises UserError if there is none."""
     if not words or words[0].startswith("-"):
         raise UserError(f"dtgpt {command} needs a recipe file, such as dtgpt {command} recipes/gpt2_tiny.py")
-    return load_module(Path(words[0]))
+    path = Path(words[0])
+    if not path.is_file() and path.stem in shipped:
+        raise UserError(
+            f"there is no recipe file {path}, but dtgpt comes with one: dtgpt recipe {path.stem} > {path.stem}.py"
+        )
+    return load_module(path)
 
 
 def load_module(path: Path) -> ModuleType:

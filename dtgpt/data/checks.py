@@ -9,6 +9,7 @@ from dtgpt.config.sections import DEFAULT_SPLIT, DataConfig
 from dtgpt.data.megatron.indexed import bin_path
 from dtgpt.data.megatron.prepared import is_prepared, no_dataset, prefixes_near
 from dtgpt.data.megatron.samples import split_fractions
+from dtgpt.data.text import check_text_file
 from dtgpt.data.tokenizers.open import check_named_once
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.util.errors import UserError
@@ -36,6 +37,8 @@ def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> 
                 "data.split out"
             )
         return
+    if data.path is not None:
+        check_text_file(data.path, data.json_key, None if model is None else str(model))
     prepared_only = ("valid_path", "test_path", "train_samples")
     unused = [name for name in prepared_only if getattr(data, name) is not None]
     missing = data.path if data.path is not None and not os.path.exists(data.path) else None

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from dtgpt.data.prepare.compressed import SUFFIXES, decompressed
 from dtgpt.data.prepare.documents import BYTE_ORDER_MARK, paired
+from dtgpt.data.prepare.inputs import check_not_csv
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import UserError, remedy, shown
 from dtgpt.util.storage import open_regular, parse_json
@@ -64,7 +65,7 @@ def read_file(path: Path, source: str) -> DataFile:
         text = content.removeprefix(BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}, line {line} is not UTF-8; convert the file with iconv -t UTF-8") from None
+        raise UserError(f"{path}, line {line} is not UTF-8; convert the file with iconv -f ENCODING -t UTF-8") from None
     if not text.strip():
         raise UserError(f"the data {path} is empty; {source}")
     return DataFile(path, _kind_of(path), text.replace("\r\n", "\n"), digest)
@@ -72,8 +73,7 @@ def read_file(path: Path, source: str) -> DataFile:
 
 def _kind_of(path: Path) -> Literal["json", "text"]:
     name = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
-    if name.suffix.lower() == ".csv":
-        raise UserError(f"{path} is CSV, which is not read; write it as JSON lines")
+    check_not_csv(str(name))
     return "json" if name.suffix.lower() in JSON else "text"
 
 

@@ -1,20 +1,21 @@
-"""What goes over the edges between pipeline stages of one host: activations and their gradients, each to a place of its
-own in the memory of the rank that receives it."""
+"""What goes over the edges between pipeline stages: activations and their gradients, to places in the memory of the
+rank that receives them. Each edge has as many places as micro-batches are under way, which use them in turn."""
 
 from torch import Tensor
 
 from dtgpt.comm.message import Messages, open_messages
 from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.mesh import Mesh
 
 
 class Edges:
-    """The messages of a rank's stages, for up to `micro_batches` of them."""
+    """The messages of a rank's stages to ranks of the same host, with so many `places` on each edge."""
 
-    def __init__(self, place: RankCoordinates, messages: Messages, micro_batches: int):
-        self.place, self.messages, self._micro_batches = place, messages, micro_batches
-        self._signals = most_edges(place) * micro_batches  # the first of them
+    def __init__(self, place: RankCoordinates, messages: Messages, places: int):
+        self.place, self.messages, self.places = place, messages, places
+        self._signals = most_edges(place) * places  # the first of them
         self._closed: set[tuple[int, int]] = set()
 
     def begin(self) -> None:
@@ -36,7 +37,8 @@ class Edges:
         return (source, target) in self.place.edges
 
     def receive(self, source: int, target: int, micro_batch: int) -> Tensor:
-        """Wait for what a stage of another rank sends to a stage of this one, and return it: valid until `begin`."""
+        """Wait for what a stage of another rank sends to a stage of this one, and return it: valid until this stage has
+        run the micro-batch backward."""
         return self.messages.receive(self._index(self.place, source, target, micro_batch))
 
     def end(self) -> None:
@@ -48,7 +50,20 @@ class Edges:
         return RankCoordinates(self.place.plan, self.place.neighbour(self.place.plan.stage_rank(stage)))
 
     def _index(self, place: RankCoordinates, source: int, target: int, micro_batch: int) -> int:
-        return place.edges.index((source, target)) * self._micro_batches + micro_batch
+        return place.edges.index((source, target)) * self.places + micro_batch % self.places
+
+
+def places_of_edge(plan: ResolvedPlan, micro_batches: int) -> int:
+    """Return the places of an edge with which no message arrives before the last use of the one that has its place.
+    The order of passes keeps that: a stage sends a micro-batch on after it ran earlier ones backward, whose gradients
+    came from the next stage when that had used what it received of them."""
+    if plan.schedule == "1F1B":
+        return min(plan.pp, micro_batches)
+    if plan.schedule == "ZBVZeroBubble":
+        return min(2 * plan.pp, micro_batches)
+    if plan.schedule == "Interleaved1F1B":
+        return min(2 * (micro_batches // max(1, micro_batches // plan.pp)), micro_batches)
+    return micro_batches
 
 
 def most_edges(place: RankCoordinates) -> int:
@@ -57,8 +72,8 @@ def most_edges(place: RankCoordinates) -> int:
     return max(len(RankCoordinates(plan, place.neighbour(pp)).edges) for pp in range(plan.pp))
 
 
-def share_edges(settings: Settings, mesh: Mesh, shape: tuple[int, ...]) -> Edges | None:
+def share_edges(settings: Settings, mesh: Mesh, shape: tuple[int, ...], micro_batches: int) -> Edges | None:
     """Return the messages of this rank, of `shape`; None where NCCL or gloo sends them. All ranks take part."""
-    edges = most_edges(mesh.place)
-    messages = open_messages(mesh, mesh.pp_group, edges * settings.micro_batches, edges, shape, settings.dtype)
-    return Edges(mesh.place, messages, settings.micro_batches) if messages else None
+    edges, places = most_edges(mesh.place), places_of_edge(settings.plan, micro_batches)
+    messages = open_messages(mesh, mesh.pp_group, edges * places, edges, shape, settings.dtype)
+    return Edges(mesh.place, messages, places) if messages else None

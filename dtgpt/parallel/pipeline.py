@@ -4,8 +4,8 @@ Schedules: GPipe (Huang et al. 2019), 1F1B and Interleaved1F1B (Narayanan et al.
 edges carry contiguous local tensors of a fixed shape, which the torch versions from 2.11 on all understand.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.fast import split_backward
-from dtgpt.parallel.edges import Edges, share_edges
+from dtgpt.parallel.edges import Edges, places_of_edge, share_edges
 from dtgpt.parallel.engine import TrainingEngine, exact_mean
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs
@@ -31,12 +31,14 @@ class Stage(PipelineStage):
     """A stage with timers, whose neighbour may be on the same rank, as at the turn of ZBV. Before the first step torch
     exchanges a message with every neighbour, and gloo of torch 2.11 fails where a rank sends to itself.
 
-    With `edges`, there is nothing left that torch's schedule would have to send or to receive: a message leaves when
-    the schedule asks what to send, and the stage waits for one right before it needs it.
+    Micro-batches receive in `places`, which they use in turn: torch would keep a buffer for each of a step, in GPT-3
+    more than a GPU has. With `edges`, there is nothing left that torch's schedule would have to send or to receive: a
+    message leaves when the schedule asks what to send, and the stage waits for one right before it needs it.
     """
 
     timers = NO_TIMERS
     edges: Edges | None = None
+    places = 1  # of each edge
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._receive(self.args_recv_info, self.stage_index - 1, fwd_chunk_id)
@@ -46,7 +48,10 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._receive(self.grad_recv_info, self.stage_index + 1, bwd_chunk_id)
         with self.timers.measure("backward"):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._forget(self.args_recv_info, self.stage_index - 1, bwd_chunk_id)
+        self._forget(self.grad_recv_info, self.stage_index + 1, bwd_chunk_id)
+        return result
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.timers.measure("backward"):
@@ -81,21 +86,47 @@ class Stage(PipelineStage):
             info.buffer = received.requires_grad_(source < self.stage_index)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_forward_infra(*args, **kwargs)
-        self._free_buffers(self.args_recv_info, self.stage_index - 1)
+        with self._buffers_on_meta():
+            result = super()._prepare_forward_infra(*args, **kwargs)
+        self._take_places(self.args_recv_info, self.stage_index - 1)
         return result
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_backward_infra(*args, **kwargs)
-        self._free_buffers(self.grad_recv_info, self.stage_index + 1)
+        with self._buffers_on_meta():
+            result = super()._prepare_backward_infra(*args, **kwargs)
+        self._take_places(self.grad_recv_info, self.stage_index + 1)
         return result
 
-    def _free_buffers(self, infos: dict[int, tuple[Any, ...]], source: int) -> None:
-        """Free the buffers that torch made, before version 2.15, to receive what comes over an edge."""
-        if self.edges is not None and self.edges.joins(source, self.stage_index):
-            for (info,) in infos.values():
-                if info.buffer is not None:
-                    info.buffer = torch.empty(0, device=self.device)
+    @contextmanager
+    def _buffers_on_meta(self) -> Iterator[None]:
+        """Let torch describe the buffers that it would allocate here, for all micro-batches of a step."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _take_places(self, infos: dict[int, tuple[Any, ...]], source: int) -> None:
+        """Allocate the places of the edge from `source`, if there is one, and let torch receive each micro-batch in
+        one: another tensor for each, since it is a leaf of autograd's graph."""
+        if self.edges is not None or not self._receives(source):
+            return
+        like = infos[0][0].buffer  # None in versions of torch that allocate what they receive when it comes
+        places = [] if like is None else [torch.empty_like(like, device=self.device) for _ in range(self.places)]
+        for micro_batch, (info,) in infos.items() if places else ():
+            place = places[micro_batch % self.places]
+            info.buffer = place.detach().requires_grad_(source < self.stage_index)
+
+    def _forget(self, infos: dict[int, tuple[Any, ...]], neighbour: int, micro_batch: int) -> None:
+        """Let go of what a stage of this rank handed over directly, which torch would keep until the next step."""
+        if 0 <= neighbour < self.num_stages and not self._receives(neighbour):
+            for info in infos[micro_batch]:
+                info.buffer = torch.empty(0, device=self.device)
+
+    def _receives(self, neighbour: int) -> bool:
+        """Return whether what comes from a stage comes from another rank."""
+        inside = 0 <= neighbour < self.num_stages
+        return inside and self.stage_index_to_group_rank[neighbour] != self.group_rank
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
@@ -109,8 +140,11 @@ class PipelineEngine(TrainingEngine):
         self.timers = NO_TIMERS if graphs.enabled else timers  # a replay is not divided
         self.mesh, plan, config = shards.mesh, settings.plan, settings.model
         self.edge = settings.local_length // (plan.tp if plan.sequence_parallel else 1), config.hidden_size
-        self.edges = share_edges(settings, shards.mesh, (settings.micro_batch_size, *self.edge))
+        self.edges = self._share_edges(settings.micro_batches)
         self.schedule = self._make_schedule(settings.micro_batches)
+
+    def _share_edges(self, micro_batches: int) -> Edges | None:
+        return share_edges(self.settings, self.mesh, (self.settings.micro_batch_size, *self.edge), micro_batches)
 
     def _make_schedule(self, micro_batches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         mesh, plan, size = self.mesh, self.settings.plan, self.settings.micro_batch_size
@@ -127,6 +161,7 @@ class PipelineEngine(TrainingEngine):
         ]  # fmt: skip
         for stage in stages:
             stage.timers, stage.edges = self.timers, self.edges
+            stage.places = places_of_edge(plan, micro_batches)
         # The last stage gets its targets and computes the loss itself.
         schedule = get_schedule_class(plan.schedule)
         given = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
@@ -134,6 +169,8 @@ class PipelineEngine(TrainingEngine):
 
     def expect(self, micro_batches: int) -> None:
         super().expect(micro_batches)
+        if self.edges is not None and places_of_edge(self.settings.plan, micro_batches) > self.edges.places:
+            self.edges = self._share_edges(micro_batches)  # of interleaved rounds that are longer
         self.schedule = self._make_schedule(micro_batches)
 
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:

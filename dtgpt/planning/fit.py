@@ -112,17 +112,17 @@ def what_fits(settings: Settings, gpu: Gpu) -> list[str]:
 
 def _changed(settings: Settings) -> Iterator[Settings]:
     """Yield settings that take less memory on as many GPUs: one change, then two, then three."""
-    plan = settings.plan
-    plans: list[ResolvedPlan] = [plan]
-    if plan.data_ranks > 1:
-        plans += [replace(plan, zero=zero) for zero in range(plan.zero + 1, 4)]
-    for times in (n for n in divisors(plan.dp) if n > 1):
-        if plan.tp * times <= GPUS_OF_HOST:
-            plans.append(replace(plan, dp=plan.dp // times, tp=plan.tp * times, sequence_parallel=True))
-        plans.append(replace(plan, dp=plan.dp // times, cp=plan.cp * times, zero=max(plan.zero, 3)))
-        plans.append(replace(plan, dp=plan.dp // times, pp=plan.pp * times, zero=min(plan.zero, 1)))
+    plans: list[ResolvedPlan] = []
+    for split in dict.fromkeys((settings.plan.sequence_parallel, settings.plan.tp > 1)):
+        plan = replace(settings.plan, sequence_parallel=split)
+        plans += [replace(plan, zero=zero) for zero in range(plan.zero, 4 if plan.data_ranks > 1 else plan.zero + 1)]
+        for times in (n for n in divisors(plan.dp) if n > 1):
+            if plan.tp * times <= GPUS_OF_HOST:
+                plans.append(replace(plan, dp=plan.dp // times, tp=plan.tp * times, sequence_parallel=True))
+            plans.append(replace(plan, dp=plan.dp // times, cp=plan.cp * times, zero=max(plan.zero, 3)))
+            plans.append(replace(plan, dp=plan.dp // times, pp=plan.pp * times, zero=min(plan.zero, 1)))
     sizes, own = dict.fromkeys((settings.micro_batch_size, 1)), settings.recompute
-    less = ["full"] if plan.splits_backward else settings.recomputes[1:]
+    less = ["full"] if settings.plan.splits_backward else settings.recomputes[1:]
     recomputes = [own, *less] if own != "full" else [own]
     again = dict.fromkeys([(own, settings.recompute_blocks), *((each, None) for each in recomputes)])
     every = [
@@ -149,10 +149,12 @@ def options_of_change(settings: Settings, changed: Settings) -> frozenset[str]:
 
 def _on_more_gpus(settings: Settings, size: float) -> list[str]:
     """Return the fewest GPUs, with context parallelism and full recomputation, on which a sample fits; [] for none."""
-    for cp in (2**n for n in range(1, MOST_CP.bit_length()) if 2**n > settings.plan.cp):
-        cut = replace(settings, plan=replace(settings.plan, cp=cp, zero=3), recompute="full", recompute_blocks=None)
+    plan = settings.plan
+    for cp in (2**n for n in range(1, MOST_CP.bit_length()) if 2**n > plan.cp):
+        more = replace(plan, cp=cp, zero=3, sequence_parallel=plan.tp > 1)
+        cut = replace(settings, plan=more, recompute="full", recompute_blocks=None)
         if _runs(cut) and fits_into(fullest(memory_by_rank(cut)).total, size):
-            words = options_of_change(settings, replace(cut, plan=settings.plan))
+            words = options_of_change(settings, replace(cut, plan=plan))
             return [" ".join([f"--plan {cut.plan.name}", *sorted(words), f"on {cut.plan.world:,} GPUs"])]
     return []
 

@@ -10,7 +10,7 @@ from dtgpt.config.plan import Plan
 from dtgpt.parallel.cache_sizes import slot_bytes
 from dtgpt.parallel.context import token_bytes
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.edges import most_edges
+from dtgpt.parallel.edges import most_edges, places_of_edge
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.allocator import WORKSPACES
 from dtgpt.planning.held import Held
@@ -85,14 +85,14 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
 
 
 def _edges(settings: Settings, place: RankCoordinates, passes: float) -> float:
-    """Return the bytes of messages: of a pipeline a place for every micro-batch on each edge where a rank receives, and
-    what it sent, until its backward pass; what it received counts as a block's input. Of the ranks of one host, places
+    """Return the bytes of messages: of a pipeline the places of each edge where a rank receives, and what it sent,
+    until its backward pass; what it received counts as a block's input. Of the ranks of one host, places
     of activations of tp and of tokens of cp. passes: in flight of a stage."""
     plan, found = settings.plan, 0.0
     if plan.pp > 1:
         ends = [(place.rank_of(stage + 1), place.rank_of(stage - 1)) for stage in place.stages]
         sends, receives = (sum(rank is not None for rank in ranks) for ranks in zip(*ends, strict=True))
-        places = most_edges(place) * settings.micro_batches
+        places = most_edges(place) * places_of_edge(plan, settings.micro_batches)
         found += (places + passes * (sends - receives)) * residual_bytes(settings)
     if 1 < plan.tp <= GPUS_OF_HOST:
         found += 2 * whole_bytes(settings)

@@ -1,5 +1,6 @@
 """What a run is, decided before its processes meet: the recipe to train, where the run goes on, and the plan."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from dtgpt.models.source import TrainingSource
 from dtgpt.run.folder import read_recipe, run_to_resume, saved_value
 from dtgpt.train.own_tokenizer import model_to_begin_with, with_own_tokenizer
 from dtgpt.util.console import counted, say
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.field_types import check_value
+from dtgpt.util.storage import parse_json, read_regular
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
     Raises UserError, one sentence, on the first value that cannot be trained with, or that does not fit the data, the
     run that goes on or the number of processes.
     """
+    if resume.run is not None:
+        check_data_of_run(resume.run, recipe.data.path)
     recipe = checked(recipe)
     if recipe.lora.rank and resume.run is None and (resume.foreign is not None or recipe.init_from is None):
         raise UserError(
@@ -70,16 +74,39 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
     recipe = with_plan(recipe, world)
     if resume.foreign is not None:
         check_foreign(resume.foreign, recipe.model, recipe.num_steps)
-    needed = 0
     try:
-        needed = next(iter(recipe.alternatives().values())).world
         choice = recipe.choose_plan(world)
     except UserError as error:
-        reason = str(error)
+        reason, needed = str(error), fewest_processes(recipe)
         if resume.run is not None and saved_value(read_recipe(resume.run), "plan") == recipe.plan:
             reason += f"; plan={recipe.plan} is that of the run: give --plan for another one"
-        raise UserError(f"{reason}; such as: {retry} {needed}" if retry and needed > 1 else reason) from None
+        raise UserError(f"{reason}; such as: {retry} {needed}" if retry and needed > world else reason) from None
     return Job(recipe=recipe, resume=resume, choice=choice)
+
+
+def fewest_processes(recipe: Recipe) -> int:
+    """Return the processes of one replica of the first alternative of the plan. Raises UserError, one sentence, where
+    no number of processes can run it: the number would not help."""
+    plan = next(iter(recipe.alternatives().values()))
+    recipe.check_plan(plan.for_world(plan.world))
+    return plan.world
+
+
+def check_data_of_run(run: Path, path: str | None) -> None:
+    """Raise UserError where a run goes on with data that are not here, and say where it was started: a path counts from
+    there."""
+    here = path is None or os.path.exists(path) or (is_prepared(path) and not path.endswith(".bin"))
+    if here or path != saved_value(read_recipe(run), "data.path"):
+        return
+    try:
+        start = parse_json(read_regular(run / "environment.json"))
+        where = f"{start['folder']} on {start['host']}"
+    except (OSError, ValueError, KeyError, TypeError):  # of an older version
+        where = "another folder"
+    raise UserError(
+        f"data.path={path}, which {run} was trained on, is not here; the run was started in {shown_name(where)}: go on "
+        "from there, or give --data.path"
+    )
 
 
 def checked(recipe: Recipe) -> Recipe:

@@ -1,6 +1,7 @@
 """Values of expressions that are made of numbers, texts and names alone: nothing is called."""
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,8 @@ def evaluate(node: ast.AST, names: Mapping[str, Any]) -> Any:
             return value
         case ast.Name(id=name) if name in names:
             return names[name]
+        case ast.List(elts=elements):
+            return [evaluate(element, names) for element in elements]
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
             return _apply(op, evaluate(operand, names))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
@@ -32,6 +35,8 @@ def evaluate(node: ast.AST, names: Mapping[str, Any]) -> Any:
 
 
 def _apply(op: ast.AST, *values: Any) -> Any:
+    if any(isinstance(value, list) for value in values):
+        return _joined(op, *values)
     texts = not all(isinstance(value, int | float) for value in values)
     if texts and not isinstance(op, ast.Add):  # a text times or modulo a number may be endless
         raise ValueError("not numbers")
@@ -44,3 +49,14 @@ def _apply(op: ast.AST, *values: Any) -> Any:
     if isinstance(result, complex) or (len(result) > LONGEST if isinstance(result, str) else abs(result) > LARGEST):
         raise ValueError("too large")
     return result
+
+
+def _joined(op: ast.AST, *values: Any) -> list:
+    """Return the sum of two lists, or the product of a list and a number."""
+    lengths = [len(value) if isinstance(value, list) else value for value in values]
+    lists = sum(isinstance(value, list) for value in values)
+    if not all(type(length) is int for length in lengths) or (type(op), lists) not in ((ast.Add, 2), (ast.Mult, 1)):
+        raise ValueError("not lists")
+    if (sum(lengths) if lists == 2 else math.prod(lengths)) > LONGEST:
+        raise ValueError("too large")
+    return OPERATORS[type(op)](*values)

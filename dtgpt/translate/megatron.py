@@ -3,10 +3,10 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
+from dtgpt.translate.megatron_model import ModelOptions
 from dtgpt.translate.megatron_table import DEFAULTS, entries_of
-from dtgpt.translate.options import GivenOption, count, number, read_options
+from dtgpt.translate.options import GivenOption, read_options
 from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
@@ -37,12 +37,8 @@ def translate_training(words: Sequence[str], launch: Launch) -> Translation:
     return training.run()
 
 
-class Training:
-    """One command: its options, by their names without dashes, and what they become."""
-
-    def __init__(self, given: dict[str, GivenOption], launch: Launch):
-        self.given = given
-        self.result = Translation("Megatron-LM's pretrain_gpt.py", launch=launch)
+class Training(ModelOptions):
+    """All options of a command."""
 
     def run(self) -> Translation:
         result = self.result
@@ -55,103 +51,13 @@ class Training:
         self._attention()
         self._recompute()
         self._precision()
+        self._muon()
         self._schedule()
         plan = self._plan()
         self._batch(plan)
         self._data()
         self._checkpoints()
         return result
-
-    def _has(self, name: str) -> bool:
-        return name in self.given
-
-    def _text(self, name: str, otherwise: str = "") -> str:
-        return self.given[name].value if name in self.given else otherwise
-
-    def _number(self, name: str, otherwise: Any = None) -> Any:
-        option = self.given.get(name)
-        return otherwise if option is None else number(option)
-
-    def _count(self, name: str, otherwise: Any = None) -> Any:
-        option = self.given.get(name)
-        return otherwise if option is None else count(option)
-
-    def _words(self, *names: str) -> str:
-        """Return the options among `names` that were given, as typed."""
-        return " ".join(self.given[name].source for name in names if name in self.given)
-
-    def _architecture(self) -> str:
-        rotary = self._has("use-rotary-position-embeddings") or self._text("position-embedding-type") == "rope"
-        signs = {
-            "--position-embedding-type rope": rotary,
-            "--normalization RMSNorm": self._text("normalization") == "RMSNorm",
-            "--swiglu": self._has("swiglu"),
-        }
-        llama = sum(signs.values()) > 1
-        if llama and not self._has("disable-bias-linear"):
-            signs["--disable-bias-linear"] = False
-        for sign, found in signs.items():
-            if llama and not found:
-                self.result.refuse(f"no {sign}", "a LLaMA always has it, and no model here has the others without it")
-        return "llama" if llama else "gpt2"
-
-    def _length(self) -> int:
-        return self._count("seq-length") or self._count("encoder-seq-length")
-
-    def _model(self) -> None:
-        length, positions = self._length(), self._number("max-position-embeddings")
-        if positions is None:
-            self.result.set("no --max-position-embeddings", model__seq_length=length)
-        elif positions == length:  # which is the default
-            del self.result.settings["seq_length"]
-        result, hidden, heads = (
-            self.result,
-            self.result.value("model.hidden_size"),
-            self.result.value("model.num_heads"),
-        )
-        if result.architecture == "gpt2":
-            for name, product, size in (("ffn-hidden-size", 1, 4 * hidden), ("kv-channels", heads, hidden)):
-                if self._has(name):
-                    fits = self._number(name) * product == size
-                    why = "a GPT-2 always has this width" if fits else "a GPT-2 always has another width"
-                    (result.skip if fits else result.refuse)(self._words(name), why)
-        else:
-            self._llama(hidden, heads)
-        dropouts = [self._number(f"{part}-dropout") for part in ("hidden", "attention")]
-        result.set(self._words("hidden-dropout"), model__dropout=dropouts[0])
-        if dropouts[0] == dropouts[1]:
-            result.set(self._words("attention-dropout"), model__dropout=dropouts[0])
-        else:
-            result.refuse(self._words("attention-dropout"), f"all sites have the same dropout: {dropouts[0]}")
-
-    def _llama(self, hidden: int, heads: int) -> None:
-        result = self.result
-        if not self._has("group-query-attention"):
-            result.set("no --group-query-attention", model__num_kv_heads=heads)
-        if not self._has("kv-channels"):
-            result.set("default --kv-channels", model__head_dim=hidden // heads)
-        if not self._has("ffn-hidden-size"):
-            result.set("default --ffn-hidden-size", model__ffn_hidden_size=int(4 * hidden * 2 / 3 / 64) * 64)
-        untied = "untie-embeddings-and-output-weights"
-        result.set(self._words(untied) or f"no --{untied}", model__tied=not self._has(untied))
-        if self._has("use-rope-scaling"):
-            words = self._words("use-rope-scaling", "rope-scaling-factor")
-            result.set(words, model__rope_factor=self._number("rope-scaling-factor", 8))
-        elif self._has("rope-scaling-factor"):
-            result.skip(self._words("rope-scaling-factor"), "it has no effect without --use-rope-scaling")
-
-    def _attention(self) -> None:
-        local = self._text("transformer-impl") == "local" or self._text("attention-backend") == "local"
-        words = [name for name in ("transformer-impl", "attention-backend") if self._text(name) == "local"]
-        unfused = "no-masked-softmax-fusion"
-        if local and not self._has("use-flash-attn"):
-            core = "explicit" if self._has(unfused) else "fused_softmax"
-            self.result.set(self._words(*words, unfused), attention=core)
-            return
-        for name in words:
-            self.result.skip(self._words(name), "there is one implementation of each model")
-        if self._has(unfused):
-            self.result.skip(self._words(unfused), "it has no effect with this attention")
 
     def _recompute(self) -> None:
         name, result = "recompute-num-layers", self.result
@@ -181,6 +87,20 @@ class Training:
         if self._has("distributed-timeout-minutes"):
             minutes = self._number("distributed-timeout-minutes")
             result.set(self._words("distributed-timeout-minutes"), timeout=60 * minutes)
+
+    def _muon(self) -> None:
+        """Set what belongs to Muon alone."""
+        names = {"muon-momentum": "momentum", "muon-num-ns-steps": "newton_schulz_steps"}
+        muon = self.result.value("optimizer.kind") == "muon"
+        for name, to_name in names.items():
+            if self._has(name) and muon:
+                self.result.assign(self._words(name), {f"optimizer.{to_name}": self._number(name)})
+        nesterov = "muon-use-nesterov"
+        if muon:
+            self.result.set(self._words(nesterov) or f"no --{nesterov}", optimizer__nesterov=self._has(nesterov))
+        for name in (*names, nesterov) if not muon else ():
+            if self._has(name):
+                self.result.skip(self._words(name), "it has no effect without --optimizer muon")
 
     def _schedule(self) -> None:
         for name, ends in (
@@ -221,6 +141,7 @@ class Training:
             result.skip(self._words(strategy), "it has no effect without --use-megatron-fsdp")
         result.set(self._words(*sources) or "no option of parallelism", plan="_".join(parts) or "dp")
         world, needed = result.launch.world, math.prod(degrees.values())
+        result.needs = needed
         if world is not None and world % needed:
             result.refuse(counted(world, "process", "processes"), f"the plan needs {needed}, or a multiple")
         return degrees

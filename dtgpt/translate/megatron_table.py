@@ -8,7 +8,8 @@ from dtgpt.translate.options import Answer, explain, flat, no, skip, to, togethe
 
 GPT2 = skip("the model always has GPT-2's architecture")
 LLAMA = skip("the model always has LLaMA's architecture")
-TO_LLAMA = no("it belongs to LLaMA, Mistral and Qwen3; begin with a recipe of one, such as recipes/llama_tiny.py")
+TO_LLAMA = no("it belongs to LLaMA, Mistral and Qwen; begin with a recipe of one, such as recipes/llama_tiny.py")
+TO_GPT_OSS = no("it belongs to GPT-OSS; dtgpt translate makes a recipe of the command, where it has RMSNorm and a gate")
 TO_GPT2 = no("it belongs to GPT-2; begin with a recipe of one, such as recipes/gpt2_tiny.py")
 FP8 = "--precision fp8, whose scales always follow from the largest values of the last 16 steps"
 TENSORBOARD = (
@@ -22,28 +23,50 @@ OPTIONS = {
         "kv-channels N": together("a head is always hidden_size / num_heads wide; another width is not available"),
         "position-embedding-type learned_absolute, openai-gelu": GPT2,
         "normalization LayerNorm": skip("norms are always LayerNorm"),
-        "position-embedding-type rope, use-rotary-position-embeddings, no-position-embedding, rotary-*, "
-        "use-rope-scaling, rope-scaling-factor X, normalization RMSNorm, swiglu, disable-bias-linear, "
+        "squared-relu": to("--model.activation relu2"),
+        "add-qkv-bias": skip("a GPT-2 always has biases"),
+        "softmax-type learnable": TO_GPT_OSS,
+        "position-embedding-type rope, position-embedding-type yarn, use-rotary-position-embeddings, "
+        "no-position-embedding, rotary-*, yarn-*, no-yarn-*, window-size W, window-attn-skip-freq N, quick-geglu, "
+        "glu-linear-offset X, activation-func-clamp-value X, use-rope-scaling, rope-scaling-factor X, "
+        "normalization RMSNorm, swiglu, disable-bias-linear, "
         "untie-embeddings-and-output-weights, qk-layernorm, group-query-attention, num-query-groups N": TO_LLAMA,
     },
-    "Model, where it is a LLaMA, a Mistral or a Qwen3": {
+    "Model, where it is a LLaMA, a Mistral or a Qwen": {
         "layernorm-epsilon E, norm-epsilon E": to("--model.norm_eps {E}"),
         "ffn-hidden-size N": to("--model.ffn_hidden_size {N}"),
         "kv-channels N": to("--model.head_dim {N}"),
         "group-query-attention": skip("queries always share num_kv_heads groups"),
         "num-query-groups N": to("--model.num_kv_heads {N}"),
-        "qk-layernorm": to("--model.qk_norm on"),
+        "qk-layernorm": together("--model.qk_norm on"),
+        "add-qkv-bias": together("--model.attention_bias qkv"),
+        "squared-relu": no("the MLP is always gated: --model.activation relu2 is the gate's function"),
+        "quick-geglu, glu-linear-offset X, activation-func-clamp-value X": together(
+            "--model.activation clamped_swiglu, where the clamp is 7 and the offset 1"
+        ),
+        "window-size W": together("--model.window N, which counts the token itself; 127,0 is 128"),
+        "window-attn-skip-freq N": together("--model.window_pattern, such as LLLG for 4"),
+        "softmax-type learnable": together("a recipe of GPT-OSS, dtgpt.models.gpt_oss, whose heads have sinks"),
         "untie-embeddings-and-output-weights": together("--model.tied off"),
         "rotary-base N": to("--model.rope_theta {N}"),
         "use-rope-scaling": together("--model.rope_factor 8"),
         "rope-scaling-factor X": together("--model.rope_factor {X}"),
+        "rotary-seq-len-interpolation-factor X": to("--model.rope_factor {X} --model.rope_scaling linear"),
+        "position-embedding-type yarn": to("--model.rope_scaling yarn"),
+        "yarn-rotary-scaling-factor X": to("--model.rope_factor {X}"),
+        "yarn-original-max-position-embeddings N": to("--model.rope_original_length {N}"),
+        "yarn-beta-fast X": to("--model.rope_beta_fast {X}"),
+        "yarn-beta-slow X": to("--model.rope_beta_slow {X}"),
+        "no-yarn-correction-range-round-to-int": to("--model.rope_truncate off"),
+        "yarn-correction-range-round-to-int": skip("indices are rounded without --model.rope_truncate off"),
+        "yarn-mscale X, yarn-mscale-all-dim X": together("--model.rope_attention_factor, the ratio of both scales"),
         "rotary-percent 1, rotary-percent 1.0, position-embedding-type rope, use-rotary-position-embeddings, "
         "no-position-embedding, normalization RMSNorm, swiglu, disable-bias-linear, rope-type rope": LLAMA,
         "rotary-interleaved": skip(
             "heads always rotate in halves, and weights of such a model are reordered when they are read"
         ),
         "rotary-*, no-rope-freq, rope-type TYPE": no(
-            "all columns of a head always rotate, by positions as they are; others are not available"
+            "all columns of a head always rotate, in every block; other rotations are not available"
         ),
         "position-embedding-type learned_absolute, normalization LayerNorm, openai-gelu": TO_GPT2,
     },
@@ -70,16 +93,14 @@ OPTIONS = {
         "spec SPEC, use-mcore-models, use-legacy-models, transformer-impl IMPL, enable-experimental, onnx-safe": skip(
             "there is one implementation of each model"
         ),
-        "position-embedding-type TYPE, normalization NAME, squared-relu, quick-geglu, apply-layernorm-1p, "
-        "qk-l2-norm, mtp-*, softmax-type T, "
-        "apply-residual-connection-post-layernorm, add-qkv-bias, attention-output-gate, glu-linear-offset X, "
-        "activation-func-clamp-value X, qk-clip*, relative-attention-*, yarn-*, no-yarn-*, mrope-section N": no(
-            "no model here has it; it is not available"
-        ),
-        "multi-latent-attention, window-size W, window-attn-skip-freq N, experimental-attention-variant NAME, dsa-*, "
+        "softmax-type vanilla": skip("attention has the usual softmax"),
+        "position-embedding-type TYPE, normalization NAME, apply-layernorm-1p, qk-l2-norm, mtp-*, softmax-type T, "
+        "apply-residual-connection-post-layernorm, attention-output-gate, qk-clip*, relative-attention-*, "
+        "mrope-section N": no("no model here has it; it is not available"),
+        "multi-latent-attention, experimental-attention-variant NAME, dsa-*, "
         "no-dsa-*, q-lora-rank N, kv-lora-rank N, qk-head-dim N, qk-pos-emb-head-dim N, v-head-dim N, mscale*, "
         "cache-mla-latents, mla-*": no(
-            "each position always sees all earlier ones, by plain or grouped queries; other attention is not available"
+            "attention has plain or grouped queries, and windows where wanted; other kinds are not available"
         ),
         "num-experts N, moe-*, no-moe-*, expert-*, overlap-moe-*, overlap-dispatch-*, ep-overlap-*, "
         "high-priority-a2a-*, "
@@ -105,7 +126,7 @@ OPTIONS = {
         "exit-interval N": to("--exit_interval {N}"),
         "exit-duration-in-mins N": to("--exit_after {N}"),
         "exit-signal-handler*, exit-signal NAME": skip("SIGTERM always ends a run with a checkpoint"),
-        "skip-train": no("a run of evaluation only is not available"),
+        "skip-train": no("a run always trains; use dtgpt eval MODEL to measure one"),
         "iterations-to-skip N, phase-transition-iterations N": no("a run takes all steps, with the data in one order"),
         "sft, sft-*": no("chats are data of their own; see docs/finetuning.md"),
         "perform-rl-step, rl-*, no-rl-*, grpo-*, langrl-*, refit-method NAME, logits-*, freeze-all-layers": no(
@@ -142,12 +163,18 @@ OPTIONS = {
         "adam-eps X": to("--optimizer.eps {X}"),
         "clip-grad X": to("--optimizer.clip {X}"),
         "optimizer adam": skip("AdamW is the default"),
-        "optimizer NAME, sgd-momentum X, muon-*, lion-*": no(
-            "optimizers are AdamW and Muon; --optimizer.kind muon has options of its own"
-        ),
+        "optimizer muon, optimizer dist_muon": to("--optimizer.kind muon"),
+        "muon-momentum X": together("--optimizer.momentum {X}, with --optimizer.kind muon"),
+        "muon-use-nesterov": together("--optimizer.nesterov on, with --optimizer.kind muon"),
+        "muon-num-ns-steps N": together("--optimizer.newton_schulz_steps {N}, with --optimizer.kind muon"),
+        "muon-*": no("the rule of --optimizer.kind muon follows from its own options, such as --optimizer.adjust_lr"),
+        "optimizer NAME, sgd-momentum X, lion-*": no("choose --optimizer.kind adamw, muon or normuon"),
         "override-opt*, use-checkpoint-opt*": skip("the schedule of the recipe is always used"),
-        "check-for-spiky-loss, check-for-large-grads": no(
-            "no step is left out for its loss or gradient, unless they are not finite in fp16"
+        "check-for-spiky-loss": no(
+            "no step is computed twice; --optimizer.skip_loss_z Z leaves out updates by the z-score of their loss"
+        ),
+        "check-for-large-grads": no(
+            "no step is computed twice; --optimizer.skip_grad_norm_z Z leaves out updates by that of their gradient"
         ),
     },
     "Precision": {
@@ -403,8 +430,11 @@ OPTIONS = {
         "swin-*, iter-per-epoch N, dino-*": no("models of images are not available"),
     },
 }
-# Sections that belong to one architecture alone.
-OF_ARCHITECTURE = {"Model, where it is a GPT-2": "gpt2", "Model, where it is a LLaMA, a Mistral or a Qwen3": "llama"}
+# Sections that belong to some architectures alone.
+OF_ARCHITECTURE = {
+    "Model, where it is a GPT-2": ("gpt2",),
+    "Model, where it is a LLaMA, a Mistral or a Qwen": ("llama", "gpt_oss"),
+}
 # Defaults of Megatron-LM that are not those of a recipe, which a translation therefore writes out.
 DEFAULTS = {
     "attention-dropout": "0.1", "hidden-dropout": "0.1", "weight-decay": "0.01", "adam-beta2": "0.999",
@@ -416,7 +446,7 @@ def entries_of(architecture: str) -> dict[str, Answer]:
     """Return the answer to each option for models of an architecture."""
     return flat({
         title: section for title, section in OPTIONS.items()
-        if OF_ARCHITECTURE.get(title, architecture) == architecture
+        if architecture in OF_ARCHITECTURE.get(title, (architecture,))
     })  # fmt: skip
 
 

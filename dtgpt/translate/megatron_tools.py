@@ -98,7 +98,7 @@ EVAL: Table = {
     "valid-data FILE": to("--data {FILE}"),
     "strict-lambada": to("--strict on"),
     "overlapping-eval N": to("--overlapping_eval {N}"),
-    "epochs N, train-data FILES, keep-last": no("tasks are measured; fine-tuning for one is not available"),
+    "epochs N, train-data FILES, keep-last": no("tasks are measured; dtgpt train --init_from MODEL trains one further"),
 }
 REST = skip("it is saved with the model, or belongs to training")
 PROGRAMS: dict[str, tuple[str, Table]] = {  # by the end of the path: a command of dtgpt, and its options

@@ -20,7 +20,7 @@ OPTIONS: dict[str, Table] = {
         "log_interval N": to("--log.interval {N}"),
         "eval_iters N": together("--log.eval_samples S, where S is {N} x batch_size"),
         "eval_only False": skip("it trains"),
-        "eval_only True": no("a run of evaluation only is not available; use dtgpt eval MODEL"),
+        "eval_only True": no("a run always trains; use dtgpt eval MODEL"),
         "always_save_checkpoint True": skip("a checkpoint is saved at every --checkpoint.interval"),
         "always_save_checkpoint False": no("checkpoints are saved at every interval, also where the loss has grown"),
         "init_from scratch": skip("weights are random without --init_from"),
@@ -40,6 +40,8 @@ OPTIONS: dict[str, Table] = {
         "dropout P": to("--model.dropout {P}"),
         "bias True": skip("a GPT-2 always has biases"),
         "bias False": no("a GPT-2 always has biases, which begin at 0"),
+        "optimizer_type adamw": skip("AdamW is the default"),
+        "optimizer_type NAME": to("--optimizer.kind {NAME}, of adamw, muon and normuon"),
         "learning_rate X": to("--optimizer.lr {X}"),
         "max_iters N": to("--steps {N}, where nanoGPT takes one more"),
         "weight_decay X": to("--optimizer.weight_decay {X}"),
@@ -128,6 +130,8 @@ def read_config(path: Path, result: Translation) -> dict[str, GivenOption]:
             raise UserError(f"{path}, line {node.lineno}: nested too deeply; give a config file of nanoGPT") from None
         try:
             names[name] = evaluate(value, names)
+            if isinstance(names[name], list):
+                raise ValueError("no option is a list")
         except (ValueError, RecursionError):
             result.refuse(source, "it is computed by a program, which is not run")
             continue

@@ -15,7 +15,7 @@ MEGATRON = ("pretrain_gpt.py",)
 LLMC = ("train_gpt2cu", "train_gpt2.py")
 NANOGPT = ("train.py",)
 OTHERS = {  # programs of which dtgpt has no equivalent -> why
-    **{f"pretrain_{name}.py": "dtgpt trains GPT-2 and LLaMA alone" for name in (
+    **{f"pretrain_{name}.py": "dtgpt trains decoders of transformer blocks on text alone" for name in (
         "bert", "t5", "mamba", "hybrid", "vlm", "ict", "retro", "vision_classify", "vision_dino", "vision_inpaint",
     )},
     "merge_mp_partitions.py": "use dtgpt convert TREE TARGET --to megatron",
@@ -40,7 +40,6 @@ OTHERS = {  # programs of which dtgpt has no equivalent -> why
     "sample.py": "use dtgpt generate MODEL --prompt TEXT --num-samples N --max-new-tokens N --temperature X --top-k N",
     "bench.py": "use python benchmarks/train_step.py",
 }  # fmt: skip
-UNKNOWN = Launch()
 MOST_WORDS = 20_000  # of a command
 LONG_NUMBER = re.compile(r"\d{1000,}")  # which Python may not read
 KNOWN = (*MEGATRON, *LLMC, *NANOGPT, *PROGRAMS, *OTHERS)
@@ -67,9 +66,9 @@ def choose(commands: Sequence[Found], nth: int | None) -> Found:
     return known[(nth or 1) - 1]
 
 
-def translate_command(words: Sequence[str], also: Launch = UNKNOWN) -> Translation:
-    """Return the translation of a command with a known program. also: how many processes its script asks for, where the
-    command does not say it. Raises UserError."""
+def translate_command(words: Sequence[str], slurm: Sequence[str] = ()) -> Translation:
+    """Return the translation of a command with a known program. slurm: words of the #SBATCH lines of its script. Raises
+    UserError."""
     if len(words) > MOST_WORDS:
         raise UserError(f"the command has {len(words):,} words, of which {MOST_WORDS:,} are read; leave some out")
     if number := next(filter(None, map(LONG_NUMBER.search, words)), None):
@@ -78,8 +77,7 @@ def translate_command(words: Sequence[str], also: Launch = UNKNOWN) -> Translati
     if at is None:
         raise UserError(f"{' '.join(words[:3])} ... runs no program of Megatron-LM, nanoGPT or llm.c that is known")
     rest = list(words[at + 1 :])
-    named = Launch.of(words[:at])
-    launch = also if named.world is None and also.world is not None else named
+    launch = Launch.of(words[:at], slurm)
     program = next(name for name in KNOWN if program_at([words[at]], [name]) is not None)
     if program in MEGATRON:
         return translate_training(rest, launch)

@@ -2,17 +2,25 @@
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dtgpt.translate.translation import TableRow, Translation
+from dtgpt.util.errors import UserError, shown
 
 WIDTH = 120
 SECTIONS = {
-    "optimizer": "OptimizerConfig", "loss_scale": "LossScaleConfig", "data": "DataConfig", "log": "LogConfig",
+    "loss_scale": "LossScaleConfig", "data": "DataConfig", "log": "LogConfig",
     "checkpoint": "CheckpointConfig",
 }  # fmt: skip
-MODELS = {"gpt2": ("dtgpt.models.gpt2", "GPT2Config"), "llama": ("dtgpt.models.llama", "LlamaConfig")}
+MODELS = {
+    "gpt2": ("dtgpt.models.gpt2", "GPT2Config"), "llama": ("dtgpt.models.llama", "LlamaConfig"),
+    "gpt_oss": ("dtgpt.models.gpt_oss", "GptOssConfig"),
+}  # fmt: skip
+OPTIMIZERS = {
+    "adamw": ("dtgpt.config.sections", "OptimizerConfig"), "muon": ("dtgpt.optim.muon", "MuonConfig"),
+    "normuon": ("dtgpt.optim.normuon", "NorMuonConfig"),
+}  # fmt: skip
 FIRST = (
     "name", "model", "plan", "optimizer", "steps", "train_samples", "seq_length", "micro_batch_size",
     "global_batch_size", "rampup_batch_size", "seed", "precision", "loss_scale", "attention", "recompute",
@@ -26,18 +34,22 @@ def recipe_text(translation: Translation, name: str, source: str) -> str:
     settings = {key: one for key, one in translation.settings.items() if one[0] is not None}
     given, origin = settings.get("name", (name, ""))
     settings["name"] = re.sub(r"[^A-Za-z0-9_-]", "_", given)[:100] or "my_recipe", origin
-    module, model = MODELS[translation.architecture]
+    kind, _ = settings.pop("optimizer.kind", ("adamw", ""))
+    if kind not in OPTIMIZERS:
+        raise UserError(f"optimizer {shown(kind)} is not here; use {', '.join(OPTIMIZERS)}")
+    imported = {"model": MODELS[translation.architecture], "optimizer": OPTIMIZERS[kind]}
+    imported |= {section: ("dtgpt.config.sections", name) for section, name in SECTIONS.items()}
     groups: dict[str, dict[str, tuple[Any, str]]] = {}
     for key, one in settings.items():
         section, _, field = key.rpartition(".")
         groups.setdefault(section or key, {})[field] = one
-    used = sorted(SECTIONS[section] for section in groups if section in SECTIONS)
+    modules: dict[str, list[str]] = {"dtgpt.config.recipe": ["Recipe"]}
+    for section in sorted(imported.keys() & groups.keys(), key=lambda section: imported[section][1]):
+        modules.setdefault(imported[section][0], []).append(imported[section][1])
     lines = [
         *_docstring(translation, source), "",
         "from dtgpt.cli import run_recipe",
-        "from dtgpt.config.recipe import Recipe",
-        f"from dtgpt.config.sections import {', '.join(used)}",
-        f"from {module} import {model}",
+        *(f"from {module} import {', '.join(names)}" for module, names in sorted(modules.items())),
         "", "",
         "def recipe() -> Recipe:",
         "    return Recipe(",
@@ -45,7 +57,7 @@ def recipe_text(translation: Translation, name: str, source: str) -> str:
     middle = [key for key in groups if key not in (*FIRST, *LAST)]
     for key in [*FIRST, *middle, *LAST]:
         if key in groups:
-            lines += _group(key, groups[key], model)
+            lines += _group(key, groups[key], imported)
     lines += ["    )", "", "", 'if __name__ == "__main__":', "    run_recipe(recipe, __doc__)", ""]
     return "\n".join(lines)
 
@@ -78,12 +90,12 @@ def _plain(text: str) -> str:
     )
 
 
-def _group(key: str, values: dict[str, tuple[Any, str]], model: str) -> Iterator[str]:
-    if key != "model" and key not in SECTIONS:
+def _group(key: str, values: dict[str, tuple[Any, str]], imported: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    if key not in imported:
         ((value, source),) = values.values()
         yield _line(8, key, value, source)
         return
-    yield f"        {key}={model if key == 'model' else SECTIONS[key]}("
+    yield f"        {key}={imported[key][1]}("
     for name, (value, source) in values.items():
         yield _line(12, name, value, source)
     yield "        ),"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from dtgpt.translate.literals import evaluate
-from dtgpt.translate.shell import PLACEHOLDER, Lexer, Token
+from dtgpt.translate.shell import MARK, PLACEHOLDER, Lexer, Token
 from dtgpt.util.errors import UserError
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -18,8 +18,9 @@ DECLARATIONS = ("export", "local", "declare", "readonly", "typeset")
 FROM_ENVIRONMENT = ("HOME", "USER")
 NAME = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
 IN_BRACES = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
-FIELD = re.compile(rf"(?:{PLACEHOLDER.pattern}|\S)+")
-MARK = re.compile("\ue000([^\ue001]*)\ue001")  # around the name of what is unknown
+# What stands for one word of a script: greedy, and matched from the beginning alone, since to try all ways to read
+# "<a><a>..." takes time that doubles with each.
+FIELD = re.compile(rf"(?:{PLACEHOLDER.pattern}|{MARK.pattern}|\S)+")
 WHOLE = re.compile(r"-?\d{1,18}")  # a number that is compared
 LARGEST = 1 << 20  # characters of a value
 STEPS = 1 << 22  # characters that are looked at or made, in all
@@ -188,17 +189,24 @@ class Script:
         return name != "false"
 
     def _command(self, words: list[str], line: int) -> None:
-        """Note a command, or those of `sh -c TEXT` in its place."""
+        """Note a command, or those of `sh -c TEXT` and `eval TEXT` in its place."""
+        if words and words[0] == "eval":
+            self._text(" ".join(words[1:]), line, "eval", ())
+            return
         for at, word in enumerate(words[:-2]):
             if os.path.basename(word) in SHELLS and re.fullmatch(r"-[a-z]*c", words[at + 1]):
-                if len(words[at + 2]) >= len(self.inner) > 0:  # it calls itself
-                    raise UserError(f"line {line}: {word} -c has no end; give the command itself after --")
-                outer, self.inner = self.inner, words[at + 2]
-                self.run(self.inner, line, words[:at])
-                self.inner = outer
+                self._text(words[at + 2], line, f"{word} -c", words[:at])
                 return
         if words:
             self.found.append(Found(words, line))
+
+    def _text(self, text: str, line: int, by: str, prefix: Sequence[str]) -> None:
+        """Follow a text that a command runs."""
+        if len(text) >= len(self.inner) > 0:  # it calls itself
+            raise UserError(f"line {line}: {by} has no end; give the command itself after --")
+        outer, self.inner = self.inner, text
+        self.run(text, line, prefix)
+        self.inner = outer
 
     def _assign_token(self, token: Token, match: re.Match) -> None:
         value: Value
@@ -206,7 +214,9 @@ class Script:
             value = [one for word in token.array for one in self.expand(word)]
         else:
             (value,) = self.expand(match[3], split=False)
-            if "\ue000(" in value or PLACEHOLDER.match(value):
+            found = FIELD.match(value)
+            one = found is not None and found.end() == len(value)  # else several words, of which others are known
+            if one and ("\ue000(" in value or PLACEHOLDER.match(value)):
                 value = unknown(match[1])  # by whose name the user can give it
         self._assign(match[1], value, append=bool(match[2]))
 
@@ -239,7 +249,10 @@ class Script:
         at = 0
         while at < len(raw):
             here = raw[at]
-            if here == "\\":
+            if mark := MARK.match(raw, at):
+                fields.add(mark[0])
+                at = mark.end()
+            elif here == "\\":
                 special = not quoted or raw[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n")
                 fields.add((raw[at + 1 : at + 2] if special else raw[at : at + 2]).replace("\n", ""))
                 at += 2
@@ -342,7 +355,10 @@ class Script:
         return unknown(name)
 
     def _substituted(self, command: str) -> str:
-        """Return what $(command) is: nothing is run, and only `pwd` is known."""
+        """Return what $(command) is: nothing is run, and only `pwd` and sums by `expr` are known."""
+        name, _, rest = command.strip().partition(" ")
+        if name == "expr" and not unknown_names(known := self._arithmetic(re.sub(r"[\\\"']", "", rest))):
+            return known
         return "." if command.strip() == "pwd" else unknown(f"({command.strip()})")
 
     def _arithmetic(self, text: str) -> str:
@@ -350,10 +366,9 @@ class Script:
         if names := unknown_names(known):
             return unknown(names[0])
         try:
-            value = evaluate(ast.parse(known.strip().replace("/", "//"), mode="eval"), {})
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return str(int(evaluate(ast.parse(known.strip().replace("/", "//"), mode="eval"), {})))
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return unknown(f"(({text.strip()}))")
-        return str(int(value))
 
     def _number(self, word: str) -> str:
         value = self.one(word if word.startswith("$") else f"${word}")
@@ -380,7 +395,7 @@ class WordFields:
         if not self.split:
             self.add(text)
             return
-        pieces = FIELD.findall(text)
+        pieces = [match[0] for match in FIELD.finditer(text)]
         if pieces and text[:1].isspace():
             self.end()
         for number, piece in enumerate(pieces):

@@ -8,6 +8,7 @@ from dtgpt.util.errors import UserError
 SPACE = " \t\r"
 ENDS_WORD = f"{SPACE}\n;&|()<>"
 PLACEHOLDER = re.compile(r"<[A-Za-z](?:[^<>|;&\n$]*[^<>|;&\n$\s])?>")  # <Specify path>, which a shell cannot read
+MARK = re.compile("\ue000([^\ue001]*)\ue001")  # around the name of what is unknown, in a text that was expanded
 ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=$")
 OPERATOR = re.compile(r";;&?|&&|\|\||\|&|[;&|()\n]")
 REDIRECTION = re.compile(r"&?(?:<<<|<<-?|>>|<>|[<>])[&|]?")
@@ -131,7 +132,10 @@ class Lexer:
         found = []
         while self.at < len(self.text):
             here = self.text[self.at]
-            if here == "\\":
+            if match := MARK.match(self.text, self.at):
+                self.at = match.end()
+                found.append(match[0])
+            elif here == "\\":
                 piece = self.text[self.at : self.at + 2]
                 self.at += 2
                 self.line += piece == "\\\n"
@@ -158,6 +162,9 @@ class Lexer:
         while self.at < len(self.text):
             here = self.text[self.at]
             self.line += here == "\n"
+            if match := MARK.match(self.text, self.at):
+                self.at = match.end()
+                continue
             if here == quote:
                 self.at += 1
                 return self.text[begin : self.at]

@@ -3,8 +3,9 @@
 import os
 import re
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from shlex import quote
 from typing import Any
 
 from dtgpt.translate.options import GivenOption, Kind, Table, find
@@ -17,6 +18,11 @@ PROCESSES = {  # options of launchers, without dashes -> what they count
     "nproc-per-node": "per_node", "nproc_per_node": "per_node", "ntasks-per-node": "per_node", "nnodes": "nodes",
     "nodes": "nodes", "N": "nodes", "np": "all", "n": "all", "ntasks": "all",
 }  # fmt: skip
+RENDEZVOUS = (  # options of torchrun that say where nodes meet
+    "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-id", "rdzv-endpoint", "rdzv-conf",
+)  # fmt: skip
+OF_TASKS = ("ntasks", "n", "ntasks-per-node", "signal", "requeue", "open-mode")  # of sbatch, which slurm.sbatch sets
+SLURM = "recipes/slurm.sbatch"
 
 
 @dataclass(frozen=True)
@@ -27,16 +33,34 @@ class Launch:
     nodes: int | None = None
     all: int | None = None
     several: bool = False  # where it says a number that is not known
+    rendezvous: tuple[str, ...] = ()  # words of torchrun
+    srun: tuple[str, ...] = ()  # what stands before torchrun
+    slurm: tuple[str, ...] = ()  # of #SBATCH lines
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> "Launch":
-        """Return what the words before a program say: those of torchrun, srun, mpirun and `python -m
-        torch.distributed.launch`."""
-        found: dict[str, int] = {}
+    def of(cls, words: Sequence[str], slurm: Sequence[str] = ()) -> "Launch":
+        """Return what the words before a program say, those of torchrun, srun, mpirun and `python -m
+        torch.distributed.launch`, and where they do not, the words of a script's #SBATCH lines."""
+        own, job = cls._of(words), cls._of(slurm)
+        return replace(
+            own,
+            nodes=own.nodes or job.nodes,
+            per_node=own.per_node or (job.per_node if own.all is None else None),
+            all=own.all or (job.all if own.per_node is None else None),
+            slurm=tuple(slurm),
+        )
+
+    @classmethod
+    def _of(cls, words: Sequence[str]) -> "Launch":
+        found: dict[str, Any] = {}
         several = False
+        meeting: list[str] = []
         for word, following in zip(words, [*words[1:], ""], strict=False):
             name, equals, value = word.lstrip("-").partition("=")
-            value = (value if equals else following).rpartition(":")[2]  # of --nnodes 1:4, the most
+            value = value if equals else following
+            if word.startswith("--") and name.replace("_", "-") in RENDEZVOUS:
+                meeting += [f"--{name.replace('_', '-')}", readable(value) if unknown_names(value) else quote(value)]
+            value = value.rpartition(":")[2]  # of --nnodes 1:4, the most
             if not word.startswith("-") or name not in PROCESSES:
                 continue
             several = several or bool(unknown_names(value))
@@ -44,7 +68,11 @@ class Launch:
                 found[PROCESSES[name]] = int(value)
                 if name.startswith("nproc"):  # of a torchrun that srun or mpirun starts on each node
                     found.pop("all", None)
-        return cls(**found, several=several)
+        starts = next((at for at, word in enumerate(words) if word.rpartition("/")[2] == "torchrun"), 0)
+        srun: tuple[str, ...] = ()
+        if words and words[0] == "srun":
+            srun = tuple(map(quote, map(readable, words[:starts]))) or ("srun", "--ntasks-per-node", "1")
+        return cls(**found, several=several, rendezvous=tuple(meeting), srun=srun)
 
     @property
     def world(self) -> int | None:
@@ -57,14 +85,24 @@ class Launch:
         world = self.world or 1
         per_node = self.per_node or (world if world <= 8 or self.nodes else 8)
         nodes = self.nodes or -(-world // per_node)
+        if self.slurm and not program.startswith("-m"):
+            return " ".join(["sbatch", *self._of_job(), SLURM, program])
         if nodes > 1:
-            return (
-                f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-id 1 "
-                f"--rdzv-endpoint HOST:29500 {program}"
-            )
+            meeting = self.rendezvous or ("--rdzv-backend c10d --rdzv-id 1 --rdzv-endpoint HOST:29500",)
+            words = [*self.srun, "torchrun", f"--nnodes {nodes} --nproc-per-node {per_node}", *meeting, program]
+            return " ".join(words)
         if self.world is None and self.several:
             return f"torchrun --nproc-per-node N {program}"
         return f"torchrun --nproc-per-node {world} {program}" if world > 1 else f"python {program}"
+
+    def _of_job(self) -> Iterator[str]:
+        """Yield the words of the job, but for those of its tasks."""
+        skips = False
+        for word in self.slurm:
+            if word.startswith("-"):
+                skips = word.lstrip("-").partition("=")[0] in OF_TASKS
+            if not skips:
+                yield quote(word)
 
 
 @dataclass(frozen=True)
@@ -87,6 +125,7 @@ class Translation:
     words: list[str] = field(default_factory=list)  # of a command of dtgpt, in place of a recipe
     environment: dict[str, str] = field(default_factory=dict)
     launch: Launch = Launch()
+    needs: int = 1  # processes of the plan
 
     def set(self, source: str, **values: Any) -> None:
         """Set values of the recipe, named with `__` in place of the dot."""

@@ -130,7 +130,8 @@ def close_streams() -> None:
 
 def _print(text: str, stream: TextIO) -> None:
     """Print a line, `visible`: names of files and parts of others' texts may be in it."""
-    _write(f"{visible(text)}\n", stream)  # in one piece, since processes share a terminal and print writes "\n" separately
+    # In one piece, since processes share a terminal, and print writes "\n" separately.
+    _write(f"{visible(text)}\n", stream)
 
 
 def _write(text: str, stream: TextIO) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -32,6 +33,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Return versions, device, source revision and command: what one needs to run the same again."""
     return {
         "command": sys.argv,
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": package_versions(),

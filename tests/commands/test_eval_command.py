@@ -269,7 +269,7 @@ def test_what_cannot_be_asked_for_is_one_sentence(refused, folder, words, expect
     ("lambada", "x.jsonl", b"7\n", "is 7, not a JSON object"), ("lambada", "x.json", b"[]", "nothing to measure"),
     ("lambada", "x.json", b'["a"', "is not JSON"), ("lambada", "x.json", b"[" * 99999, "not JSON"),
     ("lambada", "x.txt", b" \n\n", "is empty"), ("lambada", "x.txt", b"a b\n\xff c", "line 2 is not UTF-8"),
-    ("lambada", "x.csv.gz", b"text\nc d", "is CSV, which is not read; write it as JSON lines"),
+    ("lambada", "x.csv.gz", b"text\nc d", "is a table, which is not read; make JSON lines of it"),
     ("lambada", "x.gz", b"\x1f\x8b\x08damaged", "is damaged"), ("lambada", "x.txt", b"PAR1\x00", "a Parquet file"),
     ("hellaswag", "x.jsonl", b'{"ctx": "a", "label": 1, "endings": ["b"]}', "no list of 4 texts"),
     ("hellaswag", "x.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", "e"]}', "has the label None"),

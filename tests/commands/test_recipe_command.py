@@ -71,3 +71,13 @@ def test_a_wheel_has_the_recipes(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = [name for name in zipfile.ZipFile(wheel).namelist() if "/share/dtgpt/recipes/" in name]
     assert {Path(name).name for name in names} == {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_command_names_the_recipe_of_a_name(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt2_345m", "gpt2_345m.py"):
+        with pytest.raises(SystemExit) as stop:
+            main([command, name])
+        expected = f"there is no recipe file {name}, but dtgpt comes with one: dtgpt recipe gpt2_345m > gpt2_345m.py"
+        assert stop.value.code == 2 and expected in capsys.readouterr().err

@@ -2,10 +2,12 @@ import errno
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ import torch
 
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.array_cache import load_or_make
+from dtgpt.data.checks import check_data
 from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
+from dtgpt.data.prepare.inputs import find_sources
 from dtgpt.data.text import read_documents, split_documents
 from dtgpt.data.tokenizers.byte_level import PATTERN
 from dtgpt.data.tokenizers.open import make_tokenizer, read_saved
@@ -194,7 +198,7 @@ def test_without_locks_two_processes_may_fill_at_once(tmp_path, filler, monkeypa
         ("a.pdf", b"x", ["a.pdf", ".txt or .jsonl"]),
         ("empty.txt", b"", ["empty.txt holds no text"]),
         ("blank.txt", b" \n\n", ["holds no text"]),
-        ("latin.txt", "caf\xe9".encode("latin-1"), ["not UTF-8 (byte 4 of the file)", "iconv"]),
+        ("latin.txt", "caf\xe9".encode("latin-1"), ["not UTF-8 (byte 4 of the file)", "iconv -f ENCODING -t UTF-8"]),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["line 2", "not JSON"]),
         ("b.jsonl", b'{"content": "x"}\n', ["line 1", "'text'", "--data.json_key"]),
         ("c.jsonl", b'["text"]\n', ["line 1", "a JSON array"]),
@@ -355,3 +359,35 @@ def test_a_model_that_does_not_fit_the_text_is_refused(tmp_path, text, seq_lengt
     with pytest.raises(UserError) as error:
         load(text, tmp_path).check(seq_length, vocab_size)
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        ({"messages": []}, "chat"), ({"conversations": []}, "chat"), ({"prompt": "a", "completion": "b"}, "chat"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preferences"),
+        ({"chosen": [], "rejected": []}, "preferences"),
+    ],
+)  # fmt: skip
+def test_chats_name_the_command_that_prepares_them(tmp_path, monkeypatch, record, kind):
+    monkeypatch.chdir(tmp_path)
+    Path("my chats.jsonl").write_text(json.dumps(record) + "\n")
+    for model, folder in ((None, "FOLDER"), (Path("llama"), "llama")):
+        words = f"dtgpt prepare 'my chats.jsonl' --{kind} --tokenizer {folder} --output-prefix 'my chats'"
+        with pytest.raises(UserError, match=re.escape(words)):
+            check_data(DataConfig(path="my chats.jsonl", tokenizer="bytes"), 257, model)
+    Path("my chats.jsonl").write_text(json.dumps(record | {"text": "x"}) + "\n")
+    check_data(DataConfig(path="my chats.jsonl", tokenizer="bytes"), 257)
+
+
+@pytest.mark.parametrize(("name", "content"), [("a b.csv", 'text,n\n"x, y",1\n'), ("t.tsv", "text\tn\nx, y\t1\n")])
+def test_a_table_comes_with_the_lines_that_make_json_lines_of_it(tmp_path, monkeypatch, name, content):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(content)
+    for check in (lambda: check_data(DataConfig(path=name, tokenizer="bytes"), 257), lambda: find_sources([name])):
+        with pytest.raises(UserError, match="is a table, which is not read") as error:
+            check()
+    _, _, command = str(error.value).partition("\n")
+    command = command.replace("python", sys.executable, 1)
+    subprocess.run(["bash", "-c", command], check=True)
+    assert read_documents(str(Path(name).with_suffix(".jsonl")), "text") == ["x, y"]

@@ -24,6 +24,7 @@ from tests.support.other_architecture import OtherConfig
 
 DATA = Path(__file__).parents[1] / "fixtures" / "megatron"
 QWEN3 = replace(CONFIG, tied=True, qk_norm=True)
+QWEN25 = replace(CONFIG, tied=True, attention_bias="qkv")
 OTHER = OtherConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=131)
 FAMILIES = ("nested", "local", "transformer_engine")
 OWN = {
@@ -89,7 +90,7 @@ def test_every_command_takes_the_tree(own, tmp_path, capsys):
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["untied", "tied with norms of heads"])
+@pytest.mark.parametrize("config", [CONFIG, QWEN3, QWEN25], ids=["untied", "norms of heads", "biases"])
 @pytest.mark.parametrize(("tp", "pp", "chunks"), [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trees_of_every_family_are_read_and_written_bitwise(tmp_path, config, tp, pp, chunks, family):
@@ -217,7 +218,7 @@ def test_a_scaling_that_megatron_does_not_compute_is_noted(tmp_path, capsys):
         ({"swiglu": False}, "swiglu=False"),
         ({"squared_relu": True}, "squared ReLU"),
         ({"add_bias_linear": True}, r"biases \(add_bias_linear=True"),
-        ({"add_qkv_bias": True}, "add_qkv_bias=True"),
+        ({"add_qkv_bias": True}, "no tensor blocks.0.attn.qkv.bias"),
         ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
         ({"rotary_seq_len_interpolation_factor": 2}, "interpolated"),
         ({"no_rope_freq": 4}, "no_rope_freq=4"),
@@ -286,6 +287,7 @@ def test_ranks_of_two_architectures_are_refused(tmp_path):
         (replace(CONFIG, num_heads=6, num_kv_heads=3), (2, 1), "num_kv_heads=3 cannot be split"),
         (CONFIG, (1, 3), "num_layers=4 cannot be split over pipeline_parallel_size=3"),
         (replace(CONFIG, rope_factor=8.0, rope_original_length=4096), (1, 1), "rope_original_length=4096 .* has 8192"),
+        (replace(CONFIG, attention_bias="all"), (1, 1), "attention_bias=all cannot be written for Megatron-LM"),
         (replace(CONFIG, window=CONFIG.seq_length - 1), (1, 1), "window=.* cannot be written for Megatron-LM"),
     ],
 )

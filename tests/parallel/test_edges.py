@@ -10,7 +10,7 @@ import torch
 from dtgpt.comm.arena import SWITCH
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.edges import Edges, most_edges
+from dtgpt.parallel.edges import Edges, most_edges, places_of_edge
 from dtgpt.parallel.graphs import WARM_UP
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.train.record import Record, record
@@ -18,9 +18,10 @@ from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.process import Process
 from tests.support.gpus import run_on_two_gpus
+from tests.support.pipeline_orders import least_places
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-OPTIONS = "--model.num_layers 4 --model.dropout 0.1 --micro_batch_size 2 --global_batch_size 8 --compile off"
+OPTIONS = "--model.num_layers 4 --model.dropout 0.1 --micro_batch_size 1 --global_batch_size 8 --compile off"
 MICRO_BATCHES = 3
 
 
@@ -72,6 +73,22 @@ def test_each_message_has_a_place_of_its_own_where_its_receiver_looks(name, worl
     signals = [signal for edges in ranks for signal in edges.messages.signals]
     assert set(signals) == awaited and len(signals) == len(awaited)
     assert all(0 <= index - most * MICRO_BATCHES < most for _, index in signals)
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("schedule", ["", "_gpipe", "_interleaved", "_interleaved3", "_zbv"])
+def test_an_edge_has_the_fewest_places_that_no_message_enters_too_early(schedule):
+    """By the order of torch's schedules alone, whatever time passes take."""
+    for ranks in range(2, 6):
+        plan = parse_plan(f"pp{ranks}{schedule}").for_world(ranks)
+        for count in (n for n in range(1, 5 * ranks + 1) if plan._schedule_runs(n)):
+            assert places_of_edge(plan, count) == least_places(plan, count), (plan.name, count)
+
+
+def test_micro_batches_use_the_places_of_an_edge_in_turn():
+    plan = parse_plan("pp2").for_world(2)
+    edges = Edges(RankCoordinates(plan, 1), Recorded(), 2)
+    assert [edges.receive(0, 1, index) for index in range(5)] == [0, 1, 0, 1, 0]
 
 
 @pytest.mark.cuda

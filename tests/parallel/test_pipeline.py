@@ -13,10 +13,10 @@ from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT3_175B, TABLE, GPT2Config
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.stages import EMBEDDING_COST, balanced_cut, block_ranges, keep_stage
-from tests.support.bodies_shards import CPU, KEY, logits_of_stages
+from tests.support.bodies_shards import CPU, KEY, gradients_by_places, logits_of_stages
 from tests.support.ranks import pool
 
-pytestmark = pytest.mark.slow(9)
+pytestmark = pytest.mark.slow(12)
 
 TINY = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
 WIDE = replace(GPT2_124M, hidden_size=64, num_heads=4)  # the head costs as much as many blocks
@@ -163,3 +163,20 @@ def test_every_layout_of_stages_has_the_logits_of_the_whole_model(recipe, name, 
             part = expected[..., columns.start : columns.stop]
             torch.testing.assert_close(logits, part, rtol=1e-4, atol=1e-6)
         assert holders == plan.dp * plan.tp
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "places"),
+    [("pp2", 2, 2), ("pp2_interleaved", 2, 4), ("pp3_zbv", 3, 6)],
+)
+def test_micro_batches_that_share_places_have_the_same_bits(recipe, name, world, places):
+    """As with a place for each micro-batch of the step, which memory has not for 1,536."""
+    plan = parse_plan(name).for_world(world)
+    batch = 8 if "interleaved" in name else 7
+    recipe = replace(recipe, model=replace(TINY, num_layers=6), micro_batch_size=1, global_batch_size=batch)
+    for answers in pool().run(world, gradients_by_places, recipe, plan):
+        (loss, gradients, few), *others = answers
+        assert few == {places} and others[-1][2] == {batch}
+        for other, same, _ in others:
+            assert torch.equal(loss, other) and all(map(torch.equal, gradients, same))
+        assert any(gradient.any() for gradient in gradients)

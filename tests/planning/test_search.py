@@ -249,3 +249,24 @@ def test_where_some_blocks_are_too_few_all_are_named(recompute):
     longer = replace(settings.model, seq_length=2**22)
     changes = what_fits(replace(settings, model=longer, seq_length=2**22), gpu)
     assert any(line.endswith("--recompute_blocks none on 128 GPUs") for line in changes)
+
+
+@pytest.mark.slow(2)
+def test_sequence_parallelism_is_named_before_more_gpus():
+    """GPT-3 175B without it, in larger micro-batches than fit."""
+    words = ["--plan", "tp8_pp16", "--micro_batch_size", "2", "--rampup_batch_size", "none"]
+    settings = load_recipe(RECIPES / "gpt3_175b.py", words).planned(128)
+    gpu = find_gpu("A800")
+    assert not fits_into(fullest(memory_by_rank(settings)).total, gpu.size)
+    first, *others = what_fits(settings, gpu)
+    assert first.startswith("--plan tp8_pp16_sp (")
+    assert any(line.startswith("--micro_batch_size 1 (") for line in others)
+    assert not any("GPUs" in line for line in others)
+
+
+def test_gpt3_as_its_recipe_says_takes_less_than_60_gib():
+    """Also without sequence parallelism, and with all the micro-batches of a step in one pipeline."""
+    for plan in ("tp8_sp_pp16", "tp8_pp16"):
+        settings = load_recipe(RECIPES / "gpt3_175b.py", ["--plan", plan]).planned(128)
+        assert settings.micro_batches == 1536
+        assert fullest(memory_by_rank(settings)).total < 60 * GIB

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -230,3 +232,18 @@ def test_a_resume_from_within_a_run_takes_the_path_for_what_it_is(recipe, monkey
             UserError, match=r"notes is neither a run nor a checkpoint; give .*, or one of step_00000002$"
         ):
             found(folder, path)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_resume_without_its_text_says_where_the_run_was_started(recipe, tmp_path, monkeypatch, older):
+    (tmp_path / "elsewhere").mkdir()
+    text = Path(recipe.data.path)
+    monkeypatch.chdir(text.parent)
+    train(change(recipe, steps=1, data={"path": text.name}))
+    run = newest_run(recipe)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    if older:
+        (run / "environment.json").write_text("{}")
+    where = "another folder" if older else f"{text.parent} on {socket.gethostname()}"
+    with pytest.raises(UserError, match=re.escape(f"the run was started in {where}: go on from there")):
+        train(change(recipe, steps=2, data={"path": text.name}, resume=str(run)))

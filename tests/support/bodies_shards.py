@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtgpt.models.decoder
+import dtgpt.parallel.pipeline
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
@@ -18,6 +20,8 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.ops.random.philox import fold, root_key, row_chunks
 from dtgpt.parallel.build import build_stages, make_engine
+from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.edges import places_of_edge
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Part, Shards, slices
@@ -136,3 +140,27 @@ def logits_of_stages(recipe: Recipe, plan: ResolvedPlan, batches: list[Tensor]) 
         engine.gradients(count, Batch(windows[:, :-1], targets=windows[:, 1:]))
         shards.drop_gradients()
     return results
+
+
+def gradients_by_places(recipe: Recipe, plan: ResolvedPlan) -> list[tuple[Tensor, list[Tensor], set[int]]]:
+    """Of two steps, each with as many places on an edge as the schedule needs, and then with one for each micro-batch:
+    the loss, the gradients, and in how many places each stage receives."""
+    found = []
+    for places_of in (places_of_edge, lambda plan, micro_batches: micro_batches):
+        mesh, config, settings = Mesh(plan, CPU), recipe.model, recipe.settings(plan, CPU)
+        stages, shards = build_stages(settings, mesh, KEY)
+        with mock.patch.object(dtgpt.parallel.pipeline, "places_of_edge", places_of):
+            engine: Any = make_engine(stages, shards, settings, Graphs(False))
+        windows = torch.arange(settings.global_batch_size // plan.dp * (config.seq_length + 1)) ** 2 % config.vocab_size
+        windows = windows.reshape(-1, config.seq_length + 1)
+        for _ in range(2):
+            loss = engine.gradients(settings.micro_batches, Batch(windows[:, :-1], targets=windows[:, 1:]))
+            gradients = [shards.gradient(shard).clone() for shard in shards]
+            shards.drop_gradients()
+            ends = getattr(engine.schedule, "_stages", None) or [engine.schedule._stage]
+            received = [(infos, beside) for end in ends for infos, beside in (
+                (end.args_recv_info, end.stage_index - 1), (end.grad_recv_info, end.stage_index + 1))
+                if RankCoordinates(plan, mesh.rank).rank_of(beside) is not None]  # fmt: skip
+            places = {len({info.buffer.data_ptr() for (info,) in infos.values()}) for infos, _ in received}
+            found.append((loss.clone(), gradients, places))
+    return found

@@ -48,7 +48,7 @@ def fused_qkv(q, k, v, groups):
 def rank_of_layer(name, tensor, config, tp, t):
     """One rank's part of a parameter in a block, in Megatron's order."""
     if name == "attn.qkv":
-        parts = tensor.view(config.num_kv_heads, -1, config.head_dim, H)
+        parts = tensor.view(config.num_kv_heads, -1, config.head_dim, *tensor.shape[1:])
         q, k, v = parts[:, :-2].flatten(0, 1), parts[:, -2], parts[:, -1]
         return fused_qkv(q, k, v, config.num_kv_heads).chunk(tp)[t]
     if name == "mlp.gate_up":
@@ -73,6 +73,9 @@ def stage(weights, config, tp, t, layers, first, last, family):
                 tensor = rank_of_layer(names[0], weights[f"blocks.{layer}.{names[0]}.weight"], config, tp, t)
                 name = names[COLUMN[family]]
                 flat[f"layers.{local}.{name}{'_' if name.endswith('layer_norm') else '.'}weight"] = tensor.clone()
+                if f"blocks.{layer}.{names[0]}.bias" in weights:  # of qkv
+                    bias = rank_of_layer(names[0], weights[f"blocks.{layer}.{names[0]}.bias"], config, tp, t)
+                    flat[f"layers.{local}.{name}.bias"] = bias.clone()
                 if family != "nested" and "linear_" in name and "layer_norm" not in name:
                     flat[f"layers.{local}.{name}._extra_state"] = None
     if last:
@@ -103,7 +106,8 @@ def args_of(config, tp, pp, **changes):
         "kv_channels": config.head_dim, "group_query_attention": True, "num_query_groups": config.num_kv_heads,
         "normalization": "RMSNorm", "layernorm_epsilon": config.norm_eps, "swiglu": True, "add_bias_linear": False,
         "position_embedding_type": "rope", "rotary_base": int(config.rope_theta), "rotary_percent": 1.0,
-        "qk_layernorm": config.qk_norm, "untie_embeddings_and_output_weights": not config.tied,
+        "qk_layernorm": config.qk_norm, "add_qkv_bias": config.attention_bias == "qkv",
+        "untie_embeddings_and_output_weights": not config.tied,
         "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "make_vocab_size_divisible_by": 128,
         "padded_vocab_size": (config.vocab_size + 128 * tp - 1) // (128 * tp) * 128 * tp,
     }  # fmt: skip

@@ -1,15 +1,20 @@
 """Options of Megatron-LM's pretrain_gpt.py: each is explained, and the table in the docs is the one that explains."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from dtgpt.cli import main
 from dtgpt.commands.command import with_dashes
 from dtgpt.config.overrides import leaves, read_words, take, value_text
+from dtgpt.config.recipe import Recipe
+from dtgpt.models.architectures import ARCHITECTURES
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.optim.kinds import KINDS
+from dtgpt.optim.muon import MuonConfig
 from dtgpt.train.settle import override
 from dtgpt.translate import llmc, nanogpt
 from dtgpt.translate.megatron_table import OPTIONS, entries_of
@@ -97,7 +102,7 @@ def test_every_option_of_the_scripts_is_explained_or_taken(recipe, words, dash):
         ("--lr-decay-style WSD", "use --optimizer.schedule wsd"),
         ("--lr-decay-style linear", "use --optimizer.schedule linear"),
         ("--normalization LayerNorm", "norms are always LayerNorm; leave it out"),
-        ("--normalization RMSNorm", "belongs to LLaMA, Mistral and Qwen3; begin with a recipe of one"),
+        ("--normalization RMSNorm", "belongs to LLaMA, Mistral and Qwen; begin with a recipe of one"),
         ("--position-embedding-type alibi", "not available"),
         ("--tensor-model-parallel-size 8", "use --plan tp8; parts"),
         ("--fp16", "use --precision fp16"),
@@ -145,7 +150,7 @@ def test_a_recipe_of_any_other_architecture_has_the_answers_for_all(recipe):
 
 
 def test_an_answer_names_options_that_exist_and_take_the_value(of_architecture):
-    known = {name for name, *_ in leaves(of_architecture)}
+    known = {name for name, *_ in leaves(of_architecture)} | {f"optimizer.{each.name}" for each in fields(MuonConfig)}
     for key, answer in entries_of(of_architecture.model.architecture).items():
         word = key.partition(" ")[2]
         for name in re.findall(r"(?<!\S)--([a-z_.0-9]+)", answer.text):
@@ -155,7 +160,7 @@ def test_an_answer_names_options_that_exist_and_take_the_value(of_architecture):
             example = {"STYLE": "linear", "KIND": "full"}.get(word, "1" if word.isupper() else word)
             settings = answer.settings(GivenOption(key, example, key))
             assert settings, key
-            for name, value in settings.items():
+            for name, value in settings.items() if "optimizer.kind" not in settings else ():
                 take(of_architecture, read_words([f"--{name}={value_text(value)}"], of_architecture)[1])
 
 
@@ -227,6 +232,48 @@ def test_no_answer_hides_another(name):
         assert option not in seen, f"{key} comes after {seen[option]}"
         if not value or value.isupper():
             seen[option] = key
+
+
+# What a sentence says is not available -> names that no field, value or architecture here may have.
+ABSENT = {
+    "another width": ["mlp_width"], "other rotations": ["rotary_percent", "no_rope_freq", "mrope"],
+    "no model here has it": ["alibi", "mtp", "qk_clip", "attention_output_gate", "off-by-one", "layernorm_1p"],
+    "other kinds": ["kv_lora_rank", "q_lora_rank", "v_head_dim"], "experts": ["num_experts", "moe"],
+    "others": ["step_batch_size_schedule"], "8-bit or 4-bit": ["fp4", "mxfp8"], "fill-in-the-middle": ["fim"],
+    "BERT": ["bert", "t5", "retro"], "images": ["vision", "vit"], "Apple": ["mps"],
+}  # fmt: skip
+
+
+def names_here() -> set[str]:
+    """Names of all fields and of their choices, of all architectures and optimizers."""
+    configs = [*ARCHITECTURES.values(), *KINDS.values()]
+    hints = [hint for config in configs for hint in get_type_hints(config, include_extras=False).values()]
+    named = {each.name for config in configs for each in fields(config)} | {*ARCHITECTURES, *KINDS}
+    named |= {part for name, *_ in leaves(Recipe) for part in name.split(".")}
+    return named | {choice for hint in hints for choice in get_args(hint) if isinstance(choice, str)}
+
+
+def test_nothing_that_is_here_is_called_not_available():
+    here = names_here()
+    assert {"window", "yarn", "relu2", "clamped_swiglu", "attention_bias", "muon", "skip_loss_z", "gpt_oss"} <= here
+    tables = [*TABLES.values(), *(flat({"": table}) for _, table in PROGRAMS.values())]
+    for answer in (answer for entries in tables for answer in entries.values()):
+        if "not available" in answer.text:
+            names = [name for said, absent in ABSENT.items() if said in answer.text for name in absent]
+            assert names and not here & {*names}, answer.text
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("squared-relu", "--model.activation relu2"), ("check-for-spiky-loss", "--optimizer.skip_loss_z"),
+        ("check-for-large-grads", "--optimizer.skip_grad_norm_z"), ("skip-train", "dtgpt eval"),
+        ("optimizer sgd", "adamw, muon or normuon"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_what_is_here(option, text):
+    name, _, value = option.partition(" ")
+    assert text in explain(name, value, entries_of("gpt2"))
 
 
 if __name__ == "__main__":

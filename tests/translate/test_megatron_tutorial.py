@@ -67,7 +67,7 @@ def test_tools_become_commands(run, command, wanted):
      "use dtgpt convert TREE TARGET --to hf"),
     ("python megatron_gpt2/checkpoint_reshaping_and_interoperability.py --load_path a --save_path b",
      "use dtgpt convert MODEL TARGET --to hf, or --to megatron"),
-    ("python pretrain_bert.py --num-layers 24", "dtgpt trains GPT-2 and LLaMA alone"),
+    ("python pretrain_bert.py --num-layers 24", "dtgpt trains decoders of transformer blocks on text alone"),
     ("python tasks/main.py --task RACE --valid-data x --load c", "the tasks are lambada, wikitext103 and hellaswag"),
     ("python tools/checkpoint/util.py --model-type BERT --load-dir a --save-dir b", "BERT and T5 are not available"),
 ])  # fmt: skip

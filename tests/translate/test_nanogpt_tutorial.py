@@ -40,7 +40,8 @@ def test_characters_of_shakespeare_on_a_gpu_and_on_a_cpu(run, translated):
     ("torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py",
      "torchrun --nproc-per-node 8 my_recipe.py"),
     ("torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=123.456.123.456 --master_port=1234 train.py",
-     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 1 --rdzv-endpoint HOST:29500 my_recipe.py"),
+     "torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr 123.456.123.456 --master-port 1234 "
+     "my_recipe.py"),
     ("python train.py", "python my_recipe.py"),
 ])  # fmt: skip
 def test_gpt2_of_124m(translated, command, last):

@@ -1,5 +1,6 @@
 """`dtgpt translate`, from a script or a command to a recipe that loads, or to a command of dtgpt."""
 
+import math
 import struct
 import subprocess
 import sys
@@ -59,15 +60,12 @@ def test_a_script_of_megatron_lm(run, tmp_path):
         0,
     )
     assert (recipe.log.eval_interval, recipe.log.eval_samples, recipe.log.interval) == (10, 48, 100)
-    assert out.splitlines()[-1] == "torchrun --nproc-per-node 4 my_recipe.py"
+    assert out.splitlines()[-1] == "sbatch --nodes=2 recipes/slurm.sbatch my_recipe.py"
     assert "experts" not in out and "--max-position-embeddings 32" in out
     text = (tmp_path / "my_recipe.py").read_text()
     assert "        steps=100,  # --train-iters 100\n" in text
     assert "            beta2=0.999,  # default --adam-beta2 0.999\n" in text
     assert max(map(len, text.splitlines())) <= 120
-    assert (
-        run("train.sh", "c", "d", "NODES=4")[1].splitlines()[-1].startswith("torchrun --nnodes 4 --nproc-per-node 4 ")
-    )
     with_options = run("train.sh", "c", "d", "--", "--lr", "1e-3", "--num-experts", "8")[1]
     assert "experts are not available" in with_options and recipe_of(tmp_path).optimizer.lr == 1e-3
 
@@ -147,13 +145,15 @@ def test_options_of_megatron_lm_together(run, tmp_path, words, values):
 @pytest.mark.parametrize(
     "launcher, wanted",
     [
-        ("srun -n 2 torchrun --nproc_per_node 4 --nnodes=2", "torchrun --nnodes 2 --nproc-per-node 4 "),
+        ("srun -n 2 torchrun --nproc_per_node 4 --nnodes=2", "srun -n 2 torchrun --nnodes 2 --nproc-per-node 4 "),
+        ("srun torchrun --nproc_per_node 4 --nnodes=2 --rdzv_id=$ID --rdzv_endpoint $HEAD:1234",
+         "srun torchrun --nnodes 2 --nproc-per-node 4 --rdzv-id $ID --rdzv-endpoint $HEAD:1234 my_recipe.py"),
         ("mpirun -np 4 python", "torchrun --nproc-per-node 4 my_recipe.py"),
         ("python -m torch.distributed.launch --nproc_per_node=2", "torchrun --nproc-per-node 2 my_recipe.py"),
         ("torchrun --nproc_per_node $GPUS", "torchrun --nproc-per-node N my_recipe.py"),
-        ("srun --nodes=2 --ntasks-per-node 8 env X=1 python -u", "torchrun --nnodes 2 --nproc-per-node 8 "),
+        ("srun --nodes=2 --ntasks-per-node 8 env X=1 python -u", "srun --ntasks-per-node 1 torchrun --nnodes 2 "),
     ],
-)
+)  # fmt: skip
 def test_processes_are_those_of_the_launcher(run, tmp_path, launcher, wanted):
     (tmp_path / "x.sh").write_text(f"{launcher} /m/pretrain_gpt.py {MODEL} {TRAINING}")
     assert run("x.sh")[1].splitlines()[-1].startswith(wanted)
@@ -317,7 +317,7 @@ def test_other_programs_become_commands(run, words, wanted):
         (f"pretrain_gpt.py {MODEL} {TRAINING} --pipeline-model-parallel-size 0", [], "is not a whole number above 0"),
         ("python train.py --micro-batch-size 3", [], "taken for nanoGPT's"),
         (f"pretrain_gpt.py {MODEL} {TRAINING} --seed abc", [], "--seed abc: 'abc' is not a number"),
-        ("python pretrain_bert.py --x", [], "pretrain_bert.py cannot be translated: dtgpt trains GPT-2"),
+        ("python pretrain_bert.py --x", [], "pretrain_bert.py cannot be translated: dtgpt trains decoders"),
         ("./train_gpt2cu -e", [], "takes options with a value each"),
         ("./train_gpt2cu -x 5 -e d13", [], "not a model of llm.c"),
         ("python train.py --eval_only=True", [], "use dtgpt eval MODEL"),
@@ -357,3 +357,90 @@ def test_files_that_are_no_scripts(run, tmp_path):
         "already; give another --output"
         in run("--output", "my.py", "--", *f"pretrain_gpt.py {MODEL} {TRAINING}".split())[1]
     )
+
+
+LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+GATE = "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0"
+OSS = (
+    f"--position-embedding-type yarn --normalization RMSNorm {GATE} --softmax-type learnable "
+    "--yarn-rotary-scaling-factor 32 --yarn-original-max-position-embeddings 4096 "
+    "--no-yarn-correction-range-round-to-int --window-size 127,0 --window-attn-skip-freq 2 --rotary-base 150000 "
+    "--yarn-mscale 1.0 --yarn-mscale-all-dim 0.0"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("--squared-relu", {"activation": "relu2"}),
+        (f"{LLAMA} --add-qkv-bias", {"attention_bias": "qkv"}),
+        (f"{LLAMA} --window-size (127,0) --window-attn-skip-freq 4", {"window": 128, "window_pattern": "LLLG"}),
+        (f"{LLAMA} --window-size 127,0 --window-attn-skip-freq [1]*3+[0]", {"window": 128, "window_pattern": "LLLG"}),
+        (f"{LLAMA} --window-size -1,0", {"window": 0}),
+        (f"{LLAMA} --rotary-seq-len-interpolation-factor 4", {"rope_factor": 4, "rope_scaling": "linear"}),
+        (f"{LLAMA.replace('rope', 'yarn')} --yarn-rotary-scaling-factor 4 --yarn-beta-fast 16 --yarn-beta-slow 2",
+         {"rope_scaling": "yarn", "rope_factor": 4, "rope_beta_fast": 16, "rope_beta_slow": 2, "rope_truncate": True,
+          "rope_attention_factor": 0}),
+        (OSS, {"architecture": "gpt_oss", "activation": "clamped_swiglu", "window": 128, "window_pattern": "LG",
+               "rope_factor": 32, "rope_original_length": 4096, "rope_truncate": False, "rope_theta": 150000}),
+        (f"{LLAMA.replace('--disable-bias-linear', '')} --softmax-type learnable",
+         {"architecture": "gpt_oss", "activation": "silu", "window": 0, "rope_factor": 1, "rope_theta": 10000}),
+    ],
+)  # fmt: skip
+def test_what_models_here_have_is_translated(translated, words, values):
+    recipe, _ = translated(f"pretrain_gpt.py {MODEL} {TRAINING} {words}")
+    assert {name: getattr(recipe.model, name) for name in values} == values
+
+
+def test_the_factor_of_yarn_is_the_ratio_of_both_scales(translated):
+    recipe, _ = translated(f"pretrain_gpt.py {MODEL} {TRAINING} {OSS}")
+    assert recipe.model.rope_attention_factor == pytest.approx(0.1 * math.log(32) + 1)
+    assert recipe.model.rotation.amplitude == recipe.model.rope_attention_factor
+
+
+def test_muon_has_its_own_config(translated, tmp_path):
+    words = "--optimizer muon --muon-momentum 0.9 --muon-num-ns-steps 6"
+    optimizer = translated(f"pretrain_gpt.py {MODEL} {TRAINING} {words}")[0].optimizer
+    assert (optimizer.kind, optimizer.momentum, optimizer.nesterov) == ("muon", 0.9, False)
+    assert optimizer.newton_schulz_steps == 6 and optimizer.lr == 1e-4
+    (tmp_path / "muon.py").write_text("optimizer_type = 'muon'\nlearning_rate = 0.02\n")
+    optimizer = translated("train.py muon.py")[0].optimizer
+    assert (optimizer.kind, optimizer.lr) == ("muon", 0.02)
+
+
+@pytest.mark.parametrize("value", ["$(date +%Y --utc)", "$(basename $PWD)-x", "`hostname -s`"])
+def test_what_is_unknown_in_a_text_of_options_leaves_the_others_known(run, tmp_path, value):
+    script = f'OPTIONS="{MODEL} {TRAINING} --profile-x {value} --global-batch-size $(expr 4 \\* 8)"'
+    (tmp_path / "x.sh").write_text(f"{script}\npython pretrain_gpt.py $OPTIONS")
+    code, out = run("x.sh")
+    assert code == 0, out
+    assert recipe_of(tmp_path).global_batch_size == 32
+    (tmp_path / "x.sh").write_text(f"{script.replace('--profile-x', '--seed')}\npython pretrain_gpt.py $OPTIONS")
+    code, out = run("x.sh")
+    assert code == 2 and "known; give the options that have them, after --" in out.replace("\n", " "), out
+    assert "no --num" not in out
+
+
+@pytest.mark.parametrize("text", ["$CMD", '"$CMD"'])
+def test_eval_reads_quotes_once_more(run, tmp_path, text):
+    lines = f"CMD=\"python pretrain_gpt.py {MODEL} {TRAINING} --seed '12' --profile-x '$(date -u)'\"\neval {text}"
+    (tmp_path / "x.sh").write_text(lines)
+    code, out = run("x.sh")
+    assert code == 0 and recipe_of(tmp_path).seed == 12, out
+
+
+def test_a_job_of_slurm_ends_with_its_sbatch_line(run, tmp_path):
+    (tmp_path / "x.sh").write_text(
+        "#!/bin/bash\n#SBATCH --nodes=4 --partition big\n#SBATCH --ntasks-per-node=1\n#SBATCH -A me\n"
+        f"srun torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES pretrain_gpt.py {MODEL} {TRAINING}"
+    )
+    out = run("x.sh")[1]
+    assert out.splitlines()[-1] == "sbatch --nodes=4 --partition big -A me recipes/slurm.sbatch my_recipe.py"
+    assert recipe_of(tmp_path).global_batch_size == 32 * recipe_of(tmp_path).micro_batch_size
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun --nproc_per_node 2"])
+def test_no_command_starts_fewer_processes_than_the_plan_needs(run, launcher):
+    words = f"{launcher} pretrain_gpt.py {MODEL} {TRAINING} --pipeline-model-parallel-size 4"
+    last = run("--", *words.split())[1].splitlines()[-1]
+    assert last.startswith("its plan needs 4 processes, or a multiple, but the command starts ")

@@ -33,7 +33,7 @@ REFUSED = (
     (rb".{257}ustar", "a tar archive", "unpack it with tar -x"),
     (rb"PAR1[\x00-\x1f]", "a Parquet file", "prepare it with --input-format parquet, or write it as JSON lines"),
     (rb"ARROW1\x00\x00", "an Arrow file", "write it as JSON lines"),
-    (rb"\xff\xfe|\xfe\xff", "UTF-16 text", "convert it with iconv -t UTF-8"),
+    (rb"\xff\xfe|\xfe\xff", "UTF-16 text", "convert it with iconv -f UTF-16 -t UTF-8"),
 )
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 

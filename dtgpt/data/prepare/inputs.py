@@ -9,6 +9,7 @@ import glob
 import io
 import os
 import select
+import shlex
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 POLL = 0.5  # seconds
 KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "txt", ".parquet": "parquet"}
+TABLES = (".csv", ".tsv")
 PARQUET = b"PAR1"  # with which such a file begins
 
 
@@ -174,7 +176,20 @@ def _head(name: str) -> bytes | None:
         raise UserError(f"the input {name} cannot be read: {error.strerror}; check its path and permissions") from None
 
 
+def check_not_csv(name: str) -> None:
+    """Raise UserError for a table, with the lines that make JSON lines of it."""
+    if name.lower().endswith(TABLES):
+        more = ", delimiter='\\t'" if name.lower().endswith(".tsv") else ""
+        target = shlex.quote(str(Path(name).with_suffix(".jsonl")))
+        script = f"import csv, json, sys\n[print(json.dumps(row)) for row in csv.DictReader(sys.stdin{more})]"
+        raise UserError(
+            f"{name} is a table, which is not read; make JSON lines of it, whose keys are the first row's names:\n"
+            f'python -c "{script}" < {shlex.quote(name)} > {target}'
+        )
+
+
 def _kind_of(name: str) -> str:
+    check_not_csv(name)
     path = Path(name)
     path = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
     if name == STDIN or (os.path.exists(name) and not os.path.isfile(name)):  # a pipe has no suffix

@@ -1,4 +1,4 @@
-"""LLaMA, Mistral and Qwen3 in checkpoints of Megatron-LM: names, order and args."""
+"""LLaMA, Mistral, Qwen2.5 and Qwen3 in checkpoints of Megatron-LM: names, order and args."""
 
 from argparse import Namespace
 from typing import Any
@@ -13,7 +13,7 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.util.errors import UserError, shown
 
 TITLE = "LLaMA"
-HAS = "rotary positions, RMSNorm, SwiGLU and no biases"
+HAS = "rotary positions, RMSNorm, SwiGLU and no biases but those of queries, keys and values"
 MODULES: Modules = {
     "tokens": "embedding.tokens", "attention_norm": "norm_1", "qkv": "attn.qkv", "q_norm": "attn.q_norm",
     "k_norm": "attn.k_norm", "attention_output": "attn.proj", "mlp_norm": "norm_2", "mlp_input": "mlp.gate_up",
@@ -25,7 +25,6 @@ VOCABULARIES: tuple[int, ...] = (32000, 32768, 128256, 151936)  # Llama 2, Mistr
 VALUES: Values = {
     "normalization": (("RMSNorm",), "another norm"),
     "swiglu": ((True,), "another MLP"),
-    "add_qkv_bias": ((None, False), "biases of queries, keys and values"),
     "glu_linear_offset": ((None, 0.0), "an offset in SwiGLU"),
     "rotary_percent": ((None, 1.0), "rotation of a part of each head"),
     "rotary_seq_len_interpolation_factor": ((None, 1), "interpolated positions"),
@@ -65,6 +64,7 @@ def read_config(args: Namespace | None, facts: StoredShapes) -> tuple[LlamaConfi
         vocab_size=rows * facts.tensor_parallel_size,
         tied=tied,
         qk_norm=given.get("qk_layernorm") is True,
+        attention_bias="qkv" if given.get("add_qkv_bias") is True else "none",
         norm_eps=epsilon(given, ("norm_epsilon", "layernorm_epsilon"), LlamaConfig.norm_eps, path),
         rope_theta=_number(given, "rotary_base", LlamaConfig.rope_theta, facts),
         rope_factor=_number(given, "rope_scaling_factor", FACTOR, facts) if scaled else 1.0,
@@ -138,7 +138,9 @@ def cut_sizes(config: LlamaConfig, ranks: int) -> dict[str, int]:
 
 
 def check_export(config: LlamaConfig) -> list[str]:
-    check_fields_written(config, {"activation": "silu", "attention_bias": "none"})
+    check_fields_written(config, {"activation": "silu"})
+    if config.attention_bias == "all":
+        check_fields_written(config, {"attention_bias": "none"})
     if config.window < config.seq_length:
         check_fields_written(config, {"window": 0})
     if config.rope_factor != 1 or config.rotation.amplitude != 1:
@@ -174,7 +176,7 @@ def write_args(config: LlamaConfig) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.norm_eps,
         "add_bias_linear": False,
-        "add_qkv_bias": False,
+        "add_qkv_bias": config.attention_bias == "qkv",
         "swiglu": True,
         "qk_layernorm": config.qk_norm,
         "bias_gelu_fusion": False,
