@@ -243,9 +243,9 @@ def default_table(
 def make_table(
     config: ModelConfig, plan: Plan, seq_length: int | None = None, peers: KernelCollectives | None = None
 ) -> Table:
-    """Return the plan's own entries, the most specific first, then the default ones: the first that matches a module
-    counts. `seq_length`: of samples; None: all positions. `peers`: what gathers and sums activations, where kernels can do it. Raises UserError
-    for a pattern that names no module, or one whose style follows from others."""
+    """Return the plan's own entries, the most specific first, then the default ones: the first that matches a
+    module counts. `seq_length`: of samples; None: all positions. `peers`: what gathers and sums activations, where
+    kernels can do it. Raises UserError for a pattern that names no module, or one whose style follows from others."""
     default = default_table(config, plan.sequence_parallel, seq_length or config.seq_length, peers)
     if not plan.table:
         return default

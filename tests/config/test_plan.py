@@ -241,7 +241,7 @@ def test_two_entries_for_one_module_of_which_neither_is_more_specific_are_refuse
     pair = {"blocks.*.mlp.fc": ColwiseParallel(), other: None}
     if other.endswith("*"):
         pair = {"blocks.*.*.proj": ColwiseParallel(), other: None}
-    with pytest.raises(UserError, match="both match 'blocks.0.mlp.(fc|proj)', and neither"):
+    with pytest.raises(UserError, match=r"both match 'blocks.0.mlp.(fc|proj)', and neither"):
         make_table(MODEL, Plan(tp=2, table=pair))
     make_table(MODEL, Plan(tp=2, table=dict.fromkeys(pair)))  # which ask for the same
 

@@ -19,7 +19,6 @@ from dtgpt.data.chats.encode import encode_chat, renderer_of
 from dtgpt.data.chats.preferences import read_pair
 from dtgpt.data.chats.template import ChatError
 from dtgpt.data.prepare.config import PrepareConfig
-from dtgpt.data.prepare.documents import json_object
 from dtgpt.data.prepare.job import prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.open import open_config
@@ -67,12 +66,6 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_pair(form):
     assert read_pair(FORMS[form]) == ([user("Hi"), answer("Yes")], [user("Hi"), answer("No")])
-
-
-def test_nulls_of_a_row_are_fields_of_other_rows():
-    row = dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output", "input", "system"))
-    for form in FORMS.values():
-        assert read_pair(json_object(json.dumps(row | form).encode())) == read_pair(form)
 
 
 def test_both_chats_have_the_instruction_beside_them():
