@@ -60,6 +60,7 @@ class Training:
         self._batch(plan)
         self._data()
         self._checkpoints()
+        result.check_model()
         return result
 
     def _has(self, name: str) -> bool:
@@ -92,7 +93,7 @@ class Training:
             signs["--disable-bias-linear"] = False
         for sign, found in signs.items():
             if llama and not found:
-                self.result.refuse(f"no {sign}", "a LLaMA always has it, and no model here has the others without it")
+                self.result.differ(f"no {sign}", "a LLaMA always has it, and no model here has the others without it")
         return "llama" if llama else "gpt2"
 
     def _length(self) -> int:
@@ -114,7 +115,7 @@ class Training:
                 if self._has(name):
                     fits = self._number(name) * product == size
                     why = "a GPT-2 always has this width" if fits else "a GPT-2 always has another width"
-                    (result.skip if fits else result.refuse)(self._words(name), why)
+                    (result.skip if fits else result.differ)(self._words(name), why)
         else:
             self._llama(hidden, heads)
         dropouts = [self._number(f"{part}-dropout") for part in ("hidden", "attention")]
