@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtgpt.commands.convert import ConvertOptions, convert
-from dtgpt.data.tokenizers.export import transformers_files
+from dtgpt.data.tokenizers.export import class_note, transformers_files
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace
 from dtgpt.interop.hf.origin import FILE, Origin, read_origin
@@ -145,6 +145,13 @@ def test_an_exported_tokenizer_is_tokenizer_json_for_every_type_of_model(tmp_pat
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in ("Hello 12345 don't  two\n\n x=1;  it'S Grüße", "", " the fox number 7"):
         assert theirs(text, split_special_tokens=True).input_ids == known.encode(text)
+
+
+def test_a_tokenizer_that_transformers_cuts_as_qwen2_is_told(tmp_path):
+    for cut, told in (("qwen3", False), ("llama3", True)):
+        known = open_tokenizer(str(cut_by_pattern(tmp_path, cut)))
+        content = transformers_files(known, 64)["tokenizer.json"]
+        assert (class_note(content, "qwen2") is not None) == told and class_note(content, "qwen3") is None
 
 
 @pytest.mark.parametrize("file", [{"_from_model_config": True, "eos_token_id": 2}, {"eos_token_id": [2, 3]}, None])
