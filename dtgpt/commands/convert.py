@@ -10,9 +10,9 @@ from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import Adapter, MergeFile, RecipeFile, VocabFile
 from dtgpt.config.execution import DTYPES
 from dtgpt.config.recipe_file import model_class
-from dtgpt.data.tokenizers.export import export_note, transformers_files
+from dtgpt.data.tokenizers.export import class_note, export_note, transformers_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.interop.hf.model import save_huggingface
+from dtgpt.interop.hf.model import ARCHITECTURES, save_huggingface
 from dtgpt.interop.hf.origin import Origin, origin_of
 from dtgpt.interop.hf.peft import save_peft
 from dtgpt.interop.megatron.export import export_notes, save_megatron
@@ -20,7 +20,9 @@ from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.open import check_recipe, open_adapter, open_source, with_adapter
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside, tokenizer_place
-from dtgpt.models.architectures import ARCHITECTURES, is_own
+from dtgpt.models.architectures import ARCHITECTURES as KNOWN
+from dtgpt.models.architectures import is_own
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Watched
 from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import parameters, say
@@ -85,7 +87,7 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
         say(note, warning=True)
     kind = type(source.config)
     if options.to != "dtgpt" and is_own(kind):
-        theirs = ARCHITECTURES.get(kind.architecture, kind).__name__
+        theirs = KNOWN.get(kind.architecture, kind).__name__
         say(f"{target}: what {kind.__name__} computes otherwise than {theirs} is not in it", warning=True)
     dtype, watched = DTYPES[options.dtype], Watched(source)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
@@ -95,7 +97,7 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     elif options.to == "hf":
         tokenizer = named or tokenizer_beside(path)
         origin = origin_of(path, source.config, tokenizer)
-        files = _files_of(tokenizer, origin, origin.whole(source.config).seq_length, path, target)
+        files = _files_of(tokenizer, origin, origin.whole(source.config), path, target)
         save_huggingface(watched, target, dtype, tokenizer, files, origin)
     else:
         sizes = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
@@ -129,18 +131,20 @@ def _check(options: ConvertOptions) -> None:
 
 
 def _files_of(
-    tokenizer: Tokenizer | None, origin: Origin, positions: int, path: Path, target: Path
+    tokenizer: Tokenizer | None, origin: Origin, config: ModelConfig, path: Path, target: Path
 ) -> dict[str, Any] | None:
     """Return the tokenizer's files for transformers, by name; None, with a message, if there are none that fit."""
     if tokenizer is None:
         say(f"no tokenizer is saved with {path}, so {target} has none; name one with --tokenizer")
         return None
     try:
-        files = origin.tokenizer_files(transformers_files(tokenizer, positions), positions)
+        files = origin.tokenizer_files(transformers_files(tokenizer, config.seq_length), config.seq_length)
     except UserError as error:
         say(f"{error}; the model is written without a tokenizer", warning=True)
         return None
-    if note := export_note(tokenizer):
+    architecture = ARCHITECTURES.get(config.architecture)
+    kind = "" if architecture is None else architecture.write_config(config)["model_type"]
+    for note in filter(None, (export_note(tokenizer), class_note(files["tokenizer.json"], kind))):
         say(note, warning=True)
     return files
 

@@ -14,7 +14,7 @@ from dtgpt.config.recipe_file import model_class
 from dtgpt.data.megatron.blend import as_weight, normalised, parse_data_path
 from dtgpt.data.megatron.indexed import bin_path, idx_path
 from dtgpt.data.megatron.prepared import open_sequences, prefix_of, prefixes_near
-from dtgpt.data.megatron.token_shards import TokenShards
+from dtgpt.data.megatron.token_shards import SUFFIXES, TokenShards
 from dtgpt.data.prepare.inspect import InspectDataConfig, describe, digests
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.inspect import inspect as inspect_model
@@ -35,7 +35,7 @@ class InspectOptions(InspectDataConfig):
 
       model         a run, a checkpoint or a model of another library; each file of
                     a checkpoint is verified
-      token files   PREFIX of a .bin and .idx, or .bin shards of llm.c or nanoGPT (several: a quoted glob); with
+      token files   PREFIX of a .bin and .idx, or shards: .bin of llm.c or nanoGPT, .npy (several: a quoted glob); with
                     --digest, as JSON, digests of the samples in Megatron-LM's order, also of a blend, as in
                     dtgpt inspect 0.3 PREFIX1 0.7 PREFIX2 --digest --num-samples N
 
@@ -69,8 +69,10 @@ def _means_tokens(word: str) -> bool:
         return True
     path = Path(word)
     if path.exists():
-        return path.suffix == ".bin" and not path.is_dir() and not _begins_as_model(path)
-    return word.endswith((".bin", ".idx")) or has_magic(word) or bin_path(word).is_file() or bool(prefixes_near(word))
+        return path.suffix in SUFFIXES and not path.is_dir() and not _begins_as_model(path)
+    return (
+        word.endswith((*SUFFIXES, ".idx")) or has_magic(word) or bin_path(word).is_file() or bool(prefixes_near(word))
+    )
 
 
 def _begins_as_model(path: Path) -> bool:
@@ -92,7 +94,8 @@ def _inspect_data(options: InspectOptions, changed: set[str]) -> None:
     if options.tokenizer is not None or options.vocab_file is not None or options.merge_file is not None:
         vocabulary = open_tokenizer(options.tokenizer or "gpt2", options.vocab_file, options.merge_file)
     eot = options.eot if options.eot is not None or vocabulary is None else vocabulary.end_of_text
-    opened = [open_sequences(prefix, eot) for prefix in prefixes]
+    begin = None if options.eot is not None or vocabulary is None else vocabulary.begin_of_text
+    opened = [open_sequences(prefix, eot, begin) for prefix in prefixes]
     shards = [sequences for sequences in opened if isinstance(sequences, TokenShards)]
     if not shards:
         _refuse(changed & {"eot"}, f"applies to shards, and {prefixes[0]} has an .idx")

@@ -11,7 +11,7 @@ from dtgpt.data.prepare.documents import BYTE_ORDER_MARK, paired
 from dtgpt.data.prepare.inputs import check_not_csv
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import UserError, remedy, shown
-from dtgpt.util.storage import open_regular, parse_json
+from dtgpt.util.storage import open_regular, parse_json, present
 
 LARGEST = 1 << 30  # bytes of a file, unpacked
 JSON = (".jsonl", ".ndjson", ".json")
@@ -83,7 +83,7 @@ def json_records(file: DataFile) -> Iterator[Entry]:
     for place, value in _json_array(file) if is_array else _json_lines(file):
         if not isinstance(value, dict):
             raise UserError(f"{place} is {shown(value)}, not a JSON object; write an object in each line")
-        yield Entry(place, value)
+        yield Entry(place, present(value.items()))
 
 
 def _json_array(file: DataFile) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ local tensors; inside a module of the table, weights and activations are DTensor
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -242,16 +243,17 @@ def default_table(
 def make_table(
     config: ModelConfig, plan: Plan, seq_length: int | None = None, peers: KernelCollectives | None = None
 ) -> Table:
-    """Return the plan's own entries, then the default ones: the first that matches a module counts. `seq_length`: of
-    samples; None: all positions. `peers`: what gathers and sums activations, where kernels can do it. Raises UserError
-    for a pattern that names no module, or one whose style follows from others."""
+    """Return the plan's own entries, the most specific first, then the default ones: the first that matches a
+    module counts. `seq_length`: of samples; None: all positions. `peers`: what gathers and sums activations, where
+    kernels can do it. Raises UserError for a pattern that names no module, or one whose style follows from others."""
     default = default_table(config, plan.sequence_parallel, seq_length or config.seq_length, peers)
     if not plan.table:
         return default
     with torch.device("meta"):
         model = Decoder(config)
     _check_own(plan.table, model)
-    row, own = SequenceRowwise if plan.sequence_parallel else DeferredBiasRowwise, dict(plan.table)
+    row = SequenceRowwise if plan.sequence_parallel else DeferredBiasRowwise
+    own = _most_specific_first(plan.table, model)
     deferred = [name for name, module in model.named_modules() if isinstance(module, DeferredBiasLinear)]
     for pattern, style in plan.table.items():
         if type(style) is RowwiseParallel and any(matches(name, pattern) for name in deferred):
@@ -260,6 +262,22 @@ def make_table(
     if plan.sequence_parallel:
         _check_covers(table, model)
     return table
+
+
+def _most_specific_first(table: Table, model: Decoder) -> dict[str, ParallelStyle | None]:
+    """Return the plan's own entries, each before those that match all of its modules and more. Raise UserError for two
+    that match a module of which neither is the more specific one."""
+    names = [name for name, _ in model.named_modules()]
+    matched = {pattern: {name for name in names if matches(name, pattern)} for pattern in table}
+    for one, other in combinations(table, 2):
+        both = matched[one] & matched[other]
+        nested = matched[one] != matched[other] and both in (matched[one], matched[other])
+        if both and not nested and table[one] is not table[other]:
+            raise UserError(
+                f"the plan's table has {one!r} and {other!r}, which both match {min(both)!r}, and neither is a part of "
+                "the other; leave one of them out, or name its blocks by a pattern that matches others"
+            )
+    return {pattern: table[pattern] for pattern in sorted(table, key=lambda pattern: len(matched[pattern]))}
 
 
 def _check_covers(table: Table, model: Decoder) -> None:

@@ -60,7 +60,7 @@ def settle_at(resume: ResumePoint, file: Recipe, asked: Recipe, given: Collectio
         recipe = recipe_of_run(run, file, asked, given)
         return recipe if recipe.train_samples is None else _counted_on(recipe, run, resume.checkpoint)
     if asked.init_from:
-        values = model_values(Path(asked.init_from), asked.model, given)
+        values = model_values(Path(asked.init_from), asked.model, given, asked.sample_length)
         return replace_values(named_by_option(asked, given), values)
     return asked
 
@@ -217,21 +217,28 @@ def _unknown(saved: dict[str, Any], known: set[str], prefix: str = "") -> Iterat
             yield name[:60]
 
 
-def model_values(path: Path, asked: ModelConfig, given: Collection[str]) -> dict[str, Any]:
+def model_values(
+    path: Path, asked: ModelConfig, given: Collection[str], sample_length: int | None = None
+) -> dict[str, Any]:
     """Return the dimensions of the model at `path` that `asked` does not have, by the names of recipe fields. Raises
     UserError where an option `given` contradicts them, or the architecture is another one. A shorter context is not a
-    contradiction, nor is a scaling of rotary positions; where positions are not learned, the length of samples is the
-    recipe's."""
-    return _dimensions(path, open_config(path, type(asked)), asked, given)
+    contradiction, nor is a scaling of rotary positions; where positions are not learned, their number is the recipe's,
+    but for one that neither an option nor samples (`sample_length`, None: as many) ask for in spite of the model's."""
+    config, samples = open_config(path, type(asked)), sample_length or asked.seq_length
+    fits = "model.seq_length" not in given and samples <= config.seq_length < asked.seq_length
+    return _dimensions(path, config, asked, given, takes_length=fits)
 
 
 def _dimensions(
-    path: Path, config: ModelConfig, asked: ModelConfig, given: Collection[str], exact: bool = False
-) -> dict[str, Any]:
+    path: Path, config: ModelConfig, asked: ModelConfig, given: Collection[str], exact: bool = False,
+    takes_length: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Return as `model_values` does for a model of the shape `config`. exact: where no length of samples is given, it
-    is that of the model, and a shorter one is a contradiction where positions are learned."""
+    is that of the model, and a shorter one is a contradiction where positions are learned. takes_length: the number of
+    positions is that of the model although they are not learned."""
     check_same_architecture(path, config, asked)
-    own = FREE if config.learns_positions or (exact and "model.seq_length" not in given) else FREE | {"seq_length"}
+    takes_length = takes_length or config.learns_positions or (exact and "model.seq_length" not in given)
+    own = FREE if takes_length else FREE | {"seq_length"}
     if not exact:
         own = own | {n for n in config.continued if f"model.{n}" in given}
     held = {f"model.{n}": v for n, v in vars(config).items() if n not in own}

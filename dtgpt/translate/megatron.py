@@ -57,6 +57,7 @@ class Training(ModelOptions):
         self._batch(plan)
         self._data()
         self._checkpoints()
+        result.check_model()
         return result
 
     def _recompute(self) -> None:

@@ -53,11 +53,11 @@ class ModelOptions:
         if not sinks:
             signs["--disable-bias-linear"] = self._has("disable-bias-linear")
         elif self._has("disable-bias-linear"):
-            self.result.refuse("--disable-bias-linear", "a GPT-OSS, whose heads have sinks, always has biases")
+            self.result.differ("--disable-bias-linear", "a GPT-OSS, whose heads have sinks, always has biases")
         title = "GPT-OSS" if sinks else "LLaMA"
         for sign, found in signs.items():
             if not found:
-                self.result.refuse(
+                self.result.differ(
                     f"no {sign}", f"a {title} always has it, and no model here has the others without it"
                 )
         return "gpt_oss" if sinks else "llama"
@@ -81,7 +81,7 @@ class ModelOptions:
                 if self._has(name):
                     fits = self._number(name) * product == size
                     why = "a GPT-2 always has this width" if fits else "a GPT-2 always has another width"
-                    (result.skip if fits else result.refuse)(self._words(name), why)
+                    (result.skip if fits else result.differ)(self._words(name), why)
         else:
             self._llama(hidden, heads)
         dropouts = [self._number(f"{part}-dropout") for part in ("hidden", "attention")]
@@ -109,7 +109,7 @@ class ModelOptions:
         sinks = result.architecture == "gpt_oss"
         for name, field, value in (("qk-layernorm", "qk_norm", True), ("add-qkv-bias", "attention_bias", "qkv")):
             if self._has(name) and sinks:
-                result.refuse(self._words(name), "a GPT-OSS has no norm of heads, and all biases")
+                result.differ(self._words(name), "a GPT-OSS has no norm of heads, and all biases")
             elif self._has(name):
                 result.assign(self._words(name), {f"model.{field}": value})
         self._gate()
@@ -126,7 +126,7 @@ class ModelOptions:
             self.result.set(self._words(*names), model__activation="clamped_swiglu")
         elif any(found):
             why = "a gate is clamped at 7, with --quick-geglu and --glu-linear-offset 1, or is SwiGLU's"
-            self.result.refuse(self._words(*names), f"{why}; choose --model.activation")
+            self.result.differ(self._words(*names), f"{why}; choose --model.activation")
 
     def _yarn(self) -> None:
         """Set the factor of cosines and sines, which is YaRN's own unless there are two scales."""
@@ -164,7 +164,7 @@ class ModelOptions:
         elif isinstance(value, list) and len(value) == self.result.value("model.num_layers"):
             pattern = "".join(LOCAL if one else GLOBAL for one in value)
         else:
-            self.result.refuse(self._words(frequency), "set --model.window_pattern, a text of L (window) and G (none)")
+            self.result.differ(self._words(frequency), "set --model.window_pattern, a text of L (window) and G (none)")
             return
         self.result.set(self._words(frequency), model__window_pattern=pattern)
 

@@ -4,13 +4,19 @@ that it no longer has. docs/megatron.md lists them."""
 from collections.abc import Callable
 from functools import partial
 
-from dtgpt.translate.options import Answer, explain, flat, no, skip, to, together
+from dtgpt.translate.options import Answer, explain, flat, no, other, skip, to, together
 
 GPT2 = skip("the model always has GPT-2's architecture")
 LLAMA = skip("the model always has LLaMA's architecture")
-TO_LLAMA = no("it belongs to LLaMA, Mistral and Qwen; begin with a recipe of one, such as recipes/llama_tiny.py")
-TO_GPT_OSS = no("it belongs to GPT-OSS; dtgpt translate makes a recipe of the command, where it has RMSNorm and a gate")
-TO_GPT2 = no("it belongs to GPT-2; begin with a recipe of one, such as recipes/gpt2_tiny.py")
+TO_LLAMA = other("it belongs to LLaMA, Mistral and Qwen; begin with a recipe of one, such as recipes/llama_tiny.py")
+TO_GPT_OSS = other(
+    "it belongs to GPT-OSS; dtgpt translate makes a recipe of the command, where it has RMSNorm and a gate"
+)
+TO_GPT2 = other("it belongs to GPT-2; begin with a recipe of one, such as recipes/gpt2_tiny.py")
+NOT_HERE = "no model here has it; it is not available"
+ATTENTION = "attention has plain or grouped queries, and windows where wanted; other kinds are not available"
+DENSE = "models are always dense; experts are not available"
+ALIKE = "blocks are always transformer blocks, all alike"
 FP8 = "--precision fp8, whose scales always follow from the largest values of the last 16 steps"
 TENSORBOARD = (
     "--log.tensorboard on, which writes loss, perplexity, learning rate, batch size, loss scale, gradient norm, memory "
@@ -26,11 +32,16 @@ OPTIONS = {
         "squared-relu": to("--model.activation relu2"),
         "add-qkv-bias": skip("a GPT-2 always has biases"),
         "softmax-type learnable": TO_GPT_OSS,
+        "glu-linear-offset 0, glu-linear-offset 0.0": skip("a GPT-2 has no gate"),
         "position-embedding-type rope, position-embedding-type yarn, use-rotary-position-embeddings, "
-        "no-position-embedding, rotary-*, yarn-*, no-yarn-*, window-size W, window-attn-skip-freq N, quick-geglu, "
-        "glu-linear-offset X, activation-func-clamp-value X, use-rope-scaling, rope-scaling-factor X, "
-        "normalization RMSNorm, swiglu, disable-bias-linear, "
-        "untie-embeddings-and-output-weights, qk-layernorm, group-query-attention, num-query-groups N": TO_LLAMA,
+        "no-position-embedding, window-size W, quick-geglu, glu-linear-offset X, activation-func-clamp-value X, "
+        "normalization RMSNorm, swiglu, disable-bias-linear, untie-embeddings-and-output-weights, qk-layernorm, "
+        "group-query-attention": TO_LLAMA,
+        "rotary-*, yarn-*, no-yarn-*, use-rope-scaling, rope-scaling-factor X, no-rope-freq, rope-type TYPE": skip(
+            "a GPT-2 learns its positions"
+        ),
+        "window-attn-skip-freq N": skip("it has no effect without a window, which a GPT-2 does not have"),
+        "num-query-groups N": skip("it has no effect without grouped queries, which a GPT-2 does not have"),
     },
     "Model, where it is a LLaMA, a Mistral or a Qwen": {
         "layernorm-epsilon E, norm-epsilon E": to("--model.norm_eps {E}"),
@@ -65,7 +76,7 @@ OPTIONS = {
         "rotary-interleaved": skip(
             "heads always rotate in halves, and weights of such a model are reordered when they are read"
         ),
-        "rotary-*, no-rope-freq, rope-type TYPE": no(
+        "rotary-*, no-rope-freq, rope-type TYPE": other(
             "all columns of a head always rotate, in every block; other rotations are not available"
         ),
         "position-embedding-type learned_absolute, normalization LayerNorm, openai-gelu": TO_GPT2,
@@ -82,32 +93,35 @@ OPTIONS = {
             "the vocabulary is padded to a multiple of 128 under every plan; --model.vocab_size is without padding"
         ),
         "vocab-size N": to("--model.vocab_size {N}"),
-        "vocab-extra-ids N": no("raise --model.vocab_size instead"),
+        "vocab-extra-ids 0": skip("there are none"),
+        "vocab-extra-ids N": other("raise --model.vocab_size instead"),
         "fp32-residual-connection": no("the residual stream always has the type of --precision"),
-        "init-method-xavier-uniform, embedding-init-method-std S, use-mup, mup-*": no(
+        "use-mup": other("no multipliers of widths are in a model here"),
+        "init-method-xavier-uniform, embedding-init-method-std S, mup-*": no(
             "initial weights always have a normal distribution with --model.init_std"
         ),
         "transformer-impl local": together(
             "--attention fused_softmax, the masked softmax that this implementation has"
         ),
-        "spec SPEC, use-mcore-models, use-legacy-models, transformer-impl IMPL, enable-experimental, onnx-safe": skip(
+        "spec SPEC": other("code of another model is not run; leave it out where it names the layers of GPT itself"),
+        "use-mcore-models, use-legacy-models, transformer-impl IMPL, enable-experimental, onnx-safe": skip(
             "there is one implementation of each model"
         ),
         "softmax-type vanilla": skip("attention has the usual softmax"),
-        "position-embedding-type TYPE, normalization NAME, apply-layernorm-1p, qk-l2-norm, mtp-*, softmax-type T, "
-        "apply-residual-connection-post-layernorm, attention-output-gate, qk-clip*, relative-attention-*, "
-        "mrope-section N": no("no model here has it; it is not available"),
-        "multi-latent-attention, experimental-attention-variant NAME, dsa-*, "
-        "no-dsa-*, q-lora-rank N, kv-lora-rank N, qk-head-dim N, qk-pos-emb-head-dim N, v-head-dim N, mscale*, "
-        "cache-mla-latents, mla-*": no(
-            "attention has plain or grouped queries, and windows where wanted; other kinds are not available"
-        ),
-        "num-experts N, moe-*, no-moe-*, expert-*, overlap-moe-*, overlap-dispatch-*, ep-overlap-*, "
-        "high-priority-a2a-*, "
-        "use-grouped-gemm-*, use-fused-weighted-squared-relu": no("models are always dense; experts are not available"),
-        "is-hybrid-model, hybrid-layer-pattern P, hybrid-override-pattern P, mamba-*, disable-mamba-*, "
-        "gdp-*, linear-*, "
-        "mhc-*, enable-mhc-connections, heterogeneous-layers-*": no("blocks are always transformer blocks, all alike"),
+        "mtp-num-layers 0": skip("that is how models here are"),
+        "position-embedding-type TYPE, normalization NAME, apply-layernorm-1p, qk-l2-norm, mtp-num-layers N, "
+        "softmax-type T, apply-residual-connection-post-layernorm, attention-output-gate": other(NOT_HERE),
+        "qk-clip*": no("weights are changed by the optimizer alone"),
+        "multi-latent-attention, experimental-attention-variant NAME": other(ATTENTION),
+        "num-experts N": other(DENSE),
+        "is-hybrid-model, hybrid-layer-pattern P, hybrid-override-pattern P, hybrid-attention-ratio X, "
+        "hybrid-mlp-ratio X, enable-mhc-connections, heterogeneous-layers-*": other(ALIKE),
+        "mtp-*, relative-attention-*, mrope-section N": no(NOT_HERE),
+        "dsa-*, no-dsa-*, q-lora-rank N, kv-lora-rank N, qk-head-dim N, qk-pos-emb-head-dim N, v-head-dim N, mscale*, "
+        "cache-mla-latents, mla-*": no(ATTENTION),
+        "moe-*, no-moe-*, expert-*, overlap-moe-*, overlap-dispatch-*, ep-overlap-*, high-priority-a2a-*, "
+        "use-grouped-gemm-*, use-fused-weighted-squared-relu": no(DENSE),
+        "mamba-*, disable-mamba-*, gdp-*, linear-*, mhc-*": no(ALIKE),
     },
     "Batch and length": {
         "micro-batch-size N, batch-size N": to("--micro_batch_size {N}"),
@@ -415,13 +429,14 @@ OPTIONS = {
         "check-for-nan-in-loss-and-grad, no-check-for-nan-in-loss-and-grad": skip(
             "a loss that is not finite always ends the run"
         ),
-        "yaml-cfg FILE": no("give the options of the file on the command line"),
+        "yaml-cfg FILE": other("give the options of the file on the command line"),
         "seed N": to("--seed {N}"),
     },
     "Other programs": {
         "inference-*, no-inference-*, use-legacy-static-engine, flash-decode, enable-chunked-prefill, "
         "num-speculative-tokens N, "
         "max-tokens-to-oom N, use-same-sampling-seed-*": skip("it is for generation: dtgpt serve, dtgpt generate"),
+        "retro-add-retriever": other("retrieval is not available"),
         "bert-*, mask-*, short-seq-prob P, sample-rate X, decoder-seq-length N, biencoder-*, ict-*, retriever-*, "
         "titles-data-path F, evidence-data-path F, block-data-path F, embedding-path F, indexer-*, "
         "query-in-block-prob P, "

@@ -24,12 +24,14 @@ class Answer:
     """kind: what becomes of the option. text: what a user reads; `{N}` in it is the option's value.
 
     together: the values of a recipe follow from several options, in the program's own module; else the options of
-    dtgpt with which the text begins are those values.
+    dtgpt with which the text begins are those values. of_model: what cannot be done is another model, so that no recipe
+    computes what the command does.
     """
 
     kind: Kind
     text: str
     together: bool = False
+    of_model: bool = False
 
     def filled(self, word: str = "", value: str = "") -> str:
         """Return the text with `value` in place of the placeholder `word`, which stays where there is no value."""
@@ -72,6 +74,11 @@ def skip(text: str) -> Answer:
 def no(text: str) -> Answer:
     """Asks for something that dtgpt does not do."""
     return Answer("cannot be done", text)
+
+
+def other(text: str) -> Answer:
+    """Asks for a model that dtgpt does not have."""
+    return Answer("cannot be done", text, of_model=True)
 
 
 Table = Mapping[str, Answer]  # a key holds names, each with a placeholder or a value: "lr X", "lr-decay-style wsd"

@@ -126,6 +126,7 @@ class Translation:
     environment: dict[str, str] = field(default_factory=dict)
     launch: Launch = Launch()
     needs: int = 1  # processes of the plan
+    other_model: list[TableRow] = field(default_factory=list)  # rows that ask for a model which dtgpt does not have
 
     def set(self, source: str, **values: Any) -> None:
         """Set values of the recipe, named with `__` in place of the dot."""
@@ -144,6 +145,20 @@ class Translation:
     def refuse(self, source: str, why: str) -> None:
         self.rows.append(TableRow(source, "cannot be done", why))
 
+    def differ(self, source: str, why: str) -> None:
+        """Refuse an option that makes another model."""
+        self.refuse(source, why)
+        self.other_model.append(self.rows[-1])
+
+    def check_model(self) -> None:
+        """Raise UserError where a recipe would be of another model than the command's."""
+        if self.other_model:
+            told = ", ".join(f"{row.source} ({row.text})" for row in self.other_model)
+            raise UserError(
+                f"the command is of a model that dtgpt does not have: {told}; leave such options out of it to "
+                "translate the rest"
+            )
+
     def value(self, name: str, otherwise: Any = None) -> Any:
         return self.settings.get(name, (otherwise,))[0]
 
@@ -157,7 +172,9 @@ class Translation:
                 self.refuse(source, "dtgpt does not know this option")
                 continue
             wanted, answer = found
-            if answer.kind != "translated":
+            if answer.of_model:
+                self.differ(source, answer.filled(wanted, readable(option.value)))
+            elif answer.kind != "translated":
                 self.rows.append(TableRow(source, answer.kind, answer.filled(wanted, readable(option.value))))
             elif not answer.together:
                 self.assign(source, answer.settings(option))

@@ -230,6 +230,24 @@ def test_a_plans_entry_for_one_block_counts_there_alone():
     assert style_of("blocks.1.attn.dropout", table, MODEL.roles) is not None
 
 
+@pytest.mark.parametrize("patterns", [("blocks.*.mlp.fc", "blocks.1.mlp.fc"), ("blocks.1.mlp.fc", "blocks.*.mlp.fc")])
+def test_of_two_entries_the_more_specific_one_counts_wherever_it_stands(patterns):
+    style = ColwiseParallel()
+    entries = {"blocks.*.mlp.fc": style, "blocks.1.mlp.fc": None}
+    table = make_table(MODEL, Plan(tp=2, table={pattern: entries[pattern] for pattern in patterns}))
+    assert [style_of(f"blocks.{i}.mlp.fc", table, MODEL.roles) for i in range(2)] == [style, None]
+
+
+@pytest.mark.parametrize("other", ["blocks.[01].mlp.*", "blocks.?.mlp.fc"])
+def test_two_entries_for_one_module_of_which_neither_is_more_specific_are_refused(other):
+    pair = {"blocks.*.mlp.fc": ColwiseParallel(), other: None}
+    if other.endswith("*"):
+        pair = {"blocks.*.*.proj": ColwiseParallel(), other: None}
+    with pytest.raises(UserError, match=r"both match 'blocks.0.mlp.(fc|proj)', and neither"):
+        make_table(MODEL, Plan(tp=2, table=pair))
+    make_table(MODEL, Plan(tp=2, table=dict.fromkeys(pair)))  # which ask for the same
+
+
 FIXED = [
     "embedding.wte", "head.lm_head", "*.wte", "blocks.*.attn.dropout", "blocks.0.drop_1", "blocks.*.ln_1",
     "embedding.wpe", "head.ln_f",

@@ -190,6 +190,33 @@ def test_every_form_gives_the_same_chat(folder, tmp_path):
     assert (weights == weights[0]).all() and answer == " world<|im_end|>"
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_null_of_a_row_is_a_field_that_the_row_does_not_have(folder, tmp_path, suffix):
+    """A table gives each row the fields of all, in messages, too."""
+    fields = dict.fromkeys(("messages", "conversations", "prompt", "completion", "system", "tools"))
+    of_message = dict.fromkeys(("weight", "tool_calls", "name"))
+    rows = [
+        {"messages": [QUESTION | of_message, ANSWER | of_message | {"weight": 1}]},
+        {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": " world", "weight": None}]},
+        {"prompt": "Hello", "completion": " world"},
+    ]
+    rows = [fields | row for row in rows]
+    path = tmp_path / f"chats.{suffix}"
+    if suffix == "jsonl":
+        write_chats(path, rows)
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        import pyarrow
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    summary = prepare(
+        PrepareConfig(input=(str(path),), chat=True, output_prefix=tmp_path / "x", tokenizer=str(folder), workers=1)
+    )
+    assert summary.documents == 3 and not summary.broken
+    dataset = IndexedDataset(tmp_path / "x_chat_document")
+    assert len({dataset.window(i).tobytes() for i in range(3)}) == 1
+
+
 @pytest.mark.parametrize("form", [
     {"messages": [QUESTION, ANSWER], "system": "Be brief"}, {"messages": [QUESTION, ANSWER], "system": ""},
     {"messages": [{"role": "system", "content": "Be brief"}, QUESTION, ANSWER], "system": "Be brief"},

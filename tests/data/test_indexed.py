@@ -214,10 +214,20 @@ def test_a_sealed_dataset_is_on_the_disk_and_only_renamed(whole, tmp_path, monke
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def llmc(path, tokens, magic=20240520, version=1, count=None):
+def llmc(path, tokens, magic=20240520, version=1, count=None, dtype="<u2"):
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
-    path.write_bytes(header.tobytes() + np.array(tokens, "<u2").tobytes())
+    path.write_bytes(header.tobytes() + np.array(tokens, dtype).tobytes())
+    return path
+
+
+def llama3(path, tokens):
+    return llmc(path, tokens, 20240801, 7, dtype="<u4")
+
+
+def saved(path, tokens, dtype):
+    with open(path, "wb") as file:  # numpy.save itself would add a suffix
+        np.save(file, np.array(tokens, dtype))
     return path
 
 
@@ -250,7 +260,12 @@ def test_shards_are_datasets(tmp_path, monkeypatch):
         (lambda p: llmc(p, [1, 2, 3], count=4), "has 1030 bytes, but by its header .* ends at byte 1032"),
         (lambda p: llmc(p, [1, 2, 3], count=2), "has 1030 bytes, but by its header .* ends at byte 1028"),
         (lambda p: llmc(p, [1], version=2), "version 2 at byte 4"),
-        (lambda p: llmc(p, [1, 2], magic=20240801, version=7), "Llama"),
+        (lambda p: llmc(p, [1, 2], magic=20240801, version=7), "by its header .* ends at byte 1032"),
+        (lambda p: llmc(p, [1, 2], magic=20240801, dtype="<u4"), "version 1 at byte 4, dtgpt reads 7"),
+        (lambda p: saved(p, [0.5, 1], "<f4"), r"float32 in the shape \(2,\), and tokens are whole"),
+        (lambda p: saved(p, [[1, 2]], "<u2"), r"uint16 in the shape \(1, 2\), and tokens are whole"),
+        (lambda p: p.write_bytes(b"\x93NUMPY\1\0v\0{'descr': ["), "is damaged"),
+        (lambda p: p.write_bytes(saved(p, [1, 2], "<u4").read_bytes()[:-1]), "is damaged"),
         (lambda p: p.write_bytes(struct.pack("<i", 20240520)), "ends at byte 4, inside its header"),
         (lambda p: p.write_bytes(b"\x01\x00\x02"), "has 3 bytes, which are not uint16 tokens .byte 2"),
         (lambda p: p.write_bytes(b""), "has 0 bytes, which are not uint16 tokens"),
@@ -261,6 +276,45 @@ def test_shards_that_are_not_whole_are_refused(tmp_path, make, sentence):
     make(tmp_path / "a.bin")
     with pytest.raises(UserError, match=sentence):
         TokenShards([tmp_path / "a.bin"])
+
+
+def test_shards_of_llama_3_have_a_begin_of_text_before_each_document(tmp_path):
+    tokens = [128000, 5, 70000, 128000, 128001, 9]
+    for eot, begin, lengths in ((128001, 128000, [3, 3]), (128001, None, [4, 2]), (None, 128000, [6])):
+        shards = TokenShards([llama3(tmp_path / "a.bin", tokens)], eot, begin)
+        assert shards.lengths.tolist() == lengths and shards.dtype == np.uint32
+        assert np.concatenate([shards.window(i) for i in range(len(shards))]).tolist() == tokens
+    mixed = TokenShards([llama3(tmp_path / "a.bin", tokens), nanogpt(tmp_path / "b.bin", [7, 128])], 9)
+    assert mixed.window(0).tolist() == tokens[:-1] and mixed.window(2).tolist() == [7, 128]
+    assert mixed.dtype == np.int64
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", "<i8", ">u2", "u1"])
+@pytest.mark.parametrize("name", ["a.bin", "a.npy"])
+def test_what_numpy_saved_has_the_type_of_its_header_by_any_name(tmp_path, name, dtype):
+    shards = TokenShards([saved(tmp_path / name, [1, 2, 9, 3], dtype)], 9)
+    assert [shards.window(i).tolist() for i in range(2)] == [[1, 2, 9], [3]]
+
+
+def test_tokens_of_another_type_than_uint16_are_refused(tmp_path):
+    """Those of tokenizers with few and many tokens."""
+    draw, path = np.random.default_rng(0), tmp_path / "a.bin"
+    for high in (100, 50257, 100278, 128256, 262144):
+        tokens = draw.integers(1, high, 4000)
+        for dtype in ("<u4", "<i8"):
+            path.write_bytes(tokens.astype(dtype).tobytes())
+            with pytest.raises(UserError, match=rf"every second 16-bit word, .*n.memmap\('{path}', '<u4', 'r'\)"):
+                TokenShards([path])
+    path.write_bytes(np.arange(100, dtype="<u4").tobytes())
+    with pytest.raises(UserError, match="every second 16-bit word"):
+        TokenShards([path])
+    for high in (2, 20, 65, 257, 50257):
+        for count in (10, 100, 10_000):
+            tokens = draw.integers(0, high, count)
+            assert TokenShards([nanogpt(path, tokens)]).window(0).tolist() == tokens.tolist()
+    path = path.rename(tmp_path / "a.npy")
+    with pytest.raises(UserError, match=r"does not begin as what numpy.save writes.*'<u4 or <u2', 'r'\)"):
+        TokenShards([path])
 
 
 def test_no_shards_are_refused():

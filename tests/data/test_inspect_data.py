@@ -181,7 +181,7 @@ def test_what_lies_near_is_suggested(corpora, tmp_path, capsys):
         (["--digest", "--samples", "3"], "--samples cannot be combined with --digest"),
         (["--tensors"], "--tensors applies to models, and"),
         (["--eot", "3"], "--eot applies to shards, and"),
-        (["--eot", "70000"], "--eot=70000 is out of range; use 0 or more and at most 65535"),
+        (["--eot", "99999999"], "--eot=99999999 is out of range; use 0 or more and at most 16777215"),
         (["--samples=-1"], "--samples=-1 is out of range; use 0 or more"),
         (["--tokenizer", "bytes"], "holds token 46463, but the tokenizer bytes has 257 tokens; give the tokenizer"),
         (["--digest", "--tokenizer", "bytes"], "but the tokenizer bytes has 257 tokens"),

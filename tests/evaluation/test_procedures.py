@@ -125,6 +125,7 @@ JOINED = ' \n = One = \n \n He said , " no " . \n'
     ("rows.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in ROWS)),
     ("stripped.jsonl", "".join(json.dumps({"text": row.rstrip("\n")}) + "\n" for row in ROWS)),
     ("rows.json", json.dumps([{"text": row} for row in ROWS])),
+    ("rows.jsonl", "".join(json.dumps({"page": None, "text": row}) + "\n" for row in ROWS)),
     ("whole.jsonl", json.dumps({"text": JOINED})), ("crlf.txt", JOINED.replace("\n", "\r\n")),
 ])  # fmt: skip
 def test_every_form_of_wikitext_is_the_same_text(tmp_path, name, content):

@@ -112,6 +112,14 @@ OTHER_MODELS = [
     ("qwen3", {"use_sliding_window": True, "layer_types": [SLIDING] * 2}, "layer_types of 2 layers and num_hid"),
     ("llama", dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 10**6), "is more than 1000000"),
     ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window='yes'"),
+    # transformers fails with these, too
+    ("qwen3", {"sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING]}, "use_sliding_window is not true"),
+    ("qwen2", {"use_sliding_window": False, "layer_types": [SLIDING, FULL, FULL]}, "use_sliding_window is not true"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": None, "layer_types": [SLIDING] * 3}, "window is null"),
+    ("ministral", {"sliding_window": None, "layer_types": [FULL, FULL, SLIDING]}, "sliding_window is null"),
+    ("mistral", {"sliding_window": None, "layer_types": [FULL, FULL, SLIDING]}, "sliding_window is null"),
+    ("phi3", {"layer_types": [SLIDING] * 3}, "sliding_window is null"),
+    ("llama", {"sliding_window": 8, "layer_types": [SLIDING] * 3}, "model_type=llama has none"),
     ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types"), ("llama", {"layer_types": 3}, "layer_types=3"),
 ]  # fmt: skip
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtgpt.commands.convert import ConvertOptions, convert
+from dtgpt.data.tokenizers.export import class_note, transformers_files
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace
 from dtgpt.interop.hf.origin import FILE, Origin, read_origin
@@ -126,6 +127,53 @@ def test_a_number_that_follows_from_missing_positions_stays_that_of_the_model(se
     made = {"config.json": architecture.write_config(config) | {"torch_dtype": "float32"}}
     written = Origin({"config.json": settings}).settings(config, made)["config.json"]
     assert architecture.read_config(written, Path("config.json")) == config
+
+
+OTHER_CLASS = {  # as folders have it, by which transformers 5 makes a tokenizer of its own for many types of models
+    "tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "bos_token": "<|endoftext|>",
+    "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_an_exported_tokenizer_is_tokenizer_json_for_every_type_of_model(tmp_path, kind):
+    (tmp_path / "out").mkdir()
+    known = open_tokenizer(str(cut_by_pattern(tmp_path, "qwen3" if kind == "qwen2" else "llama3")))
+    files = Origin({"tokenizer_config.json": OTHER_CLASS}).tokenizer_files(transformers_files(known, 64), 64)
+    for name, content in (files | {"config.json": {"model_type": kind, "vocab_size": known.vocab_size}}).items():
+        (tmp_path / "out" / name).write_text(json.dumps(content))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("Hello 12345 don't  two\n\n x=1;  it'S Grüße", "", " the fox number 7"):
+        assert theirs(text, split_special_tokens=True).input_ids == known.encode(text)
+
+
+def test_a_tokenizer_that_transformers_cuts_as_qwen2_is_told(tmp_path):
+    for cut, told in (("qwen3", False), ("llama3", True)):
+        known = open_tokenizer(str(cut_by_pattern(tmp_path, cut)))
+        content = transformers_files(known, 64)["tokenizer.json"]
+        assert (class_note(content, "qwen2") is not None) == told and class_note(content, "qwen3") is None
+
+
+@pytest.mark.parametrize("file", [{"_from_model_config": True, "eos_token_id": 2}, {"eos_token_id": [2, 3]}, None])
+@pytest.mark.parametrize("own_tokenizer", [True, False])
+def test_generation_config_gains_nothing(own_tokenizer, file):
+    settings = SIZES | {"model_type": "llama", "eos_token_id": 2}
+    config = ARCHITECTURES["llama"].read_config(settings, Path("config.json"))
+    ids = {"bos_token_id": 7, "eos_token_id": 9}
+    made = {"config.json": ids | {"torch_dtype": "float32"}, "generation_config.json": ids | {"max_length": 64}}
+    files = {"config.json": settings} | ({} if file is None else {"generation_config.json": file})
+    written = Origin(files, own_tokenizer=own_tokenizer).settings(config, made)
+    expected = file if file is None or own_tokenizer else file | {"eos_token_id": 9}
+    assert written.get("generation_config.json") == expected
+    assert written["config.json"] == settings | ({} if own_tokenizer else ids)
+
+
+@pytest.mark.parametrize("given, expected", [(["--seq_length", "8"], 64), (["--model.seq_length", "4096"], 4096)])
+def test_positions_are_the_folders_unless_asked_otherwise(recipe, tmp_path, given, expected):
+    their_model("qwen3", vocab_size=257, max_position_embeddings=64).save_pretrained(tmp_path / "theirs")
+    model = replace(HuggingFace(tmp_path / "theirs").config, seq_length=4096)
+    settled = override(replace(recipe, model=model), [*given, "--init_from", str(tmp_path / "theirs")])
+    assert (settled.model.seq_length, settled.sample_length) == (expected, int(given[1]))
 
 
 def test_a_tokenizer_without_a_begin_gets_none(tmp_path, theirs):

@@ -240,7 +240,7 @@ ABSENT = {
     "no model here has it": ["alibi", "mtp", "qk_clip", "attention_output_gate", "off-by-one", "layernorm_1p"],
     "other kinds": ["kv_lora_rank", "q_lora_rank", "v_head_dim"], "experts": ["num_experts", "moe"],
     "others": ["step_batch_size_schedule"], "8-bit or 4-bit": ["fp4", "mxfp8"], "fill-in-the-middle": ["fim"],
-    "BERT": ["bert", "t5", "retro"], "images": ["vision", "vit"], "Apple": ["mps"],
+    "BERT": ["bert", "t5", "retro"], "retrieval": ["retro"], "images": ["vision", "vit"], "Apple": ["mps"],
 }  # fmt: skip
 
 

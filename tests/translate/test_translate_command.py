@@ -66,8 +66,8 @@ def test_a_script_of_megatron_lm(run, tmp_path):
     assert "        steps=100,  # --train-iters 100\n" in text
     assert "            beta2=0.999,  # default --adam-beta2 0.999\n" in text
     assert max(map(len, text.splitlines())) <= 120
-    with_options = run("train.sh", "c", "d", "--", "--lr", "1e-3", "--num-experts", "8")[1]
-    assert "experts are not available" in with_options and recipe_of(tmp_path).optimizer.lr == 1e-3
+    with_options = run("train.sh", "c", "d", "--", "--lr", "1e-3", "--decoupled-lr", "1e-2")[1]
+    assert "have the same learning rate" in with_options and recipe_of(tmp_path).optimizer.lr == 1e-3
 
 
 def test_defaults_of_megatron_lm(translated):
@@ -169,13 +169,11 @@ def test_train_samples(translated):
 @pytest.mark.parametrize(
     "words, told",
     [
-        ("--position-embedding-type alibi", "no model here has it"),
         ("--hidden-dropout 0.2", "all sites have the same dropout: 0.2"),
-        ("--ffn-hidden-size 100", "always has another width"),
         ("--fp8-format hybrid --fp8-amax-history-len 1024", "of the last 16 steps"),
         ("--mock-data", "in place of random tokens"),
         ("--seed 1", "no --data-path"),
-        ("--swiglu --normalization RMSNorm", "a LLaMA always has it"),
+        ("--moe-router-topk 2", "experts are not available"),
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model t.model", "set --model.vocab_size"),
         ("--my-own-option 3", "dtgpt does not know this option"),
         ("--tensor-model-parallel-size 4", "the plan needs 4, or a multiple"),
@@ -186,6 +184,39 @@ def test_what_cannot_be_done_is_told_and_stands_in_the_recipe(run, tmp_path, wor
     assert code == 0 and told in " ".join(out.partition("cannot be done")[2].split())
     docstring = (tmp_path / "my_recipe.py").read_text().split('"""')[1]
     assert told in " ".join(docstring.split()) and "Not the same:" in docstring
+
+
+LLAMA = "--disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope"
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (f"{LLAMA} --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8",
+         "--num-experts 8 (models are always dense; experts are not available)"),
+        ("--num-experts 2", "--num-experts 2 (models are always dense"),
+        ("--multi-latent-attention --q-lora-rank 16", "--multi-latent-attention (attention has plain"),
+        ("--window-size 128,0", "--window-size 128,0 (it belongs to LLaMA"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1 (no model here has it"),
+        ("--position-embedding-type alibi", "no model here has it"),
+        ("--apply-residual-connection-post-layernorm --qk-l2-norm",
+         "--apply-residual-connection-post-layernorm (no model here has it; it is not available), --qk-l2-norm ("),
+        (f"{LLAMA} --rotary-percent 0.5", "--rotary-percent 0.5 (all columns of a head always rotate"),
+        (f"{LLAMA} --quick-geglu --glu-linear-offset 2", "--glu-linear-offset 2 (a gate is clamped at 7"),
+        ("--hybrid-override-pattern M-M*", "blocks are always transformer blocks"),
+        ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "code of another model is not run"),
+        ("--swiglu", "--swiglu (it belongs to LLaMA"), ("--untie-embeddings-and-output-weights", "belongs to LLaMA"),
+        ("--disable-bias-linear", "it belongs to LLaMA"), ("--normalization RMSNorm", "it belongs to LLaMA"),
+        ("--swiglu --normalization RMSNorm", "no --position-embedding-type rope (a LLaMA always has it"),
+        ("--swiglu --normalization RMSNorm --position-embedding-type rope", "no --disable-bias-linear (a LLaMA"),
+        ("--ffn-hidden-size 100", "--ffn-hidden-size 100 (a GPT-2 always has another width)"),
+        ("--kv-channels 8", "--kv-channels 8 (a GPT-2 always has another width)"),
+    ],
+)  # fmt: skip
+def test_what_makes_another_model_is_refused(run, tmp_path, words, told):
+    code, error = run("--", *f"pretrain_gpt.py {MODEL} {TRAINING} --data-path x {words}".split())
+    assert code == 2 and told in error and error.count("\n") == 1
+    assert "of a model that dtgpt does not have" in error and not (tmp_path / "my_recipe.py").exists()
 
 
 LLMC = "-i a_*.bin -j b_*.bin -o log -v 250 -s 20000 -g 144 -h 1 -b 4 -t 32 -d 2048 -r 0 -z 1 -c 0.1 -l 0.0006 -q 0.1"

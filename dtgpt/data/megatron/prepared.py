@@ -24,6 +24,7 @@ from dtgpt.data.dataset import Dataset, Part, check_vocabulary, needs_shards, wa
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path, weights_path
 from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_tokens, sequential_index, split_fractions
+from dtgpt.data.megatron.token_shards import SUFFIXES as SHARDS
 from dtgpt.data.megatron.token_shards import TokenSequences, TokenShards, shard_paths
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
 from dtgpt.data.text import SUFFIXES
@@ -112,7 +113,7 @@ def is_prepared(path: str | None) -> bool:
     if path is None:
         return False
     several = len(path.split()) > 1 and not os.path.exists(path)
-    return _has_index(prefix_of(path)) or path.endswith(".bin") or several
+    return _has_index(prefix_of(path)) or path.endswith(SHARDS) or several
 
 
 def prefix_of(path: str) -> str:
@@ -143,8 +144,8 @@ def no_dataset(path: str) -> UserError:
     elif os.path.isfile(bin_path(path)):
         remedy = f"copy or build {path}.idx again, or give {path}.bin where it is a shard of llm.c or nanoGPT"
     else:
-        remedy = "give the prefix of a .bin and .idx, or shards .bin of llm.c or nanoGPT"
-    missing = "" if path.endswith((".bin", ".idx")) else f" (no {path}.idx)"
+        remedy = "give the prefix of a .bin and .idx, or shards: .bin of llm.c or nanoGPT, or .npy"
+    missing = "" if path.endswith((*SHARDS, ".idx")) else f" (no {path}.idx)"
     return UserError(f"there is no dataset {path}{missing}; {remedy}")
 
 
@@ -188,7 +189,8 @@ def load_prepared(
         for prefix in prefixes:
             if prefix not in opened:
                 whole = data.order == "sequential"  # each file is one sequence
-                opened[prefix] = open_sequences(prefix, None if whole else tokenizer.end_of_text)
+                end = None if whole else tokenizer.end_of_text
+                opened[prefix] = open_sequences(prefix, end, tokenizer.begin_of_text)
         sequences = [opened[prefix] for prefix in prefixes]
         alone = weights is not None or len(prefixes) == 1  # other blends take what there is, a sample at least
         if split is not None and not _is_wanted(sequences, split, which, 2 if alone else seq_length + 1):
@@ -256,13 +258,13 @@ def _is_wanted(sequences: Sequence[TokenSequences], split: str, which: str, leas
     return which != "test" or all(count_tokens(s, split, which) >= least for s in sequences)
 
 
-def open_sequences(path: str, end_of_text: int | None) -> TokenSequences:
-    """Open a prefix of `.bin` and `.idx`, one of these, or shards `.bin` (a glob: several). Raises UserError."""
+def open_sequences(path: str, end_of_text: int | None, begin_of_text: int | None = None) -> TokenSequences:
+    """Open a prefix of `.bin` and `.idx`, one of these, or shards (a glob: several). Raises UserError."""
     prefix = prefix_of(path)
     if _has_index(prefix):
         return IndexedDataset(prefix)
-    if path.endswith(".bin") and (shards := shard_paths(path)):
-        return TokenShards(shards, end_of_text)
+    if path.endswith(SHARDS) and (shards := shard_paths(path)):
+        return TokenShards(shards, end_of_text, begin_of_text)
     raise no_dataset(path)
 
 

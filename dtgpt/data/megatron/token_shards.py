@@ -1,9 +1,10 @@
 """Token ids in files: what samples are drawn from, and shards without an index.
 
-llm.c's shards have a header of 256 int32 (magic, version, tokens), then uint16 tokens, and an end-of-text token
-*before* each document (its dev/data/data_common.py and fineweb.py). nanoGPT's are uint16 tokens without a header, and
-an end-of-text token *after* each document (its data/openwebtext/prepare.py). A document that goes on in the next shard
-is two sequences here.
+llm.c's shards have a header of 256 int32 (magic, version, tokens), then tokens: uint16 of GPT-2, with an end-of-text
+token *before* each document, or uint32 of Llama 3, with its begin of text there (its dev/data/data_common.py and
+fineweb.py). nanoGPT's are uint16 tokens without a header, and an end-of-text token *after* each document (its
+data/openwebtext/prepare.py); so are those that `numpy.save` wrote, whose header names their type. A document that goes
+on in the next shard is two sequences here.
 """
 
 import hashlib
@@ -13,15 +14,20 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from glob import glob
 from pathlib import Path
+from tokenize import TokenError
+from typing import NamedTuple
 
 import numpy as np
 
-from dtgpt.data.file_array import Array, FileArray, open_file
+from dtgpt.data.file_array import Array, FileArray, OpenFile, open_file, open_npy
 from dtgpt.util.errors import UserError
 
+SUFFIXES = (".bin", ".npy")
 LLMC_HEADER = 256 * 4  # bytes
-LLMC_MAGIC, LLMC_VERSION = 20240520, 1
-LLMC_LLAMA_MAGIC = 20240801
+LLMC_MAGIC, LLMC_LLAMA_MAGIC = 20240520, 20240801
+LLMC = {LLMC_MAGIC: (1, "<u2"), LLMC_LLAMA_MAGIC: (7, "<u4")}  # magic: version, type of the tokens
+NPY = b"\x93NUMPY"  # with which what `numpy.save` writes begins
+HIGHEST = 16  # upper halves of ids of 32 bits are below, for a vocabulary of up to a million
 SCAN = 1 << 22  # tokens searched for document ends together
 PIECES, PIECE = 256, 1 << 13  # of a dataset's tokens that its content digest reads: how many, and tokens of each
 
@@ -91,18 +97,26 @@ class TokenSequences(ABC):
 
 
 class TokenShards(TokenSequences):
-    """Shards of llm.c or nanoGPT, one after another. `eot`: the end-of-text token, which separates documents;
-    None: each file is one sequence. Raises UserError, with the byte that disagrees, for a file that is not whole."""
+    """Shards of llm.c, nanoGPT or `numpy.save`, one after another. `eot`: the end-of-text token, which separates
+    documents; None: each file is one sequence. `begin`: the begin of text, which does so in llm.c's shards of Llama 3.
+    Raises UserError, with the byte that disagrees, for a file that is not whole, and for one whose tokens do not have
+    the type that it says."""
 
-    def __init__(self, paths: Sequence[Path | str], eot: int | None = None):
+    def __init__(self, paths: Sequence[Path | str], eot: int | None = None, begin: int | None = None):
         if not paths:
             raise UserError("no token shards are given; give at least one .bin file of llm.c or nanoGPT")
-        self.dtype, self.eot = np.dtype("<u2"), eot
+        self.eot = eot
         self.paths = [Path(path) for path in paths]
         self.name = f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}"
         shards = [_open_shard(path) for path in self.paths]
-        self.stored = [shard for shard, _ in shards]
-        lengths = [_sequence_lengths(shard, eot, eot_first) for shard, eot_first in shards]
+        self.stored = [shard.tokens for shard in shards]
+        types = {tokens.dtype for tokens in self.stored}
+        self.dtype = types.pop() if len(types) == 1 else np.dtype("<i8")
+        between = [begin if eot is not None and begin is not None and shard.is_llama else eot for shard in shards]
+        lengths = [
+            _sequence_lengths(shard.tokens, token, shard.token_first)
+            for shard, token in zip(shards, between, strict=True)
+        ]
         self._first = np.cumsum([0, *map(len, lengths)])  # sequence with which each shard begins
         wide = np.concatenate(lengths)
         # Positions are counted through all shards; `_bases` is where each shard begins.
@@ -132,32 +146,90 @@ class TokenShards(TokenSequences):
         return tokens
 
 
-def _open_shard(path: Path) -> tuple[FileArray, bool]:
-    """Return the tokens of a file, and whether its documents begin (not end) with the end-of-text token."""
+class Shard(NamedTuple):
+    """`token_first`: whether documents begin, and do not end, with the token that separates them."""
+
+    tokens: FileArray
+    token_first: bool = False
+    is_llama: bool = False
+
+
+def _open_shard(path: Path) -> Shard:
+    """Open a file by what it begins with. Raises UserError."""
     file = open_file(path)
-    size = file.size
-    magic, version, count = np.frombuffer(file.read(0, min(size, 12)).ljust(12, b"\0"), "<i4").tolist()
-    if magic == LLMC_LLAMA_MAGIC:
-        raise UserError(f"{path} holds tokens of llm.c's Llama format, not GPT-2; tokenize for gpt-2")
-    if magic != LLMC_MAGIC:  # ids of GPT-2 cannot spell it: its upper half would be token 55432
-        if size == 0 or size % 2:
-            raise UserError(
-                f"{path} has {size} bytes, which are not uint16 tokens (byte {size - size % 2} has no second half); "
-                "it is truncated or not a shard of nanoGPT or llm.c: copy or build it again"
-            )
-        return FileArray(file, "<u2", 0, size // 2), False
-    if size < LLMC_HEADER:
-        raise UserError(f"{path} ends at byte {size}, inside its header of {LLMC_HEADER} bytes; copy or build it again")
-    if version != LLMC_VERSION:
+    head = file.read(0, min(file.size, 12)).ljust(12, b"\0")
+    if head.startswith(NPY):
+        return _open_numpy(file)
+    if path.suffix == ".npy":
         raise UserError(
-            f"{path} has version {version} at byte 4, dtgpt reads {LLMC_VERSION}; build it with llm.c today"
+            f"{path} does not begin as what numpy.save writes, so that the type of its tokens is not known: uint16 or "
+            f"uint32, as Dolma and OLMo name them; {_with_header(path, '<u4 or <u2')}"
         )
-    if size != LLMC_HEADER + 2 * count:
+    magic, version, count = np.frombuffer(head, "<i4").tolist()
+    if magic in LLMC:  # ids of GPT-2 cannot spell it: its upper half would be token 55432 or above
+        return _open_llmc(file, magic, version, count)
+    if file.size == 0 or file.size % 2:
         raise UserError(
-            f"{path} has {size} bytes, but by its header (byte 8: {count} tokens) it ends at byte "
-            f"{LLMC_HEADER + 2 * count}; it is truncated or was changed: copy or build it again"
+            f"{path} has {file.size} bytes, which are not uint16 tokens (byte {file.size - file.size % 2} has no "
+            "second half); it is truncated or not a shard of nanoGPT or llm.c: copy or build it again"
         )
-    return FileArray(file, "<u2", LLMC_HEADER, count), True
+    tokens = FileArray(file, "<u2", 0, file.size // 2)
+    if _is_wide(tokens[:PIECE]):
+        raise UserError(
+            f"{path} has next to nothing in every second 16-bit word, as ids of 32 bits or more have, and a .bin "
+            f"without a header is read as uint16; {_with_header(path, '<u4')}"
+        )
+    return Shard(tokens)
+
+
+def _with_header(path: Path, dtype: str) -> str:
+    """Return the remedy for a file whose tokens have another type."""
+    target = path.with_name(f"{path.stem}_tokens.npy")
+    return (
+        'give it a header that names the type, which dtgpt reads: python -c "import numpy as n; '
+        f"n.save('{target}', n.memmap('{path}', '{dtype}', 'r'))\""
+    )
+
+
+def _is_wide(words: np.ndarray) -> bool:
+    """Return whether 16-bit words are halves of wider ids: the upper ones are zero, or tiny where there are many words,
+    and the others are not."""
+    for lower, upper in ((words[::2], words[1::2]), (words[1::2], words[::2])):
+        if len(words) >= 16 and not upper.any() and lower.max() > 1:
+            return True
+        if len(words) >= 256 and upper.max() < HIGHEST <= lower.max():
+            return True
+    return False
+
+
+def _open_numpy(file: OpenFile) -> Shard:
+    try:
+        tokens = open_npy(file)
+    except (ValueError, SyntaxError, TokenError) as error:
+        raise UserError(f"{file.path} is damaged ({error}); write it with numpy.save again") from None
+    if tokens.dtype.kind not in "iu" or len(tokens.shape) != 1:
+        raise UserError(
+            f"{file.path} has {tokens.dtype} in the shape {tokens.shape}, and tokens are whole numbers in one row; "
+            "save such an array"
+        )
+    return Shard(tokens)
+
+
+def _open_llmc(file: OpenFile, magic: int, version: int, count: int) -> Shard:
+    path, (known, dtype) = file.path, LLMC[magic]
+    if file.size < LLMC_HEADER:
+        raise UserError(
+            f"{path} ends at byte {file.size}, inside its header of {LLMC_HEADER} bytes; copy or build it again"
+        )
+    if version != known:
+        raise UserError(f"{path} has version {version} at byte 4, dtgpt reads {known}; build it with llm.c today")
+    end = LLMC_HEADER + np.dtype(dtype).itemsize * count
+    if file.size != end:
+        raise UserError(
+            f"{path} has {file.size} bytes, but by its header (byte 8: {count} tokens) it ends at byte {end}; it is "
+            "truncated or was changed: copy or build it again"
+        )
+    return Shard(FileArray(file, dtype, LLMC_HEADER, count), token_first=True, is_llama=magic == LLMC_LLAMA_MAGIC)
 
 
 def _sequence_lengths(shard: FileArray, eot: int | None, eot_first: bool) -> np.ndarray:

@@ -1,10 +1,11 @@
 """One document from one line or one file: `{key: [pieces of text]}`, or the reason why it is not one."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.storage import present
 
 BLOCK = 1 << 20  # bytes
 LONGEST = 1 << 28  # bytes of a line, which takes several times as much memory when it is parsed
@@ -75,21 +76,22 @@ def count_lines(data: bytes) -> int:
 
 
 def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
-    fields = json_object(line)
+    fields = json_object(line, dict)
     document = {key: _texts(fields, key) for key in keys}
     if b"\\u" in line:
         return {key: [paired(text) for text in texts] for key, texts in document.items()}
     return document
 
 
-def json_object(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in a line. Raises Unreadable."""
+def json_object(line: bytes, make: Callable[[Any], dict[str, Any]] = present) -> dict[str, Any]:
+    """Return the JSON object in a line, by default without the fields that are null, in objects within it, too. Raises
+    Unreadable."""
     if len(line) > MOST_NESTED and line.count(b"[") + line.count(b"{") > MOST_NESTED:
         raise Unreadable(
             f"more than {MOST_NESTED:,} lists and objects, which take all memory; cut it into several lines"
         )
     try:
-        fields = json.loads(line.decode())
+        fields = json.loads(line.decode(), object_pairs_hook=make if b"null" in line else None)
     except UnicodeDecodeError as error:
         raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
     except (ValueError, RecursionError) as error:

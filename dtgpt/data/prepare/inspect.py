@@ -15,7 +15,7 @@ from dtgpt.data.megatron.prepared import check_ids, prefix_of
 from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_epochs, count_tokens, split_range
 from dtgpt.data.megatron.token_shards import PIECE, TokenSequences, TokenShards
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.tokenizer import MOST, Tokenizer
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -37,7 +37,7 @@ class InspectDataConfig:
     vocab_file: Annotated[str | None, "vocab.json, with --merge-file"] = None
     merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
     eot: Annotated[
-        int | None, "id of the token between documents of shards; none: the tokenizer's", Bounds(0, 65535)
+        int | None, "id of the token between documents of shards; none: the tokenizer's", Bounds(0, MOST - 1)
     ] = None
     samples: Annotated[int, "number of sequences to show", Bounds(0)] = 2
     show: Annotated[bool, "of chats: show them whole, and in [brackets] what the loss does not count"] = False

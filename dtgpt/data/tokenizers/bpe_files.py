@@ -145,7 +145,7 @@ def merges_of(tokens: Mapping[Piece, float]) -> tuple[list[tuple[Piece, Piece]],
 
 def tokenizer_json(
     ids: Mapping[str, int], merges: list[str], specials: Mapping[str, int], pre_tokenizer: dict | None = None,
-    ignore_merges: bool = False, **parts: dict | None,
+    ignore_merges: bool = False, **parts: Any,
 ) -> str:  # fmt: skip
     """Return a byte-level BPE in Hugging Face's format, by default with GPT-2's pre-tokenization. parts: others of the
     format, None to leave one out."""

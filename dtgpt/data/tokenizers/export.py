@@ -8,6 +8,7 @@ from dtgpt.data.tokenizers.bpe_files import BYTE_LEVEL, letter_bytes, merges_of,
 from dtgpt.data.tokenizers.byte_level import PATTERNS, ByteLevel
 from dtgpt.data.tokenizers.char import Char
 from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson, parse_tokenizer
+from dtgpt.data.tokenizers.rank_files import QWEN
 from dtgpt.data.tokenizers.sentencepiece_export import normalizes, sentencepiece_json
 from dtgpt.data.tokenizers.tokenizer import Tokenizer, opening_template
 from dtgpt.util.errors import UserError, shown
@@ -53,6 +54,25 @@ def export_note(tokenizer: Tokenizer) -> str | None:
     return None
 
 
+def class_note(content: dict[str, Any], model_type: str) -> str | None:
+    """Return what a reader of tokenizer.json beside a model of this type should know: for a Qwen2 transformers 5 takes
+    Qwen2's cuts, whatever is in the file."""
+    if model_type != "qwen2":
+        return None
+    theirs = content | {"normalizer": {"type": "NFC"}, "pre_tokenizer": _cut_by(QWEN.pattern)}
+    found = []
+    for one in (content, theirs):
+        library = parse_tokenizer("tokenizer.json", json.dumps(one))
+        library.encode_special_tokens = True
+        found.append([encoding.ids for encoding in library.encode_batch(PROBES)])
+    if found[0] == found[1]:
+        return None
+    return (
+        "AutoTokenizer of transformers 5 cuts texts of a model_type=qwen2 as Qwen2 does, and not as this "
+        "tokenizer.json; open it there with PreTrainedTokenizerFast.from_pretrained"
+    )
+
+
 def first_token(tokenizer: Tokenizer) -> int | None:
     """Return the id with which a text begins where nothing else is given, as in `dtgpt generate`."""
     return next(iter(tokenizer.encode("")), tokenizer.opening if tokenizer.spells else None)
@@ -89,11 +109,7 @@ def _byte_level_json(tokenizer: ByteLevel) -> str:
     def spelled(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    before = None
-    if tokenizer.pattern not in PATTERNS:
-        pattern = {"Regex": _for_oniguruma(tokenizer.pattern)}
-        split = {"type": "Split", "pattern": pattern, "behavior": "Removed", "invert": True}  # keeps what matches
-        before = {"type": "Sequence", "pretokenizers": [split, {**BYTE_LEVEL, "use_regex": False}]}
+    before = None if tokenizer.pattern in PATTERNS else _cut_by(tokenizer.pattern)
     return tokenizer_json(
         {spelled(token): i for token, i in tokens.items()},
         [f"{spelled(left)} {spelled(right)}" for left, right in merges],
@@ -103,6 +119,13 @@ def _byte_level_json(tokenizer: ByteLevel) -> str:
         normalizer={"type": "NFC"} if tokenizer.composed else None,
         post_processor=opening_template(str(tokenizer.begin_name), tokenizer.first[0]) if tokenizer.first else None,
     )
+
+
+def _cut_by(pattern: str) -> dict[str, Any]:
+    """Return the pre-tokenizer of bytes in Hugging Face's format that cuts texts by a pattern."""
+    regex = {"Regex": _for_oniguruma(pattern)}
+    split = {"type": "Split", "pattern": regex, "behavior": "Removed", "invert": True}  # keeps what matches
+    return {"type": "Sequence", "pretokenizers": [split, {**BYTE_LEVEL, "use_regex": False}]}
 
 
 def _for_oniguruma(pattern: str) -> str:

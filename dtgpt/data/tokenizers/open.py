@@ -13,6 +13,7 @@ from typing import Any
 import tiktoken
 
 from dtgpt.data.chats.template import ChatTemplate
+from dtgpt.data.tokenizers.added_tokens import added_tokens, check_added
 from dtgpt.data.tokenizers.bpe_files import (
     LARGEST,
     BytePairs,
@@ -43,6 +44,7 @@ from dtgpt.data.tokenizers.tokenizer import (
     Tokenizer,
     checksum,
     panics_as_user_errors,
+    special_token,
 )
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json, read_json
@@ -171,8 +173,9 @@ def _check_ids(ids: Any, source: Path) -> None:
 
 
 def from_files(vocab: Path, merges: Path) -> Tokenizer:
-    """Open GPT-2's BPE (or another byte-level one with its pre-tokenization) from vocab.json and merges.txt. Its end
-    of text is the one that a tokenizer_config.json in their folder names, else `<|endoftext|>`."""
+    """Open GPT-2's BPE (or another byte-level one with its pre-tokenization) from vocab.json and merges.txt, with the
+    tokens that files in their folder add. Its end of text is the one that a tokenizer_config.json there names, else
+    `<|endoftext|>`."""
     try:
         ids = parse_json(read_text(vocab))
     except ValueError as error:
@@ -184,14 +187,25 @@ def from_files(vocab: Path, merges: Path) -> Tokenizer:
         raise UserError(
             f"{merges} holds {shown(wrong)}, which is not a pair of tokens; give the merges.txt of a byte-level BPE"
         )
+    added = added_tokens(vocab)
+    check_added(added, ids, vocab)
+    known = ids | {token["content"]: token["id"] for token in added}
     named = end_of_text_beside(vocab)
-    end = named if named is not None and named in ids else END_OF_TEXT
-    specials = {end: ids.get(end, max(ids.values(), default=-1) + 1)}
+    end = named if named is not None and named in known else END_OF_TEXT
+    if end not in {token["content"] for token in added}:
+        added.append(special_token(end, known.get(end, max(known.values(), default=-1) + 1)))
+    specials = {token["content"]: token["id"] for token in added}
     check_merges(ids, pairs, specials, vocab, merges)
-    byte_pairs = from_merges(ids, pairs, specials)
+    byte_pairs = None if any(map(is_loose, added)) else from_merges(ids, pairs, specials)
     if byte_pairs is None:
-        return TokenizerJson(str(vocab), tokenizer_json(ids, list(map(" ".join, pairs)), specials), end)
+        content = tokenizer_json(ids, list(map(" ".join, pairs)), specials, added_tokens=added)
+        return TokenizerJson(str(vocab), content, end)
     return _byte_level(vocab.name, byte_pairs, ids, end)
+
+
+def is_loose(token: dict[str, Any]) -> bool:
+    """Return whether an added token is more than a special one, whose name alone stands for it."""
+    return not token.get("special") or any(token.get(name) for name in ("lstrip", "rstrip", "single_word"))
 
 
 def _byte_level(name: str, pairs: BytePairs, ids: dict[str, int], end: str | None = None) -> ByteLevel:
@@ -210,7 +224,14 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
         binary = read_content(path)
         if is_rank_file(binary):
             return from_ranks(path, binary, begin, end_of_text_beside(path))
-        return SentencePiece(str(path), binary, begin)
+        pieces = SentencePiece(str(path), binary, begin)
+        beyond = [token["content"] for token in added_tokens(path) if token["id"] >= pieces.vocab_size]
+        if beyond:
+            raise UserError(
+                f"files beside {path}, a SentencePiece model of {pieces.vocab_size} tokens, add others to it, such as "
+                f"{shown(beyond[0])}; add its tokenizer.json, which transformers' AutoTokenizer saves"
+            )
+        return pieces
     content = read_text(path)
     try:
         saved = parse_json(content)
@@ -270,8 +291,7 @@ def _plain_byte_pairs(saved: dict) -> BytePairs | None:
             and not before.get("add_prefix_space", True)
         )  # fmt: skip
         added = saved.get("added_tokens") or []
-        loose = any(not t.get("special") or t.get("lstrip") or t.get("rstrip") or t.get("single_word") for t in added)
-        if not plain or loose or not _numbered_by_the_library(model["vocab"], added):
+        if not plain or any(map(is_loose, added)) or not _numbered_by_the_library(model["vocab"], added):
             return None
         pairs = [_pair(merge) for merge in model["merges"]]
         return from_merges(model["vocab"], pairs, {token["content"]: token["id"] for token in added})

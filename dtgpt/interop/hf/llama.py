@@ -136,7 +136,7 @@ def _check_options(settings: dict[str, Any], family: Family, path: Path) -> None
 def read_window(settings: dict[str, Any], family: Family, layers: int, path: Path) -> dict[str, Any]:
     """Return the fields of `WindowConfig`: a window of W admits the last W tokens. One of as many tokens as the
     model has positions hides nothing until it has more; one of more than any model can have is left out."""
-    kinds = read_kinds(settings, layers, path)
+    kinds = asked = read_kinds(settings, layers, path)
     window = settings.get("sliding_window", family.window) if family.windows != "none" else None
     if family.windows == "switched":
         used = settings.get("use_sliding_window", False)
@@ -146,6 +146,11 @@ def read_window(settings: dict[str, Any], family: Family, layers: int, path: Pat
             last = whole_number(settings, ("max_window_layers",), 28, path)
             kinds = [layer >= last for layer in range(min(layers, MOST_KINDS))]
         window = window if used else None
+    if window is None and any(asked or []):
+        raise UserError(
+            f"{path} has {SLIDING} in layer_types, and no window ({_why_no_window(settings, family)}), so that "
+            f"transformers cannot run it; give the model's window there, or {FULL} for all layers"
+        )
     pattern = LOCAL if kinds is None or family.windows == "all" else shortest_pattern(kinds)
     if window is None or LOCAL not in pattern:
         return {}
@@ -153,6 +158,14 @@ def read_window(settings: dict[str, Any], family: Family, layers: int, path: Pat
     if size < 1 or (layers > MOST_KINDS and pattern != LOCAL):
         raise UserError(f"{path} has sliding_window={size} and num_hidden_layers={layers}; give another model")
     return {} if size > LARGEST_SIZE else {"window": size, "window_pattern": pattern}
+
+
+def _why_no_window(settings: dict[str, Any], family: Family) -> str:
+    if family.windows == "none":
+        return f"model_type={settings['model_type']} has none"
+    if family.windows == "switched" and not settings.get("use_sliding_window", False):
+        return "use_sliding_window is not true"
+    return "sliding_window is null"
 
 
 def read_kinds(settings: dict[str, Any], layers: int, path: Path) -> list[bool] | None:

@@ -25,6 +25,7 @@ TEMPLATE = "chat_template.jinja"
 OF_MODEL = ("config.json", "generation_config.json")
 LARGEST = 1 << 24  # bytes of one of these files
 DTYPES = ("torch_dtype", "dtype")  # of weights, for transformers 4 and 5
+OF_CLASS = ("auto_map", "add_bos_token", "add_eos_token")  # what tokenizer.json says, or other classes do
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 REMEDY = "remove it to write a Hugging Face folder with dtgpt's own settings"
 
@@ -32,13 +33,11 @@ REMEDY = "remove it to write a Hugging Face folder with dtgpt's own settings"
 @dataclass(frozen=True)
 class Origin:
     """`files`: contents by name, of JSON files or as text. `positions`: of the model, at least; a run may take shorter
-    samples. `own_tokenizer`: whether the model still has the tokenizer of the folder, of which `tokenizer_json` says
-    whether it came from that file."""
+    samples. `own_tokenizer`: whether the model still has the tokenizer of the folder."""
 
     files: dict[str, Any] = field(default_factory=dict)
     positions: int = 0
     own_tokenizer: bool = True
-    tokenizer_json: bool = False
 
     def whole(self, config: ModelConfig) -> ModelConfig:
         """Return `config` with the positions of the model, which a run may have cut only where they are learned."""
@@ -54,15 +53,16 @@ class Origin:
         model |= {name: whole.seq_length for name in POSITIONS if name in theirs}
         if not _describes(model, whole):
             return self._with_ends(made)
-        if not self.own_tokenizer:
-            return made | {"config.json": model | {name: own.get(name) for name in model if name.endswith("_token_id")}}
-        generation = self.files.get("generation_config.json")
-        if not isinstance(generation, dict):
-            return {"config.json": model}
-        if generation.get("_from_model_config"):  # which transformers did not find, but made
-            ids = {name: i for name, i in generation.items() if name.endswith("_token_id") and i is not None}
-            generation = made["generation_config.json"] | ids
-        return {"config.json": model, "generation_config.json": generation}
+        written = {"config.json": model}
+        if isinstance(generation := self.files.get("generation_config.json"), dict):
+            written["generation_config.json"] = generation
+        if self.own_tokenizer:
+            return written
+        end = {"eos_token_id": own["eos_token_id"]}
+        return {
+            name: content | end | {key: own.get(key) for key in content if key.endswith("_token_id")}
+            for name, content in written.items()
+        }
 
     def _with_ends(self, made: dict[str, Any]) -> dict[str, Any]:
         """Return settings that dtgpt has `made`, with the ends of the folder's texts."""
@@ -94,13 +94,12 @@ class Origin:
             return made
         name = "tokenizer_config.json"
         if isinstance(theirs.get(name), dict):
-            own: dict[str, Any] = (
-                {} if self.tokenizer_json else {"tokenizer_class": CLASS}
-            )  # others do not read tokenizer.json
             longest = theirs[name].get("model_max_length", positions)
             if self.positions > positions:  # which were cut off
-                own["model_max_length"] = positions
-            theirs[name] = {**theirs[name], "model_max_length": longest} | own
+                longest = positions
+            # Other classes do not read tokenizer.json, or cut texts in a way of their own.
+            own = {"model_max_length": longest, "tokenizer_class": CLASS}
+            theirs[name] = {key: value for key, value in theirs[name].items() if key not in OF_CLASS} | own
         return made | theirs
 
     def save(self, folder: Path) -> None:
@@ -132,10 +131,11 @@ def read_origin(path: Path, names: Sequence[str] = JSON) -> Origin:
     if kept.is_file() and (run or (path / STATE).is_file()):
         saved = read_json(kept, REMEDY, LARGEST)
         try:
+            saved.pop("tokenizer_json", None)  # of older runs
             found = Origin(**saved)
             if type(found.positions) is int and isinstance(found.files, dict):
                 return found
-        except TypeError:
+        except (TypeError, AttributeError):
             pass
         raise UserError(f"{kept} is not what dtgpt wrote; {REMEDY}")
     if run or not (path / "config.json").is_file():
@@ -146,7 +146,7 @@ def read_origin(path: Path, names: Sequence[str] = JSON) -> Origin:
             files[TEMPLATE] = read_regular(path / TEMPLATE, LARGEST).decode()
         except (OSError, ValueError) as error:
             raise UserError(f"{path / TEMPLATE} cannot be read ({error}); copy it again") from None
-    return Origin(files, tokenizer_json=(path / "tokenizer.json").is_file())
+    return Origin(files)
 
 
 def origin_of(path: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> Origin:
