@@ -32,7 +32,7 @@ class IntervalLoss:
 
     def add(self, loss: Tensor, preferences: Tensor | None = None, empty: Tensor | None = None) -> None:
         """Add this rank's part of the loss of a step, and of the sums over its pairs, which are those of
-        `PreferenceLoss.totals`. empty: as of `StepResult`."""
+        `PreferenceLoss.totals`. empty: as of `Trainer`."""
         self._sum.add_(loss)
         if empty is not None:
             self._empty.add_(empty)
@@ -47,7 +47,7 @@ class IntervalLoss:
     def read(self, loss: Tensor, flag: bool, empty: Tensor | None = None) -> tuple[float | None, float | None, bool]:
         """Wait for the device, and return over all ranks: the loss of the last step, of which this rank's part is
         `loss`; the mean loss of a step of the interval; whether `flag` is up on any. A loss is None where no token
-        counted; empty: as of `StepResult`."""
+        counted; empty: as of `Trainer`."""
         total, interval, flags = self._mesh.sum(loss, self._sum, float(flag)).tolist()
         own = None if empty is not None and empty.item() else total / self._copies
         return own, interval / self._copies / self._with_loss if self._with_loss else None, flags > 0

@@ -196,7 +196,7 @@ class Loop:
         while trainer.step < trainer.steps and not stopping:
             result = self._train_step()
             totals = None if trainer.objective is None else trainer.objective.totals
-            self.interval.add(result.loss, totals, result.empty)
+            self.interval.add(result.loss, totals, trainer.empty)
             if self.watch:
                 self.watch.step = trainer.step
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
@@ -268,7 +268,7 @@ class Loop:
         counted, and the norm of the gradient. Raises UserError, on all ranks, where the run has diverged or lost its
         folder."""
         step, optimizer = self.trainer.step, self.trainer.optimizer
-        loss, mean, lost = self.interval.read(result.loss, self.lock.lost(at_once=True), result.empty)
+        loss, mean, lost = self.interval.read(result.loss, self.lock.lost(at_once=True), self.trainer.empty)
         if lost:
             raise folder_lost(self.saver.checkpoints.parent, step)
         norm = result.norm.item()

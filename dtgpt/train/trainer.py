@@ -48,7 +48,6 @@ class StepResult(NamedTuple):
 
     loss: Tensor  # this rank's part of the mean loss
     norm: Tensor  # of the gradient, before clipping
-    empty: Tensor | None  # bool scalar, the same on all ranks: no token counts; None: all do
 
 
 def never() -> bool:
@@ -118,7 +117,8 @@ class Trainer:
                 grpo=recipe.grpo, stages=self.stages, mesh=mesh, settings=settings, tokenizer=dataset.tokenizer,
                 ends=self.ends, seed=recipe.seed, timeout=recipe.timeout,
             )  # fmt: skip
-        self.empty: Tensor | None = None  # of the step whose gradients are there
+        # Whether no token of the last step's batch counts: bool scalar, the same on all ranks; None: all do.
+        self.empty: Tensor | None = None
         self.before_update: Callable[[], None] = lambda: None  # whoever still reads the weights waits here
 
     def train_step(self) -> StepResult:
@@ -151,7 +151,7 @@ class Trainer:
             norm = self.graphs.run("update", self.optimizer.apply, loss, self.empty)
         self.step += 1
         self.timers.next_step()
-        return StepResult(loss.clone(), norm.clone(), self.empty)  # a graph overwrites its outputs in the next step
+        return StepResult(loss.clone(), norm.clone())  # a graph overwrites its outputs in the next step
 
     def gradient(self, shard: Shard) -> Tensor:
         """Return what `gradients` left of this shard, without the loss scale."""
@@ -218,7 +218,7 @@ class Trainer:
         self, windows: Tensor, sample_ids: Tensor, step_key: Tensor, reference: Tensor | None = None
     ) -> tuple[Batch, Tensor | None]:
         """Return this rank's part of the batch of windows, and whether no token of the global batch counts, as of
-        `StepResult.empty`."""
+        `empty`."""
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
         batch = self.masks.batch(windows, keys)
         if reference is not None:

@@ -69,6 +69,19 @@ def test_a_step_without_a_counted_token_is_none_under_every_plan(masked, tmp_pat
             assert others == (less.losses if plan == "single" else pytest.approx(less.losses, abs=1e-5)), plan
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_captured_step_without_a_counted_token_is_none(masked, precision, tmp_path):
+    path = write_steps(tmp_path / "more.bin", *(["text"] * 4), "ends", "text")
+    shape = {"hidden_size": 128, "vocab_size": 384}
+    given = change(masked, device="cuda", precision=precision, model=shape, data={"path": path}, steps=6)
+    given = change(given, loss_scale=LossScaleConfig(initial=16.0))
+    replayed, plain = (steps_and_changes(replace(given, graph=graph), 6) for graph in ("on", "off"))
+    for found in (replayed, plain):
+        assert found.moved == [True] * 4 + [False, True] and found.updates == 5 and found.losses[4] == 0
+    assert replayed.losses == pytest.approx(plain.losses, rel=1e-2)
+
+
 @pytest.mark.parametrize("changes", [{"precision": "fp16"}, {"optimizer": {"skip_loss_z": 3.0}}])
 def test_neither_the_loss_scale_nor_outliers_take_note_of_it(masked, changes):
     found = steps_and_changes(change(masked, loss_scale=LossScaleConfig(initial=16.0), **changes), 4)
