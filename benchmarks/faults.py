@@ -118,8 +118,9 @@ FAULTS = [
     Fault(
         "sums: the reported norm counts each tp rank",
         "dtgpt/optim/update.py",
-        "clip_factor(norm, self.clip), outlier)\n            return norm",
-        "clip_factor(norm, self.clip), outlier)\n            return norm * self.shards.mesh.plan.tp**0.5",
+        "clip_factor(norm, self.clip), self._skipped(loss, norm, empty)\n            )\n            return norm",
+        "clip_factor(norm, self.clip), self._skipped(loss, norm, empty)\n            )\n"
+        "            return norm * self.shards.mesh.plan.tp**0.5",
     ),
     Fault(
         "fp16: the norm is clipped before the loss scale comes off",
@@ -136,8 +137,8 @@ FAULTS = [
     Fault(
         "fractions: stages are counted as replicas of the loss weights",
         "dtgpt/train/trainer.py",
-        "self.mesh.sum(batch.loss_weights.sum())[0] / (plan.tp * plan.pp)",
-        "self.mesh.sum(batch.loss_weights.sum())[0] / plan.tp",
+        "self.mesh.sum(batch.loss_weights.count_nonzero())[0] / (plan.tp * plan.pp)",
+        "self.mesh.sum(batch.loss_weights.count_nonzero())[0] / plan.tp",
     ),
     Fault(
         "fractions: a repeated batch counts in the validation loss",
@@ -262,8 +263,8 @@ FAULTS = [
     Fault(
         "cp: the mean over the loss weights is that of a rank",
         "dtgpt/train/trainer.py",
-        "self.mesh.sum(batch.loss_weights.sum())[0] / (plan.tp * plan.pp)",
-        "batch.loss_weights.sum() * plan.data_ranks",
+        "self.mesh.sum(batch.loss_weights.count_nonzero())[0] / (plan.tp * plan.pp)",
+        "batch.loss_weights.count_nonzero().double() * plan.data_ranks",
     ),
     Fault(
         "cp: documents are not kept apart",
@@ -334,8 +335,8 @@ FAULTS = [
     Fault(
         "grpo: an advantage is relative to all answers of the step",
         "dtgpt/train/answers.py",
-        "relative = groups - groups.mean(1, keepdim=True)",
-        "relative = groups - groups.mean()",
+        "0.0, groups - groups.mean(1, keepdim=True))",
+        "0.0, groups - groups.mean())",
     ),
     Fault(
         "grpo: the first token of an answer does not count",

@@ -269,6 +269,8 @@ class Saver:
         while not path.exists():
             if posted := self.mesh.posted(partial.name):
                 raise Failed(*json.loads(posted))
+            if not partial.is_dir():  # gone with the run's folder, and the report perhaps with it
+                raise UserError(f"{partial} was moved or removed")
             if time.monotonic() > self._patience:
                 raise UserError("the run ended before")
             if time.monotonic() > self._end:

@@ -191,6 +191,13 @@ class Recipe:
         alone = OR not in self.plan
         return choose_plan(self.alternatives(), world, micro_batches, self.check_plan, started, all_of_them=alone)
 
+    def fewest_processes(self) -> int:
+        """Return the processes of one replica of the first alternative of `plan`. Raises UserError, one sentence, where
+        no number of processes can run it."""
+        plan = next(iter(self.alternatives().values()))
+        self.check_plan(plan.for_world(plan.world))
+        return plan.world
+
     def plan_for(self, world: int, started: bool = True) -> ResolvedPlan:
         """Return the plan that `choose_plan` chooses."""
         return self.choose_plan(world, started).plan

@@ -107,7 +107,7 @@ class Wandb:
 
     def __init__(self, run: Path, log: LogConfig, recipe: dict[str, Any]):
         wandb, id_file = import_wandb(), run / "wandb-id"
-        known = _read_id(id_file) if os.path.lexists(id_file) else None
+        known = _read_id(id_file) if id_file.is_file() else None  # what else is there is replaced
         try:
             self._run = wandb.init(
                 project=log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,

@@ -77,19 +77,11 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
     try:
         choice = recipe.choose_plan(world)
     except UserError as error:
-        reason, needed = str(error), fewest_processes(recipe)
+        reason, needed = str(error), recipe.fewest_processes()
         if resume.run is not None and saved_value(read_recipe(resume.run), "plan") == recipe.plan:
             reason += f"; plan={recipe.plan} is that of the run: give --plan for another one"
         raise UserError(f"{reason}; such as: {retry} {needed}" if retry and needed > world else reason) from None
     return Job(recipe=recipe, resume=resume, choice=choice)
-
-
-def fewest_processes(recipe: Recipe) -> int:
-    """Return the processes of one replica of the first alternative of the plan. Raises UserError, one sentence, where
-    no number of processes can run it: the number would not help."""
-    plan = next(iter(recipe.alternatives().values()))
-    recipe.check_plan(plan.for_world(plan.world))
-    return plan.world
 
 
 def check_data_of_run(run: Path, path: str | None) -> None:

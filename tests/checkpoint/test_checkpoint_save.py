@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -187,6 +188,13 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(reci
     assert names_in(run) == ["latest", "step_00000004", "step_00000008"]
     err = capsys.readouterr().err
     assert "no checkpoint of step" not in err and "Permission denied" in err
+
+
+def test_nobody_waits_for_a_report_in_a_folder_that_is_gone(tmp_path):
+    """The other rank wrote it, and then the run was moved away with it."""
+    waiting = SimpleNamespace(mesh=SimpleNamespace(posted=lambda name: None), _patience=math.inf, _end=math.inf)
+    with pytest.raises(UserError, match="gone was moved or removed"):
+        Saver._report(waiting, tmp_path / "gone", 1)
 
 
 def test_on_a_full_disk_what_may_go_makes_room_before_a_save(recipe, monkeypatch, capsys):

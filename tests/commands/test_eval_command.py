@@ -5,6 +5,8 @@ import gzip
 import hashlib
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -269,7 +271,6 @@ def test_what_cannot_be_asked_for_is_one_sentence(refused, folder, words, expect
     ("lambada", "x.jsonl", b"7\n", "is 7, not a JSON object"), ("lambada", "x.json", b"[]", "nothing to measure"),
     ("lambada", "x.json", b'["a"', "is not JSON"), ("lambada", "x.json", b"[" * 99999, "not JSON"),
     ("lambada", "x.txt", b" \n\n", "is empty"), ("lambada", "x.txt", b"a b\n\xff c", "line 2 is not UTF-8"),
-    ("lambada", "x.csv.gz", b"text\nc d", "is a table, which is not read; make JSON lines of it"),
     ("lambada", "x.gz", b"\x1f\x8b\x08damaged", "is damaged"), ("lambada", "x.txt", b"PAR1\x00", "a Parquet file"),
     ("hellaswag", "x.jsonl", b'{"ctx": "a", "label": 1, "endings": ["b"]}', "no list of 4 texts"),
     ("hellaswag", "x.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", "e"]}', "has the label None"),
@@ -286,6 +287,18 @@ def test_files_with_other_content_are_one_sentence(refused, folder, tmp_path, ta
     (tmp_path / name).write_bytes(content)
     strict = ["--strict"] if task == "lambada" else []
     assert expected in refused(folder, "--task", task, "--data", name, *strict)
+
+
+def test_a_table_comes_with_the_lines_that_make_json_lines_of_it(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.csv").write_text("text\nc d\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", str(folder), "--task", "lambada", "--data", "x.csv", "--device", "cpu"])
+    sentence, *lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and "x.csv is a table, which is not read; make JSON lines of it" in sentence
+    command = "\n".join(lines)
+    subprocess.run(command.replace("python ", f"{sys.executable} ", 1), shell=True, check=True)
+    assert json.loads((tmp_path / "x.jsonl").read_text()) == {"text": "c d"}
 
 
 def test_windows_that_leave_tokens_out_are_refused(refused, folder, tmp_path):

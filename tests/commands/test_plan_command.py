@@ -124,9 +124,11 @@ def test_alternatives_that_cannot_be_used_are_one_sentence(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--plan", "pp2"], ["pp=2", "start 2"]),
+        (["--plan", "pp2_gpipe"], ["pp=2", "start 2"]),
+        (["--plan", "pp2"], ["1F1B needs at least pp=2 micro-batches", "use --micro_batch_size 16"]),
         (["--plan", "tp2_zreo1"], ["'zreo1'", "did you mean zero1?"]),
-        (["--plan", "dp4"], ["dp=4", "start 4", "or use dp1 with 1"]),
+        (["--plan", "dp4", "--micro_batch_size", "8"], ["dp=4", "start 4", "or use dp1 with 1"]),
+        (["--plan", "dp4"], ["on dp=4 replicas", "use --micro_batch_size 8"]),
         (["--plan", "zbv"], ["ZBVZeroBubble", "add pp2"]),
         (["--plan", "sp"], ["tp=1", "leave sp out"]),
         (["--plan", ""], ["a part is empty; write single"]),
@@ -145,10 +147,10 @@ def test_a_wrong_plan_leaves_nothing(tmp_path, monkeypatch, capsys, options, wor
 
 def test_all_processes_of_a_wrong_plan_say_the_same_sentence_and_leave_nothing(tmp_path):
     """torchrun adds a report of its own."""
-    done = run_program([*TORCHRUN, "--nproc-per-node", "2", TINY, "--plan", "tp3"], tmp_path)
+    done = run_program([*TORCHRUN, "--nproc-per-node", "2", TINY, "--plan", "tp4"], tmp_path)
     assert done.returncode != 0 and done.stdout == ""
     (sentence,) = set(sentences(done.stderr))
-    assert "needs tp=3" in sentence and "2 were started" in sentence and "start 3" in sentence
+    assert "needs tp=4" in sentence and "2 were started" in sentence and "start 4" in sentence
     assert str(ROOT / "dtgpt") not in done.stderr  # no line of a traceback through dtgpt
     assert not list(tmp_path.iterdir())
 

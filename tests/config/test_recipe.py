@@ -156,7 +156,7 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
         (["--model.init_std", "-1"], ["init_std=-1.0"]),
         (["--model.hidden_size", "1000000000000"], ["hidden_size=1000000000000", "at most 1000000"]),
         (["--data.tokenizer", "bpe", "--model.vocab_size", "512"], ["bpe_vocab_size=1024", "vocab_size=512"]),
-        (["--model.num_heads", "3"], ["model.num_heads=3", "divisor"]),
+        (["--model.num_heads", "3"], ["model.num_heads=3", "use model.num_heads=1, 2 or 4, or another width"]),
         (["--attention", "sdpa"], ["attention=sdpa", "model.dropout=0.1", "--attention auto", "--model.dropout 0"]),
         (["--loss_scale.initial", "0"], ["loss_scale.initial=0.0", "such as 65536"]),
         (["--loss_scale.window", "0"], ["loss_scale.window=0", "1 or more"]),

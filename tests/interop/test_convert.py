@@ -159,7 +159,10 @@ WRONG = {
     "pp for dtgpt": (["RUN", "out", "--target-pipeline-parallel-size", "2"], ["pipeline_parallel_size=2"]),
     "no tp rank": (["RUN", "out", "--to", "megatron", "--target-tensor-parallel-size", "0"], ["size=0", "1 or more"]),
     "no pp rank": (["RUN", "out", "--to", "hf", "--target-pipeline-parallel-size", "-1"], ["size=-1", "1 or more"]),
-    "heads": (["RUN", "out", "--to", "megatron", "--target-tensor-parallel-size", "4"], ["num_heads=2", "divisor"]),
+    "heads": (
+        ["RUN", "out", "--to", "megatron", "--target-tensor-parallel-size", "4"],
+        ["num_heads=2", "size=1 or 2"],
+    ),
     "layers": (["RUN", "out", "--to", "megatron", "--target-pipeline-parallel-size", "4"], ["num_layers=2"]),
     "a vocabulary for a run": (["RUN", "out", "--to", "hf", "--true-vocab-size", "200"], ["true_vocab_size=200"]),
     "a vocabulary beyond": (["TREE", "out", "--true-vocab-size", "500"], ["true_vocab_size=500", "1 to 256"]),
