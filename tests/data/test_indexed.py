@@ -308,7 +308,9 @@ def test_tokens_of_another_type_than_uint16_are_refused(tmp_path):
                     TokenShards([path])
     np.savez(path.with_suffix(".npz"), tokens)
     path.with_suffix(".npz").rename(path)
-    with pytest.raises(UserError, match="is a zip archive, as numpy.savez and torch.save write; save its tokens with"):
+    with pytest.raises(
+        UserError, match=r"is a zip archive, as numpy\.savez and torch\.save write; save its tokens with"
+    ):
         TokenShards([path])
     path.write_bytes(np.arange(100, dtype="<u4").tobytes())
     with pytest.raises(UserError, match="every second 16-bit word"):

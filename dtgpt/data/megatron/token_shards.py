@@ -162,7 +162,9 @@ def _open_shard(path: Path) -> Shard:
     if head.startswith(NPY):
         return _open_numpy(file)
     if head.startswith(ZIP):
-        raise UserError(f"{path} is a zip archive, as numpy.savez and torch.save write; save its tokens with numpy.save")
+        raise UserError(
+            f"{path} is a zip archive, as numpy.savez and torch.save write; save its tokens with numpy.save"
+        )
     if path.suffix == ".npy":
         raise UserError(
             f"{path} does not begin as what numpy.save writes, so that the type of its tokens is not known: uint16 or "
