@@ -112,9 +112,21 @@ def test_a_decoder_that_is_none_is_refused(tmp_path, decoder):
 def test_tokens_beyond_a_sentencepiece_model_are_refused(tmp_path):
     path = sentencepiece_model(tmp_path)
     (tmp_path / "added_tokens.json").write_text('{"<unk>": 0, "<|im_end|>": 300}')
-    with pytest.raises(
-        UserError, match=r"of 300 tokens, add others to it, such as '<\|im_end\|>'; add its tokenizer.js"
-    ):
+    with pytest.raises(UserError, match=r"add tokens that it does not have, such as '<\|im_end\|>'; put the tokenizer"):
         open_tokenizer(str(path))
     (tmp_path / "added_tokens.json").write_text('{"<unk>": 0}')
     assert open_tokenizer(str(path)).vocab_size == 300
+
+
+def test_tokens_that_a_tokenizer_json_lacks_are_refused(tmp_path):
+    """transformers adds these to it; saved anew by it, the file has them."""
+    free = max(json.loads(tokenizer_json(tmp_path).read_text())["model"]["vocab"].values()) + 1
+    settings = {"added_tokens_decoder": {str(free): {"content": "<|user|>", "special": True, **PLAIN}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        UserError, match=r"add tokens that it does not have, such as '<\|user\|>'; put the tokenizer.json"
+    ):
+        open_tokenizer(str(tmp_path))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path)
+    assert open_tokenizer(str(tmp_path)).encode_prompt(TEXT) == theirs(TEXT).input_ids

@@ -301,10 +301,17 @@ def test_tokens_of_another_type_than_uint16_are_refused(tmp_path):
     draw, path = np.random.default_rng(0), tmp_path / "a.bin"
     for high in (100, 50257, 100278, 128256, 262144):
         tokens = draw.integers(1, high, 4000)
-        for dtype in ("<u4", "<i8"):
-            path.write_bytes(tokens.astype(dtype).tobytes())
-            with pytest.raises(UserError, match=rf"every second 16-bit word, .*n.memmap\('{path}', '<u4', 'r'\)"):
-                TokenShards([path])
+        for dtype in ("<u4", "<i8", ">u4"):
+            for padding in (0, 20_000):
+                path.write_bytes(np.r_[[0] * padding, tokens].astype(dtype).tobytes())
+                with pytest.raises(UserError, match=rf"every second 16-bit word, .*n.memmap\('{path}', '<u4', 'r'\)"):
+                    TokenShards([path])
+    np.savez(path.with_suffix(".npz"), tokens)
+    path.with_suffix(".npz").rename(path)
+    with pytest.raises(
+        UserError, match=r"is a zip archive, as numpy\.savez and torch\.save write; save its tokens with"
+    ):
+        TokenShards([path])
     path.write_bytes(np.arange(100, dtype="<u4").tobytes())
     with pytest.raises(UserError, match="every second 16-bit word"):
         TokenShards([path])

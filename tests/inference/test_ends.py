@@ -108,6 +108,9 @@ def test_what_is_not_an_id_is_refused(bare, tmp_path, value):
     folder = naming(bare, tmp_path / "model", value)
     with pytest.raises(UserError, match=r"^generation_config.json of the model has eos_token_id=.*; write the ids"):
         dtgpt.load(folder)
+    with pytest.raises(UserError, match=r"^generation_config.json of the model has eos_token_id=.*; write the ids"):
+        convert(folder, tmp_path / "kept", ConvertOptions())
+    assert not (tmp_path / "kept").exists()
 
 
 @pytest.fixture

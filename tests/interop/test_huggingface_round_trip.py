@@ -8,7 +8,7 @@ import pytest
 
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.tokenizers.export import class_note, transformers_files
-from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace
 from dtgpt.interop.hf.origin import FILE, Origin, read_origin
 from dtgpt.train.loop import train
@@ -152,6 +152,8 @@ def test_a_tokenizer_that_transformers_cuts_as_qwen2_is_told(tmp_path):
         known = open_tokenizer(str(cut_by_pattern(tmp_path, cut)))
         content = transformers_files(known, 64)["tokenizer.json"]
         assert (class_note(content, "qwen2") is not None) == told and class_note(content, "qwen3") is None
+    content = transformers_files(make_tokenizer("char", ["the fox"], 0), 64)["tokenizer.json"]
+    assert class_note(content, "qwen2") is not None
 
 
 @pytest.mark.parametrize("file", [{"_from_model_config": True, "eos_token_id": 2}, {"eos_token_id": [2, 3]}, None])

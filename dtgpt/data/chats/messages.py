@@ -23,12 +23,8 @@ TOOLS = ("tool_calls", "function_call", "tools", "functions", "tool_call_id")
 # Marks of several libraries on an answer: the value with which it counts; the other one keeps it out of the loss.
 MARKS = {"weight": True, "training": True, "train": True, "trainable": True, "train_on_turn": True, "loss": True,
          "loss_mask": True, "masked": False}  # fmt: skip
-UNREAD_MARKS = ("training_detail", "train_detail")  # marks of parts of an answer
-THOUGHTS = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names of what an answer thinks; templates read the first two
+UNREAD_MARKS = ("training_detail", "train_detail", "mask", "ignore")  # of parts of an answer, or of either meaning
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # of an answer; templates read the first two
 ARGUMENTS = "chat_template_kwargs"
 USED = ("system", ARGUMENTS, *TOOLS, *MARKS, *UNREAD_MARKS)  # keys of a row beside those of its messages
 # What renders a chat has these arguments of its own: they are no variables of a template, or say what dtgpt decides.
@@ -40,8 +36,8 @@ FORMS = "messages (OpenAI), conversations (ShareGPT), or prompt and completion"
 
 class Chat(NamedTuple):
     """A chat to train on. `first`: the number of the first message that may count, after a prompt; none may where it is
-    that of all messages.
-    `arguments`: variables of the template beside the messages. `used`: the keys of the row from which it was read."""
+    the number of all messages. `arguments`: variables of the template beside the messages. `used`: keys of the row that
+    are read."""
 
     messages: list[Message]
     first: int
@@ -83,8 +79,11 @@ def read_messages(given: Any) -> list[Message]:
 def read_mark(what: str, fields: Mapping[str, Any]) -> bool | None:
     """Return whether the loss of what has these fields counts, by their marks; None without one. Raises ChatError for a
     mark that has another value than yes or no, and where two differ."""
-    if detail := next((name for name in UNREAD_MARKS if fields.get(name)), None):
-        raise ChatError(f"{what} has {detail}, marks of parts of an answer, which are not supported; leave it out")
+    if unread := next((name for name in UNREAD_MARKS if fields.get(name) not in (None, [])), None):
+        raise ChatError(
+            f"{what} has {unread}={shown(fields[unread])}, a mark that is not read; leave it out, or mark whole "
+            "answers by weight=0"
+        )
     found = {name: fields[name] for name in MARKS if fields.get(name) is not None}
     for name, value in found.items():
         if type(value) not in (bool, int, float) or value not in (0, 1):
@@ -109,10 +108,12 @@ def read_arguments(given: Any) -> dict[str, Any]:
 
 
 def with_system(fields: dict[str, Any], messages: Any) -> Any:
-    """Return messages after the instruction that `fields` may have apart from them. Raises ChatError where they have
-    another one."""
+    """Return messages after the instruction that `fields` may have apart from them. Raises ChatError where it is no
+    text, and where they have another one."""
     text = fields.get("system")
-    if not isinstance(text, str) or not text.strip() or not isinstance(messages, list):
+    if text is not None and not isinstance(text, str):
+        raise ChatError(f"the chat has system={shown(text)}, which is not a text; give it one, or leave it out")
+    if text is None or not text.strip() or not isinstance(messages, list):
         return messages
     own = [
         message.get("content") for message in messages if isinstance(message, dict) and message.get("role") == "system"

@@ -27,6 +27,7 @@ LLMC_HEADER = 256 * 4  # bytes
 LLMC_MAGIC, LLMC_LLAMA_MAGIC = 20240520, 20240801
 LLMC = {LLMC_MAGIC: (1, "<u2"), LLMC_LLAMA_MAGIC: (7, "<u4")}  # magic: version, type of the tokens
 NPY = b"\x93NUMPY"  # with which what `numpy.save` writes begins
+ZIP = b"PK\x03\x04"
 HIGHEST = 16  # upper halves of ids of 32 bits are below, for a vocabulary of up to a million
 SCAN = 1 << 22  # tokens searched for document ends together
 PIECES, PIECE = 256, 1 << 13  # of a dataset's tokens that its content digest reads: how many, and tokens of each
@@ -160,6 +161,10 @@ def _open_shard(path: Path) -> Shard:
     head = file.read(0, min(file.size, 12)).ljust(12, b"\0")
     if head.startswith(NPY):
         return _open_numpy(file)
+    if head.startswith(ZIP):
+        raise UserError(
+            f"{path} is a zip archive, as numpy.savez and torch.save write; save its tokens with numpy.save"
+        )
     if path.suffix == ".npy":
         raise UserError(
             f"{path} does not begin as what numpy.save writes, so that the type of its tokens is not known: uint16 or "
@@ -174,7 +179,7 @@ def _open_shard(path: Path) -> Shard:
             "second half); it is truncated or not a shard of nanoGPT or llm.c: copy or build it again"
         )
     tokens = FileArray(file, "<u2", 0, file.size // 2)
-    if _is_wide(tokens[:PIECE]):
+    if _is_wide(next(filter(np.any, pieces(tokens, PIECES)), tokens[:0])):  # a file may begin with padding
         raise UserError(
             f"{path} has next to nothing in every second 16-bit word, as ids of 32 bits or more have, and a .bin "
             f"without a header is read as uint16; {_with_header(path, '<u4')}"
@@ -192,9 +197,9 @@ def _with_header(path: Path, dtype: str) -> str:
 
 
 def _is_wide(words: np.ndarray) -> bool:
-    """Return whether 16-bit words are halves of wider ids: the upper ones are zero, or tiny where there are many words,
-    and the others are not."""
-    for lower, upper in ((words[::2], words[1::2]), (words[1::2], words[::2])):
+    """Return whether 16-bit words are halves of wider ids, of either order of bytes: the upper ones are zero, or tiny
+    where there are many words, and the others are not."""
+    for lower, upper in ((words[::2], words[1::2]), (words[1::2], words[::2].byteswap())):
         if len(words) >= 16 and not upper.any() and lower.max() > 1:
             return True
         if len(words) >= 256 and upper.max() < HIGHEST <= lower.max():

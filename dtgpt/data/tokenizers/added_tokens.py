@@ -1,7 +1,7 @@
 """Tokens that a Hugging Face folder adds to a vocabulary in other files, with their ids: `added_tokens_decoder` of
 tokenizer_config.json, or added_tokens.json of older folders."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,16 @@ def check_added(found: list[dict[str, Any]], ids: Mapping[str, int], vocab: Path
             )
 
 
+def check_has_added(path: Path, has: Callable[[dict[str, Any]], bool]) -> None:
+    """Raise UserError where files beside a tokenizer add tokens that it does not have."""
+    for token in added_tokens(path):
+        if not has(token):
+            raise UserError(
+                f"files beside {path} add tokens that it does not have, such as {shown(token['content'])}; put the "
+                "tokenizer.json there that transformers' AutoTokenizer saves"
+            )
+
+
 def _of_decoder(decoder: Any, path: Path) -> list[dict[str, Any]]:
     found = []
     for i, token in decoder.items() if isinstance(decoder, dict) else [("", None)]:
@@ -63,12 +73,11 @@ def _of_older_folder(vocab: Path) -> list[dict[str, Any]]:
     settings: dict[str, Any] = {}
     for name in SETTINGS:
         settings |= read_settings(vocab.with_name(name))
-    lists = (settings.get(name) for name in LISTS)
-    listed_names = [one for own in lists if isinstance(own, list) for one in own]
-    names = [
-        *special_tokens(settings).values(),
-        *(one["content"] if isinstance(one, dict) else one for one in listed_names),
-    ]
+    names: list[Any] = [*special_tokens(settings).values()]
+    for more in (settings.get(name) for name in LISTS):
+        names += (
+            [one.get("content") if isinstance(one, dict) else one for one in more] if isinstance(more, list) else []
+        )
     found = [special_token(name, i, name in names) for name, i in listed.items()]
     return [token | {"normalized": not token["special"]} for token in found]
 

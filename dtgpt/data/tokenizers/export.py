@@ -57,20 +57,23 @@ def export_note(tokenizer: Tokenizer) -> str | None:
 def class_note(content: dict[str, Any], model_type: str) -> str | None:
     """Return what a reader of tokenizer.json beside a model of this type should know: for a Qwen2 transformers 5 takes
     Qwen2's cuts, whatever is in the file."""
-    if model_type != "qwen2":
-        return None
-    theirs = content | {"normalizer": {"type": "NFC"}, "pre_tokenizer": _cut_by(QWEN.pattern)}
-    found = []
-    for one in (content, theirs):
-        library = parse_tokenizer("tokenizer.json", json.dumps(one))
-        library.encode_special_tokens = True
-        found.append([encoding.ids for encoding in library.encode_batch(PROBES)])
-    if found[0] == found[1]:
+    if model_type != "qwen2" or _is_cut_as_qwen2(content):
         return None
     return (
         "AutoTokenizer of transformers 5 cuts texts of a model_type=qwen2 as Qwen2 does, and not as this "
         "tokenizer.json; open it there with PreTrainedTokenizerFast.from_pretrained"
     )
+
+
+def _is_cut_as_qwen2(content: dict[str, Any]) -> bool:
+    if content["model"]["type"] != "BPE":
+        return False
+    found = []
+    for cuts in ({}, {"normalizer": {"type": "NFC"}, "pre_tokenizer": _cut_by(QWEN.pattern)}):
+        library = parse_tokenizer("tokenizer.json", json.dumps(content | cuts))
+        library.encode_special_tokens = True
+        found.append([encoding.ids for encoding in library.encode_batch(PROBES)])
+    return found[0] == found[1]
 
 
 def first_token(tokenizer: Tokenizer) -> int | None:

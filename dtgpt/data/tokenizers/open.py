@@ -13,7 +13,7 @@ from typing import Any
 import tiktoken
 
 from dtgpt.data.chats.template import ChatTemplate
-from dtgpt.data.tokenizers.added_tokens import added_tokens, check_added
+from dtgpt.data.tokenizers.added_tokens import added_tokens, check_added, check_has_added
 from dtgpt.data.tokenizers.bpe_files import (
     LARGEST,
     BytePairs,
@@ -225,12 +225,7 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
         if is_rank_file(binary):
             return from_ranks(path, binary, begin, end_of_text_beside(path))
         pieces = SentencePiece(str(path), binary, begin)
-        beyond = [token["content"] for token in added_tokens(path) if token["id"] >= pieces.vocab_size]
-        if beyond:
-            raise UserError(
-                f"files beside {path}, a SentencePiece model of {pieces.vocab_size} tokens, add others to it, such as "
-                f"{shown(beyond[0])}; add its tokenizer.json, which transformers' AutoTokenizer saves"
-            )
+        check_has_added(path, lambda token: token["id"] < pieces.vocab_size)
         return pieces
     content = read_text(path)
     try:
@@ -242,6 +237,8 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path} is not a tokenizer; give a tokenizer.json, or what dtgpt tokenizer train wrote")
     _check_tokenizer_json(saved, path)
+    names = [token["content"] for token in saved.get("added_tokens") or []]
+    check_has_added(path, lambda token: token["content"] in names)
     if characters := Char.of_tokenizer_json(saved):
         return characters
     end = end_of_text_beside(path)

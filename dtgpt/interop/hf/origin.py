@@ -150,8 +150,10 @@ def read_origin(path: Path, names: Sequence[str] = JSON) -> Origin:
 
 
 def origin_of(path: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> Origin:
-    """Return what a model with this `tokenizer` keeps of the one at `path`, whose shape is `config`."""
+    """Return what a model with this `tokenizer` keeps of the one at `path`, whose shape is `config`. Raises UserError
+    where that cannot be read."""
     origin, theirs = read_origin(path), tokenizer_beside(path)
+    origin.ends()  # which refuses what is not an id, before it is kept
     same = theirs is None or tokenizer is None or theirs.is_same(tokenizer)
     positions = max(config.seq_length, origin.positions)
     return replace(origin, positions=positions, own_tokenizer=origin.own_tokenizer and same)
