@@ -60,7 +60,7 @@ def load_module(path: Path) -> ModuleType:
     name = f"recipe {path.resolve()}"  # a name that no import has, as `__main__` of a program is one
     loader = SourceFileLoader(name, str(path))
     module = ModuleType(name)
-    module.__file__ = str(path)
+    module.__file__, module.__package__ = str(path), ""  # of no package, as a program
     sys.modules[name] = module  # which dataclasses and type hints look up
     _import_beside(path.resolve().parent)
     with _errors_of(path):

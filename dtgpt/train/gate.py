@@ -222,7 +222,7 @@ class Judge:
             weights = kind == "first update"
             held = float(theirs[f"weight/{name}"].abs().max()) if weights else 0.0
             rounding = 2.0**-23 * held * math.sqrt(b.numel()) / max(norm(b), 1e-300)
-            # A rule that makes more of a matrix than of its elements, as Muon's, may compute in the activations' type.
+            # A rule that makes more of a matrix than of its elements may compute in the activations' type.
             by_element = not weights or f"first exp_avg_sq/{name}" in ours
             allowed = RATIO * (chance + rounding + (2.0**-23 if by_element else self.eps))
             yield self._explained(

@@ -1,10 +1,12 @@
 """What a run is, decided before its processes meet: the recipe to train, where the run goes on, and the plan."""
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtgpt.checkpoint.load import check_same_model
+from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import AUTO, OR, PlanChoice
 from dtgpt.config.recipe import RUN_NAME, Recipe
 from dtgpt.data.checks import check_data, with_tokenizer
@@ -77,18 +79,18 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
     try:
         choice = recipe.choose_plan(world)
     except UserError as error:
-        reason, needed = str(error), fewest_processes(recipe)
+        reason, needed = str(error), fewest_processes(recipe.alternatives(), recipe.check_plan)
         if resume.run is not None and saved_value(read_recipe(resume.run), "plan") == recipe.plan:
             reason += f"; plan={recipe.plan} is that of the run: give --plan for another one"
         raise UserError(f"{reason}; such as: {retry} {needed}" if retry and needed > world else reason) from None
     return Job(recipe=recipe, resume=resume, choice=choice)
 
 
-def fewest_processes(recipe: Recipe) -> int:
-    """Return the processes of one replica of the first alternative of the plan. Raises UserError, one sentence, where
-    no number of processes can run it: the number would not help."""
-    plan = next(iter(recipe.alternatives().values()))
-    recipe.check_plan(plan.for_world(plan.world))
+def fewest_processes(alternatives: Mapping[str, Plan], check: Callable[[ResolvedPlan], None]) -> int:
+    """Return the processes of one replica of the first alternative of a plan. Raises UserError, one sentence, where no
+    number of processes can run it, as `check` says: the number would not help."""
+    plan = next(iter(alternatives.values()))
+    check(plan.for_world(plan.world))
     return plan.world
 
 

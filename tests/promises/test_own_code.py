@@ -159,8 +159,10 @@ def test_every_command_that_opens_a_run_takes_its_recipe_and_names_it(first, tmp
     own_words, others = lm_eval.split_words([str(run), *given[:2], "--tasks", "x"])
     assert lm_eval.command.read(own_words)[1].recipe == str(mine) and others == ["--tasks", "x"]
     assert open_shared(str(run), recipe=str(mine), tokenizer="bytes").model.config.widths == (3, 3)
+    capsys.readouterr()
     with pytest.raises(UserError, match="the architecture own, and a Hugging Face folder holds one of"):
         convert.command([str(run), "new", "--to", "hf", *given[:2]])
+    assert "computes otherwise" not in capsys.readouterr().err
     assert not Path("new").exists()
 
 
@@ -176,6 +178,7 @@ def test_a_recipe_without_the_class_is_told(first, mine, tmp_path, text):
         ("def recipe(:", "wrong.py line 1: invalid syntax; correct the recipe"),
         ("x = 1", "wrong.py is not a recipe: it defines no function recipe()"),
         ("import absent_module", "wrong.py line 1: ModuleNotFoundError: No module named 'absent_module'"),
+        ("from .beside import x", "line 1: ImportError: attempted relative import with no known parent package"),
         ("import broken", "broken.py line 2: invalid syntax; correct the recipe"),
     ):
         (tmp_path / "broken.py").write_text("\nx = = 1")
