@@ -21,7 +21,6 @@ from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.open import check_recipe, open_adapter, open_source, with_adapter
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside, tokenizer_place
 from dtgpt.models.architectures import ARCHITECTURES as KNOWN
-from dtgpt.models.architectures import is_own
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Watched
 from dtgpt.translate.megatron_tools import explain_for_command
@@ -86,9 +85,9 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     for note in source.notes:
         say(note, warning=True)
     kind = type(source.config)
-    if options.to != "dtgpt" and is_own(kind):
-        theirs = KNOWN.get(kind.architecture, kind).__name__
-        say(f"{target}: what {kind.__name__} computes otherwise than {theirs} is not in it", warning=True)
+    theirs = KNOWN.get(kind.architecture, kind)  # another architecture is refused below
+    if options.to != "dtgpt" and theirs is not kind:
+        say(f"{target}: what {kind.__name__} computes otherwise than {theirs.__name__} is not in it", warning=True)
     dtype, watched = DTYPES[options.dtype], Watched(source)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     if options.to == "dtgpt":

@@ -60,40 +60,38 @@ def load_module(path: Path) -> ModuleType:
     name = f"recipe {path.resolve()}"  # a name that no import has, as `__main__` of a program is one
     loader = SourceFileLoader(name, str(path))
     module = ModuleType(name)
-    module.__file__ = str(path)
+    module.__file__, module.__package__ = str(path), ""  # of no package, as a program
     sys.modules[name] = module  # which dataclasses and type hints look up
-    with _errors_of(path), _imports_beside(path.resolve().parent):
+    _import_beside(path.resolve().parent)
+    with _errors_of(path):
         loader.exec_module(module)
     if not callable(getattr(module, "recipe", None)):
         raise UserError(f"{path} is not a recipe: it defines no function recipe()")
     return module
 
 
-_beside: dict[Path, set[str]] = {}  # by folder: the modules beside recipe files that these have imported
+_before: dict[Path, set[str]] = {}  # by folder of recipe files: the modules that were there before its own
 
 
-@contextmanager
-def _imports_beside(folder: Path) -> Iterator[None]:
+def _import_beside(folder: Path) -> None:
     """Let a recipe file, and what it calls later, import modules of its folder, as `python RECIPE.py` does. Those of
     another folder are forgotten: two recipes may have a `model.py` each."""
-    for other in _beside.keys() - {folder}:
-        for name in _beside.pop(other):
-            sys.modules.pop(name, None)
+    for other in _before.keys() - {folder}:
+        before = _before.pop(other)
+        for root in {name.partition(".")[0] for name in sys.modules.keys() - before} - before:
+            if _is_beside(other, sys.modules.get(root)):
+                for name in [name for name in sys.modules if name.partition(".")[0] == root]:
+                    del sys.modules[name]
         with suppress(ValueError):
             sys.path.remove(str(other))
-    if folder not in _beside:
+    if folder not in _before:
         sys.path.insert(0, str(folder))
-        _beside[folder] = set()
-    before = set(sys.modules)
-    try:
-        yield
-    finally:
-        roots = {name: name.partition(".")[0] for name in set(sys.modules) - before}
-        _beside[folder] |= {n for n, root in roots.items() if root not in before and _is_beside(folder, root)}
+        _before[folder] = set(sys.modules)
 
 
-def _is_beside(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
+def _is_beside(folder: Path, module: ModuleType | None) -> bool:
+    places = getattr(module, "__path__", None) or [getattr(module, "__file__", None)]
+    return any(Path(place).parent == folder for place in places if place)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtgpt.comm.arena import may_share
 from dtgpt.comm.exchange import MOST_RANKS, Exchange, make_exchange
@@ -116,6 +116,13 @@ def parts_of(stage: Decoder) -> list[Any]:
     return [module for module in (stage.embedding, *stage.blocks.values(), stage.head) if module is not None]
 
 
+def tells_weights(module: nn.Module) -> bool:
+    """Return whether kernels compute what a module does, with its `decode_weights`: one that inherits the method from
+    dtgpt's class, and has code of a user's own, may compute something else."""
+    own = any(type(part).__module__.partition(".")[0] not in ("dtgpt", "torch") for part in module.modules())
+    return "decode_weights" in vars(type(module)) if own else hasattr(module, "decode_weights")
+
+
 def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -> list[FusedStage] | None:
     """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32 unless
     `exact`, with parameters that are cut for training, with adapters, or with blocks, a rule of attention or an
@@ -127,7 +134,7 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -
         return None  # of a run that trains adapters
     usable = all(type(p.data) is Tensor and p.dtype.itemsize in sizes_known and has_triton(p) for p in parameters)
     sizes = {layer.keys.shape[-1] for layer in cache.layers}
-    if not usable or not all(hasattr(m, "decode_weights") for m in modules) or not sizes <= set(HEAD_SIZES):
+    if not usable or not all(map(tells_weights, modules)) or not sizes <= set(HEAD_SIZES):
         return None
     blocks: list[Any] = [block for stage in stages for block in stage.blocks.values()]
     if not all(core.is_plain for block in blocks for core in attention_cores(block)):

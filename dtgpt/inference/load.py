@@ -18,6 +18,7 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.fused import tells_weights
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.inference.sampling import check_switches
@@ -157,7 +158,7 @@ def check_blocks(config: ModelConfig) -> None:
     kinds = set(parts.examples)
     with torch.device("meta"):
         blocks: list[Any] = [config.make_block(index) for index in kinds]
-        known = all(hasattr(block, "decode_weights") and block.decode_weights().activation for block in blocks)
+        known = all(tells_weights(block) and block.decode_weights().activation for block in blocks)
     cores = [core for index in kinds for core in parts.cores(index)]
     if not known or any(core.head_dim not in HEAD_SIZES or not core.is_plain for core in cores):
         raise UserError(NO_KERNELS)

@@ -46,7 +46,11 @@ def saved_class(where: object, state: Mapping[str, Any], own: type[ModelConfig] 
         return own
     if name is None and architecture in ARCHITECTURES:
         return ARCHITECTURES[architecture]
-    remedy = "give the recipe file with its class"
+    file = state.get(FILE)
+    file = file if file and isinstance(file, str) and file.isprintable() else "FILE.py"
+    remedy = f"give the recipe file with its class: --recipe {shlex.quote(file)} (in Python: recipe={file!r})"
+    if own is not None:  # by --recipe, or as the first word of `dtgpt train`
+        remedy = f"give the recipe file that has the class instead: {shlex.quote(file)}"
     if name is None:
         told = f"the architecture {shown_name(architecture)}, and this dtgpt has {', '.join(ARCHITECTURES)}"
         remedy = f"use the dtgpt that wrote it, or {remedy}"  # of a newer dtgpt, or of a class of a user's own
@@ -54,8 +58,4 @@ def saved_class(where: object, state: Mapping[str, Any], own: type[ModelConfig] 
         told = f"the class {shown_name(name)}, which is not dtgpt's"
     if own is not None:
         told += f", and the model of the recipe given is a {own.__qualname__}"
-    file = state.get(FILE)
-    file = file if file and isinstance(file, str) and file.isprintable() else "FILE.py"
-    raise UserError(
-        f"{where} has a model of {told}; {remedy}: --recipe {shlex.quote(file)} (in Python: recipe={file!r})"
-    )
+    raise UserError(f"{where} has a model of {told}; {remedy}")

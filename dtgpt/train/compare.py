@@ -118,7 +118,7 @@ def compare(
             wrong[REFERENCE] = [unfit[1]]
         others = {n: problem_of_tokens(records[n], records[REFERENCE], found) for n, found in located.items()}
         for number, name in enumerate(MOVED, 1):
-            unsettled = any(problems for each, problems in wrong.items() if not others.get(each))
+            unsettled = any(said for each, said in wrong.items() if not others.get(each))
             if tolerance is not None or unfit is not None or not unsettled:
                 break
             say(f"{name}: one process whose initial weights are moved by their last bit, as rounding alone would")

@@ -53,8 +53,8 @@ class Reference:
         """Return a fault of the reference itself."""
         kind, name = fault.kind, fault.name
         if kind == "activation":
-            key = next(key for key in self.trace.keys if key.name == name)
-            module = self.writer(name, self.trace[key])
+            key = next((key for key in self.trace.keys if key.name == name), None)  # None: computed another time alone
+            module = name.rsplit(" ", 2)[0] if key is None else self.writer(name, self.trace[key])
         else:
             module = self.reader(name) if kind == "gradient" else name.rpartition(".")[0]
         kinds = {"gradient": "gradient of activation", "parameter": "gradient", "activation": kind, "weight": kind}

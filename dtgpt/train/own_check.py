@@ -70,7 +70,7 @@ class Repeat(Recorder):
         super().keep(kind, name, value, micro_batch)
         ours, self.tensors[key] = self.tensors[key], torch.empty(0)
         if self.found is None:
-            theirs = self.trace[key] if key in self.trace.keys else ours[..., :0]
+            theirs = self.trace[key] if key in self.trace.keys else torch.empty(0)
             apart = 0.0 if same_bits(ours, theirs) else relative(ours, theirs)
             if not apart <= self.limit:
                 self.found = OwnFault(kind, name, micro_batch, apart, self.limit)

@@ -16,6 +16,7 @@ from dtgpt.commands.generate import command as generate_command
 from dtgpt.commands.serve import command as serve_command
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.evaluation.shared_model import open_shared
+from dtgpt.inference.fused import parts_of, tells_weights
 from dtgpt.interop.inspect import model_digest
 from dtgpt.interop.open import open_source
 from dtgpt.models.decoder import build_model
@@ -158,20 +159,26 @@ def test_every_command_that_opens_a_run_takes_its_recipe_and_names_it(first, tmp
     own_words, others = lm_eval.split_words([str(run), *given[:2], "--tasks", "x"])
     assert lm_eval.command.read(own_words)[1].recipe == str(mine) and others == ["--tasks", "x"]
     assert open_shared(str(run), recipe=str(mine), tokenizer="bytes").model.config.widths == (3, 3)
+    capsys.readouterr()
     with pytest.raises(UserError, match="the architecture own, and a Hugging Face folder holds one of"):
         convert.command([str(run), "new", "--to", "hf", *given[:2]])
+    assert "computes otherwise" not in capsys.readouterr().err
     assert not Path("new").exists()
 
 
 def test_a_recipe_without_the_class_is_told(first, mine, tmp_path, text):
-    _, run = first
+    trained, run = first
     other = write(tmp_path / "other", text, "Doubled")
-    with pytest.raises(UserError, match=r"class OwnConfig, .* the model of the recipe given is a Doubled; give"):
+    with pytest.raises(UserError, match=r"class OwnConfig, .* the recipe given is a Doubled;") as error:
         generate_command([str(run), "--recipe", str(other)])
+    assert error.match(f"; give the recipe file that has the class instead: '{trained.resolve()}'$")
+    with pytest.raises(UserError, match="; give the recipe file that has the class instead"):  # no --recipe there
+        train.command([str(other), "--init_from", str(run)])
     for content, told in (
         ("def recipe(:", "wrong.py line 1: invalid syntax; correct the recipe"),
         ("x = 1", "wrong.py is not a recipe: it defines no function recipe()"),
         ("import absent_module", "wrong.py line 1: ModuleNotFoundError: No module named 'absent_module'"),
+        ("from .beside import x", "line 1: ImportError: attempted relative import with no known parent package"),
         ("import broken", "broken.py line 2: invalid syntax; correct the recipe"),
     ):
         (tmp_path / "broken.py").write_text("\nx = = 1")
@@ -206,6 +213,9 @@ def test_a_class_with_the_name_of_dtgpts_architecture_is_not_taken_for_it(tmp_pa
     plain.load_state_dict(doubled.state_dict())
     tokens = torch.arange(8)[None]
     torch.testing.assert_close(doubled(tokens), 2 * plain(tokens), rtol=1e-5, atol=1e-6)
+    # Kernels of decode steps compute what dtgpt's head does, whose `decode_weights` the own one inherits.
+    assert all(map(tells_weights, parts_of(plain))) and not tells_weights(doubled.head)
+    assert all(map(tells_weights, doubled.blocks.values()))
     capsys.readouterr()
     assert convert.command([str(run), "exported", "--to", "hf", "--recipe", str(mine)]) == 0
     assert "what Doubled computes otherwise than GPT2Config is not in it" in capsys.readouterr().err
@@ -223,14 +233,18 @@ def test_an_optimizer_of_ones_own_goes_on_and_its_run_needs_no_recipe(tmp_path, 
     assert dtgpt.load(runs[1]).generate("1 and", max_new_tokens=2)
 
 
-def test_recipes_of_two_folders_have_modules_of_their_own(tmp_path, text):
-    """Each a `helper.py`, of which the second would be the first one's."""
+@pytest.mark.parametrize("imported", ["from own_model", "    return"])
+def test_recipes_of_two_folders_have_modules_of_their_own(imported, tmp_path, text):
+    """Each a package `helper`, of which the second would be the first one's; also where `recipe()` imports it."""
     found = []
     for number in (1, 2):
         path = write(tmp_path / str(number), text)
-        (path.parent / "helper.py").write_text(f"LAYERS = {number}")
-        content = path.read_text().replace("num_layers=2", "num_layers=helper.LAYERS")
-        path.write_text(content.replace("from own_model", "import helper\nfrom own_model"))
+        (path.parent / "helper").mkdir()
+        (path.parent / "helper" / "sizes.py").write_text(f"LAYERS = {number}")
+        content = path.read_text().replace("num_layers=2", "num_layers=helper.sizes.LAYERS")
+        indent = imported[: -len(imported.lstrip())]
+        head, _, tail = content.rpartition(imported)
+        path.write_text(f"{head}{indent}import helper.sizes\n{imported}{tail}")
         found.append(call_recipe(load_module(path).recipe).model.num_layers)
     assert found == [1, 2]
     assert str(tmp_path / "2") in sys.path and str(tmp_path / "1") not in sys.path

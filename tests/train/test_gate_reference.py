@@ -120,6 +120,18 @@ class FixedHead(OwnHead):
         return F.dropout(x, 0.1, training=True)
 
 
+class LateHead(OwnHead):
+    """Has a module that the first step does not call."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.extra, self.calls = torch.nn.Tanh(), 0
+
+    def changed(self, x):
+        self.calls += 1
+        return self.extra(x) if self.calls > 2 else x
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnConfig(GPT2Config):
     head = OwnHead
@@ -138,20 +150,27 @@ class FixedConfig(OwnConfig):
     head = FixedHead
 
 
+@dataclass(frozen=True, kw_only=True)
+class LateConfig(OwnConfig):
+    head = LateHead
+
+
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "module", "words"),
     [
-        (OwnConfig, "one process does not repeat itself"), (NoisyConfig, "one process does not repeat itself"),
-        (FixedConfig, "one process is further from float64 than fp32 explains"),
+        (OwnConfig, "head", "one process does not repeat itself"),
+        (NoisyConfig, "head", "one process does not repeat itself"),
+        (LateConfig, "head.extra", "one process does not repeat itself"),
+        (FixedConfig, "head", "one process is further from float64 than fp32 explains"),
     ],
 )  # fmt: skip
-def test_a_reference_that_cannot_be_one_is_the_verdict(recipe, tmp_path, config, words):
+def test_a_reference_that_cannot_be_one_is_the_verdict(recipe, tmp_path, config, module, words):
     file = tmp_path / "one"
     own = replace(recipe, model=config(dropout=0.1, **SIZES))
     record = traced_record(own, Tracing(file, tmp_path / "shared", is_reference=True))
     save_record(record, file)
     found, sentence = problem_of_reference(Reference(file, read_record(file)), None)
-    assert found.module == "head" and sentence.startswith(words) and "in" in sentence
+    assert found.module == module and sentence.startswith(words) and "in" in sentence
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "normuon"), ("bf16", "adamw"), ("fp8", "adamw")])
