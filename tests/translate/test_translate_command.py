@@ -481,7 +481,7 @@ def test_lines_of_slurm_are_read_as_slurm_reads_them(run, tmp_path):
     code, out = run("x.sh")
     assert code == 0 and out.splitlines()[-1] == "sbatch -N 4 '--job-name=my job' slurm.sbatch my_recipe.py"
     (tmp_path / "x.sh").write_text(f"#SBATCH --comment='a\npython pretrain_gpt.py {MODEL} {TRAINING}")
-    assert "the line #SBATCH \"--comment='a\" cannot be read (No closing quotation); mend it" in run("x.sh")[1]
+    assert 'the line #SBATCH "--comment=\'a" cannot be read (No closing quotation); mend it' in run("x.sh")[1]
 
 
 @pytest.mark.parametrize(("launcher", "last"), [
