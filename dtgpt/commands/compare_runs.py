@@ -7,6 +7,7 @@ from typing import Annotated
 from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import RecipeFile
+from dtgpt.commands.recipe import recipe_names
 from dtgpt.config.recipe_file import model_class
 from dtgpt.interop.open import check_recipe, open_config
 from dtgpt.util.console import say
@@ -71,5 +72,6 @@ command = Command("compare RUN ...", CompareRunsOptions, compare_two_runs, EXAMP
 def means_runs(words: list[str]) -> bool:
     """Return whether the words after `dtgpt compare` name runs, and not a recipe."""
     if words and not words[0].startswith("-"):
-        return not words[0].endswith(".py") or Path(words[0]).is_dir()
+        path = Path(words[0])
+        return path.is_dir() or not (path.suffix == ".py" or (words[0] in recipe_names() and not path.exists()))
     return any(word.endswith(".jsonl") or Path(word).is_dir() for word in words if not word.startswith("-"))

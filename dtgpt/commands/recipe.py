@@ -42,6 +42,11 @@ def recipe_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(files, key=lambda path: (KINDS.index(path.suffix), path.name))}
 
 
+def recipe_names() -> list[str]:
+    """Return the names of the recipes alone."""
+    return [name for name, path in recipe_files().items() if path.suffix == ".py"]
+
+
 def show_recipe(options: RecipeOptions) -> None:
     """Print the recipe that is named, or a line for each. Raise UserError where there is none of that name."""
     files = recipe_files()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.help import recipe_help, usage_of, wants_help
-from dtgpt.commands.recipe import recipe_files
+from dtgpt.commands.recipe import recipe_names
 from dtgpt.config.overrides import read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
@@ -44,4 +44,4 @@ class RecipeCommand(Command):
 
 def _recipe_of(files: list[str], words: list[str], command: str) -> Recipe:
     """Return the recipe of the first of `files`, with the kind of optimizer that `words` name."""
-    return of_kind(call_recipe(recipe_module(files, command, recipe_files()).recipe), named_kind(words))
+    return of_kind(call_recipe(recipe_module(files, command, recipe_names()).recipe), named_kind(words))

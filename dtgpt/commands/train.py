@@ -11,7 +11,7 @@ from typing import Annotated
 
 from dtgpt.commands.help import HELP, recipe_help, usage_of, usage_of_file, wants_help
 from dtgpt.commands.launcher import launch
-from dtgpt.commands.recipe import recipe_files
+from dtgpt.commands.recipe import recipe_names
 from dtgpt.config.overrides import Options, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
@@ -88,5 +88,5 @@ def command(words: list[str]) -> int:
     if words and words[0] in HELP:
         say(recipe_help(words, DOC, usage_of("train RECIPE.py"), TrainOptions, Recipe))
         return 0
-    module = recipe_module(words, "train", recipe_files())
+    module = recipe_module(words, "train", recipe_names())
     return train_recipe(module.recipe, module.__doc__ or "", words[1:], words[0])

@@ -16,9 +16,9 @@ from dtgpt.translate import nanogpt
 from dtgpt.translate.programs import choose, translate_command
 from dtgpt.translate.recipe_text import recipe_text
 from dtgpt.translate.script import ASSIGNMENT, commands_of
-from dtgpt.translate.translation import Launch, Translation
+from dtgpt.translate.translation import SLURM, Launch, Translation
 from dtgpt.util.console import counted, hanging, say
-from dtgpt.util.errors import UserError, did_you_mean
+from dtgpt.util.errors import UserError, did_you_mean, shown
 from dtgpt.util.field_types import PATH, Bounds, check_fields
 from dtgpt.util.storage import cannot_write, read_regular, write_text
 
@@ -79,10 +79,20 @@ def translate_file(path: Path, words: Sequence[str], added: Sequence[str], nth: 
     arguments = [word for word in words if not ASSIGNMENT.fullmatch(word)]
     try:
         chosen = choose(commands_of(text, arguments, variables), nth)
-        slurm = [word for line in re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE) for word in line.split()]
-        return translate_command([*chosen.words, *added], slurm)
+        return translate_command([*chosen.words, *added], job_words(text))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def job_words(text: str) -> list[str]:
+    """Return the words of a script's #SBATCH lines, read as Slurm reads them."""
+    words: list[str] = []
+    for line in re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE):
+        try:
+            words += shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UserError(f"the line #SBATCH {shown(line)} cannot be read ({error}); mend it") from None
+    return words
 
 
 def show(translation: Translation, source: str, output: Path) -> None:
@@ -110,6 +120,8 @@ def show(translation: Translation, source: str, output: Path) -> None:
         started = counted(launch.world or 1, "process", "processes")
         say(f"its plan needs {needs} processes, or a multiple, but the command starts {started}: start it in more")
         return
+    if launch.slurm:
+        say(f"dtgpt recipe slurm > {SLURM}")
     say(f"{settings}{launch.command(shlex.quote(str(output)))}")
 
 

@@ -57,7 +57,8 @@ def load_module(path: Path) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
         advice = did_you_mean(path, "give one such as recipes/gpt2_tiny.py")
         raise UserError(f"there is no recipe file {path}; {advice}")
-    name = f"recipe {path.resolve()}"  # a name that no import has, as `__main__` of a program is one
+    # A name that no import has, as `__main__` of a program is one; pickle takes what is before a dot for a package.
+    name = f"recipe {path.resolve()}".replace(".", "%2E")
     loader = SourceFileLoader(name, str(path))
     module = ModuleType(name)
     module.__file__, module.__package__ = str(path), ""  # of no package, as a program

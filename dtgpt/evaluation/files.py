@@ -72,8 +72,8 @@ def read_file(path: Path, source: str) -> DataFile:
 
 
 def _kind_of(path: Path) -> Literal["json", "text"]:
+    check_not_csv(str(path))
     name = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
-    check_not_csv(str(name))
     return "json" if name.suffix.lower() in JSON else "text"
 
 

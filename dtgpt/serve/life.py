@@ -11,12 +11,14 @@ from dtgpt.serve.log import takes
 from dtgpt.serve.worker import EngineWorker
 from dtgpt.util.console import say_error
 
+LAST = 30.0  # seconds after those of running requests when the process is ended: connections have eight of them
 SILENT = 60.0  # seconds that a step or a ping may take before a rank counts as failed
 
 
 class EndBySignal:
     """From `install` to the end of the process, the first SIGINT, SIGTERM or SIGHUP drains the worker, and a second one
-    ends the process at once. On ranks without a worker the first one does nothing: rank 0 ends them.
+    ends the process at once, as does an alarm where it does not end in time. On ranks without a worker the first one
+    does nothing else: rank 0 ends them.
 
     Under torchrun, which passes Ctrl-C on, a signal within two seconds of the first is the same one.
     """
@@ -36,6 +38,8 @@ class EndBySignal:
         now = time.monotonic()
         if self._first is None:
             self._first = now
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends a process whatever its threads do
+            signal.setitimer(signal.ITIMER_REAL, self._seconds + LAST)
             if self._worker is not None:
                 name = signal.Signals(number).name
                 text = f"\n{name}: ending; running requests have {self._seconds:g} s; again to end at once\n"

@@ -17,12 +17,14 @@ from dtgpt.util.errors import UserError
 PROCESSES = {  # options of launchers, without dashes -> what they count
     "nproc-per-node": "per_node", "nproc_per_node": "per_node", "ntasks-per-node": "per_node", "nnodes": "nodes",
     "nodes": "nodes", "N": "nodes", "np": "all", "n": "all", "ntasks": "all",
+    "num_gpus": "per_node", "num_nodes": "nodes",  # of deepspeed
+    "num_processes": "all", "num_machines": "nodes",  # of accelerate
 }  # fmt: skip
 RENDEZVOUS = (  # options of torchrun that say where nodes meet
     "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-id", "rdzv-endpoint", "rdzv-conf",
 )  # fmt: skip
 OF_TASKS = ("ntasks", "n", "ntasks-per-node", "signal", "requeue", "open-mode")  # of sbatch, which slurm.sbatch sets
-SLURM = "recipes/slurm.sbatch"
+SLURM = "slurm.sbatch"  # which `dtgpt recipe` prints
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Launch:
     def of(cls, words: Sequence[str], slurm: Sequence[str] = ()) -> "Launch":
         """Return what the words before a program say, those of torchrun, srun, mpirun and `python -m
         torch.distributed.launch`, and where they do not, the words of a script's #SBATCH lines."""
+        words, slurm = _apart(words), _apart(slurm)
         own, job = cls._of(words), cls._of(slurm)
         return replace(
             own,
@@ -63,7 +66,7 @@ class Launch:
             value = value.rpartition(":")[2]  # of --nnodes 1:4, the most
             if not word.startswith("-") or name not in PROCESSES:
                 continue
-            several = several or bool(unknown_names(value))
+            several = several or bool(unknown_names(value)) or value in ("gpu", "auto", "cpu", "xpu")
             if is_count(value) and int(value) > 0:
                 found[PROCESSES[name]] = int(value)
                 if name.startswith("nproc"):  # of a torchrun that srun or mpirun starts on each node
@@ -83,7 +86,7 @@ class Launch:
     def command(self, program: str) -> str:
         """Return a command that runs a recipe file, or `-m dtgpt ...`, in as many processes."""
         world = self.world or 1
-        per_node = self.per_node or (world if world <= 8 or self.nodes else 8)
+        per_node = self.per_node or (-(-world // self.nodes) if self.nodes else min(world, 8))
         nodes = self.nodes or -(-world // per_node)
         if self.slurm and not program.startswith("-m"):
             return " ".join(["sbatch", *self._of_job(), SLURM, program])
@@ -103,6 +106,12 @@ class Launch:
                 skips = word.lstrip("-").partition("=")[0] in OF_TASKS
             if not skips:
                 yield quote(word)
+
+
+def _apart(words: Sequence[str]) -> list[str]:
+    """Return the words of a launcher with -N4 as -N 4."""
+    found = [re.fullmatch(r"(-[Nn])(\d+)", word) for word in words]
+    return [part for word, match in zip(words, found, strict=True) for part in (match.groups() if match else [word])]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def test_a_wheel_has_the_recipes(tmp_path):
     assert {Path(name).name for name in names} == {path.name for path in RECIPES}
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("command", ["train", "plan", "compare"])
 def test_a_command_names_the_recipe_of_a_name(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("gpt2_345m", "gpt2_345m.py"):
@@ -81,3 +81,11 @@ def test_a_command_names_the_recipe_of_a_name(command, capsys, tmp_path, monkeyp
             main([command, name])
         expected = f"there is no recipe file {name}, but dtgpt comes with one: dtgpt recipe gpt2_345m > gpt2_345m.py"
         assert stop.value.code == 2 and expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "compare"])
+def test_a_job_file_is_not_called_a_recipe(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main([command, "slurm"])
+    assert stop.value.code == 2 and "dtgpt recipe slurm" not in capsys.readouterr().err

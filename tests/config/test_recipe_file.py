@@ -1,6 +1,7 @@
 """What is wrong with a recipe file is one sentence that names file and line, whoever runs it."""
 
 import gzip
+import pickle
 import re
 from pathlib import Path
 
@@ -153,3 +154,9 @@ def test_the_recipe_of_readme_trains_as_it_is_written(tmp_path, monkeypatch):
     done = run_program(["mine.py", *options.split()], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "my.txt" in done.stdout and (tmp_path / "runs/mine-001/checkpoints/step_00000002").is_dir()
+
+
+def test_functions_of_a_recipe_file_can_be_sent_to_processes(tmp_path):
+    (tmp_path / "mine.v2.py").write_text("def recipe():\n    return None\n")
+    module = recipe_module([str(tmp_path / "mine.v2.py")], "train")
+    assert pickle.loads(pickle.dumps(module.recipe)) is module.recipe

@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import gzip
 import json
 import os
 import re
@@ -380,14 +381,17 @@ def test_chats_name_the_command_that_prepares_them(tmp_path, monkeypatch, record
     check_data(DataConfig(path="my chats.jsonl", tokenizer="bytes"), 257)
 
 
-@pytest.mark.parametrize(("name", "content"), [("a b.csv", 'text,n\n"x, y",1\n'), ("t.tsv", "text\tn\nx, y\t1\n")])
+@pytest.mark.parametrize(("name", "content"), [
+    ("a b.csv", 'text,n\n"x, y",1\n'), ("t.tsv", "text\tn\nx, y\t1\n"), ("c d.CSV.gz", 'text,n\n"x, y",1\n'),
+])  # fmt: skip
 def test_a_table_comes_with_the_lines_that_make_json_lines_of_it(tmp_path, monkeypatch, name, content):
     monkeypatch.chdir(tmp_path)
-    Path(name).write_text(content)
+    write = gzip.compress if name.endswith(".gz") else bytes
+    Path(name).write_bytes(write(content.encode()))
     for check in (lambda: check_data(DataConfig(path=name, tokenizer="bytes"), 257), lambda: find_sources([name])):
         with pytest.raises(UserError, match="is a table, which is not read") as error:
             check()
     _, _, command = str(error.value).partition("\n")
     command = command.replace("python", sys.executable, 1)
     subprocess.run(["bash", "-c", command], check=True)
-    assert read_documents(str(Path(name).with_suffix(".jsonl")), "text") == ["x, y"]
+    assert read_documents(f"{name.partition('.')[0]}.jsonl", "text") == ["x, y"]

@@ -23,6 +23,7 @@ from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.serve.http import bind
+from dtgpt.serve.life import EndBySignal
 from dtgpt.serve.log import log, takes
 from dtgpt.serve.server import Server
 from tests.interop.test_interop_huggingface import InMemory
@@ -115,6 +116,22 @@ def test_the_end_of_a_server_lets_python_collect_what_was_imported():
         gc.freeze()
         server.close()
     assert gc.get_freeze_count() == 0
+
+
+def test_a_server_that_cannot_end_is_ended(monkeypatch):
+    monkeypatch.setattr("dtgpt.serve.life.LAST", 0.2)
+    child = os.fork()
+    if not child:  # no thread of its own, nor anything that would ask Python
+        EndBySignal(None, 0.0).install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            time.sleep(60)
+    try:
+        wait_until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT), 20)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == -signal.SIGALRM
 
 
 def test_a_second_signal_ends_the_server_at_once(folder):

@@ -60,7 +60,7 @@ def test_a_script_of_megatron_lm(run, tmp_path):
         0,
     )
     assert (recipe.log.eval_interval, recipe.log.eval_samples, recipe.log.interval) == (10, 48, 100)
-    assert out.splitlines()[-1] == "sbatch --nodes=2 recipes/slurm.sbatch my_recipe.py"
+    assert out.splitlines()[-1] == "sbatch --nodes=2 slurm.sbatch my_recipe.py"
     assert "experts" not in out and "--max-position-embeddings 32" in out
     text = (tmp_path / "my_recipe.py").read_text()
     assert "        steps=100,  # --train-iters 100\n" in text
@@ -466,8 +466,33 @@ def test_a_job_of_slurm_ends_with_its_sbatch_line(run, tmp_path):
         f"srun torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES pretrain_gpt.py {MODEL} {TRAINING}"
     )
     out = run("x.sh")[1]
-    assert out.splitlines()[-1] == "sbatch --nodes=4 --partition big -A me recipes/slurm.sbatch my_recipe.py"
+    assert out.splitlines()[-2:] == [  # in any folder, not only in a checkout
+        "dtgpt recipe slurm > slurm.sbatch",
+        "sbatch --nodes=4 --partition big -A me slurm.sbatch my_recipe.py",
+    ]
     assert recipe_of(tmp_path).global_batch_size == 32 * recipe_of(tmp_path).micro_batch_size
+
+
+def test_lines_of_slurm_are_read_as_slurm_reads_them(run, tmp_path):
+    (tmp_path / "x.sh").write_text(
+        '#!/bin/bash\n#SBATCH -N4 -n32  # four nodes\n#SBATCH --job-name="my job"\n##SBATCH -p debug\n'
+        f"srun python pretrain_gpt.py {MODEL} {TRAINING} --tensor-model-parallel-size 2"
+    )
+    code, out = run("x.sh")
+    assert code == 0 and out.splitlines()[-1] == "sbatch -N 4 '--job-name=my job' slurm.sbatch my_recipe.py"
+    (tmp_path / "x.sh").write_text(f"#SBATCH --comment='a\npython pretrain_gpt.py {MODEL} {TRAINING}")
+    assert 'the line #SBATCH "--comment=\'a" cannot be read (No closing quotation); mend it' in run("x.sh")[1]
+
+
+@pytest.mark.parametrize(("launcher", "last"), [
+    ("torchrun --standalone --nproc-per-node=gpu", "torchrun --nproc-per-node N y.py"),
+    ("deepspeed --num_gpus 8", "torchrun --nproc-per-node 8 y.py"),
+    ("accelerate launch --num_processes 4", "torchrun --nproc-per-node 4 y.py"),
+    ("srun -N2 -n16 python", "torchrun --nnodes 2 --nproc-per-node 8 "),
+])  # fmt: skip
+def test_launchers_say_how_many_processes_they_start(run, launcher, last):
+    code, out = run("--output", "y.py", "--", *f"{launcher} pretrain_gpt.py {MODEL} {TRAINING}".split())
+    assert code == 0 and last in out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun --nproc_per_node 2"])

@@ -42,6 +42,7 @@ T = TypeVar("T")
 POLL = 0.5  # seconds
 KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "txt", ".parquet": "parquet"}
 TABLES = (".csv", ".tsv")
+UNPACK = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 PARQUET = b"PAR1"  # with which such a file begins
 
 
@@ -178,13 +179,17 @@ def _head(name: str) -> bytes | None:
 
 def check_not_csv(name: str) -> None:
     """Raise UserError for a table, with the lines that make JSON lines of it."""
-    if name.lower().endswith(TABLES):
-        more = ", delimiter='\\t'" if name.lower().endswith(".tsv") else ""
-        target = shlex.quote(str(Path(name).with_suffix(".jsonl")))
+    program = UNPACK.get(Path(name).suffix.lower())
+    table = Path(name).with_suffix("") if program else Path(name)
+    if table.suffix.lower() in TABLES:
+        more = ", delimiter='\\t'" if table.suffix.lower() == ".tsv" else ""
+        target = shlex.quote(str(table.with_suffix(".jsonl")))
+        unpack = f"{program} -dc < {shlex.quote(name)} | " if program else ""
+        source = "" if program else f" < {shlex.quote(name)}"
         script = f"import csv, json, sys\n[print(json.dumps(row)) for row in csv.DictReader(sys.stdin{more})]"
         raise UserError(
             f"{name} is a table, which is not read; make JSON lines of it, whose keys are the first row's names:\n"
-            f'python -c "{script}" < {shlex.quote(name)} > {target}'
+            f'{unpack}python -c "{script}"{source} > {target}'
         )
 
 
