@@ -17,10 +17,10 @@ import numpy as np
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dtgpt.data.chats.encode import encode_chat, renderer_of
-from dtgpt.data.chats.messages import read_chat
-from dtgpt.data.chats.packed import pack
 from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.posttrain.chats.encode import encode_chat, renderer_of
+from dtgpt.posttrain.chats.messages import read_chat
+from dtgpt.posttrain.chats.packed import pack
 from tests.support.chats import FAMILIES, conversation, write_tokenizer
 
 

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from train_step import RECIPES, timed
 
+from dtgpt.compare.fuzz.pool import Pool, PoolJob
 from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.recipe import Recipe
-from dtgpt.fuzz.pool import Pool, PoolJob
 from dtgpt.optim.kinds import named_kind, of_kind
 from dtgpt.planning.auto import AutoPlan, with_choice
 from dtgpt.train.settle import load_recipe

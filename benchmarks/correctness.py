@@ -27,14 +27,14 @@ import torch
 from correctness_report import PICTURE, draw, table
 from torch import Tensor
 
+from dtgpt.compare.fuzz.pool import Pool, PoolJob
+from dtgpt.compare.record import Record, read_record, record, save_record
+from dtgpt.compare.verdict import difference
 from dtgpt.config.execution import choose_device
-from dtgpt.fuzz.pool import Pool, PoolJob
 from dtgpt.ops.fast import split_backward
-from dtgpt.train.record import Record, read_record, record, save_record
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
-from dtgpt.train.verdict import difference
 
 RECIPES = {family: Path(f"recipes/{family}_tiny.py") for family in ("gpt2", "llama")}
 LARGER = {  # options of the recipes, by kind of device

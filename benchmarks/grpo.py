@@ -22,13 +22,13 @@ import torch
 from decode_models import MODELS
 from exact import trained
 
-from dtgpt.config.grpo import GrpoConfig
 from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.config.sections import DataConfig, OptimizerConfig
 from dtgpt.models.batch import Batch
 from dtgpt.parallel.context import slice_of
+from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.hardware import device_name

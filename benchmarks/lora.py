@@ -16,13 +16,13 @@ from dataclasses import replace
 
 import torch
 
-from dtgpt.config.lora import LoraConfig
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, OptimizerConfig
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, LlamaConfig
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.planning.memory import memory_of
+from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.startup import read_dataset
 from dtgpt.train.trainer import Trainer
 

@@ -80,11 +80,11 @@ def first_wrong_case(folder: Path) -> str:
 
 def print_first_wrong_case() -> None:
     """Run the random cases of this tree and print the first that is wrong."""
+    from dtgpt.compare.fuzz.case import Setting, plain, write_text
+    from dtgpt.compare.fuzz.drawing import draw_case
+    from dtgpt.compare.fuzz.pool import Pool
+    from dtgpt.compare.fuzz.run import RANKS_ON_CPU, Runner
     from dtgpt.config.recipe_file import call_recipe, load_module
-    from dtgpt.fuzz.case import Setting, plain, write_text
-    from dtgpt.fuzz.drawing import draw_case
-    from dtgpt.fuzz.pool import Pool
-    from dtgpt.fuzz.run import RANKS_ON_CPU, Runner
 
     with tempfile.TemporaryDirectory() as folder, Pool("cpu") as pool:
         recipe = call_recipe(load_module(ROOT / "recipes" / "gpt2_tiny.py").recipe)

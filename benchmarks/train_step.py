@@ -26,12 +26,12 @@ from pathlib import Path
 import torch
 from step_floor import FORWARD, floor, say_floor
 
+from dtgpt.compare.compare import fitting_plan
 from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M
 from dtgpt.optim.kinds import named_kind, of_kind
-from dtgpt.train.compare import fitting_plan
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtgpt.cli import run_recipe
-from dtgpt.config.grpo import GrpoConfig
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.train.loop import train
 
 

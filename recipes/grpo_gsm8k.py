@@ -17,7 +17,7 @@ from dtgpt.cli import run_recipe
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, LogConfig, OptimizerConfig
 from dtgpt.models.llama import LLAMA32_1B
-from dtgpt.train.gsm8k import Gsm8k
+from dtgpt.posttrain.grpo.gsm8k import Gsm8k
 
 
 def recipe() -> Recipe:

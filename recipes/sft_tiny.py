@@ -35,7 +35,7 @@ def recipe() -> Recipe:
 
 def made() -> Recipe:
     """Train the base and make the chats, where they are not there yet, and return the recipe."""
-    from dtgpt.data.chats.examples import prepare_examples
+    from dtgpt.posttrain.chats.examples import prepare_examples
     from dtgpt.train.loop import train
 
     if train(replace(recipe(), name="sft_tiny_base", init_from=None, resume="auto", data=DataConfig(), steps=100)):

@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar
 from dtgpt.commands.command import Command
 from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
 from dtgpt.commands.generated import Keyboard
-from dtgpt.data.chats.template import Message
 from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.generator import Need
@@ -18,6 +17,7 @@ from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
+from dtgpt.posttrain.chats.template import Message
 from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds

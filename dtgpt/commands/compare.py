@@ -50,8 +50,8 @@ class CompareOptions:
 def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Path) -> int:
     extra = {"against": own.against, "commits": own.commits, "json": own.json}
     if own.random is not None or own.case is not None:
-        from dtgpt.fuzz.case import Setting, plain, write_text
-        from dtgpt.fuzz.run import run_random
+        from dtgpt.compare.fuzz.case import Setting, plain, write_text
+        from dtgpt.compare.fuzz.run import run_random
 
         for name in (name for name, value in extra.items() if value):
             raise UserError(f"--{name} is for the steps of one recipe; leave out --random and --case, or --{name}")
@@ -79,7 +79,7 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
     for text, more in against.items():
         other = checked(load_recipe(path, more))
         check_same_shapes(text, (other.model, other.lora.rank), (recipe.model, recipe.lora.rank))
-    from dtgpt.train.compare import compare
+    from dtgpt.compare.compare import compare
 
     result = compare(recipe, path.absolute(), list(own.plans), own.steps, own.tolerance, words, against, own.commits)
     if output is not None:
@@ -112,8 +112,8 @@ def check_same_shapes(text: str, theirs: tuple[ModelConfig, int], ours: tuple[Mo
 def record(words: list[str]) -> int:
     """Run `dtgpt record RECIPE.py FILE STEPS MOVED SHARED ROLE [--option value ...]`, which `dtgpt compare` starts in
     each process. MOVED, SHARED: as in `Tracing`; ROLE: "reference", or "plan"."""
-    from dtgpt.train.record import Tracing, move_weights, save_record
-    from dtgpt.train.record import record as record_steps
+    from dtgpt.compare.record import Tracing, move_weights, save_record
+    from dtgpt.compare.record import record as record_steps
     from dtgpt.train.startup import open_trainer
 
     if len(words) < 6:

@@ -44,9 +44,9 @@ def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
     for run in runs if own else ():
         if list_checkpoints(run / "checkpoints"):
             check_recipe(run, open_config(run, own), own)
+    from dtgpt.compare.two_runs import compare_runs
+    from dtgpt.compare.two_runs_report import report
     from dtgpt.run.plot import check_picture, import_pyplot, plot_two_runs
-    from dtgpt.run.two_runs import compare_runs
-    from dtgpt.run.two_runs_report import report
 
     if options.output is not None:
         check_picture(Path(options.output))

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dtgpt.checkpoint.adapter import SavedAdapter
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import Adapter, MergeFile, RecipeFile, VocabFile
@@ -23,6 +22,7 @@ from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside, tokenizer
 from dtgpt.models.architectures import ARCHITECTURES as KNOWN
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Watched
+from dtgpt.posttrain.lora.checkpoint import SavedAdapter
 from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import dtgpt
-from dtgpt.checkpoint.adapter import Merged
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import ProgressLines
@@ -36,6 +35,7 @@ from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.interop.inspect import model_digest
 from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.models.source import Source
+from dtgpt.posttrain.lora.checkpoint import Merged
 from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import counted, duration, say
 from dtgpt.util.field_types import PATH, Bounds

@@ -6,12 +6,12 @@ from typing import Literal, NamedTuple
 import torch
 
 from dtgpt.config.fp8 import FP8
-from dtgpt.config.lora import LoraConfig
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Core, inventory
 from dtgpt.ops.attention.core import Backend, choose, in_kernels
+from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import why_no_compiler

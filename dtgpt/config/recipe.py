@@ -12,11 +12,8 @@ import torch
 from dtgpt.config import checks
 from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
-from dtgpt.config.dpo import DpoConfig, check_dpo
 from dtgpt.config.execution import Recompute, Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
-from dtgpt.config.grpo import GrpoConfig, check_grpo, grpo_notes
-from dtgpt.config.lora import LoraConfig, check_lora, check_lora_plan
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import AUTO, OR, PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.schedule import Schedule
@@ -24,6 +21,9 @@ from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, LossS
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.attention.core import Backend, check_backend
+from dtgpt.posttrain.dpo.config import DpoConfig, check_dpo
+from dtgpt.posttrain.grpo.config import GrpoConfig, check_grpo, grpo_notes
+from dtgpt.posttrain.lora.config import LoraConfig, check_lora, check_lora_plan
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import PATH, Bounds, Pattern, check_fields
 

@@ -33,7 +33,7 @@ from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
     from dtgpt.config.sections import DataConfig
-    from dtgpt.data.chats.packed import ChatBeginning
+    from dtgpt.posttrain.chats.packed import ChatBeginning
 
 Part = Literal["valid", "test"]
 PART_NAMES: dict[Part, str] = {"valid": "validation", "test": "test"}

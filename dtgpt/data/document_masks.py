@@ -8,8 +8,8 @@ window that starts inside a document counts from its own start.
 import torch
 from torch import Tensor
 
-from dtgpt.data.chats.packed import BEGINS, COUNTS
 from dtgpt.models.batch import Batch
+from dtgpt.posttrain.chats.packed import BEGINS, COUNTS
 
 
 class DocumentMasks:

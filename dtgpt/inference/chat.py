@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtgpt.data.chats.encode import check_kept, encode_chat, renderer_of
-from dtgpt.data.chats.messages import read_chat
-from dtgpt.data.chats.template import NONE, PROBE, ChatError, Message, nobody_leaves
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.prompts import check_ids, check_length
 from dtgpt.models.config import ModelConfig
+from dtgpt.posttrain.chats.encode import check_kept, encode_chat, renderer_of
+from dtgpt.posttrain.chats.messages import read_chat
+from dtgpt.posttrain.chats.template import NONE, PROBE, ChatError, Message, nobody_leaves
 from dtgpt.util.errors import UserError
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from dtgpt.checkpoint.adapter import ADAPTER, base_of
 from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
@@ -14,6 +13,7 @@ from dtgpt.interop.open import check_recipe, open_source
 from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source, Watched, has_vocabulary, parameter_shapes
+from dtgpt.posttrain.lora.checkpoint import ADAPTER, base_of
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 

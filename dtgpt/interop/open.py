@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from dtgpt.checkpoint.adapter import Merged, base_of, merged
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
@@ -15,6 +14,7 @@ from dtgpt.interop.foreign import ADAPTER_CONFIG
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source, TrainingSource
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.posttrain.lora.checkpoint import Merged, base_of, merged
 from dtgpt.util.errors import UserError, did_you_mean
 
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM

@@ -28,13 +28,13 @@ from dtgpt.parallel.exact import ExactBuckets
 from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import Buckets
 from dtgpt.parallel.graphs import Graphs
-from dtgpt.parallel.lora import add_adapters
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import PipelineEngine
 from dtgpt.parallel.pushed_shards import push_shards
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
 from dtgpt.parallel.tensor import Table, apply_table, make_table
+from dtgpt.posttrain.lora.adapters import add_adapters
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
 

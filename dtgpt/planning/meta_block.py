@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from dtgpt.config.lora import LoraConfig
 from dtgpt.models.binding import BoundModule, bind, exchanges
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
@@ -20,8 +19,9 @@ from dtgpt.ops.attention.shared import shared_tokens
 from dtgpt.ops.fast import split_backward
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.parallel.coordinates import chunk
-from dtgpt.parallel.lora import local_adapter
 from dtgpt.planning.alive import Alive
+from dtgpt.posttrain.lora.adapters import local_adapter
+from dtgpt.posttrain.lora.config import LoraConfig
 
 
 class BlockKind(NamedTuple):

@@ -13,10 +13,10 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.parallel.lora import names_of, shapes_of
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import Partition, Table, VocabularyShard, make_table, style_of
 from dtgpt.planning.allocator import padding
+from dtgpt.posttrain.lora.adapters import names_of, shapes_of
 
 WIDTH_OF_SUMS = 8  # bytes of a number in fixed point
 GPUS_OF_HOST = 8  # that reach each other's memory

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dtgpt.compare.two_runs import TwoRuns
 from dtgpt.run.folder import EXAMPLE
 from dtgpt.run.sinks import LARGEST_SHOWN, read_records
-from dtgpt.run.two_runs import TwoRuns
 from dtgpt.util.errors import UserError, did_you_mean
 from dtgpt.util.storage import atomic_file, cannot_write, check_can_write
 

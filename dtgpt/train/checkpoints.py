@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.adapter import ADAPTER, check_same_adapter
 from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.state import describe
 from dtgpt.config.batch_size import BatchSizes
+from dtgpt.posttrain.lora.checkpoint import ADAPTER, check_same_adapter
 from dtgpt.run.starts import describe_run
 from dtgpt.train.trainer import Trainer
 

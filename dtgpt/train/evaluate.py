@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.sections import LogConfig
-from dtgpt.data.chats.packed import ChatBeginning
 from dtgpt.data.dataset import PART_NAMES, Part, bits_per_byte
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -22,6 +21,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.posttrain.chats.packed import ChatBeginning
 from dtgpt.util.console import counted, say
 from dtgpt.util.hardware import to_device
 

@@ -14,15 +14,17 @@ from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_che
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
 from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.chats.pairs import PairDataset
 from dtgpt.data.dataset import PART_NAMES, Part
 from dtgpt.liveness.losses import lost_peers_as_user_errors
 from dtgpt.liveness.watch import Watch
+from dtgpt.posttrain.dpo.pairs import PairDataset
+from dtgpt.posttrain.dpo.reference import find_reference, held_out_figures, save_reference
+from dtgpt.posttrain.grpo.answers import describe
+from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed
 from dtgpt.run.folder import AUTO, RunLock, check_runs, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
-from dtgpt.train.answers import describe
 from dtgpt.train.checkpoints import restore, state_of
 from dtgpt.train.ending import (
     LEFT,
@@ -37,9 +39,7 @@ from dtgpt.train.ending import (
 )
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.job import Job, find_resume_point, make_job
-from dtgpt.train.preferences import find_reference, held_out_figures, save_reference
 from dtgpt.train.processes import Group, join, run_watched, wait_for_others
-from dtgpt.train.recipe_calls import RolloutsFailed
 from dtgpt.train.tasks import TaskEvaluation
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say, say_error

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from dtgpt.checkpoint.adapter import base_of, check_same_adapter, describe_adapter
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreign_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.chats.pairs import PairDataset
 from dtgpt.data.checks import without_effect
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
 from dtgpt.data.megatron.prepared import is_prepared, load_prepared
@@ -27,11 +25,13 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.posttrain.dpo.pairs import PairDataset
+from dtgpt.posttrain.dpo.reference import find_reference
+from dtgpt.posttrain.lora.checkpoint import base_of, check_same_adapter, describe_adapter
 from dtgpt.run.folder import RunLock, changes_since, create_run
 from dtgpt.train.checkpoints import restore
 from dtgpt.train.job import Job, ResumePoint, make_job
 from dtgpt.train.own_tokenizer import check_own_tokenizer, model_to_begin_with
-from dtgpt.train.preferences import find_reference
 from dtgpt.train.processes import Group, join
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import counted, say

@@ -11,7 +11,6 @@ from torch.distributed import ReduceOp
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.chats.pairs import PairDataset, with_answers
 from dtgpt.data.dataset import Dataset, Part
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.prefetch import Prefetcher
@@ -32,12 +31,13 @@ from dtgpt.parallel.build import (
 )
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.graphs import Graphs
-from dtgpt.parallel.lora import initialize_adapters
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
+from dtgpt.posttrain.dpo.pairs import PairDataset, with_answers
+from dtgpt.posttrain.grpo.rollouts import Rollouts
+from dtgpt.posttrain.lora.adapters import initialize_adapters
 from dtgpt.run.sinks import TIMED
 from dtgpt.train import evaluate
-from dtgpt.train.rollouts import Rollouts
 from dtgpt.util.timers import Timers
 
 SHOWN = 3  # held-out chats that a sample has

@@ -1,8 +1,8 @@
 """The tables that `dtgpt compare` prints."""
 
-from dtgpt.train.compare import report
-from dtgpt.train.record import Record
-from dtgpt.train.verdict import Difference
+from dtgpt.compare.compare import report
+from dtgpt.compare.record import Record
+from dtgpt.compare.verdict import Difference
 
 
 def test_the_tables_fit_80_columns_whatever_the_plans(monkeypatch):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dtgpt.compare.compare import compare
 from dtgpt.run.sinks import read_records
-from dtgpt.train.compare import compare
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support.ranks import pool
@@ -146,7 +146,7 @@ def test_remedies_of_a_ramp_that_a_plan_cannot_split_work(recipe, ramp, world, p
 
 def test_plan_and_compare_refuse_a_ramp_before_they_begin(recipe, monkeypatch):
     recipe = change(recipe, rampup_batch_size="2 2 40")
-    monkeypatch.setattr("dtgpt.train.compare.run_plan", None)
+    monkeypatch.setattr("dtgpt.compare.compare.run_plan", None)
     with pytest.raises(UserError, match="passes 2 samples a step"):
         replace(recipe, plan="dp2").planned(2)
     with pytest.raises(UserError, match="plan dp2: rampup_batch_size='2 2 40' passes 2 samples"):

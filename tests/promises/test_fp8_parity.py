@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from dtgpt.compare.verdict import difference, limits_of, problems
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.train.verdict import difference, limits_of, problems
 from tests.promises.test_parity import DATA, OWN, PIPELINE, PRODUCTS, TENSOR
 from tests.support.bodies_fp8 import Found, record_with_fp32_activations, record_with_history
 from tests.support.ranks import pool

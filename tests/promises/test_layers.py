@@ -9,8 +9,24 @@ ROOT = Path(__file__).parents[2] / "dtgpt"
 LAYERS = (
     ["util"], ["comm", "liveness", "translate"], ["ops"], ["models"], ["config"], ["data", "parallel"],
     ["optim", "planning"], ["checkpoint"], ["interop", "run"], ["inference"], ["evaluation"], ["train", "serve"],
-    ["fuzz"], ["commands"], ["cli"], ["__main__", "__init__"],
+    ["posttrain"], ["compare"], ["commands"], ["cli"], ["moved", "capabilities"], ["__main__", "__init__"],
 )  # fmt: skip
+# Rooms that import this capability, which stands above them, until a seam takes its place. None may be added.
+STILL = {
+    "posttrain": {
+        "config",
+        "data",
+        "parallel",
+        "planning",
+        "checkpoint",
+        "interop",
+        "inference",
+        "evaluation",
+        "train",
+        "serve",
+    },
+    "compare": {"run"},
+}
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 
@@ -41,7 +57,7 @@ def test_nothing_imports_upwards_or_from_a_room_beside():
         here = room_of(file)
         for name in imports(file):
             there = name.split(".")[1]
-            if there in LEVEL and there != here and LEVEL[there] >= LEVEL[here]:
+            if there in LEVEL and there != here and LEVEL[there] >= LEVEL[here] and here not in STILL.get(there, ()):
                 wrong.append(f"{file.relative_to(ROOT)} imports {name}")
     assert not wrong, "\n".join(wrong)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtgpt.compare.verdict import difference, limits_of, problems
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.models.batch import Batch
@@ -14,7 +15,6 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.graphs import WARM_UP
-from dtgpt.train.verdict import difference, limits_of, problems
 from tests.support.plans_on_gpus import records
 from tests.support.runs import constant, training
 

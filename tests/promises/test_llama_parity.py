@@ -10,12 +10,12 @@ import pytest
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from dtgpt.compare.verdict import difference, limits_of, problems
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LossScaleConfig, OptimizerConfig
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.train.verdict import difference, limits_of, problems
 from tests.support.bodies_llama import Seen, train_and_evaluate
 from tests.support.ranks import pool
 from tests.support.runs import change
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow(30)
 
 TOLERANCE = 1e-5  # as for GPT-2
 STEPS = 3
-CASES = [  # plan, tied; the random cases of each week (tests/fuzz) draw from all plans
+CASES = [  # plan, tied; the random cases of each week (tests/compare) draw from all plans
     ("tp2", False), ("pp2_1f1b", False), ("dp2_pp2_zbv_zero3", False), ("cp2_zero2", False),
     ("tp2_sp", True), ("pp2_gpipe", True), ("dp2_tp2_sp_zero3", True),
 ]  # fmt: skip

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.compare.verdict import difference
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.train.verdict import difference
 from tests.promises.test_parity import DATA, PIPELINE, PRODUCTS, SEED, STEPS, TENSOR, TOLERANCE, reference, sized_for
 from tests.support.nodes import ROOT, Nodes, why_no_nodes
 

@@ -13,9 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.config.grpo import GrpoConfig
-from dtgpt.config.lora import LoraConfig
-from dtgpt.data.chats.packed import BEGINS, COUNTS
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.gemma3 import Gemma3Config
@@ -24,7 +21,10 @@ from dtgpt.ops.loss.preference import Pairs, PreferenceLoss
 from dtgpt.ops.sampling.edits import penalize
 from dtgpt.ops.sampling.reference import kept
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.train.answers import Answer, weighted_rows
+from dtgpt.posttrain.chats.packed import BEGINS, COUNTS
+from dtgpt.posttrain.grpo.answers import Answer, weighted_rows
+from dtgpt.posttrain.grpo.config import GrpoConfig
+from dtgpt.posttrain.lora.config import LoraConfig
 from tests.support import bodies_fp8
 from tests.support.bodies_context import two_steps
 from tests.support.families import OURS

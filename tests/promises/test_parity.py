@@ -7,6 +7,8 @@ import pytest
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from dtgpt.compare.record import Record
+from dtgpt.compare.verdict import difference, limits_of, problems
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
@@ -14,8 +16,6 @@ from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.record import Record
-from dtgpt.train.verdict import difference, limits_of, problems
 from tests.support.ranks import pool
 from tests.support.runs import record
 

@@ -5,10 +5,10 @@ from unittest import mock
 
 import torch
 
+from dtgpt.compare.two_runs import compare_runs
 from dtgpt.parallel.launch import code_digests
 from dtgpt.run.plot import plot_runs
 from dtgpt.run.starts import code_digest, read_starts
-from dtgpt.run.two_runs import compare_runs
 from dtgpt.train.loop import train
 from tests.support.runs import change, newest_run
 

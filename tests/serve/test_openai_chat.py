@@ -87,7 +87,7 @@ def test_a_long_chat_is_refused_by_its_length_before_it_is_rendered(client, monk
         return httpx.post(f"{client.base_url}chat/completions", content=body, headers=headers, timeout=60)
 
     ask()  # starts what renders long chats
-    monkeypatch.setattr("dtgpt.data.chats.template.Renderer.render_each", None)
+    monkeypatch.setattr("dtgpt.posttrain.chats.template.Renderer.render_each", None)
     begin = time.process_time()
     answer = ask()
     assert time.process_time() - begin < 1.5  # 0.2 s on an idle machine; each message in the whole text: 15 s

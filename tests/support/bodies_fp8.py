@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from dtgpt.compare.record import Record, record
 from dtgpt.config.recipe import Recipe
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.local_linear import on_local_tensors
 from dtgpt.ops.pointwise.linear import linear
-from dtgpt.train.record import Record, record
 from dtgpt.train.startup import open_trainer
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from dtgpt.fuzz.case import Case, Run, Setting
-from dtgpt.fuzz.measure import Seen, measure
+from dtgpt.compare.fuzz.case import Case, Run, Setting
+from dtgpt.compare.fuzz.measure import Seen, measure
 from dtgpt.models.binding import bind
 from dtgpt.parallel.tensor import DropoutShard
 

@@ -1,4 +1,4 @@
-"""What ranks do in tests/train/test_rollouts.py."""
+"""What ranks do in tests/posttrain/test_rollouts.py."""
 
 import os
 import signal
@@ -10,10 +10,10 @@ from unittest import mock
 
 import torch
 
-from dtgpt.config.grpo import GrpoConfig
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.engine import Engine
 from dtgpt.optim.update import Update
+from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer
 

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
+from dtgpt.compare import record as recording
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.parameters import parameters_of
-from dtgpt.train import record as recording
 from dtgpt.train.startup import open_trainer
 
 

@@ -1,4 +1,4 @@
-"""What ranks do in tests/train/test_lora.py, with adapters or without."""
+"""What ranks do in tests/posttrain/test_lora.py, with adapters or without."""
 
 from dataclasses import asdict
 from pathlib import Path

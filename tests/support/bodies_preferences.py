@@ -1,4 +1,4 @@
-"""What ranks do in tests/train/test_preferences.py."""
+"""What ranks do in tests/posttrain/test_preferences.py."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,12 +6,12 @@ from unittest import mock
 
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.chats.pairs import PairDataset
 from dtgpt.ops.loss.preference import FIGURES
+from dtgpt.posttrain.dpo.pairs import PairDataset
+from dtgpt.posttrain.dpo.reference import held_out_figures, save_reference
 from dtgpt.train import loop
 from dtgpt.train.checkpoints import state_of
 from dtgpt.train.interval_loss import KEY, IntervalLoss
-from dtgpt.train.preferences import held_out_figures, save_reference
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.disks import files_of_at_most

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from dtgpt.compare.record import Record, move_weights, read_record, record, save_record
 from dtgpt.config.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.train.record import Record, move_weights, read_record, record, save_record
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.environment import child_environment

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from dtgpt.fuzz.pool import IMPORTS, Pool, PoolJob, ProcessResult
+from dtgpt.compare.fuzz.pool import IMPORTS, Pool, PoolJob, ProcessResult
 from dtgpt.util.errors import UserError
 from tests.support.pictures import no_pictures
 

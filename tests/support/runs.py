@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
+from dtgpt.compare import record as recording
+from dtgpt.compare.record import Record, Tracing
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.sinks import read_records
-from dtgpt.train import record as recording
-from dtgpt.train.record import Record, Tracing
 from dtgpt.train.startup import open_trainer, read_dataset
 from dtgpt.train.trainer import Trainer
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.config.dpo import DpoConfig
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.sections import LossScaleConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.optim.loss_scale import LossScaler
+from dtgpt.posttrain.dpo.config import DpoConfig
+from dtgpt.posttrain.grpo.answers import advantages_of
 from dtgpt.run.sinks import read_records
-from dtgpt.train.answers import advantages_of
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.compare import compare
 from dtgpt.config.plan import Plan
-from dtgpt.train import compare
 from dtgpt.util import environment
 from dtgpt.util.environment import child_environment
 

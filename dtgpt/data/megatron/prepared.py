@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.chats.packed import load_chats
-from dtgpt.data.chats.pairs import holds_pairs, load_pairs
 from dtgpt.data.dataset import Dataset, Part, check_vocabulary, needs_shards, warn_of_unused_rows
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path, weights_path
@@ -29,6 +27,8 @@ from dtgpt.data.megatron.token_shards import TokenSequences, TokenShards, shard_
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
 from dtgpt.data.text import SUFFIXES
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.posttrain.chats.packed import load_chats
+from dtgpt.posttrain.dpo.pairs import holds_pairs, load_pairs
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 

@@ -14,11 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from dtgpt.data.chats.encode import KEY as CHAT
-from dtgpt.data.chats.encode import ChatEncoder, renderer_of
-from dtgpt.data.chats.preferences import KEY as PREFERENCE
-from dtgpt.data.chats.preferences import PairEncoder
-from dtgpt.data.chats.template import PROBE, ChatError, ChatTemplate, read_template
 from dtgpt.data.megatron.indexed import IndexedWriter, idx_path, merge, token_dtype, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.config import PrepareConfig
@@ -32,6 +27,11 @@ from dtgpt.data.tokenizers.folder import NAMES, tokenizer_file
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.special_names import warn_of_split_names
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.posttrain.chats.encode import KEY as CHAT
+from dtgpt.posttrain.chats.encode import ChatEncoder, renderer_of
+from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, read_template
+from dtgpt.posttrain.dpo.preferences import KEY as PREFERENCE
+from dtgpt.posttrain.dpo.preferences import PairEncoder
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown_name
 

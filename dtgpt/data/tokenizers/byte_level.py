@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from dtgpt.data.chats.template import Span
 from dtgpt.data.tokenizers.bpe_files import letter_bytes
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, Tokenizer, overlapping, panics_as_user_errors
+from dtgpt.posttrain.chats.template import Span
 from dtgpt.util.errors import UserError, optional_package
 
 # GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.

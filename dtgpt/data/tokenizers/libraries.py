@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from dtgpt.data.chats.template import Span
 from dtgpt.data.tokenizers.bpe_files import letter_bytes
 from dtgpt.data.tokenizers.tokenizer import ENDS, MOST, Tokenizer, overlapping, panics_as_user_errors
+from dtgpt.posttrain.chats.template import Span
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.storage import parse_json
 

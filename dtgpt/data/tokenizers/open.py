@@ -12,7 +12,6 @@ from typing import Any
 
 import tiktoken
 
-from dtgpt.data.chats.template import ChatTemplate
 from dtgpt.data.tokenizers.added_tokens import added_tokens, check_added, check_has_added
 from dtgpt.data.tokenizers.bpe_files import (
     LARGEST,
@@ -46,6 +45,7 @@ from dtgpt.data.tokenizers.tokenizer import (
     panics_as_user_errors,
     special_token,
 )
+from dtgpt.posttrain.chats.template import ChatTemplate
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json, read_json
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dtgpt.data.chats.template import ChatTemplate, Span
+from dtgpt.posttrain.chats.template import ChatTemplate, Span
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import write_text
 

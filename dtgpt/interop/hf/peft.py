@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.adapter import SavedAdapter
 from dtgpt.interop.foreign import ADAPTER_CONFIG, check_architecture
 from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, Architecture, read_object, save_tensors, with_file
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Part
-from dtgpt.parallel.lora import matrix_of_rows, spread
+from dtgpt.posttrain.lora.adapters import matrix_of_rows, spread
+from dtgpt.posttrain.lora.checkpoint import SavedAdapter
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.field_types import is_finite
 from dtgpt.util.storage import new_folder, write_json

@@ -1,0 +1,5 @@
+"""The capabilities of dtgpt: what there is beside the core. Remove a line and the folder that it names, and the core
+works as before."""
+
+# The module that describes the capability, and those of the capabilities whose modules it imports.
+CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = ()

@@ -1,0 +1,1 @@
+"""Tuning a trained model: chats, LoRA, DPO and GRPO, each with its config, checks, data and objective."""

@@ -1,0 +1,1 @@
+"""Training on pairs of answers, of which one is preferred (DPO)."""

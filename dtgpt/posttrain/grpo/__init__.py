@@ -1,0 +1,1 @@
+"""Training on the model's own answers and their rewards (GRPO)."""

@@ -1,0 +1,1 @@
+"""Adapters of low rank beside frozen weights (LoRA)."""

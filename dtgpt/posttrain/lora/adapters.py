@@ -1,0 +1,138 @@
+"""Low-rank adapters (LoRA; Hu et al. 2021) on the matrices of a model whose own weights stay frozen.
+
+A matrix W `[out, in]` computes y = x W^T + (alpha / rank) (x A^T) B^T. A weight that packs several matrices (queries,
+keys and values; gate and up) has an A `[rank, in]` for each, one below the other, and one B `[out, rank]`: each row
+of B belongs to the matrix of the same row of W. Results are those of separate adapters, as Hugging Face's peft has
+them.
+
+Tensor parallelism cuts one of the two as it cuts W: B by its rows, or A by its columns. The other is whole on every
+rank, and its gradients are addends.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as Sharded
+
+from dtgpt.config.execution import Settings
+from dtgpt.models.binding import bind
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.inventory import Parameter, Shape, inventory
+from dtgpt.ops.random.philox import fold, normal, row_chunks
+from dtgpt.parallel.coordinates import RankCoordinates, chunk
+from dtgpt.parallel.shards import Shards
+from dtgpt.posttrain.lora.config import LoraConfig
+
+NAME = "lora"  # of the module below that of the matrix
+A, B = f".{NAME}.a", f".{NAME}.b"  # in place of ".weight"
+
+
+def adapted(config: ModelConfig, lora: LoraConfig) -> Iterator[Parameter]:
+    """Yield the weights that have an adapter, in the order of the modules."""
+    return (parameter for parameter in inventory(config).parameters() if lora.adapts(parameter))
+
+
+def names_of(weight: str) -> tuple[str, str]:
+    """Return the names of A and B of the adapter of a weight."""
+    module = weight.removesuffix(".weight")
+    return module + A, module + B
+
+
+def shapes_of(parameter: Parameter, config: ModelConfig, rank: int) -> tuple[Shape, Shape]:
+    """Return the shapes of A and B of the adapter of a weight."""
+    rows, columns = parameter.shape
+    return (len(config.pieces(parameter)) * rank, columns), (rows, rank)
+
+
+def matrix_of_rows(parameter: Parameter, config: ModelConfig) -> Tensor:
+    """Return the index, among the matrices that a weight packs, of the one of each row: int64 `[out]`."""
+    found = torch.zeros(parameter.shape[0], dtype=torch.int64)
+    for index, rows in enumerate(config.pieces(parameter)):
+        for part in rows:
+            found[part.start : part.stop : part.step] = index
+    return found
+
+
+def spread(b: Tensor, matrices: Tensor, count: int) -> Tensor:
+    """Return B `[out, rank]` as a factor of all of A, `[out, count rank]`, which is zero outside of the rank columns of
+    the matrix `matrices[row]`."""
+    if count == 1:
+        return b
+    own = (matrices[:, None] == torch.arange(count, device=b.device)).to(b.dtype)
+    return (own[:, :, None] * b[:, None, :]).flatten(1)
+
+
+class Adapter(nn.Module):
+    """A and B of one weight, and the product with both."""
+
+    def __init__(self, a: Tensor, b: Tensor, matrices: Tensor, count: int, scale: float):
+        """matrices: as of `spread`, of the rows that this rank has of B."""
+        super().__init__()
+        self.a, self.b = nn.Parameter(a), nn.Parameter(b)
+        self.matrices, self.count, self.scale = matrices, count, scale
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W^T + bias with the adapter's addend, of the local tensors of a linear map."""
+        a, b = (_local(parameter).to(x.dtype) for parameter in (self.a, self.b))
+        if self.matrices.device != b.device:
+            self.matrices = self.matrices.to(b.device)
+        y = F.linear(x, weight, bias)
+        low = F.linear(x, a) * self.scale
+        return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), spread(b, self.matrices, self.count).t()).view(y.shape)
+
+
+def local_adapter(module: nn.Linear, parameter: Parameter, config: ModelConfig, lora: LoraConfig) -> Adapter:
+    """Return the adapter of this rank's part of a matrix, by which planning measures what a block keeps."""
+    (rows, columns), count = module.weight.shape, len(config.pieces(parameter))
+    a, b = module.weight.new_empty(count * lora.rank, columns), module.weight.new_empty(rows, lora.rank)
+    return Adapter(a, b, torch.zeros(rows, dtype=torch.int64, device=a.device), count, lora.scale)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, device: torch.device) -> None:
+    """Freeze a stage on the meta device, cut by tensor parallelism, and add its adapters. device: of the run."""
+    part.requires_grad_(False)
+    config, lora, tp = part.config, settings.lora, settings.plan.tp
+    dtype = settings.dtype if settings.plan.narrows_weights else torch.float32
+    for parameter in adapted(config, lora):
+        if str(parameter.block) not in part.blocks:
+            continue
+        module = part.get_submodule(parameter.name.removesuffix(".weight"))
+        matrices = matrix_of_rows(parameter, config)
+        with torch.device("meta"):
+            a, b = (torch.empty(shape, dtype=dtype) for shape in shapes_of(parameter, config, lora.rank))
+        weight = module.weight
+        addends: tuple[str, ...] = ()
+        if isinstance(weight, DTensor) and (cut := weight.placements[0]).is_shard():
+            assert isinstance(cut, Sharded)
+            if cut.dim == 0:
+                b, addends = distribute_tensor(b, weight.device_mesh, [cut]), ("a",)
+                rows = chunk(range(len(matrices)), tp, place.tp)
+                matrices = matrices[rows.start : rows.stop]
+            else:
+                a, addends = distribute_tensor(a, weight.device_mesh, [cut]), ("b",)
+        adapter = Adapter(a, b, matrices.to(device), len(config.pieces(parameter)), lora.scale)
+        module.add_module(NAME, adapter)
+        bind(adapter, sums_over_tp=addends)
+        bind(module, product=adapter.product)
+
+
+@torch.no_grad()
+def initialize_adapters(shards: Shards, lora: LoraConfig, key: Tensor) -> None:
+    """Fill A with values of the variance of peft's, 1 / (3 in), as a function of (key, name, global index), and B with
+    zeros, so that a run begins with the function of the frozen weights."""
+    for shard in shards:
+        if shard.name.endswith(B):
+            shard.local.zero_()
+            continue
+        own, std = fold(key, shard.name).to(shard.local.device), (3 * shard.parameter.shape[1]) ** -0.5
+        for rows, piece in row_chunks(shard.region):
+            shard.local[rows] = std * normal(own, piece)
+    shards.publish()

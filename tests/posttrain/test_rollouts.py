@@ -1,0 +1,434 @@
+"""Reinforcement: answers and losses of every plan, the formula in plain torch, the ratio, kills, rewards that fail."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from dtgpt.compare.compare import compare
+from dtgpt.config.fp8 import FP8
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.chat import ChatPrompts
+from dtgpt.interop.open import open_config
+from dtgpt.models.decoder import unique_parameters
+from dtgpt.ops.loss.cross_entropy import to_loss_and_gradient_
+from dtgpt.planning.gpus import find_gpu
+from dtgpt.planning.memory import memory_of
+from dtgpt.planning.report import describe_plan
+from dtgpt.posttrain.grpo.config import GrpoConfig
+from dtgpt.posttrain.grpo.rollouts import why_not_exact
+from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.run.sinks import read_records
+from dtgpt.train.loop import train
+from dtgpt.train.startup import open_trainer
+from dtgpt.util.errors import UserError
+from tests.posttrain.test_lora import save_base
+from tests.support.bodies_grpo import Failing, Fatal, Low, Slow, failure_of, train_and_die, train_answers
+from tests.support.chats import write_tokenizer
+from tests.support.ranks import RankFailed, pool
+from tests.support.runs import change, constant, newest_run, on_cuda
+
+pytestmark = pytest.mark.slow(36)
+
+STEPS, NEW, TOKENS = 3, 6, 257
+
+
+@pytest.fixture
+def grpo(recipe):
+    """Two groups of four answers in each step."""
+    return change(
+        recipe, model={"dropout": 0.0}, grpo=Low(group=4, max_new_tokens=NEW, stop="~"), steps=5,
+        optimizer=constant(1e-2), global_batch_size=8, checkpoint={"interval": 1},
+        log={"interval": 1, "eval_interval": 0, "sample_tokens": 0},
+    )  # fmt: skip
+
+
+PLANS = {"dp2": 2, "dp2_zero3": 4, "pp2": 2, "tp2": 4, "cp2": 4}  # and the size of micro-batches
+WITH_SLICES = [("cp4", 2), ("cp2_tp2", 4), ("cp2_pp2", 2), ("cp2_zero3", 8), ("dp2_cp2", 2)]
+
+
+def test_every_plan_draws_the_answers_and_has_the_losses_of_one_process(grpo):
+    expected = train_answers(grpo, STEPS)
+    assert len(expected[1]) == 8 * STEPS and len(set(map(tuple, expected[1]))) > 16
+    for plan, size in PLANS.items():
+        assert_follows(replace(grpo, plan=plan, micro_batch_size=size), expected)
+
+
+@pytest.mark.parametrize(("plan", "size"), WITH_SLICES)
+def test_ranks_with_slices_of_answers_follow_one_process(grpo, plan, size):
+    assert_follows(replace(grpo, plan=plan, micro_batch_size=size), train_answers(grpo, STEPS))
+
+
+def assert_follows(parted, expected):
+    losses, ids, norms = expected
+    found = pool().run(parse_plan(parted.plan).world, train_answers, parted, STEPS)
+    for own_losses, own_ids, own_norms in found:
+        assert own_ids == ids, parted.plan
+        assert own_losses == pytest.approx(losses, abs=1e-6), parted.plan
+        assert own_norms == pytest.approx(norms, rel=1e-5), parted.plan
+
+
+@pytest.mark.parametrize("plan", ["dp2", "tp2"])
+def test_ranks_wait_longer_than_the_timeout_for_the_rewards_of_another(grpo, plan):
+    slow = replace(grpo, plan=plan, grpo=Slow(**vars(grpo.grpo)), timeout=3.0)  # 4 rewards take 6 s
+    assert pool().run(2, train_answers, slow, 2)[0][1] == train_answers(grpo, 2)[1]
+
+
+def test_all_ranks_end_where_a_reward_fails_on_one(grpo):
+    failing = replace(grpo, plan="dp2", grpo=Failing(**vars(grpo.grpo), at=1))  # the prompt of rank 1
+    (kind, told), own = pool().run(2, failure_of, failing)
+    assert own == ("KeyError", told) and kind == "UserError"
+    assert "step 1: grpo.reward failed with KeyError: 'no answer known'; go on with --resume" in told
+    assert (newest_run(grpo) / "checkpoints" / "step_00000000").is_dir()
+
+
+def as_rows(answers, length):
+    """Return tokens `[B, T + 1]`, the mask of answers `[B, T]`, and the engine's log-probabilities `[B, T]`."""
+    tokens = torch.zeros(len(answers), length + 1, dtype=torch.int64)
+    mask, drawn = torch.zeros(2, len(answers), length)
+    for row, answer in enumerate(answers):
+        ids, first = answer.prompt_ids + answer.ids, len(answer.prompt_ids)
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        mask[row, first - 1 : len(ids) - 1] = 1
+        drawn[row, first - 1 : len(ids) - 1] = torch.tensor(answer.logprobs)
+    return tokens, mask, drawn
+
+
+def by_the_formula(log_probs, mask, advantages, loss):
+    """With the ratio to the policy that answered, which is the same: clipping at 1 +- 0.2 changes nothing."""
+    ratio = torch.exp(log_probs - log_probs.detach())
+    each = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * mask
+    if loss == "grpo":
+        return (each.sum(-1) / mask.sum(-1)).mean()
+    return each.sum() / (mask.sum() if loss == "dapo" else NEW * len(mask))
+
+
+@pytest.mark.parametrize("loss", ["dr_grpo", "grpo", "dapo"])
+def test_gradients_are_those_of_the_formula(grpo, loss):
+    with open_trainer(grpo) as trainer:  # a stop that cuts some answers
+        stop = next(answer.text[2] for answer in trainer.rollouts.draw(0) if answer.text[2:3].isascii())
+    grpo = replace(grpo, micro_batch_size=8, grpo=replace(grpo.grpo, loss=loss, stop=stop))
+    with open_trainer(grpo) as trainer:
+        trainer.gradients()
+        answers = trainer.rollouts.draw(0)  # the same again
+        assert len({len(answer.ids) for answer in answers}) > 1
+        groups = torch.tensor([answer.reward for answer in answers]).view(-1, 4)
+        advantages = groups - groups.mean(1, keepdim=True)
+        if loss != "dr_grpo":
+            advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+        tokens, mask, drawn = as_rows(answers, 16)
+        (model,) = trainer.stages
+        found = {shard.name: trainer.gradient(shard).clone() for shard in trainer.shards}
+        model.zero_grad()
+        logits = model(tokens[:, :-1])[..., :TOKENS]
+        log_probs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+        torch.testing.assert_close(log_probs * mask, drawn, rtol=1e-5, atol=1e-5)
+        by_the_formula(log_probs, mask, advantages.view(-1, 1), loss).backward()
+        for name, parameter in unique_parameters(model).items():
+            wanted = parameter.grad
+            torch.testing.assert_close(found[name], wanted, rtol=0, atol=1e-5 * wanted.abs().max().item() + 1e-9)
+
+
+@pytest.mark.parametrize("share", ["on", "off"])
+def test_the_ratio_is_one_to_the_bit_in_every_pass(grpo, share):
+    """Of the log-probabilities that the update has, to those that a pass before it computes for the same batch."""
+    grpo = replace(grpo, micro_batch_size=4, grpo=replace(grpo.grpo, share_prompts=share))
+    with open_trainer(grpo) as trainer:
+        for step in range(3):
+            batch, before, updated = trainer.batch(step), [], []
+            for piece in batch.chunk(2):
+                logits = trainer.engine.mean_loss(piece._replace(targets=None, loss_weights=None)).flatten(0, 1)
+                before.append(to_loss_and_gradient_(logits, piece.targets.flatten(), torch.ones(()), TOKENS))
+
+            def kept(*arguments, updated=updated):
+                updated.append(to_loss_and_gradient_(*arguments))
+                return updated[-1].clone()
+
+            with mock.patch("dtgpt.ops.loss.cross_entropy.to_loss_and_gradient_", kept):
+                trainer.train_step()
+            ratio = torch.exp(torch.cat(before) - torch.cat(updated))[batch.loss_weights.flatten() != 0]
+            assert len(ratio) > 8 and (ratio == 1.0).all()
+
+
+@pytest.mark.cuda
+def test_log_probabilities_of_answers_are_those_of_captured_steps_to_the_bit(grpo):
+    """With micro-batches of 512 rows, up to which products of any size have one order of sums."""
+    cuda = on_cuda(grpo, steps=8, micro_batch_size=8, global_batch_size=64)
+    cuda = replace(cuda, precision="bf16", grpo=replace(grpo.grpo, group=8, max_new_tokens=48, stop=""))
+    count = 0
+    with open_trainer(cuda) as trainer:
+        assert trainer.rollouts.exact
+        for step in range(6):
+            answers = trainer.rollouts.draw(step)
+            tokens, mask, drawn = as_rows(answers, cuda.sample_length)
+            for first in range(0, 64, cuda.micro_batch_size):
+                rows = slice(first, first + cuda.micro_batch_size)
+                logits = trainer.stages[0](tokens[rows, :-1].cuda()).detach().flatten(0, 1)
+                targets = tokens[rows, 1:].flatten().cuda()
+                losses = to_loss_and_gradient_(logits, targets, torch.ones((), device="cuda"), TOKENS)
+                there = mask[rows].flatten() > 0
+                assert torch.equal(-losses.cpu()[there], drawn[rows].flatten()[there]), step
+                count += int(there.sum())
+            trainer.train_step()
+        assert trainer.graphs.captured
+        torch.cuda.synchronize()
+    assert count > 10_000
+
+
+@pytest.mark.cuda
+def test_captured_steps_have_the_answers_and_losses_of_others(grpo):
+    cuda = on_cuda(grpo, steps=8, micro_batch_size=8, global_batch_size=16)
+    cuda = replace(cuda, precision="bf16", grpo=replace(grpo.grpo, group=8, max_new_tokens=24))
+    captured, plain = (train_answers(replace(cuda, graph=graph, compile="off"), 5) for graph in ("on", "off"))
+    assert captured[1] == plain[1]
+    assert captured[0] == pytest.approx(plain[0], abs=1e-6)
+
+
+def test_adapters_answer_like_their_base_at_first_and_learn(grpo, tmp_path):
+    base = save_base("gpt2", tmp_path / "base")
+    whole = replace(grpo, model=replace(open_config(base), dropout=0.0), init_from=str(base))
+    with open_trainer(whole) as trainer:
+        expected = [answer.ids for answer in trainer.rollouts.draw(0)]
+    with open_trainer(replace(whole, lora=LoraConfig(rank=4))) as trainer:
+        assert [answer.ids for answer in trainer.rollouts.draw(0)] == expected
+        rewards = []
+        for _ in range(12):
+            trainer.train_step()
+            rewards.append(trainer.rollouts.figures()["reward"])
+        assert sum(rewards[-4:]) > sum(rewards[:4])
+
+
+def test_answers_end_at_an_end_of_text_or_a_stop_and_may_be_empty(grpo):
+    stop = "ghijklmn"
+    many = replace(grpo, micro_batch_size=128, global_batch_size=128)
+    with open_trainer(replace(many, grpo=replace(grpo.grpo, group=128, stop=""))) as trainer:
+        end = trainer.dataset.tokenizer.end_of_text
+        found = [answer for step in range(4) for answer in trainer.rollouts.draw(step)]
+        assert all(answer.ended == (answer.ids[-1] == end) for answer in found)
+        assert all(len(answer.ids) == NEW or answer.ended for answer in found) and end not in found[0].ids[:-1]
+        empty = [answer for answer in found if answer.ids == [end]]
+        assert empty and all(answer.text == "" and answer.ended for answer in empty)
+        trainer.train_step()
+    with open_trainer(replace(many, grpo=replace(grpo.grpo, group=128, stop=stop[0]))) as trainer:
+        found = trainer.rollouts.draw(0)
+        stopped = [answer for answer in found if answer.ids[-1] == ord(stop[0])]
+        assert stopped and all(answer.ended and stop[0] not in answer.text for answer in found if answer in stopped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Same(Low):
+    def reward(self, index: int, answer: str) -> float:
+        return 0.3
+
+
+@pytest.mark.parametrize("loss", ["dr_grpo", "grpo"])
+def test_groups_of_one_reward_have_no_gradient(grpo, loss):
+    with open_trainer(replace(grpo, grpo=Same(**{**vars(grpo.grpo), "loss": loss}))) as trainer:
+        result = trainer.train_step()
+        assert result.norm.item() == 0.0 and trainer.mean_loss(result) == 0.0
+        assert trainer.rollouts.figures()["groups_without_signal"] == 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talk(Low):
+    def prompt(self, index: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{index}?"}]
+
+
+def test_a_chat_is_asked_by_the_template_and_ends_with_a_turn(grpo, tmp_path):
+    pytest.importorskip("jinja2")
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    talk = change(
+        grpo, model={"vocab_size": 320, "seq_length": 64}, data={"tokenizer": "auto", "tokenizer_file": str(folder)},
+        grpo=Talk(**{**vars(grpo.grpo), "group": 8}),
+    )  # fmt: skip
+    with open_trainer(talk) as trainer:
+        prompts = ChatPrompts(trainer.dataset.tokenizer, trainer.settings.model)
+        for step in range(2):
+            for answer in trainer.rollouts.draw(step):
+                assert answer.prompt_ids == prompts.encode([{"role": "user", "content": f"{step}?"}])
+                assert answer.prompt == f"{step}?\n" and not any(stop in answer.text for stop in prompts.stops)
+        prompts.close()
+
+
+def curve(run):
+    names = ("loss", "step_loss", "grad_norm", "reward", "entropy", "answer_tokens")
+    records = [record for record in read_records(run / "metrics.jsonl") if "loss" in record]
+    return {record["step"]: [record.get(name) for name in names] for record in records}
+
+
+@pytest.mark.parametrize("moment", ["rollout", "scoring", "update"])
+def test_a_run_that_was_killed_goes_on_bit_for_bit(grpo, moment, tmp_path):
+    train(replace(grpo, runs=str(tmp_path / "whole")))
+    whole = curve(newest_run(replace(grpo, runs=str(tmp_path / "whole"))))
+    fatal = replace(grpo, grpo=Fatal(**vars(grpo.grpo))) if moment == "scoring" else grpo
+    with pytest.raises(RankFailed):
+        pool().run(1, train_and_die, fatal, moment)
+    assert max(curve(newest_run(grpo)), default=0) == 3
+    train(replace(grpo, resume="auto"))
+    assert curve(newest_run(grpo)) == whole
+
+
+def test_a_run_shows_what_a_user_watches(grpo, capsys):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(change(grpo, steps=2, log={"tensorboard": True}))
+    run = newest_run(grpo)
+    names = {
+        "reward", "answer_tokens", "answers_ended", "entropy", "groups_without_signal", "rollout_seconds",
+        "scoring_seconds", "training_seconds", "rollout_tokens_per_second", "training_tokens_per_second",
+    }  # fmt: skip
+    records = [record for record in read_records(run / "metrics.jsonl") if "loss" in record]
+    assert len(records) == 2 and all(names <= record.keys() for record in records)
+    assert 4 < records[0]["entropy"] < 6 and 1 <= records[0]["answer_tokens"] <= NEW  # of 257 tokens at first
+    reader = EventAccumulator(str(run / "tensorboard"), size_guidance={"tensors": 0})
+    reader.Reload()
+    assert names <= set(reader.Tags()["scalars"])
+    texts = {name: reader.Tensors(f"{name} answer/text_summary") for name in ("best", "worst")}
+    assert [event.step for event in texts["best"]] == [1, 2]
+    kept = (run / "answers" / "step_00000002.txt").read_text()
+    assert kept.startswith("best: reward ") and "\nworst: reward " in kept
+    for name, events in texts.items():
+        first = events[-1].tensor_proto.string_val[0].decode().split("\n")[0].strip()
+        assert f"{name}: {first}\n" in kept
+    assert f"reward {records[1]['reward']:.3f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "words"),
+    [
+        ("raises", KeyError, "step 4: grpo.reward failed with KeyError: 'no answer known'; go on with --resume"),
+        ("memory", MemoryError, "step 4: grpo.reward failed with MemoryError: too many; go on with --resume"),
+        ("nan", None, "step 4: the reward of answer .* to prompt 7 is nan; return a finite number"),
+        ("none", None, "step 4: the reward of answer .* to prompt 7 is None; return a finite number"),
+        ("large", None, r"to prompt 7 is 1e\+39; return a finite number of at most 1e\+15"),
+        ("array", None, "to prompt 7 is <Tensor>; return a finite number"),
+        ("integer", None, "to prompt 7 is <integer of 1329 bits>; return a finite number"),
+        ("exits", None, "step 4: grpo.reward ended the process"),
+        ("exits at once", None, "step 4: grpo.reward ended the process"),
+        ("generator", GeneratorExit, "step 4: grpo.reward failed with GeneratorExit: over; go on with --resume"),
+        ("interrupt", KeyboardInterrupt, "step 4: grpo.reward failed with KeyboardInterrupt"),
+        ("forks", RuntimeError, "step 4: grpo.reward failed with RuntimeError: the child ended with 1"),
+        ("hangs", None, "step 4: grpo.reward took longer than --timeout 2 seconds; limit its time there"),
+        ("prompt of bytes", None, "step 4: prompt 7: b'a' is no prompt; return a text, or a list of messages"),
+        ("chat without roles", None, "step 4: prompt 7: message 0 has the role None"),
+        ("long", None, "step 4: prompt 7 has 12 tokens, which with .* are more than the 16 of a sample"),
+    ],
+)
+def test_a_reward_that_fails_ends_the_run_with_a_checkpoint(grpo, how, cause, words, capsys):
+    failing = change(
+        grpo,
+        grpo=Failing(**vars(grpo.grpo), how=how),
+        checkpoint={"interval": 0},
+        timeout=2.0 if how == "hangs" else 600.0,
+    )
+    with pytest.raises(UserError, match=words) as raised:
+        train(failing)
+    assert type(raised.value.__cause__) is (cause or type(None))
+    told = capsys.readouterr().err
+    assert ("Traceback" in told and ", in reward\n" in told) == (cause is not None)
+    assert (newest_run(grpo) / "checkpoints" / "step_00000003").is_dir()
+    if how == "raises":
+        train(replace(grpo, resume="auto"))
+        assert max(curve(newest_run(grpo))) == 5
+
+
+@pytest.mark.parametrize("how", ["long", "prompt of bytes"])
+def test_a_first_prompt_that_is_none_is_told_before_there_is_a_run_folder(grpo, how):
+    with pytest.raises(UserError, match=r"^prompt 0"):
+        train(change(grpo, grpo=Failing(**vars(grpo.grpo), how=how, at=0)))
+    assert not list(Path(grpo.runs).glob("*"))
+
+
+def test_a_run_that_goes_on_with_other_groups_asks_each_prompt_once(grpo, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Low, "prompt", lambda task, index: asked.append(index) or "ab")
+    for steps, group, size in ((2, 4, 8), (3, 2, 8), (4, 8, 8), (6, 4, 16)):
+        sizes = {"global_batch_size": size, "micro_batch_size": 4}
+        train(replace(grpo, steps=steps, resume="auto", grpo=replace(grpo.grpo, group=group), **sizes))
+    assert sorted(set(asked)) == list(range(4 + 4 + 1 + 8))
+    assert len(asked) == 4 + 4 + 1 + 8 + 4  # the first prompt of each start was tried
+
+
+def test_what_answers_cannot_be_combined_with_is_refused(grpo, tmp_path, monkeypatch):
+    refused = {
+        "does not say what to ask": {"grpo": GrpoConfig(group=4)},
+        "grpo.loss=dapo has no effect with grpo.group=0": {"grpo": GrpoConfig(loss="dapo")},
+        "does not make global_batch_size=8 groups": {"grpo": replace(grpo.grpo, group=3)},
+        "grpo.slots=3 is below grpo.group=4": {"grpo": replace(grpo.grpo, slots=3)},
+        "grpo.max_new_tokens=16 leaves no room for a prompt": {"grpo": replace(grpo.grpo, max_new_tokens=16)},
+        "but model.dropout=0.1": {"model": replace(grpo.model, dropout=0.1)},
+        "precision=fp8 draws answers": {"precision": FP8},
+        "cannot be combined with rampup_batch_size": {"rampup_batch_size": "4 4 8"},
+        "cannot be combined with data.overfit": {"data": replace(grpo.data, overfit=True)},
+    }
+    for words, changes in refused.items():
+        with pytest.raises(UserError, match=words):
+            replace(grpo, **changes).validate()
+    with pytest.raises(UserError, match=r"dtgpt compare holds steps on data.*use --grpo\.group 0"):
+        compare(grpo, tmp_path, ["dp2"], 2, None, [])
+    exact = replace(grpo, grpo=replace(grpo.grpo, exact="on"))
+    with pytest.raises(UserError, match=r"grpo\.exact=on, but device=cpu chooses the order"), open_trainer(exact):
+        pass
+    monkeypatch.setattr(Tokenizer, "spells", False)
+    with pytest.raises(UserError, match=r"grpo\.group=4 rewards texts, which the tokens of"), open_trainer(grpo):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "words"),
+    [
+        ("single", {}, None),
+        ("pp2", {}, None),
+        ("tp2", {}, "tp=2 has weights in another form"),
+        ("cp2", {}, None),
+        ("cp2_pp2", {}, None),
+        ("cp4", {}, "cp=4 has more ranks than heads"),
+        ("dp2_zero1", {}, "ZeRO has"),
+        ("single", {"lora": LoraConfig(rank=2)}, "lora.rank=2 has"),
+        ("single", {"attention": "explicit"}, "attention=explicit here"),
+        ("single", {"precision": "fp32"}, "attention=sdpa here"),
+    ],
+)
+def test_answers_are_exact_where_training_has_the_kernels(grpo, monkeypatch, plan, changes, words):
+    monkeypatch.setattr("dtgpt.posttrain.grpo.rollouts.TRITON", True)
+    settings = replace(grpo, device="cuda", plan=plan, **changes).planned(parse_plan(plan).world)
+    reason = why_not_exact(settings)
+    assert reason is None if words is None else words in reason
+
+
+def test_where_kernels_turn_out_to_be_missing_answers_are_drawn_without_them(grpo, monkeypatch):
+    monkeypatch.setattr("dtgpt.posttrain.grpo.rollouts.why_not_exact", lambda settings: None)
+    with open_trainer(grpo) as trainer:
+        assert trainer.rollouts.exact
+        trainer.train_step()
+        assert not trainer.rollouts.exact
+    wanted = replace(grpo, grpo=replace(grpo.grpo, exact="on"))
+    with open_trainer(wanted) as trainer, pytest.raises(UserError, match="exact=True has kernels for GPT-2 and LLaMA"):
+        trainer.train_step()
+
+
+def test_the_plan_counts_the_answers_that_are_drawn_together(grpo):
+    with open_trainer(change(grpo, model={"seq_length": 64}, seq_length=16)) as trainer:
+        trainer.rollouts.draw(0)
+        runner, settings = trainer.rollouts.engine._runner, trainer.settings
+        held = [memory for layer in runner.cache.layers for memory in (layer.keys, layer.values)]
+        taken = sum(memory.nbytes for memory in (*held, *runner.state.sequences))
+        assert trainer.rollouts.engine.slots == 8 == settings.slots
+        assert memory_of(settings, 0).cache == taken
+    plain = change(grpo, grpo=GrpoConfig())
+    for run, said in ((grpo, True), (plain, False)):
+        settings = replace(run, device="cuda").planned(1)
+        report = describe_plan(settings, "test", [], find_gpu("H200"))
+        assert (memory_of(settings, 0).cache > 0) == said == (" cache " in report)
+        assert ("without the time in which answers are drawn" in report) == said
+    shared = replace(grpo, plan="dp2_zero3", micro_batch_size=2)
+    (note,) = shared.notes(shared.planned_choice(2), "cpu")
+    assert "each of 2 ranks of dp x cp draws all answers" in note and grpo.notes(grpo.planned_choice(1), "cpu") == []
+    assert shared.planned(2).slots == 8
+    for plan in ("dp2", "cp2"):
+        assert replace(shared, plan=plan).planned(2).slots == 4
