@@ -50,7 +50,9 @@ CORE = {  # rooms, and their files as regular expressions
         r"results|slot_state|completion|prompts|memory|messages|leader|prefill)|ops/attention/cached|"
         r"ops/sampling/(sample|reference|sequences|scores|record)"
     ),
-    "util": r"util/(console|errors|field_types|storage|hardware|environment|process|threads|timers|torch_private|seams)",
+    "util": (
+        r"util/(console|errors|field_types|storage|hardware|environment|process|threads|timers|torch_private|seams)"
+    ),
     "command": r"cli|commands/(command|train|generate|help|launcher)|__init__|__main__",
 }  # fmt: skip
 # Words of identifiers that name what is no part of the core.
