@@ -72,6 +72,8 @@ def profile(frame, event, _):
     file, _, name = frame.f_code.co_filename.rpartition("/dtgpt/")
     if not file or not name.endswith(".py") or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return  # of others, or the body of a module or a class
+    if frame.f_code.co_name.startswith("<") and not frame.f_back.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return  # a comprehension in such a body, which an import executes
     here = name, frame.f_code.co_qualname
     if here == STEP:
         seen.setdefault("begin", set(seen["start"]))
