@@ -27,6 +27,7 @@ FOLDERS = {
     ("dtgpt.config", "dtgpt.posttrain.lora"): "lora>config",
     ("dtgpt.parallel", "dtgpt.posttrain.lora"): "lora>adapters",
     ("dtgpt.checkpoint", "dtgpt.posttrain.lora"): "adapter>checkpoint",
+    ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from dtgpt.checkpoint.tokenizer import named_tokenizer, tokenizer_beside
 from dtgpt.commands.command import Command
 from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
 from dtgpt.commands.generated import Keyboard
@@ -16,7 +17,6 @@ from dtgpt.inference.model import Model
 from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
 from dtgpt.posttrain.chats.template import Message
 from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError

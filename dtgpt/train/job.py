@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtgpt.checkpoint.load import check_same_model
+from dtgpt.checkpoint.open import open_training
 from dtgpt.config.plan_choice import AUTO, OR, PlanChoice
 from dtgpt.config.recipe import RUN_NAME, Recipe
 from dtgpt.data.checks import check_data, with_tokenizer
 from dtgpt.data.megatron.prepared import is_prepared
-from dtgpt.interop.open import open_training
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.run.folder import read_recipe, run_to_resume, saved_value

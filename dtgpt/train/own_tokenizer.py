@@ -4,14 +4,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from dtgpt.checkpoint.open import training_format
+from dtgpt.checkpoint.tokenizer import check_size, tokenizer_beside, tokenizer_place
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.megatron.prepared import is_prepared, prefixes_of
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside as tokenizer_of_data
 from dtgpt.data.text import EMBEDDED
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.interop.open import is_foreign_run
-from dtgpt.interop.tokenizer import check_size, tokenizer_beside, tokenizer_place
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 
@@ -23,7 +23,7 @@ def model_to_begin_with(init_from: str | None, resume: str | None) -> Path | Non
     of a recipe."""
     if init_from:
         return Path(init_from)
-    return Path(resume) if resume and is_foreign_run(resume) else None
+    return Path(resume) if resume and training_format(resume) else None
 
 
 def named_by_option(recipe: Recipe, given: Collection[str]) -> Recipe:

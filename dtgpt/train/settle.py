@@ -11,12 +11,12 @@ from typing import Any
 
 from dtgpt.checkpoint.load import FREE, check_optimizer, check_same_architecture
 from dtgpt.checkpoint.manifest import as_tuple, list_checkpoints, read_state, step_of
+from dtgpt.checkpoint.open import open_config
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.data.megatron.prepared import is_prepared
-from dtgpt.interop.open import open_config
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.optim.kinds import KINDS, named_kind, of_kind

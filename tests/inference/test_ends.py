@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import dtgpt
+from dtgpt.checkpoint.open import open_config
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.hf.origin import read_origin
 from dtgpt.interop.inspect import inspect
-from dtgpt.interop.open import open_config
 from dtgpt.serve.app import make_app
 from dtgpt.train.loop import train
 from dtgpt.train.settle import override

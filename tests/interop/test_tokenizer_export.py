@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtgpt.checkpoint.export import save_weights
+from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
 from dtgpt.data.tokenizers.char import Char, Ids
@@ -19,7 +20,6 @@ from dtgpt.data.tokenizers.libraries import SentencePiece
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.inference.load import load
 from dtgpt.interop.hf.model import save_huggingface
-from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
