@@ -16,8 +16,8 @@ from dtgpt.checkpoint.tokenizer import check_size
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import without_effect
-from dtgpt.data.dataset import Dataset, default_cache, load_dataset
-from dtgpt.data.megatron.prepared import is_prepared, load_prepared
+from dtgpt.data.dataset import Dataset, default_cache
+from dtgpt.data.open import DataRequest, open_dataset
 from dtgpt.data.tokenizers.open import load_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.config import ModelConfig
@@ -159,14 +159,16 @@ def read_dataset(recipe: Recipe) -> Dataset:
     data = recipe.data
     for note in without_effect(data):
         say(note, warning=True)
-    if is_prepared(data.path):
-        samples = data.train_samples or recipe.batch_sizes().before(recipe.num_steps)
-        seed, length = recipe.seed, recipe.sample_length
-        wanted = length, samples, recipe.log.eval_samples, seed
-        vocab_size, batch = recipe.model.vocab_size, recipe.global_batch_size
-        dataset: Dataset = load_prepared(data, *wanted, default_cache(), vocab_size, batch)
-    else:
-        dataset = load_dataset(data, default_cache())
+    request = DataRequest(
+        seq_length=recipe.sample_length,
+        train_samples=data.train_samples or recipe.batch_sizes().before(recipe.num_steps),
+        held_out_samples=recipe.log.eval_samples,
+        seed=recipe.seed,
+        cache=default_cache(),
+        vocab_size=recipe.model.vocab_size,
+        batch=recipe.global_batch_size,
+    )
+    dataset = open_dataset(data, request)
     if recipe.init_from:
         check_size(dataset.tokenizer, recipe.model)
     check_pairs(recipe.dpo.beta, dataset)

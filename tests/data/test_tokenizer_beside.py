@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dtgpt.data.megatron.indexed import bin_path, idx_path, tokenizer_path
-from dtgpt.data.megatron.prepared import is_prepared
+from dtgpt.data.megatron.paths import is_prepared
 from dtgpt.data.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.data.tokenizers.char import Char, Ids, read_meta
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved

@@ -322,7 +322,7 @@ def test_chats_are_used_although_the_longest_lose_their_answers(folder, tmp_path
     recipe = change(chat_recipe, data={"path": str(tmp_path / "x_chat_document"), "split": "1,0,0"})
     dataset = read_dataset(recipe)
     assert (len(dataset.train.chats), dataset.train.uncounted) == (3, 300) and dataset.bytes_per_token() > 0
-    assert len(dataset.chats(3, 64)) == 3
+    assert len(dataset.beginnings(3, 64)) == 3
     with pytest.raises(
         UserError, match=r"no token of .* counts in samples of 64 tokens: the answers are cut off, or have"
     ):
@@ -405,7 +405,7 @@ def test_samples_of_a_run_are_held_out_chats_with_the_models_answers(chat_recipe
     written = (samples / "step_00000004.txt").read_text()
     chats, tokenizer = IndexedDataset(prepared), open_tokenizer(str(newest_run(wanted) / "tokenizer.json"))
     with open_trainer(wanted, newest_run(wanted)) as trainer:
-        beginnings = trainer.dataset.chats(3, 64)
+        beginnings = trainer.dataset.beginnings(3, 64)
         held_out = {tuple(chats.window(i)[: len(b.ids)].tolist()) for b in beginnings for i in range(96, 120)}
         assert len(beginnings) == 3 and all(tuple(b.ids) in held_out for b in beginnings)
         model, texts = trainer.stages[0], []

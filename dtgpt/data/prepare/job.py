@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dtgpt.data.megatron.indexed import IndexedWriter, idx_path, merge, token_dtype, tokenizer_path
+from dtgpt.data.megatron.indexed import IndexedWriter, merge, token_dtype
+from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.documents import Broken, InputFile

@@ -152,6 +152,15 @@ class Tokenizer(ABC):
         write_text(path, self.dumps())
 
 
+def check_opening(tokenizer: Tokenizer) -> None:
+    """Raise UserError where a tokenizer of texts names no end of text."""
+    if tokenizer.spells and tokenizer.opening is None:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} names no end of text, with which texts begin and end; name it as "
+            'eos_token in a tokenizer_config.json beside a tokenizer.json, or train a .model with "</s>"'
+        )
+
+
 def special_token(content: str, id_: int, special: bool = True) -> dict[str, Any]:
     """Return an entry of `added_tokens` in Hugging Face's format."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
