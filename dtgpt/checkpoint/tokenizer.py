@@ -4,8 +4,7 @@ from pathlib import Path
 
 from dtgpt.checkpoint.manifest import STATE
 from dtgpt.checkpoint.open import formats, run_of
-from dtgpt.data.tokenizers.folder import tokenizer_file
-from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer
+from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer, tokenizer_file
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.errors import UserError

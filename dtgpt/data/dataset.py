@@ -180,7 +180,7 @@ def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
         settings["files"] = [hashlib.sha256(read_content(Path(str(file)))).hexdigest() for file in files]
     if named:
         check_opening(named)
-        settings["tokenizer_file"] = hashlib.sha256(named.dumps(with_template=False).encode()).hexdigest()
+        settings["tokenizer_file"] = hashlib.sha256(named.dumps(with_additions=False).encode()).hexdigest()
     content, former = _contents(settings, documents)
     folder = cache / f"text-{content[:16]}"
 

@@ -11,9 +11,9 @@ import pytest
 
 from dtgpt.data.tokenizers.bpe_files import from_merges, letter_bytes
 from dtgpt.data.tokenizers.byte_level import ByteLevel
+from dtgpt.data.tokenizers.files import from_files
 from dtgpt.data.tokenizers.libraries import TokenizerJson
 from dtgpt.data.tokenizers.open import (
-    from_files,
     make_tokenizer,
     open_tokenizer,
     read_saved,

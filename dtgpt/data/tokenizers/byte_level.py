@@ -13,8 +13,7 @@ import numpy as np
 import tiktoken
 
 from dtgpt.data.tokenizers.bpe_files import letter_bytes
-from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, Tokenizer, overlapping, panics_as_user_errors
-from dtgpt.posttrain.chats.template import Span
+from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, Span, Tokenizer, overlapping, panics_as_user_errors
 from dtgpt.util.errors import UserError, optional_package
 
 # GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.
@@ -82,7 +81,7 @@ class ByteLevel(Tokenizer):
         first = np.array(self.first, np.uint32)
         return [np.concatenate([first, own]) for own in ids] if self.first else ids
 
-    def encode_chat(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
+    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
         if self.composed:
             spans = [(len(self._normalized(text[:begin])), len(self._normalized(text[:end]))) for begin, end in spans]
             text = self._normalized(text)
