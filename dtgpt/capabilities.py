@@ -6,7 +6,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.data.prepare", ("dtgpt.data.megatron", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
     ("dtgpt.posttrain.chats", ("dtgpt.data.prepare", "dtgpt.data.megatron")),
     ("dtgpt.data.megatron", ("dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
-    ("dtgpt.data.tokenizers.foreign", ("dtgpt.posttrain.chats",)),
+    ("dtgpt.data.library_tokenizers", ("dtgpt.posttrain.chats",)),
     ("dtgpt.posttrain.lora", ()),
     ("dtgpt.interop", ("dtgpt.posttrain.lora",)),
 )

@@ -28,6 +28,10 @@ FOLDERS = {
     ("dtgpt.parallel", "dtgpt.posttrain.lora"): "lora>adapters",
     ("dtgpt.checkpoint", "dtgpt.posttrain.lora"): "adapter>checkpoint",
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
+    (
+        "dtgpt.data.tokenizers",
+        "dtgpt.data.library_tokenizers",
+    ): "added_tokens bpe_files export folder libraries rank_files sentencepiece_export",
 }
 
 

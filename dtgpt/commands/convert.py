@@ -11,7 +11,7 @@ from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import Adapter, MergeFile, RecipeFile, VocabFile
 from dtgpt.config.execution import DTYPES
 from dtgpt.config.recipe_file import model_class
-from dtgpt.data.tokenizers.export import class_note, export_note, transformers_files
+from dtgpt.data.library_tokenizers.export import class_note, export_note, transformers_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.model import ARCHITECTURES, save_huggingface
 from dtgpt.interop.hf.origin import Origin, origin_of

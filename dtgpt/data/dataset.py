@@ -22,8 +22,7 @@ from torch import Tensor
 from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.file_array import Array, FileArray
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
-from dtgpt.data.tokenizers.bpe_files import read_content
-from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_content, read_saved
 from dtgpt.data.tokenizers.special_names import SpecialNames, warn_of_split_names
 from dtgpt.data.tokenizers.tokenizer import Tokenizer, check_opening
 from dtgpt.ops.random.philox import fold

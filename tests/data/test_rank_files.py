@@ -10,7 +10,7 @@ import pytest
 import tiktoken
 
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
-from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
+from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.util.storage import write_json
 from tests.commands.test_cli import in_process

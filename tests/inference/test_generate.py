@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dtgpt
 from dtgpt.cli import main
-from dtgpt.data.tokenizers.files import from_files
+from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import scorer_of

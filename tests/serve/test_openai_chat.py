@@ -285,7 +285,7 @@ def test_what_lm_eval_sends_is_answered(client, stop):
 
 
 def test_an_export_has_the_template(tokenizer):
-    from dtgpt.data.tokenizers.export import transformers_files
+    from dtgpt.data.library_tokenizers.export import transformers_files
 
     settings = transformers_files(tokenizer, 64)["tokenizer_config.json"]
     assert settings["chat_template"] == template_of(tokenizer).source and settings["eos_token"] == "<|im_end|>"

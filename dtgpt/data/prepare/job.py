@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dtgpt.data.library_tokenizers.folder import NAMES, tokenizer_file
 from dtgpt.data.megatron.indexed import IndexedWriter, merge, token_dtype
 from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
@@ -24,7 +25,6 @@ from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks, tot
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
 from dtgpt.data.prepare.target import check_list, check_not_read, check_target, is_same, lock_prefix, open_list
-from dtgpt.data.tokenizers.folder import NAMES, tokenizer_file
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.special_names import warn_of_split_names
 from dtgpt.data.tokenizers.tokenizer import Tokenizer

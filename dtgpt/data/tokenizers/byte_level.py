@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from dtgpt.data.tokenizers.bpe_files import letter_bytes
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, Span, Tokenizer, overlapping, panics_as_user_errors
 from dtgpt.util.errors import UserError, optional_package
 
@@ -150,6 +149,14 @@ def by_id(ids: dict[bytes, int]) -> list[bytes]:
     for token, i in ids.items():
         ranks[i] = token
     return ranks
+
+
+def letter_bytes() -> dict[str, int]:
+    """Return GPT-2's byte alphabet: printable Latin-1 letters stand for themselves, the other bytes for U+0100 and
+    up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def train_ranks(documents: Iterable[str], vocab_size: int) -> list[bytes]:

@@ -8,16 +8,18 @@ from typing import Any
 
 import tiktoken
 
-from dtgpt.data.tokenizers.bpe_files import LARGEST, read_text
 from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel, train_ranks
 from dtgpt.data.tokenizers.char import Char, Ids
 from dtgpt.data.tokenizers.tokenizer import CHECKSUM, MOST, Tokenizer, checksum, panics_as_user_errors
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import parse_json, read_json
+from dtgpt.util.storage import parse_json, read_json, read_regular
 
 FILES = "a tokenizer.json, a SentencePiece or tiktoken file, or vocab.json and merges.txt"  # which a user may give
 SAVED = {"ranks", "characters", "ids"}  # one is in what `Tokenizer.save` writes of a tokenizer of the core
+
+
+LARGEST = 1 << 28  # bytes of a vocabulary's file
 
 
 class TokenizerFormat:
@@ -105,6 +107,24 @@ def _is_saved(file: Path) -> bool:
     except (UserError, ValueError):
         return False
     return isinstance(saved, dict) and not saved.keys().isdisjoint(SAVED.union(*(form.saved for form in formats())))
+
+
+def read_content(path: Path) -> bytes:
+    """Return the bytes of a file. Raise UserError where it cannot be read, is not a regular one or is larger than any
+    vocabulary."""
+    try:
+        return read_regular(path, LARGEST)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; give the file of a vocabulary") from None
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raise UserError as `read_content` does, and where the file is not UTF-8."""
+    content = read_content(path)
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); fetch it again") from None
 
 
 def tokenizer_file(folder: Path) -> Path | None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dtgpt.checkpoint.shard_file import Piece, by_size
-from dtgpt.data.tokenizers.export import CLASS, begin_token
+from dtgpt.data.library_tokenizers.export import CLASS, begin_token
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.foreign import (
     Rules,

@@ -10,7 +10,7 @@ from dtgpt.checkpoint.load import differing
 from dtgpt.checkpoint.manifest import STATE
 from dtgpt.checkpoint.open import run_of
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
-from dtgpt.data.tokenizers.export import CLASS
+from dtgpt.data.library_tokenizers.export import CLASS
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.model import ARCHITECTURES
 from dtgpt.interop.marks import ORIGIN

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dtgpt.data.tokenizers.bpe_files import letter_bytes
+from dtgpt.data.tokenizers.byte_level import letter_bytes
 from dtgpt.data.tokenizers.tokenizer import ENDS, MOST, Span, Tokenizer, overlapping, panics_as_user_errors
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.storage import parse_json

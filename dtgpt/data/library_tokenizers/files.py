@@ -4,22 +4,21 @@ SentencePiece models and files of tiktoken's ranks. Ids are those of the files, 
 from pathlib import Path
 from typing import Any
 
-from dtgpt.data.tokenizers.added_tokens import added_tokens, check_added, check_has_added
-from dtgpt.data.tokenizers.bpe_files import (
-    BytePairs,
-    check_merges,
-    from_merges,
-    read_content,
-    read_text,
-    tokenizer_json,
+from dtgpt.data.library_tokenizers.added_tokens import added_tokens, check_added, check_has_added
+from dtgpt.data.library_tokenizers.bpe_files import BytePairs, check_merges, from_merges, tokenizer_json
+from dtgpt.data.library_tokenizers.folder import (
+    NAMES,
+    check_pre_tokenization,
+    end_of_text_beside,
+    opens_texts,
+    tokenizer_file,
 )
+from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
+from dtgpt.data.library_tokenizers.meta_pickle import read_meta
+from dtgpt.data.library_tokenizers.rank_files import from_ranks, is_rank_file
 from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel, by_id
 from dtgpt.data.tokenizers.char import Char
-from dtgpt.data.tokenizers.folder import NAMES, check_pre_tokenization, end_of_text_beside, opens_texts, tokenizer_file
-from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
-from dtgpt.data.tokenizers.meta_pickle import read_meta
-from dtgpt.data.tokenizers.open import is_id
-from dtgpt.data.tokenizers.rank_files import from_ranks, is_rank_file
+from dtgpt.data.tokenizers.open import is_id, read_content, read_text
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, MOST, Tokenizer, special_token
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json

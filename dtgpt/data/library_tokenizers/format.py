@@ -17,7 +17,7 @@ class LibraryFiles(TokenizerFormat):
         return True
 
     def open(self, path: Path, begin: bool) -> Tokenizer:
-        from dtgpt.data.tokenizers.files import open_path
+        from dtgpt.data.library_tokenizers.files import open_path
 
         tokenizer = open_path(path, begin)
         file = self.file_in(path) if path.is_dir() else path
@@ -26,23 +26,23 @@ class LibraryFiles(TokenizerFormat):
         return tokenizer
 
     def open_pair(self, vocab: Path, merges: Path) -> Tokenizer:
-        from dtgpt.data.tokenizers.files import from_files
+        from dtgpt.data.library_tokenizers.files import from_files
 
         return from_files(vocab, merges)
 
     def from_json(self, saved: dict[str, Any]) -> Tokenizer:
-        from dtgpt.data.tokenizers.libraries import from_json
+        from dtgpt.data.library_tokenizers.libraries import from_json
 
         return from_json(saved)
 
     def file_in(self, folder: Path) -> Path | None:
-        from dtgpt.data.tokenizers.folder import tokenizer_file
+        from dtgpt.data.library_tokenizers.folder import tokenizer_file
 
         return tokenizer_file(folder)
 
     def add(self, tokenizer: Tokenizer, file: Path) -> None:
         """Add the chat template that files beside `file` have, unless the tokenizer has one."""
-        from dtgpt.data.tokenizers.folder import template_beside
+        from dtgpt.data.library_tokenizers.folder import template_beside
         from dtgpt.posttrain.chats.template import keep_template, template_of
 
         if template_of(tokenizer) is None:

@@ -2,4 +2,4 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(tokenizers=("dtgpt.data.tokenizers.format:LIBRARY_FILES",))
+CAPABILITY = Capability(tokenizers=("dtgpt.data.library_tokenizers.format:LIBRARY_FILES",))
