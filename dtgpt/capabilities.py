@@ -5,4 +5,10 @@ works as before."""
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.optim.fp8", ()),
     ("dtgpt.optim.z_scores", ()),
+    ("dtgpt.data.prepare", ("dtgpt.data.megatron", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
+    ("dtgpt.posttrain.chats", ("dtgpt.data.prepare", "dtgpt.data.megatron")),
+    ("dtgpt.data.megatron", ("dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
+    ("dtgpt.data.library_tokenizers", ("dtgpt.posttrain.chats",)),
+    ("dtgpt.posttrain.lora", ()),
+    ("dtgpt.interop", ("dtgpt.posttrain.lora",)),
 )
