@@ -174,7 +174,7 @@ class Trainer:
         tokenizer, log = self.dataset.tokenizer, self.log
         if not log.sample_tokens or not tokenizer.spells or self.mesh.any(interrupted()):
             return None
-        chats = [] if log.prompt else self.dataset.chats(SHOWN, self.settings.model.seq_length)
+        chats = [] if log.prompt else self.dataset.beginnings(SHOWN, self.settings.model.seq_length)
         given = self.stages, self.mesh, self.settings, tokenizer, self.ends, log, chats
         with self.as_loaded():
             text = evaluate.sample(*given, self.seed, self.step, interrupted)
