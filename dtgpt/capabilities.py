@@ -3,6 +3,7 @@ works as before."""
 
 # The module that describes the capability, and those of the capabilities whose modules it imports.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("dtgpt.liveness", ()),
     ("dtgpt.models.families", ()),
     ("dtgpt.optim.muon_kinds", ()),
     ("dtgpt.optim.fp8", ()),

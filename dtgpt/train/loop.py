@@ -15,8 +15,6 @@ from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
 from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import PART_NAMES, Part
-from dtgpt.liveness.losses import lost_peers_as_user_errors
-from dtgpt.liveness.watch import Watch
 from dtgpt.posttrain.dpo.pairs import PairDataset
 from dtgpt.posttrain.dpo.reference import find_reference, held_out_figures, save_reference
 from dtgpt.posttrain.grpo.answers import describe
@@ -45,6 +43,7 @@ from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import peak_memory
+from dtgpt.util.peers import Watch, peers
 from dtgpt.util.process import Process
 
 
@@ -132,7 +131,7 @@ class Due(NamedTuple):
 class Loop:
     """The steps of a run, with what happens between them: reports, evaluations, checkpoints, the end."""
 
-    def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest, watch: Watch | None = None):
+    def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest, watch: Watch):
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
         self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh)
         trainer.states.append(self.interval)
@@ -167,9 +166,8 @@ class Loop:
             def remedy() -> str:
                 return f"go on with {resume_option(run)}" if list_checkpoints(checkpoints) else "start the run again"
 
-            if self.watch:
-                self.watch.step, self.watch.remedy = trainer.step, remedy
-            stack.enter_context(lost_peers_as_user_errors(recipe.timeout, remedy))
+            self.watch.step, self.watch.remedy = trainer.step, remedy
+            stack.enter_context(peers(self.mesh.world).losses_as_user_errors(recipe.timeout, remedy))
             saver = Saver(
                 checkpoints,
                 trainer.shards,
@@ -197,8 +195,7 @@ class Loop:
             result = self._train_step()
             totals = None if trainer.objective is None else trainer.objective.totals
             self.interval.add(result.loss, totals, trainer.empty)
-            if self.watch:
-                self.watch.step = trainer.step
+            self.watch.step = trainer.step
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
             stopping, asked = self.mesh.vote(self._must_end(), self.mesh.rank == 0 and self.clock.asks())
             self.leaving = trainer.step < trainer.steps and is_due(trainer.step, self.recipe.exit_interval or 0)

@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
-from dtgpt.liveness.losses import lost_peers_as_user_errors
-from dtgpt.liveness.watch import Watch, watch_peers
 from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.planning.parameters import state_bytes
@@ -23,6 +21,7 @@ from dtgpt.train.tasks import tasks_of
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors
+from dtgpt.util.peers import Watch, peers
 from dtgpt.util.process import Process
 
 
@@ -33,7 +32,7 @@ class Group:
     settings: Settings
     mesh: Mesh
     process: Process  # this one among those that the plan uses
-    watch: Watch | None  # over the other processes, those that wait too
+    watch: Watch  # over the other processes, those that wait too
 
 
 def join(job: Job, stack: ExitStack) -> Group:
@@ -47,10 +46,10 @@ def join(job: Job, stack: ExitStack) -> Group:
     process = everyone.among(choice.plan.world)
     settings = check_machine(job, process)
     stack.enter_context(memory_errors_as_user_errors(_remedy_for_memory(settings)))
-    watch = None
+    watch = Watch()
     if everyone.world > 1 and not dist.is_initialized():
         watch = stack.enter_context(watch_over(everyone, job))
-    stack.enter_context(lost_peers_as_user_errors(recipe.timeout, lambda: "start the run again"))
+    stack.enter_context(peers(everyone.world).losses_as_user_errors(recipe.timeout, lambda: "start the run again"))
     mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, what_ranks_agree_on(job), watch))
     return Group(settings=settings, mesh=mesh, process=process, watch=watch)
 
@@ -103,8 +102,6 @@ def wait_for_others(job: Job, stop: StopRequest) -> int:
 def run_watched(group: Group, stop: StopRequest, work: Callable[[], int]) -> int:
     """Return the exit code that `work` returns, and tell it to the processes that wait. A signal that one of these gets
     reaches rank 0 as a request to its `stop`."""
-    if group.watch is None:
-        return work()
     group.watch.on_stop = stop.ask
     code = work()
     if group.process.rank == 0:
@@ -117,11 +114,10 @@ def watch_over(process: Process, job: Job) -> Iterator[Watch]:
     """Yield the watch over all processes, which have agreed on the plan; those that wait are not in the process group.
     Raises UserError where they do not meet within the recipe's `timeout`, or this one differs from rank 0."""
     recipe: Recipe = job.recipe
-    with watch_peers(process, recipe.timeout, recipe.lost_after) as watch:
-        store, plan = watch.rendezvous.store, job.choice.plan.name
-        if process.rank == 0:
-            store.set("plan", plan)
-        if len(job.choice.fits) > 1 and (theirs := store.get("plan").decode()) != plan:
+    with peers(process.world).watch(process, recipe.timeout, recipe.lost_after) as watch:
+        plan = job.choice.plan.name
+        theirs = watch.of_rank_0("plan", plan)
+        if len(job.choice.fits) > 1 and theirs != plan:
             raise UserError(
                 f"rank {process.rank} differs from rank 0 in the plan: {plan} there, {theirs} on rank 0; start every "
                 "rank with the same command on the same code"

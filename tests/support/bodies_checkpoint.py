@@ -30,6 +30,7 @@ from dtgpt.run.signals import StopRequest
 from dtgpt.train.loop import Loop, train
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.peers import Watch
 
 
 def digest_of(state: dict[str, Any]) -> str:
@@ -49,7 +50,7 @@ def change_state(folder: Path, changes: dict[str, Any]) -> None:
 @contextmanager
 def saving(recipe: Recipe, run: Trainer, checkpoints: Path, **options: Any) -> Iterator[Loop]:
     """Yield a `Loop` around `run` that saves into the folder `checkpoints`."""
-    loop = Loop(recipe, run, RunLock(), StopRequest())
+    loop = Loop(recipe, run, RunLock(), StopRequest(), Watch())
     with Saver(checkpoints, run.shards, run.optimizer.rule, **options) as loop.saver:
         run.before_update = loop.saver.before_update
         yield loop

@@ -51,7 +51,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"ops/sampling/(sample|reference|sequences|scores|record)"
     ),
     "util": (
-        r"util/(console|errors|field_types|storage|hardware|environment|process|threads|timers|torch_private|seams)"
+        r"util/(console|errors|field_types|storage|hardware|environment|process|peers|threads|timers|torch_private|seams)"
     ),
     "command": r"cli|commands/(command|train|generate|help|launcher)|__init__|__main__",
 }  # fmt: skip
