@@ -2,4 +2,9 @@
 works as before."""
 
 # The module that describes the capability, and those of the capabilities whose modules it imports.
-CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = ()
+CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("dtgpt.ops.fp8", ()),
+    ("dtgpt.posttrain.lora", ("dtgpt.ops.fp8",)),
+    ("dtgpt.posttrain.dpo", ("dtgpt.ops.fp8",)),
+    ("dtgpt.posttrain.grpo", ("dtgpt.ops.fp8", "dtgpt.posttrain.lora")),
+)

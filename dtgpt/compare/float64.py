@@ -13,7 +13,6 @@ from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.ops.loss.preference import Pairs
-from dtgpt.posttrain.lora.adapters import add_adapters
 from dtgpt.train.trainer import Trainer
 
 BIT = 2.0**-40  # by which weights are moved to see what a change does: more than float64 rounds, less than any run
@@ -27,8 +26,8 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
     settings, device = trainer.settings, torch.device("cpu")
     with torch.device("meta"):
         model = Decoder(settings.model, torch.float64)
-    if settings.lora.rank:
-        add_adapters(model, settings, trainer.mesh.place, device)
+    for section in settings.sections:
+        section.add_modules(model, settings, trainer.mesh.place, device)
     model.to(torch.float64).allocate(device)
     values = {shard.name: shard.local for shard in (*trainer.shards, *(trainer.shards.frozen or ()))}
     parameters = unique_parameters(model)

@@ -61,16 +61,9 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
     if resume.run is not None:
         check_data_of_run(resume.run, recipe.data.path)
     recipe = checked(recipe)
-    if recipe.lora.rank and resume.run is None and (resume.foreign is not None or recipe.init_from is None):
-        raise UserError(
-            f"lora.rank={recipe.lora.rank} adapts a model that is trained already; name it with --init_from MODEL, or "
-            "use --lora.rank 0 to train all weights"
-        )
-    if recipe.dpo.beta and resume.run is None and (resume.foreign is not None or recipe.init_from is None):
-        raise UserError(
-            f"dpo.beta={recipe.dpo.beta:g} trains a model on what it prefers already; name it with --init_from MODEL, "
-            "or leave dpo.beta out"
-        )
+    if resume.run is None and (resume.foreign is not None or recipe.init_from is None):
+        for section in recipe.sections:
+            section.check_new_weights()
     recipe = with_plan(recipe, world)
     if resume.foreign is not None:
         check_foreign(resume.foreign, recipe.model, recipe.num_steps)

@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings
+from dtgpt.config.fp8 import FP8
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Dataset, Part
 from dtgpt.data.document_masks import DocumentMasks
@@ -35,7 +36,6 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.posttrain.dpo.pairs import PairDataset, with_answers
 from dtgpt.posttrain.grpo.rollouts import Rollouts
-from dtgpt.posttrain.lora.adapters import initialize_adapters
 from dtgpt.run.sinks import TIMED
 from dtgpt.train import evaluate
 from dtgpt.util.timers import Timers
@@ -79,11 +79,11 @@ class Trainer:
         self.num_sites = settings.model.num_sites if settings.model.dropout > 0 else 0  # of dropout, where any drops
 
         self.stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
-        if settings.lora.rank:
-            initialize_adapters(self.shards, settings.lora, weights_key)
+        for section in settings.sections:
+            section.initialize_modules(self.shards, weights_key)
         self.timers = Timers(recipe.log.timers, mesh.device)
         self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
-        self.fp8 = Fp8Scales(settings.model, mesh) if settings.fp8 else None
+        self.fp8 = Fp8Scales(settings.model, mesh) if settings.products == FP8 else None
         if self.fp8 is not None:
             self.fp8.attach(self.stages)
         if settings.plan.table:

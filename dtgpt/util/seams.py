@@ -17,6 +17,7 @@ class Capability:
     """What a capability adds. Each part is 'module:object', and is imported when the core first needs it."""
 
     sections: Mapping[str, str] = field(default_factory=dict)  # of a recipe: the class of a field, by its name
+    precisions: Mapping[str, str] = field(default_factory=dict)  # of a recipe: a `sections.Precision`, by its name
     commands: Mapping[str, str] = field(default_factory=dict)  # `dtgpt NAME`: a `command.Command`, by its name
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind

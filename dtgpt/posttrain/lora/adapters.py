@@ -99,7 +99,7 @@ def _local(parameter: Tensor) -> Tensor:
 def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, device: torch.device) -> None:
     """Freeze a stage on the meta device, cut by tensor parallelism, and add its adapters. device: of the run."""
     part.requires_grad_(False)
-    config, lora, tp = part.config, settings.lora, settings.plan.tp
+    config, lora, tp = part.config, settings.section(LoraConfig), settings.plan.tp
     dtype = settings.dtype if settings.plan.narrows_weights else torch.float32
     for parameter in adapted(config, lora):
         if str(parameter.block) not in part.blocks:
