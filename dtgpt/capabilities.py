@@ -7,4 +7,12 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.posttrain.lora", ("dtgpt.ops.fp8",)),
     ("dtgpt.posttrain.dpo", ("dtgpt.ops.fp8",)),
     ("dtgpt.posttrain.grpo", ("dtgpt.ops.fp8", "dtgpt.posttrain.lora")),
+    ("dtgpt.posttrain.chats", ()),
+    ("dtgpt.interop", ()),
+    ("dtgpt.translate", ()),
+    ("dtgpt.planning", ()),
+    ("dtgpt.compare", ()),
+    ("dtgpt.evaluation", ()),
+    ("dtgpt.serve", ()),
+    ("dtgpt.commands.tools", ()),
 )

@@ -23,7 +23,6 @@ from dtgpt.models.architectures import ARCHITECTURES as KNOWN
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Watched
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
-from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -153,5 +152,4 @@ command = Command(
     ConvertOptions,
     convert,
     "runs/gpt2_tiny-001 exported --to hf",
-    explain=explain_for_command("convert"),
 )

@@ -27,7 +27,7 @@ DEFAULT_SPLIT = "969,30,1"  # of prepared data, as in Megatron-LM
 class Rows(NamedTuple):
     """The rows of a micro-batch: samples, or groups of samples that begin with the same tokens."""
 
-    count: int
+    number: int
     length: int  # tokens of a row on each context parallel rank
     group: int = 0  # samples of a row, which has once what they begin with; 0: a row is a sample
 
@@ -119,12 +119,11 @@ def with_sections(before: str) -> Callable[[type], type]:
     before which they stand, in the order of `--help` and of recipe.json."""
 
     def add(recipe: type) -> type:
-        own = recipe.__annotations__
-        place = list(own).index(before)
         sections = {name: seams.load(part) for name, part in seams.added("sections").items()}
         for name, kind in sections.items():
             setattr(recipe, name, field(default_factory=kind))
-        own = list(own.items())
+        own = list(recipe.__annotations__.items())
+        place = [name for name, _ in own].index(before)
         recipe.__annotations__ = dict([*own[:place], *sections.items(), *own[place:]])
         return recipe
 

@@ -31,7 +31,7 @@ def block_activations(settings: Settings, block: int) -> float:
 def block_sizes(settings: Settings, block: int) -> BlockSizes:
     """Return the sizes of block `block` under the plan, measured once for each kind; in fp8 those of a step by known
     scales."""
-    return sizes_of(_kind(settings, block), settings.rows.count)
+    return sizes_of(_kind(settings, block), settings.rows.number)
 
 
 def split_sizes(settings: Settings, block: int) -> SplitSizes:
@@ -39,7 +39,7 @@ def split_sizes(settings: Settings, block: int) -> SplitSizes:
     activations' type."""
     kind = _kind(settings, block)._replace(fp8=False)
     again = settings.recompute == "full"
-    return halves_of(kind, again).scaled(settings.rows.count)
+    return halves_of(kind, again).scaled(settings.rows.number)
 
 
 def _kind(settings: Settings, block: int) -> BlockKind:
@@ -63,7 +63,7 @@ def _kind(settings: Settings, block: int) -> BlockKind:
 
 def whole_bytes(settings: Settings) -> int:
     """Return the bytes of `[B, T / cp, H]`, the input of a matrix."""
-    tokens = settings.rows.count * settings.rows.length
+    tokens = settings.rows.number * settings.rows.length
     return settings.dtype.itemsize * tokens * settings.model.hidden_size
 
 

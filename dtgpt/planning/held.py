@@ -74,7 +74,7 @@ class Moment:
 
 def rows_of_logits(settings: Settings) -> int:
     """Return the tokens of a micro-batch on a rank."""
-    return settings.rows.count * settings.rows.length
+    return settings.rows.number * settings.rows.length
 
 
 def columns_of_logits(settings: Settings) -> int:

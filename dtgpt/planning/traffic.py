@@ -92,7 +92,7 @@ def _over_tp(
     plan, passes = settings.plan, settings.micro_batches
     if plan.tp == 1:
         return []
-    tokens = settings.rows.count * settings.rows.length
+    tokens = settings.rows.number * settings.rows.length
     unit = whole_bytes(settings)
     first, last = place.holds_first, place.holds_last
     loss = "loss: maximum, sum and target of each row"

@@ -68,7 +68,7 @@ class Operations:
     def __init__(self, settings: Settings, rates: Rates):
         plan, config = settings.plan, settings.model
         self.settings, self.rates, self.config = settings, rates, config
-        self.tokens = settings.rows.count * settings.rows.length
+        self.tokens = settings.rows.number * settings.rows.length
         self.width, self.tp = settings.dtype.itemsize, plan.tp
         self.stream = config.hidden_size / (plan.tp if plan.sequence_parallel else 1)  # elements of a token
         self.rate = rates.products_fp32 if settings.dtype == torch.float32 else rates.products

@@ -11,7 +11,7 @@ from typing import Any
 
 from dtgpt.checkpoint.load import FREE, check_optimizer, check_same_architecture
 from dtgpt.checkpoint.manifest import as_tuple, list_checkpoints, read_state, step_of
-from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
+from dtgpt.config.overrides import LARGEST, Options, explain_for, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.config.sections import OptimizerConfig
@@ -23,7 +23,6 @@ from dtgpt.optim.kinds import KINDS, named_kind, of_kind
 from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, saved_value
 from dtgpt.train.job import ResumePoint, checked, find_resume_point, with_steps
 from dtgpt.train.own_tokenizer import named_by_option
-from dtgpt.translate.megatron_table import explain_for
 from dtgpt.util.console import counted, hanging, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import kinds_of, misfit
@@ -38,7 +37,8 @@ def load_recipe(path: Path, options: list[str]) -> Recipe:
 
 
 def override(file: Recipe, words: list[str]) -> Recipe:
-    """Return the recipe to work on with the options in `words`. A UserError explains options of Megatron-LM."""
+    """Return the recipe to work on with the options in `words`. A UserError explains options of other
+    programs."""
     file = of_kind(file, named_kind(words))
     return settle(file, read_words(words, file, explain=explain_for(file.model.architecture))[1])
 

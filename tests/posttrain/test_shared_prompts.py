@@ -185,7 +185,7 @@ def test_the_plan_counts_the_tokens_of_a_prompt_once(grpo, plan):
         run = replace(grpo, device="cuda", plan=plan, grpo=replace(grpo.grpo, max_new_tokens=7, share_prompts=share))
         settings = run.planned(parse_plan(plan).world)
         tokens = Operations(settings, find_gpu("H200").rates).tokens
-        found.append((settings.rows.count * settings.rows.length, tokens, sent_bytes(settings, 0).get("tp", 0)))
+        found.append((settings.rows.number * settings.rows.length, tokens, sent_bytes(settings, 0).get("tp", 0)))
     (tokens, counted, sent), (apart, counted_apart, sent_apart) = found
     assert (tokens, counted, apart, counted_apart) == (40, 40, 64, 64)
     assert sent < sent_apart if plan == "tp2_sp" else sent == sent_apart == 0

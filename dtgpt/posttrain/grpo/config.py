@@ -93,7 +93,7 @@ class GrpoConfig(Section):
     def rows_of(self, settings: Settings) -> Rows | None:
         if not shares_prompts(settings):
             return None
-        return Rows(settings.micro_batch_size // self.group, shared_length(settings), self.group)
+        return Rows(settings.micro_batch_size // self.group, shared_length(self, settings.seq_length), self.group)
 
     def slots_for(self, samples: int, plan: ResolvedPlan) -> int:
         if not self.group:
@@ -113,23 +113,22 @@ def shares_prompts(settings: Settings) -> bool:
     return settings.section(GrpoConfig).share_prompts != "off" and why_not_shared(settings) is None
 
 
-def shared_length(settings: Settings) -> int:
+def shared_length(grpo: GrpoConfig, length: int) -> int:
     """Return the tokens of a row that has what the samples of a group share once, and then, of each, the last token of
-    its prompt and what is behind."""
-    grpo = settings.section(GrpoConfig)
-    return settings.seq_length + (grpo.group - 1) * (grpo.max_new_tokens + 1)
+    its prompt and what is behind. length: of a sample."""
+    return length + (grpo.group - 1) * (grpo.max_new_tokens + 1)
 
 
 def why_not_shared(settings: Settings) -> str | None:
     """Return why training cannot compute a prompt once for all answers to it; None where it can."""
-    plan, group = settings.plan, settings.section(GrpoConfig).group
-    if not group:
+    plan, grpo = settings.plan, settings.section(GrpoConfig)
+    if not grpo.group:
         return "samples do not begin alike"
     if plan.pp > 1 or plan.cp > 1:
         return f"plan={plan.name} hands samples of one length on from rank to rank"
-    if settings.micro_batch_size % group:
-        return f"micro_batch_size={settings.micro_batch_size} is not a multiple of grpo.group={group}"
-    if plan.sequence_parallel and (length := shared_length(settings)) % plan.tp:
+    if settings.micro_batch_size % grpo.group:
+        return f"micro_batch_size={settings.micro_batch_size} is not a multiple of grpo.group={grpo.group}"
+    if plan.sequence_parallel and (length := shared_length(grpo, settings.seq_length)) % plan.tp:
         return f"tp={plan.tp} does not divide the {length:,} tokens of a group"
     return "reduce=exact has the bits of plans that cannot" if settings.reduce == "exact" else None
 
