@@ -1,12 +1,12 @@
 """What a model is built and run with: the choices of a recipe for this machine, resolved once."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.sections import OptimizerConfig, Rows, Section, precision_of
+from dtgpt.config.sections import Added, OptimizerConfig, Rows, Section, precision_of, section_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Core, inventory
 from dtgpt.ops.attention.core import Backend, choose, in_kernels
@@ -20,7 +20,6 @@ Recompute = Literal["none", "selective", "around_attention", "full"]
 Reduce = Literal["fast", "exact"]
 Switch = Literal["auto", "on", "off"]
 MOST_SLOTS = 512  # sequences that are generated at the same time
-Added = TypeVar("Added", bound=Section)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +45,8 @@ class Settings:
     sections: tuple[Section, ...] = ()  # of capabilities; one that is missing has its defaults
 
     def section(self, kind: type[Added]) -> Added:
-        """Return the section of this class."""
-        return next((each for each in self.sections if isinstance(each, kind)), None) or kind()
+        """Return the section of this class, with its defaults where there is none."""
+        return section_of(self.sections, kind)
 
     @property
     def freezes_weights(self) -> bool:

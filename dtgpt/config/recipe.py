@@ -18,6 +18,7 @@ from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import AUTO, OR, PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.schedule import Schedule
 from dtgpt.config.sections import (
+    Added,
     CheckpointConfig,
     DataConfig,
     LogConfig,
@@ -25,6 +26,7 @@ from dtgpt.config.sections import (
     OptimizerConfig,
     Section,
     precision_of,
+    section_of,
     with_sections,
 )
 from dtgpt.models.config import ModelConfig
@@ -142,6 +144,10 @@ class Recipe:
         """The sections that capabilities add."""
         values = (getattr(self, each.name) for each in fields(self))
         return tuple(value for value in values if isinstance(value, Section))
+
+    def section(self, kind: type[Added]) -> Added:
+        """Return the section of this class, with its defaults where there is none."""
+        return section_of(self.sections, kind)
 
     @property
     def freezes_weights(self) -> bool:

@@ -4,9 +4,9 @@
 writes only what it changes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -88,6 +88,14 @@ class Section:
 
     def initialize_modules(self, shards: Any, key: torch.Tensor) -> None:
         """Fill the shards of the modules that `add_modules` added, as a function of the key."""
+
+
+Added = TypeVar("Added", bound=Section)
+
+
+def section_of(sections: Iterable[Section], kind: type[Added]) -> Added:
+    """Return the section of this class, with its defaults where there is none."""
+    return next((each for each in sections if isinstance(each, kind)), None) or kind()
 
 
 class Precision:

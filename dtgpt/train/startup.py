@@ -25,6 +25,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.dpo.pairs import PairDataset
 from dtgpt.posttrain.dpo.reference import find_reference
 from dtgpt.posttrain.lora.checkpoint import base_of, check_same_adapter, describe_adapter
@@ -168,7 +169,7 @@ def read_dataset(recipe: Recipe) -> Dataset:
         dataset = load_dataset(data, default_cache())
     if recipe.init_from:
         check_size(dataset.tokenizer, recipe.model)
-    check_pairs(recipe.dpo.beta, dataset)
+    check_pairs(recipe.section(DpoConfig).beta, dataset)
     dataset.check(recipe.sample_length, recipe.model.vocab_size)
     tokenizer = dataset.tokenizer
     if recipe.log.sample_tokens:

@@ -34,7 +34,9 @@ from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
+from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.dpo.pairs import PairDataset, with_answers
+from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.posttrain.grpo.rollouts import Rollouts
 from dtgpt.run.sinks import TIMED
 from dtgpt.train import evaluate
@@ -103,7 +105,7 @@ class Trainer:
         )
         scale_gradients(self.stages, self.optimizer.gradient_scale)
         self.objective: PreferenceLoss | None = None
-        if (dpo := recipe.dpo).beta:
+        if (dpo := recipe.section(DpoConfig)).beta:
             self.objective = PreferenceLoss(dpo.loss, dpo.beta, dpo.label_smoothing, mesh.device, mesh.cp_group)
             set_objective(self.stages, self.objective)
         self.batches = Prefetcher(self._read_batch, mesh.device)
@@ -112,9 +114,9 @@ class Trainer:
         self.overfits = data.overfit
         self.masks = DocumentMasks(dataset.tokenizer.end_of_text, *options)
         self.rollouts: Rollouts | None = None
-        if recipe.grpo.group:
+        if (grpo := recipe.section(GrpoConfig)).group:
             self.rollouts = Rollouts(
-                grpo=recipe.grpo, stages=self.stages, mesh=mesh, settings=settings, tokenizer=dataset.tokenizer,
+                grpo=grpo, stages=self.stages, mesh=mesh, settings=settings, tokenizer=dataset.tokenizer,
                 ends=self.ends, seed=recipe.seed, timeout=recipe.timeout,
             )  # fmt: skip
         # Whether no token of the last step's batch counts: bool scalar, the same on all ranks; None: all do.
