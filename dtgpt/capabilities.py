@@ -14,7 +14,10 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.interop", ("dtgpt.commands.tools", "dtgpt.posttrain.lora")),
     ("dtgpt.translate", ()),
     ("dtgpt.planning", ("dtgpt.ops.fp8", "dtgpt.posttrain.lora")),
-    ("dtgpt.compare", ("dtgpt.ops.fp8", "dtgpt.planning", "dtgpt.posttrain.dpo")),
+    (
+        "dtgpt.compare",
+        ("dtgpt.ops.fp8", "dtgpt.planning", "dtgpt.posttrain.dpo", "dtgpt.posttrain.grpo", "dtgpt.posttrain.lora"),
+    ),
     ("dtgpt.evaluation", ("dtgpt.interop", "dtgpt.posttrain.lora")),
     ("dtgpt.serve", ("dtgpt.interop", "dtgpt.posttrain.chats")),
     ("dtgpt.commands.tools", ()),

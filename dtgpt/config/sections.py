@@ -44,7 +44,7 @@ class Section:
 
     @property
     def freezes_weights(self) -> bool:
-        """Whether the run trains modules that `add_modules` adds, and leaves the model's own weights as they are."""
+        """Whether the run trains modules that a capability adds, and leaves the model's own weights as they are."""
         return False
 
     @property
@@ -81,13 +81,6 @@ class Section:
     def rows_of(self, settings: Any) -> Rows | None:
         """Return the rows of a micro-batch, None where each is a sample."""
         return None
-
-    def add_modules(self, part: Any, settings: Any, place: Any, device: torch.device) -> None:
-        """Add modules to a stage on the meta device, cut by tensor parallelism, at `place` of the mesh. device: of the
-        run."""
-
-    def initialize_modules(self, shards: Any, key: torch.Tensor) -> None:
-        """Fill the shards of the modules that `add_modules` added, as a function of the key."""
 
 
 Added = TypeVar("Added", bound=Section)

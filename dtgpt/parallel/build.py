@@ -34,6 +34,7 @@ from dtgpt.parallel.pushed_shards import push_shards
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
 from dtgpt.parallel.tensor import Table, apply_table, make_table
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
 
@@ -77,8 +78,9 @@ def lay_out_stage(
     if plan.tp > 1:
         styles = make_table(config, plan, settings.local_length, peers) if table is None else table
         apply_table(part, mesh.devices["tp"], styles)
-    for section in settings.sections:
-        section.add_modules(part, settings, mesh.place, mesh.device)
+    if settings.freezes_weights:
+        for add_modules in seams.listed("added_modules"):
+            add_modules(part, settings, mesh.place, mesh.device)
     if plan.cp > 1:
         place_dropout(part, settings, mesh.place)
     set_execution(part, settings, mesh)

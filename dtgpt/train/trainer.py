@@ -40,6 +40,7 @@ from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.posttrain.grpo.rollouts import Rollouts
 from dtgpt.run.sinks import TIMED
 from dtgpt.train import evaluate
+from dtgpt.util import seams
 from dtgpt.util.timers import Timers
 
 SHOWN = 3  # held-out chats that a sample has
@@ -81,8 +82,9 @@ class Trainer:
         self.num_sites = settings.model.num_sites if settings.model.dropout > 0 else 0  # of dropout, where any drops
 
         self.stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
-        for section in settings.sections:
-            section.initialize_modules(self.shards, weights_key)
+        if settings.freezes_weights:
+            for fill in seams.listed("initial_values"):
+                fill(self.shards, settings, weights_key)
         self.timers = Timers(recipe.log.timers, mesh.device)
         self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
         self.fp8 = Fp8Scales(settings.model, mesh) if settings.products == FP8 else None

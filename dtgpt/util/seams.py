@@ -46,6 +46,9 @@ class Capability:
     sections: Mapping[str, str] = field(default_factory=dict)  # of a recipe: the class of a field, by its name
     precisions: Mapping[str, str] = field(default_factory=dict)  # of a recipe: a `sections.Precision`, by its name
     commands: Mapping[str, CommandEntry] = field(default_factory=dict)  # `dtgpt NAME`, by its name
+    # Where a section freezes weights: the modules of a stage that are trained, and their initial values.
+    added_modules: tuple[str, ...] = ()
+    initial_values: tuple[str, ...] = ()
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
     objectives: tuple[str, ...] = ()  # what a run learns

@@ -74,7 +74,12 @@ class GrpoConfig(Section):
     def check_recipe(self, recipe: "Recipe") -> None:
         if self.group:
             _check_values(self, recipe.global_batch_size, recipe.sample_length)
-            _check_recipe(self, recipe)
+            _check_model(self, recipe.model.dropout, recipe.precision)
+            others = [each.objective_option for each in recipe.sections if each is not self]
+            given = {"rampup_batch_size": recipe.rampup_batch_size is not None}
+            by_data = "overfit", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
+            given |= {f"data.{name}": getattr(recipe.data, name) for name in by_data}
+            _check_alone(self, [*filter(None, others), *(name for name, there in given.items() if there)])
         elif type(self) is GrpoConfig:  # a task that a recipe has may be off with all of its values
             check_unused("grpo", self, "group", 8)
 
@@ -157,20 +162,20 @@ def _check_values(grpo: GrpoConfig, global_batch_size: int, length: int) -> None
         )
 
 
-def _check_recipe(grpo: GrpoConfig, recipe: "Recipe") -> None:
-    """Check that a recipe has nothing with which answers cannot be drawn or trained on."""
-    if dropout := recipe.model.dropout:
+def _check_model(grpo: GrpoConfig, dropout: float, precision: str) -> None:
+    """Check that answers can be drawn from the model that is trained."""
+    if dropout:
         raise UserError(
             f"grpo.group={grpo.group}, but model.dropout={dropout:g}, without which answers are drawn; use "
             "--model.dropout 0"
         )
-    if recipe.precision == FP8:
+    if precision == FP8:
         raise UserError(
             f"grpo.group={grpo.group}, but precision=fp8 draws answers in 16 bits and trains in 8; use --precision bf16"
         )
-    others = [each.objective_option for each in recipe.sections if each is not grpo]
-    given = {"rampup_batch_size": recipe.rampup_batch_size is not None}
-    by_data = "overfit", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
-    given |= {f"data.{name}": getattr(recipe.data, name) for name in by_data}
-    if named := next(filter(None, [*others, *(name for name, there in given.items() if there)]), None):
-        raise UserError(f"grpo.group={grpo.group} cannot be combined with {named}; leave one out")
+
+
+def _check_alone(grpo: GrpoConfig, given: list[str]) -> None:
+    """Check that a recipe has none of the options that answers exclude. given: those of them that it has."""
+    if given:
+        raise UserError(f"grpo.group={grpo.group} cannot be combined with {given[0]}; leave one out")

@@ -2,4 +2,8 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(sections={"lora": "dtgpt.posttrain.lora.config:LoraConfig"})
+CAPABILITY = Capability(
+    sections={"lora": "dtgpt.posttrain.lora.config:LoraConfig"},
+    added_modules=("dtgpt.posttrain.lora.adapters:add_adapters",),
+    initial_values=("dtgpt.posttrain.lora.adapters:initialize_adapters",),
+)

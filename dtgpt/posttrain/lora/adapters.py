@@ -125,7 +125,7 @@ def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, devi
 
 
 @torch.no_grad()
-def initialize_adapters(shards: Shards, lora: LoraConfig, key: Tensor) -> None:
+def initialize_adapters(shards: Shards, settings: Settings, key: Tensor) -> None:
     """Fill A with values of the variance of peft's, 1 / (3 in), as a function of (key, name, global index), and B with
     zeros, so that a run begins with the function of the frozen weights."""
     for shard in shards:

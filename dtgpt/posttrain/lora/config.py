@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from torch import Tensor, device
-
 from dtgpt.config.checks import check_unused
-from dtgpt.config.execution import Settings
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.sections import Section
@@ -17,9 +14,6 @@ from dtgpt.util.field_types import Bounds, Pattern
 
 if TYPE_CHECKING:
     from dtgpt.config.recipe import Recipe  # which has this section
-    from dtgpt.models.decoder import Decoder
-    from dtgpt.parallel.coordinates import RankCoordinates
-    from dtgpt.parallel.shards import Shards
 
 TARGETS = {"qkv": Role.QKV, "column": Role.COLUMN, "row": Role.ROW}
 NAMES = "|".join(TARGETS)
@@ -95,15 +89,3 @@ class LoraConfig(Section):
                 f"lora.rank={self.rank}, but the schedule {plan.schedule} makes gradients of weights apart from those "
                 "of activations, which frozen weights do not have; use another schedule or --lora.rank 0"
             )
-
-    def add_modules(self, part: "Decoder", settings: Settings, place: "RankCoordinates", device: device) -> None:
-        if self.rank:
-            from dtgpt.posttrain.lora.adapters import add_adapters
-
-            add_adapters(part, settings, place, device)
-
-    def initialize_modules(self, shards: "Shards", key: Tensor) -> None:
-        if self.rank:
-            from dtgpt.posttrain.lora.adapters import initialize_adapters
-
-            initialize_adapters(shards, self, key)
