@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+from dtgpt.checkpoint.tokenizer import named_tokenizer
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
 from dtgpt.commands.model_options import (
@@ -26,7 +27,6 @@ from dtgpt.inference.model import Model
 from dtgpt.inference.options import OPTIONS, biases, read_options
 from dtgpt.inference.prompts import encode, tokenizer_of
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import PATH, Bounds

@@ -1,20 +1,9 @@
-"""Commands beside training and generation that belong to no other capability: data, pictures, recipes, the machine."""
+"""Commands beside training and generation that belong to no other capability: pictures, recipes, the machine."""
 
 from dtgpt.util.seams import Capability, CommandEntry
 
 CAPABILITY = Capability(
     commands={
-        "prepare": CommandEntry(
-            "dtgpt.commands.prepare:command",
-            "dtgpt prepare INPUT ... --output-prefix PREFIX\n"
-            "    encode text into Megatron-LM's PREFIX_text_document.bin and .idx",
-            place=10,
-        ),
-        "tokenizer": CommandEntry(
-            "dtgpt.commands.tokenizer:command",
-            "dtgpt tokenizer train INPUT ...\n    train a byte-level BPE on your own text",
-            place=20,
-        ),
         "plot": CommandEntry(
             "dtgpt.commands.plot:command",
             "dtgpt plot RUN [RUN ...] [--output FILE.png]\n    draw the loss curves of runs into one picture",

@@ -16,4 +16,5 @@ CAPABILITY = Capability(
             place=130,
         ),
     },
+    sources=tuple(f"dtgpt.interop.formats:{name}" for name in ("HUGGING_FACE", "MEGATRON", "NANOGPT", "LLMC")),
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.sections import LogConfig
-from dtgpt.data.dataset import PART_NAMES, Part, bits_per_byte
+from dtgpt.data.dataset import PART_NAMES, Beginning, Part, bits_per_byte
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.broadcast import broadcast_json
@@ -21,7 +21,6 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.posttrain.chats.packed import ChatBeginning
 from dtgpt.util.console import counted, say
 from dtgpt.util.hardware import to_device
 
@@ -59,7 +58,7 @@ def held_out_loss(
 
 def sample(
     stages: list[Decoder], mesh: Mesh, settings: Settings, tokenizer: Tokenizer, ends: Sequence[int], log: LogConfig,
-    chats: Sequence[ChatBeginning], seed: int, step: int, interrupted: Callable[[], bool],
+    chats: Sequence[Beginning], seed: int, step: int, interrupted: Callable[[], bool],
 ) -> str:  # fmt: skip
     """Return a generated text as `log` wants it, or the `chats` with their last answers by the model, the same on every
     rank and under every plan. It ends early when `interrupted` is true on rank 0. The stages are those that are
@@ -97,7 +96,7 @@ def sample(
         return broadcast_json(mesh, "\n\n".join(texts))
 
 
-def _answering(chat: ChatBeginning, options: Options, tokens: int, positions: int, step: int) -> PromptJob:
+def _answering(chat: Beginning, options: Options, tokens: int, positions: int, step: int) -> PromptJob:
     """Return the job of an answer of at most `tokens` tokens."""
     options = replace(options, max_new_tokens=min(tokens, positions - len(chat.ids)), stop_token_ids=chat.ends)
     return PromptJob(chat.ids, options, step)

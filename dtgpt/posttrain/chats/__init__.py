@@ -10,4 +10,5 @@ CAPABILITY = Capability(
             place=70,
         ),
     },
+    datasets=("dtgpt.posttrain.chats.format:CHAT_LINES",),
 )

@@ -6,4 +6,5 @@ CAPABILITY = Capability(
     sections={"lora": "dtgpt.posttrain.lora.config:LoraConfig"},
     added_modules=("dtgpt.posttrain.lora.adapters:add_adapters",),
     initial_values=("dtgpt.posttrain.lora.adapters:initialize_adapters",),
+    sources=("dtgpt.posttrain.lora.source:ADAPTERS",),
 )
