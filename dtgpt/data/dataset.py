@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dtgpt.data.array_cache import load_or_make
+from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.file_array import Array, FileArray
 from dtgpt.data.megatron.tokenizer_beside import check_opening
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
@@ -27,13 +28,13 @@ from dtgpt.data.tokenizers.bpe_files import read_content
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
 from dtgpt.data.tokenizers.special_names import SpecialNames, warn_of_split_names
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.models.batch import Batch
 from dtgpt.ops.random.philox import fold
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
     from dtgpt.config.sections import DataConfig
-    from dtgpt.posttrain.chats.packed import ChatBeginning
 
 Part = Literal["valid", "test"]
 PART_NAMES: dict[Part, str] = {"valid": "validation", "test": "test"}
@@ -45,6 +46,13 @@ FIRST_LOOK = ("bpe", "gpt2")  # tokenizers that `auto` means; the embedded text 
 ROUNDING = 128  # vocabularies are often padded to a multiple of it, for speed
 
 
+class Beginning(NamedTuple):
+    """A sequence of the data up to a place from which a model can go on. `ends`: tokens at which it has to end."""
+
+    ids: list[int]
+    ends: tuple[int, ...]
+
+
 class Dataset(ABC):
     """Data of a run, for training and evaluation. `source`: for messages; `digest`: of all that decides which tokens a
     sample has; `former_digest`: what older versions computed, if that was something else."""
@@ -53,6 +61,7 @@ class Dataset(ABC):
     source: str
     digest: str
     former_digest: str | None = None
+    only_for: str | None = None  # what the data have that a language model does not learn from, with the remedy
 
     @property
     @abstractmethod
@@ -69,15 +78,19 @@ class Dataset(ABC):
     @abstractmethod
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         """Return training samples int64 `[B, seq_length + 1]` on the CPU: a function of `sample_ids [B]`, the data and
-        the `key [2]` of a run alone. Those of chats are `[B, seq_length + 1, 2]`: `DocumentMasks.batch` takes both."""
+        the `key [2]` of a run alone. Where tokens have marks they are `[B, seq_length + 1, 2]`."""
 
     @abstractmethod
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         """Yield the fixed windows for validation or test, in the form of `windows`, at most `max_samples`."""
 
-    def chats(self, count: int, positions: int) -> list["ChatBeginning"]:
-        """Return the beginnings of at most `count` chats which a model of so many positions can answer, held-out ones
-        where there are any; none of a text."""
+    def to_batch(self, windows: Tensor, masks: DocumentMasks, dropout_keys: Tensor | None = None) -> Batch:
+        """Return the batch of `windows`, on any device, with the `masks` that a recipe asks for."""
+        return masks.batch(windows, dropout_keys)
+
+    def beginnings(self, count: int, positions: int) -> list[Beginning]:
+        """Return at most `count` sequences which a model of so many positions can go on with, held-out ones where there
+        are any; none of a text, which has no such places."""
         return []
 
     @abstractmethod

@@ -20,7 +20,7 @@ class Capability:
     commands: Mapping[str, str] = field(default_factory=dict)  # `dtgpt NAME`: a `command.Command`, by its name
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
-    objectives: tuple[str, ...] = ()  # what a run learns
+    objectives: Mapping[str, str] = field(default_factory=dict)  # what a run learns, by the option that is not 0 then
     step_states: tuple[str, ...] = ()  # what a step keeps for the next one
     observers: tuple[str, ...] = ()  # what happens between steps
     sources: tuple[str, ...] = ()  # weights of other libraries

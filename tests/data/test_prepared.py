@@ -47,7 +47,7 @@ def recipe(recipe, tmp_path):
 def test_sample_i_of_a_run_is_sample_i_of_megatrons_order(recipe):
     run = training(recipe)
     expected = load_samples(IndexedDataset(recipe.data.path), SampleRequest("90,10,0", "train", 16, 80, recipe.seed))
-    windows, ids, _ = run.batches.take(0)
+    windows, ids, _ = run.objective.batches.take(0)
     assert torch.equal(windows, expected.windows(ids)) and ids.tolist() == list(range(8))
 
 

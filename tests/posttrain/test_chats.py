@@ -20,7 +20,7 @@ from dtgpt.data.prepare.job import prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.posttrain.chats.encode import check_kept, encode_chat, renderer_of
 from dtgpt.posttrain.chats.messages import read_chat
-from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, chat_beginning, pack
+from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, chat_beginning, pack, packed_batch
 from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, Renderer
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer, read_dataset
@@ -322,7 +322,7 @@ def test_chats_are_used_although_the_longest_lose_their_answers(folder, tmp_path
     recipe = change(chat_recipe, data={"path": str(tmp_path / "x_chat_document"), "split": "1,0,0"})
     dataset = read_dataset(recipe)
     assert (len(dataset.train.chats), dataset.train.uncounted) == (3, 300) and dataset.bytes_per_token() > 0
-    assert len(dataset.chats(3, 64)) == 3
+    assert len(dataset.beginnings(3, 64)) == 3
     with pytest.raises(
         UserError, match=r"no token of .* counts in samples of 64 tokens: the answers are cut off, or have"
     ):
@@ -357,10 +357,10 @@ def test_samples_keep_chats_apart_and_count_answers(chat_recipe, prepared, capsy
     first, second = (sorted(map(str, part.tolist())) for part in (windows[:count], windows[count:]))
     assert first == second and not torch.equal(windows[:count], windows[count:])  # each once an epoch, in another order
     known = {tuple(chats.window(i)[:65].tolist()): i for i in range(96)}
-    masks, seen = training(chat_recipe).masks, 0
+    seen = 0
     for window in windows[:count]:
         begins = [*torch.nonzero(window[:, 1] & BEGINS)[:, 0].tolist(), 65]
-        batch = masks.batch(window[None])
+        batch = packed_batch(window[None])
         assert torch.equal(batch.loss_weights[0] > 0, (window[1:, 1] & COUNTS) > 0)
         for begin, end in pairwise(begins):
             piece = window[begin:end, 0].tolist()
@@ -405,7 +405,7 @@ def test_samples_of_a_run_are_held_out_chats_with_the_models_answers(chat_recipe
     written = (samples / "step_00000004.txt").read_text()
     chats, tokenizer = IndexedDataset(prepared), open_tokenizer(str(newest_run(wanted) / "tokenizer.json"))
     with open_trainer(wanted, newest_run(wanted)) as trainer:
-        beginnings = trainer.dataset.chats(3, 64)
+        beginnings = trainer.dataset.beginnings(3, 64)
         held_out = {tuple(chats.window(i)[: len(b.ids)].tolist()) for b in beginnings for i in range(96, 120)}
         assert len(beginnings) == 3 and all(tuple(b.ids) in held_out for b in beginnings)
         model, texts = trainer.stages[0], []

@@ -1,1 +1,5 @@
 """Training on pairs of answers, of which one is preferred (DPO)."""
+
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(objectives={"dpo.beta": "dtgpt.posttrain.dpo.objective:Preferences"})

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from dtgpt.config.checks import check_unused
 from dtgpt.config.fp8 import FP8
-from dtgpt.ops.loss.preference import Kind
+from dtgpt.posttrain.dpo.loss import Kind
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 

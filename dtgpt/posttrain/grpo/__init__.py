@@ -1,1 +1,5 @@
 """Training on the model's own answers and their rewards (GRPO)."""
+
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(objectives={"grpo.group": "dtgpt.posttrain.grpo.objective:Reinforcement"})
