@@ -22,12 +22,10 @@ from torch import Tensor
 from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.file_array import Array, FileArray
-from dtgpt.data.megatron.tokenizer_beside import check_opening
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
-from dtgpt.data.tokenizers.bpe_files import read_content
-from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_content, read_saved
 from dtgpt.data.tokenizers.special_names import SpecialNames, warn_of_split_names
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer, check_opening
 from dtgpt.models.batch import Batch
 from dtgpt.ops.random.philox import fold
 from dtgpt.util.console import counted, say
@@ -47,7 +45,7 @@ ROUNDING = 128  # vocabularies are often padded to a multiple of it, for speed
 
 
 class Beginning(NamedTuple):
-    """A sequence of the data up to a place from which a model can go on. `ends`: tokens at which it has to end."""
+    """Tokens after which an answer follows. `ends`: the token with which that one ends."""
 
     ids: list[int]
     ends: tuple[int, ...]
@@ -89,8 +87,8 @@ class Dataset(ABC):
         return masks.batch(windows, dropout_keys)
 
     def beginnings(self, count: int, positions: int) -> list[Beginning]:
-        """Return at most `count` sequences which a model of so many positions can go on with, held-out ones where there
-        are any; none of a text, which has no such places."""
+        """Return at most `count` beginnings with which a model of so many positions can go on, held-out ones where
+        there are any; none of data that do not say where an answer begins."""
         return []
 
     @abstractmethod
@@ -188,7 +186,7 @@ def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
         settings["files"] = [hashlib.sha256(read_content(Path(str(file)))).hexdigest() for file in files]
     if named:
         check_opening(named)
-        settings["tokenizer_file"] = hashlib.sha256(named.dumps(with_template=False).encode()).hexdigest()
+        settings["tokenizer_file"] = hashlib.sha256(named.dumps(with_additions=False).encode()).hexdigest()
     content, former = _contents(settings, documents)
     folder = cache / f"text-{content[:16]}"
 

@@ -43,7 +43,7 @@ class Report:
         self.peak = peak_flops(self.device, settings.dtype)
         self.shown = set(recipe.log.show.split(","))
         self.bytes_per_token, self.spells = data.bytes_per_token(), data.tokenizer.spells
-        self.chats = data.tokenizer.chat_template is not None
+        self.chats = "chat_template" in data.tokenizer.additions
         self.first, self._begin = step, time.perf_counter()
         self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
         describe_run(run, asdict(recipe), settings, mesh, data, step)

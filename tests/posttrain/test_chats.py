@@ -21,7 +21,7 @@ from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.posttrain.chats.encode import check_kept, encode_chat, renderer_of
 from dtgpt.posttrain.chats.messages import read_chat
 from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, chat_beginning, pack, packed_batch
-from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, Renderer
+from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, Renderer, template_of
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError
@@ -385,7 +385,7 @@ def test_every_plan_and_micro_batch_size_has_the_losses_of_one_process(chat_reci
         assert pool().run(world, train, parted) == [0] * world
         assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-6)
     saved = open_tokenizer(str(newest_run(chat_recipe) / "tokenizer.json"))
-    assert saved.chat_template is not None and saved.chat_template.source == CHATML
+    assert template_of(saved).source == CHATML
 
 
 def test_inspect_shows_what_is_masked(prepared, capsys):

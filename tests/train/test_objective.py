@@ -11,7 +11,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.run.sinks import read_records
-from dtgpt.train.interval_loss import KEY, TOTALS, IntervalLoss
+from dtgpt.train.interval_loss import TOTALS, IntervalLoss
 from dtgpt.train.loop import train
 from dtgpt.train.objective import LanguageModel, objective_of
 from dtgpt.util.errors import UserError
@@ -65,7 +65,7 @@ def test_totals_of_another_objective_are_refused():
     one = IntervalLoss(mesh, torch.ones(3, dtype=torch.float64))
     one.add(torch.tensor(1.0))
     state = one.state()
-    assert state[KEY][TOTALS] == [1.0, 1.0, 1.0]
+    assert state[TOTALS] == [1.0, 1.0, 1.0]
     for totals, own in ((None, 0), (torch.ones(4, dtype=torch.float64), 4)):
         with pytest.raises(UserError, match=f"has 3 sums of an interval .* learns has {own}; go on with"):
             IntervalLoss(mesh, totals).restore(state)

@@ -225,7 +225,6 @@ class ChatDataset(Dataset):
         return packed_batch(windows, dropout_keys)  # chats are kept apart in any case
 
     def beginnings(self, count: int, positions: int) -> list[Beginning]:
-        """Return chats up to their last answers, whose last token ends each."""
         part = self.valid if len(self.valid) else self.train
         found = (chat_beginning(part.sequences, chat) for chat in np.sort(part.chats)[:PROBED])
         return list(islice((chat for chat in found if chat is not None and len(chat.ids) < positions), count))
