@@ -12,7 +12,6 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.layers import AttentionCore, Output
-from dtgpt.ops.loss.preference import Pairs
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
 
@@ -52,21 +51,13 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
     for index, piece in enumerate(pieces if whole else pieces[:1]):
         some = piece if whole else Batch._make(None if value is None else value[:1] for value in piece)
         with recorder.attached([model]):
-            logits = model(*some._replace(targets=None, loss_weights=None, answers=None, reference=None))
+            logits = model(*some._replace(targets=None, loss_weights=None, by_token=None, by_sample=None))
             assert some.targets is not None
             losses = F.cross_entropy(
                 logits[..., : output.vocab_size].flatten(0, -2), some.targets.flatten(), reduction="none"
             )
-            count = piece.tokens.numel()
-            if trainer.objective is not None and some.loss_weights is not None and some.answers is not None:
-                pairs, count = (
-                    Pairs(some.loss_weights, some.answers, some.reference),
-                    some.loss_weights.numel() * len(piece.tokens) // len(some.tokens),
-                )
-                losses = trainer.objective.of_batch(losses.view_as(some.targets), pairs) * some.loss_weights
-            elif some.loss_weights is not None:
-                losses = losses * some.loss_weights.flatten()
-            loss = losses.sum() / count
+            addends = trainer.objective.addends(losses.view_as(some.targets), some)
+            loss = addends.sum() / (addends.numel() * len(piece.tokens) // len(some.tokens))
         made = f"{name} output 0"
         recorder.tensors = {key: value for key, value in recorder.tensors.items() if key[0] != index or key[2] != made}
         if whole:

@@ -52,11 +52,6 @@ class Section:
         """Whether the run makes the samples that it trains on."""
         return False
 
-    @property
-    def objective_option(self) -> str | None:
-        """The option that lets the run learn another objective than the next token; None where it does not."""
-        return None
-
     def check_recipe(self, recipe: Any) -> None:
         """Check the values with each other, and with those of a `dtgpt.config.recipe.Recipe`."""
 

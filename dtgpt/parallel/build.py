@@ -20,7 +20,7 @@ from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.ops.attention.core import operations
-from dtgpt.ops.loss.preference import PreferenceLoss
+from dtgpt.ops.loss.head import CoupledLoss
 from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.context import exchange_heads, place_dropout, share_exchange
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
@@ -156,11 +156,11 @@ def scale_gradients(stages: list[Decoder], scale: Tensor | None) -> None:
             bind(module, gradient_scale=scale)
 
 
-def set_objective(stages: list[Decoder], objective: PreferenceLoss) -> None:
-    """Let the output layer compute the loss of pairs by `objective`."""
+def set_loss(stages: list[Decoder], coupled: CoupledLoss) -> None:
+    """Let the output layer compute the loss by `coupled`, in place of the mean over tokens."""
     for module in (module for stage in stages for module in stage.modules()):
         if isinstance(module, Output):
-            bind(module, objective=objective)
+            bind(module, coupled=coupled)
 
 
 def micro_batch_weight(micro_batches: int, plan: ResolvedPlan) -> float:

@@ -2,4 +2,7 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(sections={"dpo": "dtgpt.posttrain.dpo.config:DpoConfig"})
+CAPABILITY = Capability(
+    sections={"dpo": "dtgpt.posttrain.dpo.config:DpoConfig"},
+    objectives={"dpo.beta": "dtgpt.posttrain.dpo.objective:Preferences"},
+)

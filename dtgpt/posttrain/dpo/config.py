@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from dtgpt.config.checks import check_unused
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.sections import Section
-from dtgpt.ops.loss.preference import Kind
+from dtgpt.posttrain.dpo.loss import Kind
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
@@ -28,10 +28,6 @@ class DpoConfig(Section):
     label_smoothing: Annotated[
         float, "probability that the answers of a pair are the wrong way round, for sigmoid", Bounds(0, below=0.5)
     ] = 0.0
-
-    @property
-    def objective_option(self) -> str | None:
-        return "dpo.beta" if self.beta > 0 else None
 
     def check_recipe(self, recipe: "Recipe") -> None:
         if self.beta == 0:

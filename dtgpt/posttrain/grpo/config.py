@@ -1,6 +1,7 @@
 """The recipe's section of reinforcement learning (GRPO; Shao et al. 2024), and what a run with it cannot have."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from dtgpt.config.checks import check_unused
@@ -8,6 +9,7 @@ from dtgpt.config.execution import MOST_SLOTS, Settings, Switch
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.sections import Rows, Section
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 
 MOST = 128  # answers to a prompt, as many as the engine gives
 Message = dict[str, str]  # with the keys role and content
+# Options without which answers are drawn, beside other objectives.
+EXCLUDED = (
+    "rampup_batch_size", "data.overfit", "data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +73,12 @@ class GrpoConfig(Section):
     def makes_samples(self) -> bool:
         return self.group > 0
 
-    @property
-    def objective_option(self) -> str | None:
-        return "grpo.group" if self.group else None
-
     def check_recipe(self, recipe: "Recipe") -> None:
         if self.group:
             _check_values(self, recipe.global_batch_size, recipe.sample_length)
             _check_model(self, recipe.model.dropout, recipe.precision)
-            others = [each.objective_option for each in recipe.sections if each is not self]
-            given = {"rampup_batch_size": recipe.rampup_batch_size is not None}
-            by_data = "overfit", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
-            given |= {f"data.{name}": getattr(recipe.data, name) for name in by_data}
-            _check_alone(self, [*filter(None, others), *(name for name, there in given.items() if there)])
+            others = [name for name in seams.added("objectives") if name != "grpo.group"]
+            _check_alone(self, [name for name in (*others, *EXCLUDED) if attrgetter(name)(recipe)])
         elif type(self) is GrpoConfig:  # a task that a recipe has may be off with all of its values
             check_unused("grpo", self, "group", 8)
 
