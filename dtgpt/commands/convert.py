@@ -24,7 +24,6 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Watched
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
 from dtgpt.posttrain.lora.source import open_adapter
-from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -154,5 +153,4 @@ command = Command(
     ConvertOptions,
     convert,
     "runs/gpt2_tiny-001 exported --to hf",
-    explain=explain_for_command("convert"),
 )

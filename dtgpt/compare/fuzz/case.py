@@ -28,10 +28,8 @@ from dtgpt.models.olmo3 import Olmo3Config
 from dtgpt.models.roles import Role, patterns_of
 from dtgpt.optim.kinds import kinds, of_kind
 from dtgpt.parallel.tensor import make_table
-from dtgpt.posttrain.dpo.config import DpoConfig
-from dtgpt.posttrain.grpo.config import GrpoConfig
-from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.job import checked
+from dtgpt.util import seams
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
@@ -197,7 +195,7 @@ def plain(recipe: Recipe) -> Recipe:
         recipe, name="random", model=MODELS["gpt2"], optimizer=optimizer, plan=SINGLE, plans={}, steps=1,
         micro_batch_size=1, global_batch_size=1, train_samples=None, rampup_batch_size=None, compile="off",
         init_from=None, resume=None, data=DataConfig(), log=LogConfig(sample_tokens=0), checkpoint=CheckpointConfig(),
-        lora=LoraConfig(), dpo=DpoConfig(), grpo=GrpoConfig(),
+        **{name: seams.load(part)() for name, part in seams.added("sections").items()},
     )  # fmt: skip
 
 
