@@ -12,5 +12,5 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.posttrain.lora", ()),
     ("dtgpt.interop", ("dtgpt.posttrain.lora",)),
     ("dtgpt.posttrain.dpo", ("dtgpt.posttrain.chats", "dtgpt.data.megatron")),
-    ("dtgpt.posttrain.grpo", ("dtgpt.posttrain.chats",)),
+    ("dtgpt.posttrain.grpo", ("dtgpt.posttrain.chats", "dtgpt.evaluation")),
 )
