@@ -12,8 +12,8 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.layers import AttentionCore, Output
-from dtgpt.posttrain.lora.adapters import add_adapters
 from dtgpt.train.trainer import Trainer
+from dtgpt.util import seams
 
 BIT = 2.0**-40  # by which weights are moved to see what a change does: more than float64 rounds, less than any run
 OPERATIONS = 2e12  # of a step in float64 at most; a longer one computes the first sample alone
@@ -26,8 +26,9 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
     settings, device = trainer.settings, torch.device("cpu")
     with torch.device("meta"):
         model = Decoder(settings.model, torch.float64)
-    if settings.lora.rank:
-        add_adapters(model, settings, trainer.mesh.place, device)
+    if settings.freezes_weights:
+        for add_modules in seams.listed("added_modules"):
+            add_modules(model, settings, trainer.mesh.place, device)
     model.to(torch.float64).allocate(device)
     values = {shard.name: shard.local for shard in (*trainer.shards, *(trainer.shards.frozen or ()))}
     parameters = unique_parameters(model)

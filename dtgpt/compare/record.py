@@ -29,6 +29,7 @@ from dtgpt.compare.shared_state import (
 )
 from dtgpt.compare.trace import FP8_EPS, traced
 from dtgpt.config.execution import Settings
+from dtgpt.config.fp8 import FP8
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.planning.memory import fullest, memory_by_rank
@@ -179,7 +180,7 @@ def record(
         initial=digest.hexdigest(),
         tensors=kept,
         stale=stale,
-        fp8=trainer.settings.fp8,
+        fp8=trainer.settings.products == FP8,
         tokens=tokens_of_steps(mesh, tokens),
         held_out=held_out,
         apart=apart,

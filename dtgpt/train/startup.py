@@ -25,6 +25,7 @@ from dtgpt.models.source import TrainingSource
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.lora.checkpoint import base_of, check_same_adapter, describe_adapter
+from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.folder import RunLock, changes_since, create_run
 from dtgpt.train.checkpoints import restore
 from dtgpt.train.job import Job, ResumePoint, make_job
@@ -61,7 +62,7 @@ def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoin
     weights of their base."""
     recipe = job.recipe
     if checkpoint is not None:
-        begin = base_of(checkpoint) if recipe.lora.rank else None
+        begin = base_of(checkpoint) if recipe.freezes_weights else None
         if begin is not None and recipe.init_from is not None:
             begin = Path(recipe.init_from)  # the base, at another place: `check_same_adapter` compares fingerprints
         elif begin is not None and not begin.exists():
@@ -72,7 +73,7 @@ def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoin
         begin = model_to_begin_with(recipe.init_from, recipe.resume)
     same = begin is not None and check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
     draw_weights = begin is None and job.resume.run is None
-    if checkpoint is not None and begin is None and recipe.lora.rank:
+    if checkpoint is not None and begin is None and recipe.freezes_weights:
         check_same_adapter(checkpoint, {})  # which it has not
     ends = ends_of(job.resume.run or (begin if same else None), dataset.tokenizer, recipe.model.vocab_size).ids
     objective = objective_of(recipe).make(dataset)
@@ -85,7 +86,7 @@ def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoin
 def load_initial_weights(path: Path, trainer: Trainer) -> None:
     """Fill the shards of a new run with the weights at `path`, of another run or of another library. Raises UserError
     where it holds another model."""
-    config, lora = trainer.settings.model, trainer.settings.lora
+    config, lora = trainer.settings.model, trainer.settings.section(LoraConfig)
     source = open_source(path, trainer.mesh, own=type(config))
     held = source.config
     if config.seq_length < held.seq_length and held.learns_positions:

@@ -27,10 +27,10 @@ from dtgpt.parallel.build import (
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
-from dtgpt.posttrain.lora.adapters import initialize_adapters
 from dtgpt.run.sinks import TIMED
 from dtgpt.train import evaluate
 from dtgpt.train.objective import HeldOut, Objective, Parts, never
+from dtgpt.util import seams
 from dtgpt.util.timers import Timers
 
 SHOWN = 3  # beginnings that a sample goes on with
@@ -70,8 +70,9 @@ class Trainer:
         weights_key = fold(root_key(recipe.seed), "weights")
 
         self.stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
-        if settings.lora.rank:
-            initialize_adapters(self.shards, settings.lora, weights_key)
+        if settings.freezes_weights:
+            for fill in seams.listed("initial_values"):
+                fill(self.shards, settings, weights_key)
         self.timers = Timers(recipe.log.timers, mesh.device)
         self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
         states = make_states(recipe, settings, mesh)

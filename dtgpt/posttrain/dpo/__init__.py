@@ -2,4 +2,7 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(objectives={"dpo.beta": "dtgpt.posttrain.dpo.objective:Preferences"})
+CAPABILITY = Capability(
+    sections={"dpo": "dtgpt.posttrain.dpo.config:DpoConfig"},
+    objectives={"dpo.beta": "dtgpt.posttrain.dpo.objective:Preferences"},
+)

@@ -2,4 +2,7 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(objectives={"grpo.group": "dtgpt.posttrain.grpo.objective:Reinforcement"})
+CAPABILITY = Capability(
+    sections={"grpo": "dtgpt.posttrain.grpo.config:GrpoConfig"},
+    objectives={"grpo.group": "dtgpt.posttrain.grpo.objective:Reinforcement"},
+)
