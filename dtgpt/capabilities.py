@@ -3,6 +3,8 @@ works as before."""
 
 # The module that describes the capability, and those of the capabilities whose modules it imports.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("dtgpt.optim.fp8", ()),
+    ("dtgpt.optim.z_scores", ()),
     ("dtgpt.data.prepare", ("dtgpt.data.megatron", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
     ("dtgpt.posttrain.chats", ("dtgpt.data.prepare", "dtgpt.data.megatron")),
     ("dtgpt.data.megatron", ("dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),

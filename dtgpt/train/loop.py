@@ -135,6 +135,7 @@ class Loop:
     def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest, watch: Watch | None = None):
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
         self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh)
+        trainer.states.append(self.interval)
         self.tasks, self.clock = TaskEvaluation(trainer), SaveClock(recipe.checkpoint.minutes)
         self.leaving = False  # because of `exit_interval`
         self.cautioned = False  # once in a start
@@ -145,7 +146,6 @@ class Loop:
         run, trainer = checkpoint.folder.parents[1], self.trainer
         startup.check_tokenizer(run, trainer.dataset.tokenizer)
         restore(checkpoint, trainer, self.recipe.batch_sizes)
-        self.interval.restore(checkpoint.state)
         if checkpoint.state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
         tell_other_end(checkpoint.state["recipe"], asdict(self.recipe), trainer)
@@ -276,7 +276,7 @@ class Loop:
             check_finite(step, "loss and gradient norm", loss or 0.0, norm)
         else:  # an overflow is a skipped step
             check_finite(step, "loss", loss or 0.0)
-            optimizer.check_overflow(norm)
+        optimizer.check(norm)
         check_finite(step, f"mean loss of {self.interval.steps} steps", mean or 0.0)
         return loss, mean, norm
 
@@ -350,7 +350,7 @@ class Loop:
         save: then this waits until it is written."""
         self._check_folder()
         trainer, checkpoints = self.trainer, self.saver.checkpoints
-        state = state_of(trainer, asdict(self.recipe)) | self.interval.state()
+        state = state_of(trainer, asdict(self.recipe))
         begin = time.perf_counter()
         try:
             self.saver.save(trainer.step, state, must)

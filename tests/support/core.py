@@ -36,7 +36,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"gradients|engine|pipeline|edges|local)"
     ),
     "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|batch_size|recipe_file)",
-    "step": r"optim/(update|kinds|loss_scale)|train/(trainer|evaluate|interval_loss)|parallel/graphs",
+    "step": r"optim/(update|kinds|loss_scale|step_state|states)|train/(trainer|evaluate|interval_loss)|parallel/graphs",
     "loop": (
         r"train/(loop|startup|job|settle|processes|ending|checkpoints|tasks|own_tokenizer)|run/(folder|report|sinks|signals|history)"
     ),
@@ -72,8 +72,11 @@ def profile(frame, event, _):
     file, _, name = frame.f_code.co_filename.rpartition("/dtgpt/")
     if not file or not name.endswith(".py") or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return  # of others, or the body of a module or a class
+    if frame.f_code.co_name.startswith("<") and not frame.f_back.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return  # a comprehension in such a body, which an import executes
     here = name, frame.f_code.co_qualname
     if here == STEP:
+        seen.setdefault("begin", set(seen["start"]))
         inside.append(1) if event == "call" else inside.pop()
     if event == "call":
         seen["step" if inside else "start"].add(here)
@@ -216,6 +219,7 @@ def measure_runs(folder: Path) -> dict:
     return {
         "modules that import dtgpt.train.trainer loads": python("-c", code).split(),
         "modules that a plain run loads": seen["modules"],
+        "files that a start executes": sorted({file for file, _ in seen["begin"]}),
         "files that a plain run executes": sorted({file for file, _ in [*seen["start"], *seen["step"]]}),
         "functions that a plain run executes": [f"{file}: {name}" for file, name in seen["start"]],
         "functions that a step executes": [f"{file}: {name}" for file, name in seen["step"]],
