@@ -32,7 +32,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 LIGHT = r"(formats?|paths|marks|source)"
 HEAVY = (
     r"dtgpt\.(util\.(unpickler|pickles)|interop\..*|data\.library_tokenizers\..*|"
-    r"data\.megatron\.(prepared|blend|tokenizer_beside)|posttrain\.lora\.source)"
+    r"data\.megatron\.(prepared|blend|tokenizer_beside)|data\.prepare\.(inputs|parquet|job)|posttrain\.lora\.source)"
 )
 PLAIN = """
 import sys
@@ -75,6 +75,7 @@ def test_a_run_begins_with_weights_data_and_a_tokenizer_in_formats_that_one_file
     folder, weights = parts
     data = DataConfig(path=str(folder / "some.letters"))
     recipe = Recipe(
+        name="letters",
         model=CONFIG,
         data=data,
         optimizer=OptimizerConfig(lr=1e-3),

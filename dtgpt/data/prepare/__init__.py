@@ -3,14 +3,14 @@
     from dtgpt.data.prepare import PrepareConfig, prepare
     summary = prepare(PrepareConfig(input="a.jsonl", output_prefix="mine", append_eod=True))
 
-`job.prepare` does it: `config.py` says what can be asked for, `inputs.py` finds and cuts the files, `documents.py`
+`job.prepare` does it: `config.py` says what can be asked for, `inputs.py` finds and cuts the files, `data/documents.py`
 reads what stands in them, `encode.py` makes tokens in the processes of `pool.py`, `data/megatron/indexed.py` writes
 them under names that `target.py` locks, and `progress.py` reports how far it is and which lines are left out.
 """
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(datasets=("dtgpt.data.prepare.format:TABLES",))
+CAPABILITY = Capability(datasets=("dtgpt.data.prepare.format:FILES",))
 
 
 def __getattr__(name: str):
