@@ -1,1 +1,19 @@
 """Evaluation of models on tasks with known answers. Above `dtgpt.inference`, below training and serving."""
+
+from dtgpt.util.seams import Capability, CommandEntry
+
+CAPABILITY = Capability(
+    commands={
+        "eval": CommandEntry(
+            "dtgpt.commands.eval:command",
+            "dtgpt eval MODEL --task lambada|wikitext103|hellaswag --data FILE\n"
+            "    measure a model on tasks with known answers",
+            place=90,
+        ),
+        "lm-eval": CommandEntry(
+            "dtgpt.commands.lm_eval:command",
+            "dtgpt lm-eval MODEL --tasks NAME[,NAME ...]\n    evaluate a model with lm-evaluation-harness",
+            place=100,
+        ),
+    },
+)

@@ -59,7 +59,7 @@ class Report:
     def _samples(self, data: Dataset, length: int, evaluated: int) -> str:
         """Return how many samples of each part the run takes, and of how many."""
         parts = []
-        if self.settings.groups is None:  # else training makes its own samples
+        if not self.settings.makes_samples:
             wanted, there = self.samples_before(self.steps), data.num_samples("train", length)
             parts.append(f"{wanted:,} to train on ({wanted / max(there, 1):.3g} epochs of {there:,})")
         for part, name in PART_NAMES.items():
@@ -115,20 +115,11 @@ class Report:
         self._write({"step": step, "save_seconds": seconds})
         say(f"step {step}: training waited {seconds:.2f} s for the checkpoint")
 
-    def held_out(self, step: int, part: Part, loss: float, bits: float | None) -> None:
-        name = PART_NAMES[part]
-        figures = {f"{name}_loss": loss, f"{name}_perplexity": perplexity(loss)}
-        self._write({"step": step, **figures, **_known({f"{name}_bits_per_byte": bits})})
-        suffix = "" if bits is None else f"  bits/byte {bits:.3f}"
-        say(f"step {step}: {name} loss {loss:.4f}  ppl {perplexity(loss):.4g}{suffix}")
-
-    def held_out_pairs(self, step: int, part: Part, figures: dict[str, float]) -> None:
-        """Print and record the loss and the figures of held-out pairs."""
+    def held_out(self, step: int, part: Part, figures: dict[str, float], shown: str) -> None:
+        """Record the figures of the samples for validation or test, and print them as `shown`."""
         name = PART_NAMES[part]
         self._write({"step": step, **{f"{name}_{figure}": value for figure, value in figures.items()}})
-        names = {"accuracy": ".3f", "margin": ".4f", "chosen": ".4f"}
-        shown = "  ".join(f"{name} {figures[f'reward_{name}']:{digits}}" for name, digits in names.items())
-        say(f"step {step}: {name} loss {figures['loss']:.4f}  {shown}")
+        say(f"step {step}: {name} {shown}")
 
     def tasks(self, step: int, figures: dict[str, dict[str, float]]) -> None:
         """Print and record the figures of tasks, by task and name, the main one of each first."""
@@ -141,13 +132,14 @@ class Report:
         say(f"---- sample at step {step}\n{text}\n----")
         self._keep(sample_path(self.run, step), text)
 
-    def answers(self, step: int, best: str, worst: str) -> None:
-        """Keep the answers of a step with the largest and the smallest reward, and show them in TensorBoard."""
-        self._keep(self.run / "answers" / f"step_{step:08d}.txt", f"best: {best}\nworst: {worst}")
+    def answers(self, step: int, answers: dict[str, str]) -> None:
+        """Keep answers of a step by what they are called, and show them in TensorBoard."""
+        text = "\n".join(f"{name}: {answer}" for name, answer in answers.items())
+        self._keep(self.run / "answers" / f"step_{step:08d}.txt", text)
         for sink in (sink for sink in self.sinks if isinstance(sink, TensorBoard)):
             try:
-                sink.text(step, "best answer", best)
-                sink.text(step, "worst answer", worst)
+                for name, answer in answers.items():
+                    sink.text(step, f"{name} answer", answer)
             except OSError as error:  # a full disk costs a text, not the run
                 say(f"the answers of step {step} are missing from TensorBoard ({error})", warning=True)
 
@@ -240,8 +232,6 @@ class NullReport:
     def step(self, *_) -> None: ...
 
     def held_out(self, *_) -> None: ...
-
-    def held_out_pairs(self, *_) -> None: ...
 
     def saved(self, *_) -> None: ...
 

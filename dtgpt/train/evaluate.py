@@ -1,4 +1,4 @@
-"""The loss on validation and test text, generated texts, and answers in held-out chats."""
+"""The loss on validation and test text, and generated texts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +9,6 @@ from torch import Tensor
 from dtgpt.config.execution import Settings
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import PART_NAMES, Beginning, Part, bits_per_byte
-from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.broadcast import broadcast_json
 from dtgpt.inference.engine import Engine
@@ -17,6 +16,7 @@ from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
+from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.engine import TrainingEngine
@@ -27,7 +27,7 @@ from dtgpt.util.hardware import to_device
 
 @torch.no_grad()
 def held_out_loss(
-    engine: TrainingEngine, mesh: Mesh, batches: list[Tensor], masks: DocumentMasks, token_bytes: Tensor,
+    engine: TrainingEngine, mesh: Mesh, batches: list[Tensor], to_batch: Callable[[Tensor], Batch], token_bytes: Tensor,
     interrupted: Callable[[], bool], part: Part = "valid",
 ) -> tuple[float, float | None] | None:  # fmt: skip
     """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows of a part of
@@ -40,7 +40,7 @@ def held_out_loss(
             return None
         # Each replica takes a batch; one without a batch repeats another, uncounted, to keep in step.
         turn = first + mesh.place.dp
-        whole = masks.batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
+        whole = to_batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
         batch = slice_of(whole, mesh.place)
         loss = engine.mean_loss(batch)
         if loss is not None and turn < len(batches):
@@ -58,15 +58,15 @@ def held_out_loss(
 
 def sample(
     stages: list[Decoder], mesh: Mesh, settings: Settings, tokenizer: Tokenizer, ends: Sequence[int], log: LogConfig,
-    chats: Sequence[Beginning], seed: int, step: int, interrupted: Callable[[], bool],
+    beginnings: Sequence[Beginning], seed: int, step: int, interrupted: Callable[[], bool],
 ) -> str:  # fmt: skip
-    """Return a generated text as `log` wants it, or the `chats` with their last answers by the model, the same on every
-    rank and under every plan. It ends early when `interrupted` is true on rank 0. The stages are those that are
+    """Return a generated text as `log` wants it, or the `beginnings` with what the model adds to each, the same on
+    every rank and under every plan. It ends early when `interrupted` is true on rank 0. The stages are those that are
     trained."""
     config = settings.model
     options = Options(temperature=log.temperature, top_k=log.top_k, seed=seed)
-    if chats:
-        jobs = [_answering(chat, options, log.sample_tokens, config.seq_length, step) for chat in chats]
+    if beginnings:
+        jobs = [_going_on(begin, options, log.sample_tokens, config.seq_length, step) for begin in beginnings]
     else:
         ids, tokens = fit_prompt(encode(log.prompt, tokenizer, config), log.sample_tokens, config.seq_length)
         if not tokens:  # a model of one position
@@ -91,15 +91,15 @@ def sample(
                         break
             except NotFinite as error:
                 failure = f"\n[{error}]"
-            texts.append((tokenizer.decode(ids) if chats else text) + failure)
+            texts.append((tokenizer.decode(ids) if beginnings else text) + failure)
         session.close()
         return broadcast_json(mesh, "\n\n".join(texts))
 
 
-def _answering(chat: Beginning, options: Options, tokens: int, positions: int, step: int) -> PromptJob:
-    """Return the job of an answer of at most `tokens` tokens."""
-    options = replace(options, max_new_tokens=min(tokens, positions - len(chat.ids)), stop_token_ids=chat.ends)
-    return PromptJob(chat.ids, options, step)
+def _going_on(begin: Beginning, options: Options, tokens: int, positions: int, step: int) -> PromptJob:
+    """Return the job of at most `tokens` more tokens."""
+    options = replace(options, max_new_tokens=min(tokens, positions - len(begin.ids)), stop_token_ids=begin.ends)
+    return PromptJob(begin.ids, options, step)
 
 
 def fit_prompt(ids: list[int], tokens: int, positions: int) -> tuple[list[int], int]:

@@ -14,13 +14,9 @@ from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_che
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
 from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.dataset import PART_NAMES, Part
+from dtgpt.data.dataset import Part
 from dtgpt.liveness.losses import lost_peers_as_user_errors
 from dtgpt.liveness.watch import Watch
-from dtgpt.posttrain.dpo.pairs import PairDataset
-from dtgpt.posttrain.dpo.reference import find_reference, held_out_figures, save_reference
-from dtgpt.posttrain.grpo.answers import describe
-from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed
 from dtgpt.run.folder import AUTO, RunLock, check_runs, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
@@ -39,6 +35,7 @@ from dtgpt.train.ending import (
 )
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.job import Job, find_resume_point, make_job
+from dtgpt.train.objective import StepFailed
 from dtgpt.train.processes import Group, join, run_watched, wait_for_others
 from dtgpt.train.tasks import TaskEvaluation
 from dtgpt.train.trainer import StepResult, Trainer
@@ -101,16 +98,13 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             loop.resume(checkpoint)
         elif resume.foreign:
             startup.take_over(resume.foreign, trainer, recipe.batch_sizes)
-        if not find_reference(trainer, checkpoint, loop.interrupted) or loop.interrupted():
+        if not trainer.objective.prepare(trainer.step, former, loop.interrupted) or loop.interrupted():
             return loop.stopped("before the first step")
-        if trainer.rollouts is not None and trainer.step < trainer.steps:
-            trainer.rollouts.check_prompt(trainer.step)
 
         if former is None:
             begun = recipe.runs, recipe.name, lock, recipe.init_from, dataset.tokenizer, type(recipe.model)
             folder = mesh.on_rank_0(lambda: startup.new_run(*begun))
-            if isinstance(dataset, PairDataset):
-                mesh.on_rank_0(lambda: save_reference(folder, dataset))
+            mesh.on_rank_0(lambda: trainer.objective.save(folder))
             return loop.run_to_end(folder, left)
         values = values_of(recipe.resolved())
         mesh.on_rank_0(lambda: startup.continue_run(former, values, trainer.step))
@@ -134,7 +128,7 @@ class Loop:
 
     def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest, watch: Watch | None = None):
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
-        self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh)
+        self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh, trainer.objective.totals)
         trainer.states.append(self.interval)
         self.tasks, self.clock = TaskEvaluation(trainer), SaveClock(recipe.checkpoint.minutes)
         self.leaving = False  # because of `exit_interval`
@@ -195,8 +189,7 @@ class Loop:
         trainer, first, stopping = self.trainer, self.trainer.step, self.interrupted()
         while trainer.step < trainer.steps and not stopping:
             result = self._train_step()
-            totals = None if trainer.objective is None else trainer.objective.totals
-            self.interval.add(result.loss, totals, trainer.empty)
+            self.interval.add(result.loss, trainer.empty)
             if self.watch:
                 self.watch.step = trainer.step
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
@@ -211,11 +204,11 @@ class Loop:
         return stopping or self.interrupted()
 
     def _train_step(self) -> StepResult:
-        """Take a step. Where prompts or rewards of the recipe fail, save what was done before, print the traceback of
-        their error, and raise UserError from it."""
+        """Take a step. Where its batch cannot be made, save what was done before, print the traceback of the recipe's
+        error, and raise UserError from it."""
         try:
             return self.trainer.train_step()
-        except RolloutsFailed as failure:
+        except StepFailed as failure:
             self._save_unless_saved()
             run = self.saver.checkpoints.parent
             again = f"step {self.trainer.step + 1}: {failure}; go on with {resume_option(run)}"
@@ -290,28 +283,21 @@ class Loop:
             "tokens": trainer.samples_before(trainer.step) * self.recipe.sample_length,
             "memory_gib": self.mesh.max(peak_memory(self.mesh.device)),
             "batch_size": trainer.sizes.at(trainer.step - 1),
-            **self.interval.preferences(),
-            **({} if trainer.rollouts is None else trainer.rollouts.figures()),
+            **trainer.objective.figures(self.interval.totals()),
             **trainer.optimizer.metrics(),
             **trainer.times(),
         }
         self.report.step(trainer.step, metrics, record)
-        if not self.cautioned and trainer.objective is not None and (caution := trainer.objective.caution(metrics)):
+        if not self.cautioned and (caution := trainer.objective.caution(metrics)):
             say(caution, warning=True)
             self.cautioned = True
-        if record and trainer.rollouts is not None and trainer.rollouts.best_and_worst is not None:
-            self.report.answers(trainer.step, *map(describe, trainer.rollouts.best_and_worst))
+        if record and (examples := trainer.objective.examples()):
+            self.report.answers(trainer.step, examples)
 
     def _report_held_out(self, part: Part) -> None:
-        if self.trainer.objective is not None:
-            if figures := held_out_figures(self.trainer, part, self.interrupted):
-                check_finite(self.trainer.step, f"{PART_NAMES[part]} loss", figures["loss"])
-                self.report.held_out_pairs(self.trainer.step, part, figures)
-        elif losses := self.trainer.held_out_loss(part, self.interrupted):
-            known = [value for value in losses if value is not None]
-            names = f"{PART_NAMES[part]} loss{' and bits/byte' * (len(known) - 1)}"
-            check_finite(self.trainer.step, names, *known)
-            self.report.held_out(self.trainer.step, part, *losses)
+        if (found := self.trainer.held_out(part, self.interrupted)) is not None:
+            check_finite(self.trainer.step, " and ".join(found.finite), *found.finite.values())
+            self.report.held_out(self.trainer.step, part, found.figures, found.shown)
 
     def _report_tasks(self) -> None:
         if (results := self.tasks.measure(self.interrupted)) is not None:

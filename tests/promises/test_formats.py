@@ -32,7 +32,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 LIGHT = r"(formats?|paths|marks|source)"
 HEAVY = (
     r"dtgpt\.(util\.(unpickler|pickles)|interop\..*|data\.library_tokenizers\..*|"
-    r"data\.megatron\.(prepared|blend|tokenizer_beside)|data\.prepare\.(inputs|parquet|job)|posttrain\.lora\.source)"
+    r"data\.megatron\.(prepared|blend|tokenizer_beside)|posttrain\.lora\.source)"
 )
 PLAIN = """
 import sys
