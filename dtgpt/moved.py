@@ -31,6 +31,7 @@ FOLDERS = {
     ("dtgpt.optim", "dtgpt.optim.fp8"): "fp8_scales>scales",
     ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
+    ("dtgpt.data.prepare", "dtgpt.data"): "documents",
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",

@@ -45,7 +45,7 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "checkpoint": r"checkpoint/(save|load|manifest|shard_file|staging|state|export|open|tokenizer|ends)",
     "data": (
-        r"data/(dataset|open|text|array_cache|file_array|prefetch|checks|document_masks)|"
+        r"data/(dataset|open|text|documents|array_cache|file_array|prefetch|checks|document_masks)|"
         r"data/tokenizers/(tokenizer|char|byte_level|open|special_names)"
     ),
     "generate": (
