@@ -2,4 +2,7 @@
 works as before."""
 
 # The module that describes the capability, and those of the capabilities whose modules it imports.
-CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = ()
+CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("dtgpt.charts", ()),
+    ("dtgpt.evaluation", ()),
+)

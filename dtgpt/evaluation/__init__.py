@@ -1,1 +1,5 @@
-"""Evaluation of models on tasks with known answers. Above `dtgpt.inference`, below training and serving."""
+"""Tasks with known answers: scores of given tokens, procedures and data files."""
+
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(observers=("dtgpt.evaluation.observer:observe_tasks",))

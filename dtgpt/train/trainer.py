@@ -40,8 +40,6 @@ from dtgpt.run.sinks import TIMED
 from dtgpt.train import evaluate
 from dtgpt.util.timers import Timers
 
-SHOWN = 3  # held-out chats that a sample has
-
 
 class StepResult(NamedTuple):
     """The outcome of one optimizer step, on the device."""
@@ -169,18 +167,6 @@ class Trainer:
         batches = list(self.dataset.held_out(part, length, size, self.log.eval_samples))
         token_bytes = torch.from_numpy(self.dataset.tokenizer.token_bytes())
         return evaluate.held_out_loss(self.engine, self.mesh, batches, self.masks, token_bytes, interrupted, part)
-
-    def sample(self, interrupted: Callable[[], bool] = never) -> str | None:
-        """Return a text as the log options want it, or held-out chats with the model's answers, the same on every rank;
-        None where they want none, or `interrupted` is true on any rank, whose answers may differ."""
-        tokenizer, log = self.dataset.tokenizer, self.log
-        if not log.sample_tokens or not tokenizer.spells or self.mesh.any(interrupted()):
-            return None
-        chats = [] if log.prompt else self.dataset.chats(SHOWN, self.settings.model.seq_length)
-        given = self.stages, self.mesh, self.settings, tokenizer, self.ends, log, chats
-        with self.as_loaded():
-            text = evaluate.sample(*given, self.seed, self.step, interrupted)
-        return None if self.mesh.any(interrupted()) else text
 
     def as_loaded(self) -> AbstractContextManager[None]:
         """Compute, while the context lasts, as a model does that is loaded from a checkpoint: in fp8 in 16 bits."""

@@ -38,7 +38,8 @@ CORE = {  # rooms, and their files as regular expressions
     "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|batch_size|recipe_file)",
     "step": r"optim/(update|kinds|loss_scale)|train/(trainer|evaluate|interval_loss)|parallel/graphs",
     "loop": (
-        r"train/(loop|startup|job|settle|processes|ending|checkpoints|tasks)|run/(folder|report|sinks|signals|history)"
+        r"train/(loop|startup|job|settle|processes|ending|checkpoints|observer|progress|samples|saving)|"
+        r"run/(folder|report|sinks|signals|starts)"
     ),
     "checkpoint": r"checkpoint/(save|load|manifest|shard_file|staging|state|export)",
     "data": (
