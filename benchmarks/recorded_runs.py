@@ -4,6 +4,7 @@ texts, and the digests of weights and optimizer state.
     python benchmarks/recorded_runs.py --against COMMIT             # both on this machine, and what differs
     python benchmarks/recorded_runs.py --record FILE                # of this checkout, to be compared later
     python benchmarks/recorded_runs.py --compare FILE [--only dp2 lora]
+    python benchmarks/recorded_runs.py --go-on COMMIT             # runs of COMMIT, and from step 2 on by this code
 
 Bits hold for one machine and one version of torch. The runs of COMMIT come from a copy of its files. The exit code is 1
 where something differs.
@@ -19,6 +20,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +66,17 @@ class Checkout:
     def __init__(self, root: Path, folder: Path):
         self.root, self.folder = root, folder
         (folder / "recipes").symlink_to(root / "recipes")
-        shared = {"PYTHONPATH": str(root), "DTGPT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+        shared = {"DTGPT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
         self.environment = {**os.environ, **shared, "HF_HUB_OFFLINE": "1"}
 
-    def run(self, command: str) -> None:
+    def run(self, command: str, root: Path | None = None) -> None:
+        """Run a command. root: of other files than these."""
+        environment = {**self.environment, "PYTHONPATH": str(root or self.root)}
         program = command.split() if command.startswith("recipes/") else ["-m", "dtgpt", *command.split()]
+        if root and command.startswith("recipes/"):
+            program[0] = str(root / program[0])
         done = subprocess.run(
-            [sys.executable, *program], cwd=self.folder, env=self.environment, capture_output=True, text=True
+            [sys.executable, *program], cwd=self.folder, env=environment, capture_output=True, text=True
         )
         if done.returncode:
             sys.exit(f"{' '.join(program)} of {self.root} ended with {done.returncode}\n{done.stdout}{done.stderr}")
@@ -96,7 +102,19 @@ class Checkout:
         before = set(self.runs())
         for command in CASES[name]:
             self.run(command)
-        return recorded(max(set(self.runs()) - before, key=lambda path: path.stat().st_mtime))
+        return recorded(self.newest(before))
+
+    def record_continued(self, name: str, root: Path) -> dict[str, Any]:
+        """Return the numbers of a case of one command whose run goes on after step 2 by the files in `root`."""
+        before, (command,) = set(self.runs()), CASES[name]
+        self.run(f"{command} --exit_interval 2")
+        run = self.newest(before)
+        self.run(f"{command} --resume {run}", root)
+        return recorded(run)
+
+    def newest(self, before: set[Path]) -> Path:
+        """Return the run that ended last; `before`: those that are older."""
+        return max(set(self.runs()) - before, key=lambda path: path.stat().st_mtime)
 
     def runs(self) -> Iterator[Path]:
         return (path for path in (self.folder / "runs").glob("*-[0-9][0-9][0-9]") if path.is_dir())
@@ -123,23 +141,26 @@ def recorded(run: Path) -> dict[str, Any]:
     return found
 
 
-def record_all(root: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+def record_all(root: Path, names: list[str], then: Path | None = None) -> dict[str, dict[str, Any]]:
+    """Return the numbers of the cases. then: the files by which runs go on after step 2."""
     with tempfile.TemporaryDirectory() as folder:
         checkout, found = Checkout(root, Path(folder)), {}
         if any("runs/base-001" in command for name in names for command in CASES[name]):
             checkout.prepare_tuning()
         for name in names:
-            found[name] = checkout.record(name)
+            found[name] = checkout.record_continued(name, then) if then else checkout.record(name)
             print(f"{name}: {len(found[name])} numbers", flush=True)
         return found
 
 
-def record_commit(commit: str, names: list[str]) -> dict[str, dict[str, Any]]:
+@contextmanager
+def files_of(commit: str) -> Iterator[Path]:
+    """Yield a folder with the files of a commit."""
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder, filter="data")
-        return record_all(Path(folder), names)
+        yield Path(folder)
 
 
 def differences(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) -> list[str]:
@@ -161,13 +182,24 @@ def main() -> None:
     ways.add_argument("--record", type=Path, metavar="FILE", help="write the numbers of this checkout")
     ways.add_argument("--compare", type=Path, metavar="FILE", help="compare this checkout with what was written")
     ways.add_argument("--against", metavar="COMMIT", help="compare this checkout with a commit")
+    ways.add_argument(
+        "--go-on", metavar="COMMIT", help="compare whole runs of a commit with some that go on by this code"
+    )
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="these cases")
     options = parser.parse_args()
-    if options.compare:
-        expected = json.loads(options.compare.read_text())
-    elif options.against:
-        expected = record_commit(options.against, options.only)
-    found = record_all(ROOT, options.only)
+    if options.go_on:
+        names = [name for name in options.only if len(CASES[name]) == 1]
+        with files_of(options.go_on) as root:
+            expected, found = record_all(root, names), record_all(root, names, then=ROOT)
+        for name, numbers in found.items():  # a run that ended at step 2 saved there, whatever its interval
+            found[name] = {key: value for key, value in numbers.items() if key in expected[name] or "step_" not in key}
+    else:
+        if options.compare:
+            expected = json.loads(options.compare.read_text())
+        elif options.against:
+            with files_of(options.against) as root:
+                expected = record_all(root, options.only)
+        found = record_all(ROOT, options.only)
     if options.record:
         options.record.write_text(json.dumps(found, indent=1) + "\n")
         return

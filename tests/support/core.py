@@ -73,8 +73,11 @@ def profile(frame, event, _):
     file, _, name = frame.f_code.co_filename.rpartition("/dtgpt/")
     if not file or not name.endswith(".py") or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return  # of others, or the body of a module or a class
+    if frame.f_code.co_name.startswith("<") and not frame.f_back.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return  # a comprehension in such a body, which an import executes
     here = name, frame.f_code.co_qualname
     if here == STEP:
+        seen.setdefault("begin", set(seen["start"]))
         inside.append(1) if event == "call" else inside.pop()
     if event == "call":
         seen["step" if inside else "start"].add(here)
@@ -217,6 +220,7 @@ def measure_runs(folder: Path) -> dict:
     return {
         "modules that import dtgpt.train.trainer loads": python("-c", code).split(),
         "modules that a plain run loads": seen["modules"],
+        "files that a start executes": sorted({file for file, _ in seen["begin"]}),
         "files that a plain run executes": sorted({file for file, _ in [*seen["start"], *seen["step"]]}),
         "functions that a plain run executes": [f"{file}: {name}" for file, name in seen["start"]],
         "functions that a step executes": [f"{file}: {name}" for file, name in seen["step"]],
