@@ -40,8 +40,8 @@ FAULTS = [
     Fault(
         "resume: gradients are scaled by the first loss scale",
         "dtgpt/optim/update.py",
-        'state["loss_scale"])\n            self.gradient_scale.copy_(self.scaler.scale * self.micro_batch_weight)',
-        'state["loss_scale"])',
+        "restore_states(self.states, state)\n        self.weigh_micro_batches(self.micro_batch_weight)",
+        "restore_states(self.states, state)",
     ),
     Fault(
         "resume: the number of updates begins at 0",
@@ -51,9 +51,9 @@ FAULTS = [
     ),
     Fault(
         "resume: fp8 forgets its history",
-        "dtgpt/optim/update.py",
-        "self.fp8.restore(state.get(STATE, []))",
-        "self.fp8.restore([])",
+        "dtgpt/optim/fp8/scales.py",
+        "if lines:",
+        "lines = []\n        if lines:",
     ),
     Fault(
         "resume: the second moment is read over the first",
@@ -118,15 +118,14 @@ FAULTS = [
     Fault(
         "sums: the reported norm counts each tp rank",
         "dtgpt/optim/update.py",
-        "clip_factor(norm, self.clip), self._skipped(loss, norm, empty)\n            )\n            return norm",
-        "clip_factor(norm, self.clip), self._skipped(loss, norm, empty)\n            )\n"
-        "            return norm * self.shards.mesh.plan.tp**0.5",
+        "self.scaler.scale * self.micro_batch_weight)\n        return norm",
+        "self.scaler.scale * self.micro_batch_weight)\n        return norm * self.shards.mesh.plan.tp**0.5",
     ),
     Fault(
         "fp16: the norm is clipped before the loss scale comes off",
         "dtgpt/optim/update.py",
-        "clip_factor(norm, self.clip) * inverse, leave)",
-        "clip_factor(norm / inverse, self.clip) * inverse, leave)",
+        "clip_factor(norm, self.clip) * inverse",
+        "clip_factor(norm / inverse, self.clip) * inverse",
     ),
     Fault(
         "fp16: each rank decides for itself whether to skip",

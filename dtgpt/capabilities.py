@@ -5,4 +5,6 @@ works as before."""
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.charts", ()),
     ("dtgpt.evaluation", ()),
+    ("dtgpt.optim.fp8", ()),
+    ("dtgpt.optim.z_scores", ()),
 )

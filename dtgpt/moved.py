@@ -29,6 +29,8 @@ FOLDERS = {
     ("dtgpt.config", "dtgpt.posttrain.lora"): "lora>config",
     ("dtgpt.parallel", "dtgpt.posttrain.lora"): "lora>adapters",
     ("dtgpt.checkpoint", "dtgpt.posttrain.lora"): "adapter>checkpoint",
+    ("dtgpt.optim", "dtgpt.optim.fp8"): "fp8_scales>scales",
+    ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
 }
 
 

@@ -26,8 +26,7 @@ from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, find_damage, re
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.architectures import FIRST, is_own, saved_class
 from dtgpt.models.config import ModelConfig
-from dtgpt.optim import fp8_scales, loss_scale, outliers
-from dtgpt.optim.update import EMPTY
+from dtgpt.optim.states import check_entries
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_regular, remove_tree, sync_path, write_text
@@ -128,8 +127,8 @@ def _text(state: dict[str, Any]) -> str:
 
 def read_state(folder: Path, check: Check | None = None, own: type[ModelConfig] | None = None) -> dict[str, Any]:
     """Return what `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, architecture,
-    model, optimizer, recipe, files, ... and of a run in fp16 its loss scale, in fp8 the history of its scales. `own`:
-    as of `Checkpoint`. Raise Damaged, or UserError where a newer dtgpt wrote it, or the class of its model is neither
+    model, optimizer, recipe, files, ... and what a step left to the next one (`optim/states.py`). `own`: as of
+    `Checkpoint`. Raise Damaged, or UserError where a newer dtgpt wrote it, or the class of its model is neither
     dtgpt's nor `own`: these are not damaged, and an older checkpoint must not take their place."""
     path = folder / STATE
     with _errors_as_damage(path):
@@ -196,17 +195,13 @@ def _check_digest(state: dict[str, Any], text: str) -> dict[str, Any]:
 
 def _check(state: dict[str, Any], config: ModelConfig) -> None:
     config.validate()
-    counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")] + [state.get(EMPTY, 0)]
+    counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in counts) or not isinstance(state["data_digest"], str):
-        raise ValueError(
-            f"step, consumed_samples, updates, tokens and {EMPTY} must be whole numbers, data_digest a string"
-        )
+        raise ValueError("step, consumed_samples, updates and tokens must be whole numbers, data_digest a string")
     _check_kinds(state)
     if state["updates"] > state["step"]:
         raise ValueError(f"{state['updates']} updates are more than the steps")
-    loss_scale.check_state(state.get("loss_scale"))
-    fp8_scales.check_state(state.get(fp8_scales.STATE), config)
-    outliers.check_state(state.get(outliers.STATE))
+    check_entries(state, config)
     for name, file in state["files"].items():
         if not FILE_NAME.fullmatch(name):
             raise ValueError(f"{shown(name)} is not the name of a file of a checkpoint")

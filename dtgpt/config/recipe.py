@@ -133,12 +133,6 @@ class Recipe:
         return own.decay_samples is not None or (self.train_samples is not None and own.decay_steps is None)
 
     @property
-    def finds_outliers(self) -> bool:
-        """Whether z-scores of loss and gradient norm are measured: updates are skipped by them, or they are shown."""
-        own = self.optimizer
-        return own.skip_loss_z > 0 or own.skip_grad_norm_z > 0 or "z" in self.log.show.split(",")
-
-    @property
     def num_steps(self) -> int:
         """The optimizer steps of the run: `steps`, or as many as `train_samples` fill."""
         return self.steps or self.batch_sizes().steps_within(self.train_samples or 0)

@@ -1,27 +1,16 @@
-"""From gradients to new weights: learning rate, loss scale, clipping, the optimizer's rule."""
+"""From gradients to new weights: learning rate, clipping, the optimizer's rule, and what a step keeps for the next."""
 
-import math
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
-from dtgpt.optim.fp8_scales import STATE, Fp8Scales
-from dtgpt.optim.loss_scale import LossScaler
-from dtgpt.optim.outliers import STATE as OUTLIERS
-from dtgpt.optim.outliers import OutlierDetector
+from dtgpt.config.sections import OptimizerConfig
+from dtgpt.optim.step_state import GradientScale, StepState, entries_of, restore_states
 from dtgpt.parallel.shards import Shards
-from dtgpt.util.errors import UserError
-
-EMPTY = "empty_steps"  # in a checkpoint, and of a progress line
-
-# Limits in fp16 for the largest element of the global gradient times the loss scale. The sum over the whole batch
-# decides, so that every plan and micro-batch size skips the same steps.
-# A step above SKIP_ABOVE is skipped. That is half of fp16's range: addends may be larger than their sum, and must not
-# overflow before the sum does. A step above SHRINK_ABOVE is applied, and counts as an overflow for the loss scale: the
-# scale falls before steps are lost, and rounding near this limit changes the scale alone, which changes no weight.
-SKIP_ABOVE, SHRINK_ABOVE = 2.0**15, 2.0**13
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
@@ -33,32 +22,27 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 
 
 class Update:
-    """From the gradients of the shards to new weights: loss scale, clipping, and the optimizer's
-    `rule`. Nothing waits for the device.
+    """From the gradients of the shards to new weights: clipping, the optimizer's `rule`, and the `states` that a step
+    leaves to the next. Nothing waits for the device.
 
-    `schedule`, the learning rate of every update, lies on the device, for only the device knows how many steps fp16
+    `schedule`, the learning rate of every update, lies on the device, for only the device knows how many steps were
     skipped: such a step does not count (as in Megatron-LM). `lr` is that of the last step. `gradient_scale` is what the
-    gradient of a micro-batch's mean loss is to be multiplied by.
+    gradient of a micro-batch's mean loss is to be multiplied by. `scaler`: the state that has a factor in it, if any.
     """
 
     def __init__(
-        self, shards: Shards, config: OptimizerConfig, scale: LossScaleConfig, rates: list[float], dtype: torch.dtype,
-        micro_batch_weight: float, fp8: Fp8Scales | None = None, outliers: OutlierDetector | None = None,
+        self, shards: Shards, config: OptimizerConfig, rates: list[float], micro_batch_weight: float,
+        states: Sequence[StepState] = (),
     ):  # fmt: skip
         """rates: learning rates of every step; micro_batch_weight: by which the gradients of one
         micro-batch are multiplied in the sum over all."""
-        self.shards, self.clip, self.fp8, self.outliers = shards, config.clip, fp8, outliers
+        self.shards, self.clip, self.states = shards, config.clip, list(states)
         device = shards.mesh.device
-        self.smallest_scale, self.at_smallest = scale.minimum, torch.tensor(False, device=device)
         self.rule = config.make(shards)
         self.schedule = torch.tensor(rates, device=device)
         self.lr = torch.zeros((), device=device)
-        self.empty = torch.tensor(0, device=device)  # steps in which no token counted
+        self.scaler = next((state for state in states if isinstance(state, GradientScale)), None)
         self.gradient_scale = torch.empty((), device=device)
-        self.scaler = None
-        if dtype == torch.float16:
-            self.limits = torch.tensor([SKIP_ABOVE, SHRINK_ABOVE], device=device)
-            self.scaler = LossScaler(device, scale)
         self.weigh_micro_batches(micro_batch_weight)
 
     def weigh_micro_batches(self, weight: float) -> None:
@@ -74,40 +58,23 @@ class Update:
 
     @torch.no_grad()
     def apply(self, loss: Tensor, empty: Tensor | None = None) -> Tensor:
-        """Take one step and return the global norm of the gradient. In fp16 a step whose gradient overflows is skipped
-        on all ranks, and its norm is infinite. loss: this rank's part of the mean loss, by which outliers are found.
-        empty: bool scalar on the device, the same on all ranks, true where no token of the global batch counts; None:
-        all do. Such a step changes neither weights nor the optimizer's state, and the schedule does not go on."""
+        """Take one step and return the global norm of the gradient. A step that one of the states wants skipped changes
+        neither weights nor the optimizer's state on any rank, and the schedule does not go on. loss, empty: as of
+        `StepState.update`."""
         update = self.rule.updates.long().clamp(max=len(self.schedule) - 1)
         torch.index_select(self.schedule, 0, update.view(1), out=self.lr.view(1))
-        if self.fp8 is not None:
-            self.fp8.update()
         if self.scaler is None:
             norm = self.shards.norm()
-            self.rule.step(
-                self.shards.gradients, self.lr, clip_factor(norm, self.clip), self._skipped(loss, norm, empty)
-            )
-            return norm
-        inverse = self.scaler.inverse()
-        norm, (skip, overflow) = self.shards.norm_and_excess(self.limits)
-        norm = torch.where(skip, math.inf, norm * inverse)
-        self.at_smallest.copy_(self.scaler.scale <= self.smallest_scale)
-        others = self._skipped(loss, norm, empty)
-        leave = skip if others is None else skip | others
-        self.rule.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, leave)
-        self.scaler.update(overflow, skip, empty)
-        self.gradient_scale.copy_(self.scaler.scale * self.micro_batch_weight)
+            factor = clip_factor(norm, self.clip)
+        else:
+            norm, inverse = self.scaler.norm(self.shards)
+            factor = clip_factor(norm, self.clip) * inverse
+        wishes = [state.update(loss, norm, empty) for state in self.states]
+        skips = [wish for wish in wishes if wish is not None]
+        self.rule.step(self.shards.gradients, self.lr, factor, reduce(or_, skips) if skips else None)
+        if self.scaler is not None:  # its scale is that of the next step by now
+            self.gradient_scale.copy_(self.scaler.scale * self.micro_batch_weight)
         return norm
-
-    def _skipped(self, loss: Tensor, norm: Tensor, empty: Tensor | None) -> Tensor | None:
-        """Return whether the step is to be skipped for another reason than an overflow: bool scalar on the device; None
-        where nothing asks."""
-        if empty is not None:
-            self.empty += empty
-        if self.outliers is None:
-            return empty
-        outlier = self.outliers.update(loss, norm, empty)
-        return outlier if empty is None else outlier | empty
 
     def follow(self, rates: list[float]) -> None:
         """Take other learning rates, as many as before."""
@@ -115,43 +82,20 @@ class Update:
 
     def state(self) -> dict[str, Any]:
         """Return the optimizer's name and numbers for a checkpoint, which holds weights and the optimizer's state."""
-        scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
-        fp8 = {} if self.fp8 is None else {STATE: self.fp8.state()}
-        outliers = {} if self.outliers is None else {OUTLIERS: self.outliers.state_dict()}
-        empty = {EMPTY: count} if (count := int(self.empty.item())) else {}
         updates = int(self.rule.updates.item())
-        return {"optimizer": self.rule.kind, "updates": updates, **scaler, **fp8, **outliers, **empty}
+        return {"optimizer": self.rule.kind, "updates": updates, **entries_of(self.states)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take the `state` of a checkpoint. One of another precision may lack the loss scale, which begins anew, or the
-        scales of fp8, for which the next step observes the values; one of other options may lack the losses and norms
-        among which outliers are found."""
+        """Take the `state` of a checkpoint, which may be that of other options."""
         self.rule.updates.fill_(state["updates"])
-        self.empty.fill_(state.get(EMPTY, 0))
-        if self.fp8 is not None:
-            self.fp8.restore(state.get(STATE, []))
-        if self.outliers is not None and OUTLIERS in state:
-            self.outliers.load_state_dict(state[OUTLIERS])
-        if self.scaler is not None and "loss_scale" in state:
-            self.scaler.load_state_dict(state["loss_scale"])
-            self.gradient_scale.copy_(self.scaler.scale * self.micro_batch_weight)
+        restore_states(self.states, state)
+        self.weigh_micro_batches(self.micro_batch_weight)
 
-    def check_overflow(self, norm: float) -> None:
-        """Raise UserError where the last step, with the gradient norm `norm`, overflowed at the smallest loss scale: no
-        later one will do better."""
-        if not math.isfinite(norm) and self.at_smallest.item():
-            raise UserError(
-                f"gradients overflow at the smallest loss scale, {self.smallest_scale:g}; lower loss_scale.minimum or "
-                "optimizer.lr, or use --precision bf16"
-            )
+    def check(self, norm: float) -> None:
+        """Raise UserError where no later step will do better than the last one, whose gradient has this norm."""
+        for state in self.states:
+            state.check(norm)
 
     def metrics(self) -> dict[str, float]:
-        """Return what a progress line adds: in fp16 the loss scale and the steps skipped so far; z-scores, where they
-        are measured, and the updates that they skipped; how many steps had no token that counts, if any."""
-        found: dict[str, float] = {} if self.outliers is None else self.outliers.metrics()
-        if empty := int(self.empty.item()):
-            found[EMPTY] = empty
-        if self.scaler is not None:
-            found["loss_scale"] = self.scaler.scale.item()
-            found["skipped_steps"] = int(self.scaler.skipped.item())
-        return found
+        """Return what the states add to a record. Waits for the device."""
+        return {name: value for state in self.states for name, value in state.metrics().items()}

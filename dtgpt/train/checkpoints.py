@@ -8,6 +8,7 @@ from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.state import describe
 from dtgpt.config.batch_size import BatchSizes
+from dtgpt.optim.step_state import entries_of
 from dtgpt.posttrain.lora.checkpoint import ADAPTER, check_same_adapter
 from dtgpt.run.starts import describe_run
 from dtgpt.train.trainer import Trainer
@@ -21,7 +22,7 @@ def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
         state[ADAPTER] = trainer.adapter
     if trainer.rollouts is not None:
         state["prompts"] = trainer.rollouts.prompts(trainer.step).start
-    return state | {"data_digest": trainer.dataset.digest, **trainer.optimizer.state()}
+    return state | {"data_digest": trainer.dataset.digest, **trainer.optimizer.state(), **entries_of(trainer.states)}
 
 
 def begin_run(run: Path, trainer: Trainer, recipe: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.loss.preference import FIGURES, figures_of
+from dtgpt.optim.step_state import StepState
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import is_finite
@@ -14,13 +15,15 @@ from dtgpt.util.field_types import is_finite
 KEY = "interval_loss"  # in the state of a checkpoint
 
 
-class IntervalLoss:
+class IntervalLoss(StepState):
     """The losses of the steps since the last one that `log.interval` divides, summed on the device without waiting.
     A step without a token that counts has no loss.
 
     Each rank sums its part. fp64 holds sums of fp32 losses exactly, so that the mean does not depend on where a run
-    was stopped and resumed in between.
+    was stopped and resumed in between. No captured step changes it: the loop adds a step's loss when that is done.
     """
+
+    name = KEY
 
     def __init__(self, mesh: Mesh):
         self._mesh, self._copies = mesh, mesh.copies_of_loss
@@ -64,14 +67,13 @@ class IntervalLoss:
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Return numbers for a checkpoint, the same on every rank."""
         total, *preferences = self._mesh.sum(self._sum, *self._totals).tolist()
         own = {"preferences": [each / self._copies_of_pairs for each in preferences]} if any(preferences) else {}
-        return {KEY: {"sum": total, "copies": self._copies, "steps": self._with_loss, **own}}
+        return {"sum": total, "copies": self._copies, "steps": self._with_loss, **own}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the `state` of a checkpoint of any plan. An older one does not have the interval."""
-        if saved := state.get(KEY):
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        """None: of an older version, which did not keep the interval."""
+        if saved:
             total, copies = saved["sum"], saved["copies"]
             whole = total if copies == self._copies else total * self._copies / copies
             self._sum.fill_(whole if self._mesh.rank == 0 else 0.0)

@@ -131,7 +131,8 @@ class Loop:
         """observers: beside those of the progress line and of checkpoints."""
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
         self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh)
-        self.saving = Saving(trainer, self.interval, lock, asdict(recipe), recipe.checkpoint)
+        trainer.states.append(self.interval)  # so that a checkpoint has the losses since the last record
+        self.saving = Saving(trainer, lock, asdict(recipe), recipe.checkpoint)
         progress = Progress(recipe.log, recipe.num_steps, recipe.sample_length, self.interval)
         self.observers = sorted([progress, self.saving, *observers], key=lambda observer: observer.turn)
         for observer in self.observers:
@@ -144,7 +145,6 @@ class Loop:
         run, trainer = checkpoint.folder.parents[1], self.trainer
         startup.check_tokenizer(run, trainer.dataset.tokenizer)
         restore(checkpoint, trainer, self.recipe.batch_sizes)
-        self.interval.restore(checkpoint.state)
         if checkpoint.state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
         tell_other_end(checkpoint.state["recipe"], asdict(self.recipe), trainer)
@@ -248,7 +248,7 @@ class Loop:
             check_finite(step, "loss and gradient norm", loss or 0.0, norm)
         else:  # an overflow is a skipped step
             check_finite(step, "loss", loss or 0.0)
-            optimizer.check_overflow(norm)
+        optimizer.check(norm)
         check_finite(step, f"mean loss of {self.interval.steps} steps", mean or 0.0)
         return self._after_step(stopping=stopping, loss=loss, mean_loss=mean, grad_norm=norm)
 

@@ -10,7 +10,6 @@ from dtgpt.run.folder import RunLock
 from dtgpt.run.report import NullReport, Report
 from dtgpt.train.checkpoints import state_of
 from dtgpt.train.ending import folder_lost, resume_option
-from dtgpt.train.interval_loss import IntervalLoss
 from dtgpt.train.observer import AfterStep, Observer, Turn, is_due
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import say
@@ -23,11 +22,9 @@ class Saving(Observer):
     turn = Turn.SAVE
     saver: Saver  # once there is a run folder
 
-    def __init__(
-        self, trainer: Trainer, interval: IntervalLoss, lock: RunLock, recipe: dict[str, Any], options: CheckpointConfig
-    ):
+    def __init__(self, trainer: Trainer, lock: RunLock, recipe: dict[str, Any], options: CheckpointConfig):
         """recipe: its fields, which checkpoints keep."""
-        self._trainer, self._interval, self._lock = trainer, interval, lock
+        self._trainer, self._lock = trainer, lock
         self._recipe, self._options = recipe, options
         self.clock = SaveClock(options.minutes)
         self.asked = False  # to save after this step at any rate, as all ranks agreed
@@ -44,7 +41,7 @@ class Saving(Observer):
         save: then this waits until it is written."""
         self.check_folder()
         trainer, checkpoints = self._trainer, self.saver.checkpoints
-        state = state_of(trainer, self._recipe) | self._interval.state()
+        state = state_of(trainer, self._recipe)
         begin = time.perf_counter()
         try:
             self.saver.save(trainer.step, state, must)

@@ -1,7 +1,7 @@
 """The model, optimizer and batches of a run: `gradients()` and `update()` are one optimizer step."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,8 @@ from dtgpt.models.batch import Batch
 from dtgpt.ops.loss.preference import PreferenceLoss
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
-from dtgpt.optim.fp8_scales import Fp8Scales
-from dtgpt.optim.outliers import OutlierDetector
+from dtgpt.optim.states import make_states
+from dtgpt.optim.step_state import StepState, restore_states
 from dtgpt.optim.update import Update
 from dtgpt.parallel.build import (
     build_stages,
@@ -81,9 +81,9 @@ class Trainer:
             initialize_adapters(self.shards, settings.lora, weights_key)
         self.timers = Timers(recipe.log.timers, mesh.device)
         self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
-        self.fp8 = Fp8Scales(settings.model, mesh) if settings.fp8 else None
-        if self.fp8 is not None:
-            self.fp8.attach(self.stages)
+        states = make_states(recipe, settings, mesh)
+        for state in states:
+            state.attach(self.stages)
         if settings.plan.table:
             smoke_test_table(self.engine, settings)
         self.adapter: dict[str, Any] | None = None  # what checkpoints say of it, where the run trains one
@@ -92,13 +92,11 @@ class Trainer:
         self.optimizer = Update(
             self.shards,
             recipe.optimizer,
-            recipe.loss_scale,
             self.schedule.rates(self.steps, self.sizes),
-            settings.dtype,
             micro_batch_weight(self.micro_batches, settings.plan),
-            self.fp8,
-            OutlierDetector(mesh, recipe.optimizer) if recipe.finds_outliers else None,
+            states,
         )
+        self.states: list[StepState] = []  # of checkpoints too, which change between steps
         scale_gradients(self.stages, self.optimizer.gradient_scale)
         self.objective: PreferenceLoss | None = None
         if (dpo := recipe.dpo).beta:
@@ -168,9 +166,13 @@ class Trainer:
         token_bytes = torch.from_numpy(self.dataset.tokenizer.token_bytes())
         return evaluate.held_out_loss(self.engine, self.mesh, batches, self.masks, token_bytes, interrupted, part)
 
-    def as_loaded(self) -> AbstractContextManager[None]:
-        """Compute, while the context lasts, as a model does that is loaded from a checkpoint: in fp8 in 16 bits."""
-        return nullcontext() if self.fp8 is None else self.fp8.disabled()
+    @contextmanager
+    def as_loaded(self) -> Iterator[None]:
+        """Compute, while the context lasts, as a model does that is loaded from a checkpoint."""
+        with ExitStack() as stack:
+            for state in self.optimizer.states:
+                stack.enter_context(state.as_loaded())
+            yield
 
     def times(self) -> dict[str, float]:
         """Return the mean seconds of the parts of a step since the last call, those of the slowest rank for each part;
@@ -189,6 +191,7 @@ class Trainer:
     def restore(self, state: dict[str, Any], sizes: BatchSizes) -> None:
         """Take the `state` of a checkpoint, whose weights and moments are loaded; `sizes`: those from its step on."""
         self.optimizer.restore(state)
+        restore_states(self.states, state)
         self.step, self.sizes = state["step"], sizes
         if self.rollouts is not None:
             self.rollouts.restore(state)

@@ -21,7 +21,8 @@ class Capability:
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
     objectives: tuple[str, ...] = ()  # what a run learns
-    step_states: tuple[str, ...] = ()  # what a step keeps for the next one
+    step_states: tuple[str, ...] = ()  # what a step keeps for the next one: a function that makes it, or returns None
+    entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
     observers: tuple[str, ...] = ()  # what happens between steps
     sources: tuple[str, ...] = ()  # weights of other libraries
     datasets: tuple[str, ...] = ()  # data that are no plain text

@@ -18,7 +18,7 @@ from dtgpt.models.inventory import Core, inventory
 from dtgpt.models.layers import Context
 from dtgpt.models.source import iterate_shapes
 from dtgpt.ops.random.philox import root_key
-from dtgpt.optim.fp8_scales import matrices as fp8_matrices
+from dtgpt.optim.fp8.scales import matrices as fp8_matrices
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import block_ranges

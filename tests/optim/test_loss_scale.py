@@ -56,9 +56,9 @@ def overflows(seed: int, steps: int = 120) -> list[bool]:
 def test_the_scale_follows_megatrons_rules(settings, seed):
     scaler, rules = LossScaler(CPU, LossScaleConfig(**settings)), Rules(**settings)
     for overflow in overflows(seed):
-        scaler.update(torch.tensor(overflow), torch.tensor(overflow))
+        scaler.follow(torch.tensor(overflow), torch.tensor(overflow))
         rules.update(overflow)
-        assert scaler.state_dict() == pytest.approx(rules.state, rel=1e-6)
+        assert scaler.state() == pytest.approx(rules.state, rel=1e-6)
 
 
 def test_the_defaults_are_megatrons():
@@ -66,7 +66,7 @@ def test_the_defaults_are_megatrons():
     assert scaler.scale.dtype == torch.float32 and scaler.scale.item() == 2.0**32
     scales = []
     for overflow in [True, True, True] + [False] * 1000 + [True, True]:
-        scaler.update(torch.tensor(overflow), torch.tensor(overflow))
+        scaler.follow(torch.tensor(overflow), torch.tensor(overflow))
         scales.append(scaler.scale.item())
     assert scales[:3] == [2.0**32, 2.0**31, 2.0**30]  # the first overflow is forgiven
     assert scales[-4:] == [2.0**30, 2.0**31, 2.0**31, 2.0**30]  # a clean window doubles, and forgives one more
@@ -75,13 +75,13 @@ def test_the_defaults_are_megatrons():
 def test_clean_steps_short_of_the_window_do_not_refill_the_hysteresis():
     scaler = LossScaler(CPU, LossScaleConfig(initial=16.0, window=5))
     for overflow in [True, False, False, False, False, True, False, True]:
-        scaler.update(torch.tensor(overflow), torch.tensor(overflow))
+        scaler.follow(torch.tensor(overflow), torch.tensor(overflow))
     assert scaler.scale.item() == 4.0
 
 
 def test_a_step_that_is_applied_may_lower_the_scale_without_counting_as_skipped():
     scaler = LossScaler(CPU, LossScaleConfig(initial=16.0, hysteresis=1))
-    scaler.update(torch.tensor(True), torch.tensor(False))
+    scaler.follow(torch.tensor(True), torch.tensor(False))
     assert scaler.scale.item() == 8.0 and scaler.skipped.item() == 0
 
 
@@ -94,24 +94,24 @@ def test_a_resumed_scaler_goes_on_bitwise():
     whole, half = LossScaler(CPU, LossScaleConfig(**SETTINGS[4])), LossScaler(CPU, LossScaleConfig(**SETTINGS[4]))
     sequence = [torch.tensor(o) for o in overflows(3)]
     for overflow in sequence:
-        whole.update(overflow, overflow)
+        whole.follow(overflow, overflow)
     for overflow in sequence[:50]:
-        half.update(overflow, overflow)
-    state = half.state_dict()
+        half.follow(overflow, overflow)
+    state = half.state()
     assert all(type(value) in (int, float) for value in state.values())
     resumed = LossScaler(CPU, LossScaleConfig(**SETTINGS[4]))
-    resumed.load_state_dict(state)
+    resumed.restore(state)
     for overflow in sequence[50:]:
-        resumed.update(overflow, overflow)
-    assert resumed.state_dict() == whole.state_dict()
+        resumed.follow(overflow, overflow)
+    assert resumed.state() == whole.state()
 
 
 def test_state_stays_where_it_is():
     """A CUDA graph knows addresses."""
     scaler = LossScaler(CPU, LossScaleConfig(hysteresis=1))
     before = scaler.scale, scaler.scale.data_ptr()
-    scaler.update(torch.tensor(True), torch.tensor(True))
-    scaler.load_state_dict(scaler.state_dict())
+    scaler.follow(torch.tensor(True), torch.tensor(True))
+    scaler.restore(scaler.state())
     assert (scaler.scale, scaler.scale.data_ptr()) == before and before[0].item() == 2.0**31
 
 
@@ -119,18 +119,18 @@ def test_state_stays_where_it_is():
 def test_a_cuda_graph_replays_the_update():
     device = torch.device("cuda")
     scaler, rules = LossScaler(device, LossScaleConfig(**SETTINGS[1])), Rules(**SETTINGS[1])
-    start, overflow = scaler.state_dict(), torch.tensor(False, device=device)
-    scaler.update(overflow, overflow)  # warm up
+    start, overflow = scaler.state(), torch.tensor(False, device=device)
+    scaler.follow(overflow, overflow)  # warm up
     torch.cuda.synchronize()
-    scaler.load_state_dict(start)
+    scaler.restore(start)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        scaler.update(overflow, overflow)
+        scaler.follow(overflow, overflow)
     for value in overflows(5, steps=60):
         overflow.fill_(value)
         graph.replay()
         rules.update(value)
-        assert scaler.state_dict() == rules.state
+        assert scaler.state() == rules.state
 
 
 @pytest.mark.parametrize("state", [{}, 5, {"scale": "x"}, {"scale": 0.0}, {"scale": 1.0, "skipped": 0.5}])

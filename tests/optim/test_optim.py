@@ -9,9 +9,12 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.optim import outliers
-from dtgpt.optim.outliers import OutlierDetector
+from dtgpt.optim.loss_scale import LossScaler
+from dtgpt.optim.states import EmptySteps
+from dtgpt.optim.step_state import StepState
 from dtgpt.optim.update import Update, clip_factor
+from dtgpt.optim.z_scores import detector as outliers
+from dtgpt.optim.z_scores.detector import OutlierDetector
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
@@ -93,7 +96,10 @@ def shards_of(recipe: Recipe, dtype=torch.float32) -> Shards:
 
 def update_of(recipe: Recipe, dtype=torch.float32, share=1.0) -> Update:
     rates = recipe.schedule.rates(recipe.steps, recipe.batch_sizes())
-    return Update(shards_of(recipe, dtype), recipe.optimizer, recipe.loss_scale, rates, dtype, share)
+    states: list[StepState] = [EmptySteps(CPU)]
+    if dtype == torch.float16:
+        states.append(LossScaler(CPU, recipe.loss_scale))
+    return Update(shards_of(recipe, dtype), recipe.optimizer, rates, share, states)
 
 
 def leave_gradients(shards: Shards, seed: int, scale: float = 1.0) -> list[Tensor]:
@@ -208,7 +214,7 @@ def test_fp16_counts_overflows_and_outliers_apart(recipe, monkeypatch):
     """An overflow stays out of the window, and an outlier leaves the loss scale as it is."""
     monkeypatch.setattr(outliers, "WINDOW", 4)
     update = fp16_update(recipe, initial=2.0**8, window=100)
-    update.outliers = OutlierDetector(update.shards.mesh, replace(recipe.optimizer, skip_grad_norm_z=1.5))
+    update.states += [OutlierDetector(update.shards.mesh, replace(recipe.optimizer, skip_grad_norm_z=1.5))]
     for step in range(5):
         if step == 2:
             overflow(update)
@@ -225,7 +231,7 @@ def test_fp16_counts_overflows_and_outliers_apart(recipe, monkeypatch):
     assert (found["skipped_steps"], found["skipped_outliers"], found["loss_scale"]) == (1, 1, 2.0**8)
     assert found["grad_norm_z"] > 1.5 and found["loss_z"] == 0 and update.state()["updates"] == 4
     other = fp16_update(recipe)
-    other.outliers = OutlierDetector(other.shards.mesh, recipe.optimizer)
+    other.states += [OutlierDetector(other.shards.mesh, recipe.optimizer)]
     other.restore(update.state())
     assert other.state() == update.state()
 

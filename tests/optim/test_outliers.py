@@ -11,9 +11,10 @@ import torch
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.optim import outliers
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.optim.outliers import OutlierDetector, check_state
+from dtgpt.optim.z_scores import detector as outliers
+from dtgpt.optim.z_scores.detector import OutlierDetector, check_state
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.sinks import read_records
 from dtgpt.util.errors import UserError
@@ -21,6 +22,7 @@ from tests.support.bodies_train import steps_with_an_outlier, train_with_an_outl
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
 
+MODEL = GPT2Config(num_layers=1, hidden_size=8, num_heads=1)  # by which the check of an entry may go
 WINDOW = 8  # in place of 128: the last of 8 values has a score of at most 2.65
 STRANGE = 21  # the step whose batch is an outlier
 
@@ -85,7 +87,7 @@ def test_a_step_that_is_not_finite_stays_out_of_the_window(monkeypatch, loss, no
         if step in (3, 15):
             assert not found.update(torch.tensor(loss), torch.tensor(norm)) and found.scores.isnan().all()
             assert set(found.metrics()) == {"skipped_outliers"}
-    assert found.state_dict() == twin.state_dict()
+    assert found.state() == twin.state()
 
 
 @pytest.mark.parametrize("stop", [3, 60, 128, 200])
@@ -94,13 +96,13 @@ def test_a_resumed_detector_goes_on_bitwise_and_its_state_stays_where_it_is(stop
     place = resumed.window.data_ptr(), resumed.count.data_ptr(), resumed.skipped.data_ptr()
     for step, values in enumerate(torch.tensor(drawn(3, 260))):
         if step == stop:
-            state = json.loads(json.dumps(half.state_dict()))
-            check_state(state)
-            resumed.load_state_dict(state)
+            state = json.loads(json.dumps(half.state()))
+            check_state(state, MODEL)
+            resumed.restore(state)
         after = half if step < stop else resumed
         assert torch.equal(whole.update(*values), after.update(*values))
         assert torch.equal(whole.scores, after.scores) or step < 128
-    assert resumed.state_dict() == whole.state_dict() and whole.skipped > 0
+    assert resumed.state() == whole.state() and whole.skipped > 0
     assert place == (resumed.window.data_ptr(), resumed.count.data_ptr(), resumed.skipped.data_ptr())
 
 
@@ -113,11 +115,11 @@ def test_a_resumed_detector_goes_on_bitwise_and_its_state_stays_where_it_is(stop
 )  # fmt: skip
 def test_a_state_that_is_none_is_refused(change):
     whole = {"window": [[1.0, 2]], "skipped": 2}
-    check_state(None)
-    check_state(whole)
+    check_state(None, MODEL)
+    check_state(whole, MODEL)
     for state in (whole | change, {}, 5):
         with pytest.raises((KeyError, TypeError, ValueError)):
-            check_state(state)
+            check_state(state, MODEL)
 
 
 @pytest.mark.parametrize("name", ["skip_loss_z", "skip_grad_norm_z"])
@@ -216,10 +218,10 @@ def test_a_resumed_run_skips_what_the_whole_run_skips(watched, tmp_path, capsys,
 def test_a_cuda_graph_replays_the_detector():
     found, twin = detector(2.0, 2.0, device="cuda"), detector(2.0, 2.0)
     loss, norm = torch.zeros(2, device="cuda").unbind()
-    start = found.state_dict()
+    start = found.state()
     found.update(loss, norm)  # warm up
     torch.cuda.synchronize()
-    found.load_state_dict(start)
+    found.restore(start)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         skip = found.update(loss, norm)

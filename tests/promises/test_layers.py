@@ -80,8 +80,9 @@ def test_no_file_outside_models_and_interop_names_a_module_of_an_architecture():
 
 @pytest.mark.slow(1)
 def test_few_functions_take_a_whole_recipe():
-    """Others take the sections, values or settings that they read. What makes a recipe of a recipe is not counted."""
-    found = []
+    """Others take the sections, values or settings that they read. Not counted are what makes a recipe of a recipe, and
+    what gives a recipe to capabilities, whose sections the core does not know."""
+    found, given_on = [], {"optim/states.py: make_states"}
     for file in sorted(ROOT.rglob("*.py")):
         if file == ROOT / "config" / "recipe.py":
             continue
@@ -91,4 +92,4 @@ def test_few_functions_take_a_whole_recipe():
                 made = ast.unparse(node.returns).strip("'") if node.returns else ""
                 if "Recipe" in types and made != "Recipe":
                     found.append(f"{file.relative_to(ROOT)}: {node.name}")
-    assert len(found) < 12, "\n".join(found)
+    assert len(set(found) - given_on) < 12, "\n".join(found)

@@ -28,7 +28,6 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.shards import slices
 from dtgpt.run.folder import RunLock
 from dtgpt.run.report import NullReport
-from dtgpt.train.interval_loss import IntervalLoss
 from dtgpt.train.loop import train
 from dtgpt.train.saving import Saving
 from dtgpt.train.startup import open_trainer
@@ -52,7 +51,7 @@ def change_state(folder: Path, changes: dict[str, Any]) -> None:
 @contextmanager
 def saving_into(recipe: Recipe, run: Trainer, checkpoints: Path, **options: Any) -> Iterator[Saving]:
     """Yield what saves `run` into the folder `checkpoints`."""
-    saving = Saving(run, IntervalLoss(run.mesh), RunLock(), asdict(recipe), recipe.checkpoint)
+    saving = Saving(run, RunLock(), asdict(recipe), recipe.checkpoint)
     with Saver(checkpoints, run.shards, run.optimizer.rule, **options) as saving.saver:
         run.before_update = saving.saver.before_update
         yield saving

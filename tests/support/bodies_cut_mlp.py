@@ -12,6 +12,7 @@ from dtgpt.models import layers
 from dtgpt.parallel import tensor
 from dtgpt.planning.traffic import collectives_of
 from dtgpt.train.startup import open_trainer
+from tests.support.bodies_fp8 import scales_of
 
 
 class Found(NamedTuple):
@@ -37,7 +38,7 @@ def second_step(recipe: Recipe, by_modules: bool) -> Found:
 
     original = GroupCollectives.gather
     with open_trainer(recipe) as trainer, ExitStack() as changes:
-        assert trainer.fp8 is not None
+        scales = scales_of(trainer)
         trainer.train_step()
         if by_modules:
             changes.enter_context(mock.patch.object(layers, "fused_name", lambda *of: None))
@@ -49,4 +50,4 @@ def second_step(recipe: Recipe, by_modules: bool) -> Found:
         gradients = {shard.name: trainer.gradient(shard).clone() for shard in trainer.shards}
         settings, rank = trainer.settings, trainer.mesh.rank
         planned = sum(c.bytes for c in collectives_of(settings, rank) if (c.kind, c.over) == ("all-gather", "tp"))
-        return Found(fused.call_count, sent[0], planned, loss.item(), trainer.fp8.amax.tolist(), gradients)
+        return Found(fused.call_count, sent[0], planned, loss.item(), scales.amax.tolist(), gradients)

@@ -15,7 +15,9 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.local_linear import on_local_tensors
 from dtgpt.ops.pointwise.linear import linear
+from dtgpt.optim.fp8.scales import Fp8Scales
 from dtgpt.train.startup import open_trainer
+from dtgpt.train.trainer import Trainer
 
 
 class Inputs(NamedTuple):
@@ -83,12 +85,17 @@ class Found(NamedTuple):
     left: float  # largest amax after the last step
 
 
+def scales_of(trainer: Trainer) -> Fp8Scales:
+    (found,) = (state for state in trainer.optimizer.states if isinstance(state, Fp8Scales))
+    return found
+
+
 def record_with_history(recipe: Recipe, steps: int) -> Found:
     """Return what `dtgpt compare` records, with the history of the scales."""
     with open_trainer(recipe) as trainer:
         made = record(trainer, steps)
-        assert trainer.fp8 is not None
-        return Found(made, trainer.fp8.state(), trainer.fp8.amax.max().item())
+        scales = scales_of(trainer)
+        return Found(made, scales.state(), scales.amax.max().item())
 
 
 def record_with_fp32_activations(recipe: Recipe, steps: int) -> Found:
@@ -101,5 +108,5 @@ def record_with_fp32_activations(recipe: Recipe, steps: int) -> Found:
 def history_after_resume(recipe: Recipe, run: Path) -> tuple[list[str], bool]:
     """Return the history of the scales that a run goes on with, and whether its first step uses them."""
     with open_trainer(recipe, run) as trainer:
-        assert trainer.fp8 is not None
-        return trainer.fp8.state(), trainer.fp8.calibration.known
+        scales = scales_of(trainer)
+        return scales.state(), scales.calibration.known

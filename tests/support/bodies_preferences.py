@@ -11,7 +11,7 @@ from dtgpt.posttrain.dpo.pairs import PairDataset
 from dtgpt.posttrain.dpo.reference import held_out_figures, save_reference
 from dtgpt.train import loop
 from dtgpt.train.checkpoints import state_of
-from dtgpt.train.interval_loss import KEY, IntervalLoss
+from dtgpt.train.interval_loss import IntervalLoss
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.disks import files_of_at_most
@@ -30,7 +30,7 @@ def train_pairs(recipe: Recipe, run: Path, last: int) -> tuple[list[float], list
             interval.add(result.loss, trainer.objective.totals)
             again.restore(state := interval.state())
             assert again.state() == state
-            sums = dict(zip(FIGURES, state[KEY]["preferences"], strict=True))
+            sums = dict(zip(FIGURES, state["preferences"], strict=True))
             figures.append(interval.preferences() | sums | {"grad_norm": result.norm.item()})
         figures.append(held_out_figures(trainer, "valid"))
         trainer.mesh.on_rank_0(lambda: checkpoints.mkdir(parents=True, exist_ok=True))

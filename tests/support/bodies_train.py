@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.layers import AttentionCore
-from dtgpt.optim import outliers
-from dtgpt.optim.update import SKIP_ABOVE
+from dtgpt.optim.loss_scale import SKIP_ABOVE
+from dtgpt.optim.z_scores import detector as outliers
 from dtgpt.train.loop import train
 from dtgpt.train.samples import generate_text
 from dtgpt.train.startup import open_trainer

@@ -11,7 +11,7 @@ from dtgpt.checkpoint.manifest import read_state, write_state
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
-from dtgpt.optim.fp8_scales import STATE
+from dtgpt.optim.fp8.scales import STATE
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.train.loop import train
 from dtgpt.train.samples import generate_text

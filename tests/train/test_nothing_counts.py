@@ -98,11 +98,11 @@ def test_an_empty_step_leaves_a_scale_as_it_is():
         torch.tensor(False),
         torch.tensor(True),
     )
-    scaler.update(no, no)
-    before = scaler.state_dict()
-    scaler.update(no, no, yes)
-    assert scaler.state_dict() == before
-    scaler.update(no, no, no)
+    scaler.follow(no, no)
+    before = scaler.state()
+    scaler.follow(no, no, yes)
+    assert scaler.state() == before
+    scaler.follow(no, no, no)
     assert scaler.scale.item() == 2.0**33
 
 

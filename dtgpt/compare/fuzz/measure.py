@@ -15,6 +15,7 @@ from dtgpt.checkpoint.save import Saver
 from dtgpt.compare.fuzz.case import Case, Run, Setting
 from dtgpt.compare.record import Record, move_weights, record
 from dtgpt.models.batch import Batch
+from dtgpt.optim.fp8.scales import Fp8Scales
 from dtgpt.parallel.build import scale_gradients
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.gradients import local_gradient
@@ -128,7 +129,7 @@ def _digest_of_state(trainer: Trainer) -> str:
     for value in kinds:
         for _, whole in trainer.shards.gather(value):
             found.update(b"" if whole is None else whole.numpy().tobytes())
-    found.update(repr(trainer.fp8 and trainer.fp8.state()).encode())
+    found.update(repr(trainer.optimizer.state().get("fp8_exponents")).encode())
     found.update(repr(sorted(_rows_of_state(trainer).items())).encode())
     return found.hexdigest()
 
@@ -190,8 +191,9 @@ def _copies(trainer: Trainer) -> list[tuple[str, str]]:
         found += [(f"{where}.{name}", digest(tensor.float())) for name, tensor in states.items()]
         if shard.low_precision is not None:
             found.append((f"{where} in 16 bits", digest(shard.low_precision.float())))
-    if trainer.fp8 is not None:
-        found += [("history of fp8", digest(trainer.fp8.history)), ("scales of fp8", digest(trainer.fp8.scale))]
+    for state in trainer.optimizer.states:
+        if isinstance(state, Fp8Scales):
+            found += [("history of fp8", digest(state.history)), ("scales of fp8", digest(state.scale))]
     return found
 
 

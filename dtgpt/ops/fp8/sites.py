@@ -2,7 +2,7 @@
 
 A product y = x w^T has three sites: its input x, its weight w and the gradient of its output y. A value v of a site is
 quantised to saturate(round(v * scale)), scale a power of two that all ranks share. Who owns the scales is
-`dtgpt.optim.fp8_scales`; here is what a module sees of them.
+`dtgpt.optim.fp8.scales`; here is what a module sees of them.
 """
 
 from dataclasses import dataclass, field

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from dtgpt.config.sections import OptimizerConfig
+from dtgpt.models.config import ModelConfig
+from dtgpt.optim.step_state import StepState
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.field_types import is_finite
 
@@ -22,10 +24,12 @@ WINDOW = 128  # steps
 STATE = "outliers"  # in a checkpoint
 
 
-class OutlierDetector:
+class OutlierDetector(StepState):
     """window: fp32 `[WINDOW, 2]`, (loss, gradient norm) of the last steps, the newest first. count: int64 scalar, how
     many rows of it are known. scores: fp64 `[2]` of the last step, NaN where there are none. skipped: int64 scalar, how
     many updates were skipped."""
+
+    name = STATE
 
     def __init__(self, mesh: Mesh, config: OptimizerConfig):
         self.mesh = mesh
@@ -65,22 +69,23 @@ class OutlierDetector:
         known = {name: score for name, score in scores.items() if math.isfinite(score)}
         return {**known, "skipped_outliers": int(self.skipped.item())}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers for a checkpoint; waits for the device."""
+    def state(self) -> dict[str, Any]:
         return {"window": self.window[: int(self.count.item())].tolist(), "skipped": self.skipped.item()}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the `state_dict` of a checkpoint of any plan."""
-        rows = state["window"]
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        """None: of a run that looked for no outliers. The window begins empty."""
+        if saved is None:
+            return
+        rows = saved["window"]
         if rows:
             self.window[: len(rows)] = torch.tensor(rows)
         self.count.fill_(len(rows))
-        self.skipped.fill_(state["skipped"])
+        self.skipped.fill_(saved["skipped"])
 
 
-def check_state(state: Any) -> None:
-    """Raise ValueError, TypeError or KeyError where `state` is neither None nor a `state_dict` of a detector."""
+def check_state(state: Any, config: ModelConfig) -> None:
+    """Raise ValueError, TypeError or KeyError where `state` is neither None nor the `state` of a detector."""
     if state is None:
         return
     rows, skipped = state["window"], state["skipped"]

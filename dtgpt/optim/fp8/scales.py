@@ -25,6 +25,7 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import DeferredBiasLinear, Linear
 from dtgpt.models.roles import MATRICES
 from dtgpt.ops.fp8.sites import FORMATS, Calibration, Site, Sites
+from dtgpt.optim.step_state import StepState
 from dtgpt.parallel.mesh import Mesh
 
 HISTORY = 16  # steps
@@ -37,9 +38,11 @@ CELL = 16  # bytes from one scale to the next: cuBLASLt wants their addresses to
 BLANK = "-"  # UNKNOWN, in a checkpoint
 
 
-class Fp8Scales:
+class Fp8Scales(StepState):
     """The sites of all blocks, in the order of blocks, of the matrices in a block, and of FORMATS. Every rank holds
     those of the whole model."""
+
+    name = STATE
 
     def __init__(self, config: ModelConfig, mesh: Mesh):
         self.mesh, self.matrices, count = mesh, matrices(config), num_sites(config)
@@ -66,7 +69,7 @@ class Fp8Scales:
             bind(module, sites=Sites(of_input, of_weight, of_gradient, self.calibration))
 
     @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def as_loaded(self) -> Iterator[None]:
         """Compute in 16 bits, and record nothing, while the context lasts."""
         self.calibration.enabled = False
         try:
@@ -75,7 +78,7 @@ class Fp8Scales:
             self.calibration.enabled = True
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, loss: Tensor, norm: Tensor, empty: Tensor | None = None) -> None:
         """Take the amaxes of a training step into the history, and set the scales of the next one."""
         self.mesh.all_reduce(self.amax, ReduceOp.MAX)
         seen = (self.amax > 0) & self.amax.isfinite()
@@ -99,8 +102,8 @@ class Fp8Scales:
         return [" ".join(BLANK if e == UNKNOWN else str(e) for e in row) for row in steps]
 
     @torch.no_grad()
-    def restore(self, lines: list[str]) -> None:
-        """Take the `state` of a checkpoint, whatever plan wrote it."""
+    def restore(self, lines: list[str] | None) -> None:
+        """None: of a run in another precision. The next step observes the values."""
         self.history.fill_(UNKNOWN)
         if lines:
             self.history[: len(lines)] = torch.tensor(list(map(_exponents, lines)), dtype=torch.int32)
