@@ -7,4 +7,10 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.evaluation", ()),
     ("dtgpt.optim.fp8", ()),
     ("dtgpt.optim.z_scores", ()),
+    ("dtgpt.data.prepare", ("dtgpt.data.megatron", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
+    ("dtgpt.posttrain.chats", ("dtgpt.data.prepare", "dtgpt.data.megatron")),
+    ("dtgpt.data.megatron", ("dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
+    ("dtgpt.data.library_tokenizers", ("dtgpt.posttrain.chats",)),
+    ("dtgpt.posttrain.lora", ()),
+    ("dtgpt.interop", ("dtgpt.posttrain.lora",)),
 )

@@ -31,6 +31,11 @@ FOLDERS = {
     ("dtgpt.checkpoint", "dtgpt.posttrain.lora"): "adapter>checkpoint",
     ("dtgpt.optim", "dtgpt.optim.fp8"): "fp8_scales>scales",
     ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
+    ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
+    (
+        "dtgpt.data.tokenizers",
+        "dtgpt.data.library_tokenizers",
+    ): "added_tokens bpe_files export folder libraries rank_files sentencepiece_export",
 }
 
 

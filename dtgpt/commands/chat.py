@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from dtgpt.checkpoint.tokenizer import named_tokenizer, tokenizer_beside
 from dtgpt.commands.command import Command
 from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
 from dtgpt.commands.generated import Keyboard
@@ -16,8 +17,7 @@ from dtgpt.inference.model import Model
 from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
-from dtgpt.posttrain.chats.template import Message
+from dtgpt.posttrain.chats.template import Message, keep_template, template_of
 from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -86,9 +86,9 @@ def chat(path: Path, options: ChatOptions) -> None:
     )  # fmt: skip
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
-    if tokenizer.chat_template is None and options.adapter is not None:
+    if template_of(tokenizer) is None and options.adapter is not None:
         trained = tokenizer_beside(Path(options.adapter))
-        tokenizer.chat_template = None if trained is None else trained.chat_template
+        keep_template(tokenizer, None if trained is None else template_of(trained))
     model = Model(source, settings, mesh, path, options.slots, tokenizer, options.exact)
     config = model.config
 

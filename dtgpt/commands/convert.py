@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dtgpt.checkpoint.export import save_weights
+from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
+from dtgpt.checkpoint.tokenizer import named_tokenizer, tokenizer_beside, tokenizer_place
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import Adapter, MergeFile, RecipeFile, VocabFile
 from dtgpt.config.execution import DTYPES
 from dtgpt.config.recipe_file import model_class
-from dtgpt.data.tokenizers.export import class_note, export_note, transformers_files
+from dtgpt.data.library_tokenizers.export import class_note, export_note, transformers_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.model import ARCHITECTURES, save_huggingface
 from dtgpt.interop.hf.origin import Origin, origin_of
@@ -17,12 +19,11 @@ from dtgpt.interop.hf.peft import save_peft
 from dtgpt.interop.megatron.export import export_notes, save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
-from dtgpt.interop.open import check_recipe, open_adapter, open_source, with_adapter
-from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside, tokenizer_place
 from dtgpt.models.architectures import ARCHITECTURES as KNOWN
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Watched
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
+from dtgpt.posttrain.lora.source import open_adapter
 from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
@@ -76,7 +77,7 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     source = open_source(path, true_vocab_size=options.true_vocab_size, own=own)
     check_recipe(path, source.config, own)
     if options.adapter is not None:
-        source = with_adapter(source, path, Path(options.adapter))
+        source = with_addend(source, path, Path(options.adapter))
     if options.true_vocab_size is not None and not isinstance(source, Megatron | TorchDist):
         raise UserError(
             f"true_vocab_size={options.true_vocab_size} applies to a Megatron-LM tree only, and {path} states its own; "

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import dtgpt
 from dtgpt.checkpoint.load import Saved
+from dtgpt.checkpoint.tokenizer import named_tokenizer
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import ProgressLines
 from dtgpt.commands.model_options import (
@@ -33,7 +34,6 @@ from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.interop.inspect import model_digest
-from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.models.source import Source
 from dtgpt.posttrain.lora.checkpoint import Merged
 from dtgpt.translate.megatron_tools import explain_for_command

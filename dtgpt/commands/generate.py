@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+from dtgpt.checkpoint.tokenizer import named_tokenizer
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
 from dtgpt.commands.model_options import (
@@ -31,7 +32,6 @@ from dtgpt.inference.model import Model
 from dtgpt.inference.options import OPTIONS, biases, read_options
 from dtgpt.inference.prompts import encode, tokenizer_of
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors

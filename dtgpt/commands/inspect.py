@@ -12,9 +12,9 @@ from dtgpt.commands.model_options import RecipeFile
 from dtgpt.commands.prepare import ALIASES
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.megatron.blend import as_weight, normalised, parse_data_path
-from dtgpt.data.megatron.indexed import bin_path, idx_path
-from dtgpt.data.megatron.prepared import open_sequences, prefix_of, prefixes_near
-from dtgpt.data.megatron.token_shards import SUFFIXES, TokenShards
+from dtgpt.data.megatron.paths import SHARDS, bin_path, idx_path, prefix_of, prefixes_near
+from dtgpt.data.megatron.prepared import open_sequences
+from dtgpt.data.megatron.token_shards import TokenShards
 from dtgpt.data.prepare.inspect import InspectDataConfig, describe, digests
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.inspect import inspect as inspect_model
@@ -69,10 +69,8 @@ def _means_tokens(word: str) -> bool:
         return True
     path = Path(word)
     if path.exists():
-        return path.suffix in SUFFIXES and not path.is_dir() and not _begins_as_model(path)
-    return (
-        word.endswith((*SUFFIXES, ".idx")) or has_magic(word) or bin_path(word).is_file() or bool(prefixes_near(word))
-    )
+        return path.suffix in SHARDS and not path.is_dir() and not _begins_as_model(path)
+    return word.endswith((*SHARDS, ".idx")) or has_magic(word) or bin_path(word).is_file() or bool(prefixes_near(word))
 
 
 def _begins_as_model(path: Path) -> bool:

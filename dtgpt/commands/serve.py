@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from dtgpt.checkpoint.tokenizer import named_tokenizer
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import (
     Adapter,
@@ -28,7 +29,6 @@ from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import Session
-from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.field_types import Bounds, Pattern

@@ -1,15 +1,11 @@
 """Checks of a recipe's data options against the files that they name, before any of the files is read."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from dtgpt.config.checks import changed
-from dtgpt.config.sections import DEFAULT_SPLIT, DataConfig
-from dtgpt.data.megatron.indexed import bin_path
-from dtgpt.data.megatron.prepared import is_prepared, no_dataset, prefixes_near
-from dtgpt.data.megatron.samples import split_fractions
-from dtgpt.data.text import check_text_file
+from dtgpt.config.sections import DataConfig
+from dtgpt.data.open import format_of, formats
 from dtgpt.data.tokenizers.open import check_named_once
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.util.errors import UserError
@@ -19,7 +15,7 @@ def with_tokenizer(data: DataConfig, vocab_size: int) -> DataConfig:
     """Return the same data with the tokenizer that `auto` means for them and a model of this vocabulary."""
     if data.tokenizer != "auto" or data.tokenizer_file is not None:
         return data
-    if is_prepared(data.path):  # otherwise the tokenizer that is saved with the token files, once they are opened
+    if format_of(data.path) is not None:  # otherwise the one that is saved with the files, once they are opened
         return replace(data, tokenizer="gpt2") if data.vocab_file else data
     return replace(data, tokenizer="gpt2" if data.path and vocab_size >= GPT2_124M.vocab_size else "bpe")
 
@@ -28,22 +24,15 @@ def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> 
     """Raise UserError, one sentence, on the first data option that does not go with the others or with its files.
     model: where the weights, and so the vocabulary, are from."""
     _check_tokenizer(data, vocab_size, model)
-    split_fractions(data.split)
-    if is_prepared(data.path):
-        apart = data.valid_path or data.test_path
-        if apart is not None and data.split != DEFAULT_SPLIT:
-            raise UserError(
-                f"data.split={data.split} splits one dataset, but with {apart} each path is used entirely; leave "
-                "data.split out"
-            )
+    for form in formats():
+        form.check_options(data)
+    if (own := format_of(data.path)) is not None:
+        own.check(data)
         return
-    if data.path is not None:
-        check_text_file(data.path, data.json_key, None if model is None else str(model))
+    for form in formats():  # a text, or what only looks like one
+        form.check_text(data, model)
     prepared_only = ("valid_path", "test_path", "train_samples")
     unused = [name for name in prepared_only if getattr(data, name) is not None]
-    missing = data.path if data.path is not None and not os.path.exists(data.path) else None
-    if missing and (unused or prefixes_near(missing) or os.path.isfile(bin_path(missing))):  # token files were meant
-        raise no_dataset(missing)
     if unused:
         raise UserError(
             f"data.{unused[0]} needs prepared data, which data.path={data.path} is not; use dtgpt prepare, "
@@ -53,9 +42,8 @@ def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> 
 
 def without_effect(data: DataConfig) -> list[str]:
     """Return a sentence for each option, other than its default, that these data do not use."""
-    if is_prepared(data.path):
-        unused = dict.fromkeys(("json_key", "bpe_vocab_size"), "prepared data are tokens")
-        unused["held_out"] = "prepared data are divided by data.split"
+    if (form := format_of(data.path)) is not None:
+        unused = form.unused(data)
     else:
         unused = {"split": "of a text, data.held_out is kept for validation"}
         if data.path is None:
@@ -78,7 +66,7 @@ def _check_tokenizer(data: DataConfig, vocab_size: int, model: Path | None) -> N
     if data.tokenizer_file is not None and (data.tokenizer != "auto" or data.vocab_file):
         other = f"data.vocab_file={data.vocab_file}" if data.vocab_file else f"data.tokenizer={data.tokenizer}"
         raise UserError(f"data.tokenizer_file={data.tokenizer_file} and {other} both name a tokenizer; leave one out")
-    if data.tokenizer == "ids" and (data.vocab_file or not is_prepared(data.path)):
+    if data.tokenizer == "ids" and (data.vocab_file or format_of(data.path) is None):
         given = f"data.vocab_file={data.vocab_file}" if data.vocab_file else f"data.path={data.path}, a text"
         raise UserError(
             f"data.tokenizer=ids takes token files as they are, and cannot be combined with {given}; leave it out"

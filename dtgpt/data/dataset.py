@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,19 +21,16 @@ from torch import Tensor
 
 from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.file_array import Array, FileArray
-from dtgpt.data.megatron.tokenizer_beside import check_opening
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
-from dtgpt.data.tokenizers.bpe_files import read_content
-from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_content, read_saved
 from dtgpt.data.tokenizers.special_names import SpecialNames, warn_of_split_names
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer, check_opening
 from dtgpt.ops.random.philox import fold
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
     from dtgpt.config.sections import DataConfig
-    from dtgpt.posttrain.chats.packed import ChatBeginning
 
 Part = Literal["valid", "test"]
 PART_NAMES: dict[Part, str] = {"valid": "validation", "test": "test"}
@@ -43,6 +40,13 @@ FORMER_FORMAT = 1  # with which the digest of a text was that of its settings an
 BLOCK = 1 << 22  # tokens read together
 FIRST_LOOK = ("bpe", "gpt2")  # tokenizers that `auto` means; the embedded text is there for a first look at any model
 ROUNDING = 128  # vocabularies are often padded to a multiple of it, for speed
+
+
+class Beginning(NamedTuple):
+    """Tokens after which an answer follows. `ends`: the token with which that one ends."""
+
+    ids: list[int]
+    ends: tuple[int, ...]
 
 
 class Dataset(ABC):
@@ -75,9 +79,9 @@ class Dataset(ABC):
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         """Yield the fixed windows for validation or test, in the form of `windows`, at most `max_samples`."""
 
-    def chats(self, count: int, positions: int) -> list["ChatBeginning"]:
-        """Return the beginnings of at most `count` chats which a model of so many positions can answer, held-out ones
-        where there are any; none of a text."""
+    def beginnings(self, count: int, positions: int) -> list[Beginning]:
+        """Return at most `count` beginnings with which a model of so many positions can go on, held-out ones where
+        there are any; none of data that do not say where an answer begins."""
         return []
 
     @abstractmethod
@@ -175,7 +179,7 @@ def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
         settings["files"] = [hashlib.sha256(read_content(Path(str(file)))).hexdigest() for file in files]
     if named:
         check_opening(named)
-        settings["tokenizer_file"] = hashlib.sha256(named.dumps(with_template=False).encode()).hexdigest()
+        settings["tokenizer_file"] = hashlib.sha256(named.dumps(with_additions=False).encode()).hexdigest()
     content, former = _contents(settings, documents)
     folder = cache / f"text-{content[:16]}"
 

@@ -1,22 +1,14 @@
 """Text to train on: a file of the user's, or the text that every Python installation carries."""
 
 import os
-import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 from dtgpt.data.prepare.documents import Broken
-from dtgpt.data.prepare.inputs import check_not_csv, find_sources, read_blocks
+from dtgpt.data.prepare.inputs import find_sources, read_blocks
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import parse_json
 
 EMBEDDED = "the manual texts of pydoc_data.topics"
 SUFFIXES = (".txt", ".jsonl")
-LONGEST = 1 << 24  # bytes of a line that is looked at
-CHATS = {  # options of `dtgpt prepare` -> keys of their lines
-    "preferences": ({"chosen", "rejected"},),
-    "chat": ({"messages"}, {"conversations"}, {"prompt", "completion"}),
-}
 
 
 def read_documents(path: str | None, json_key: str) -> list[str]:
@@ -59,30 +51,6 @@ def _read_file(path: str, json_key: str) -> Iterator[str]:
                     "--data.json_key, in UTF-8 (which iconv -f ENCODING -t UTF-8 converts to)"
                 )
             yield from found[json_key]
-
-
-def check_text_file(path: str, json_key: str, folder: str | None = None) -> None:
-    """Raise UserError, with what makes them data, where a file is a table, or its first line is a chat or a pair of
-    answers. folder: of the model that is trained further, which has a tokenizer."""
-    check_not_csv(path)
-    if not path.endswith(".jsonl") or not os.path.isfile(path):
-        return
-    try:
-        with open(path, "rb") as file:
-            record = parse_json(file.readline(LONGEST))
-    except (OSError, ValueError):
-        return
-    keys = set(record) if isinstance(record, dict) else set()
-    kind = next((kind for kind, groups in CHATS.items() if any(group <= keys for group in groups)), None)
-    if kind is not None and json_key not in keys:
-        found = " and ".join(sorted(keys & set().union(*CHATS[kind])))
-        prefix = str(Path(path).with_suffix(""))
-        words = [path, f"--{kind}", "--tokenizer", folder or "FOLDER", "--output-prefix", prefix]
-        what = "" if folder else ", where FOLDER has the tokenizer and the chat template of a model"
-        raise UserError(
-            f"data.path={path} has lines with {found}, of which dtgpt prepare makes tokens: dtgpt prepare "
-            f"{shlex.join(words)}{what}"
-        )
 
 
 def split_documents(documents: list[str], held_out: float) -> tuple[list[str], list[str]]:

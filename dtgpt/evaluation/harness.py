@@ -20,7 +20,7 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from dtgpt.data.tokenizers.export import first_token
+from dtgpt.data.library_tokenizers.export import first_token
 from dtgpt.evaluation.batches import fitted
 from dtgpt.evaluation.harness_faults import checked, harness_errors_as_user_errors
 from dtgpt.evaluation.harness_options import Wanted, read_generation

@@ -33,7 +33,7 @@ class ChatPrompts:
         if left():
             raise UserError("nobody waits for the chat any more; ask again")
         check_kept(messages, text)
-        return check_ids(self._tokenizer.encode_chat(text, [])[0], self._config)
+        return check_ids(self._tokenizer.encode_spans(text, [])[0], self._config)
 
     def close(self) -> None:
         """End the template's process."""

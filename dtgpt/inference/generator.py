@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dtgpt.checkpoint.ends import ends_of
+from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.broadcast import broadcast_json, from_rank_0
 from dtgpt.inference.engine import Engine
@@ -17,8 +19,6 @@ from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, free_memory, slot
 from dtgpt.inference.prompts import special_ids, tokenizer_of
 from dtgpt.inference.sampling import SpecialIds
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.interop.ends import ends_of
-from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2_124M

@@ -12,6 +12,9 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from dtgpt.checkpoint.ends import ends_of
+from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
+from dtgpt.checkpoint.tokenizer import check_size, named_tokenizer
 from dtgpt.config.execution import Settings, choose_device, choose_dtype
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
@@ -23,9 +26,6 @@ from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.inference.sampling import check_switches
 from dtgpt.inference.step import NO_KERNELS
-from dtgpt.interop.ends import ends_of
-from dtgpt.interop.open import check_recipe, open_source, with_adapter
-from dtgpt.interop.tokenizer import check_size, named_tokenizer
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Source
@@ -110,7 +110,7 @@ def open_model(
     source = open_source(path, mesh, own=own)
     check_recipe(path, source.config, own)
     if adapter is not None:
-        source = with_adapter(source, path, Path(adapter), mesh)
+        source = with_addend(source, path, Path(adapter), mesh)
     for note in source.notes:
         say(note, warning=True)
     source.config.validate()

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.data.tokenizers.open import FILES, make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.request import check_prompt
 from dtgpt.inference.sampling import SpecialIds
 from dtgpt.inference.text import token_of
-from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.util.errors import UserError, shown

@@ -16,7 +16,6 @@ from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, cut, has_vocabulary
 from dtgpt.util.errors import UserError, shown, shown_name
 
-ADAPTER_CONFIG = "adapter_config.json"  # of Hugging Face's peft
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of weights
 
 Config = TypeVar("Config", bound=ModelConfig)

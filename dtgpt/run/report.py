@@ -42,7 +42,7 @@ class Report:
         self.peak = peak_flops(self.device, settings.dtype)
         self.shown = set(recipe.log.show.split(","))
         self.bytes_per_token, self.spells = data.bytes_per_token(), data.tokenizer.spells
-        self.chats = data.tokenizer.chat_template is not None
+        self.chats = "chat_template" in data.tokenizer.additions
         self.first, self._begin = step, time.perf_counter()
         # What the sinks of observers need of a former start is still as it was: below it is replaced.
         begun = Begun(run, step, asdict(recipe), values_of(recipe), read_records(run / "metrics.jsonl"))

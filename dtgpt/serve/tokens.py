@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.posttrain.chats.template import template_of
 from dtgpt.serve.body import read_json
 from dtgpt.serve.openai_keys import read_switch, read_text
 from dtgpt.serve.openai_request import check_model
@@ -68,12 +69,13 @@ def detokenize(body: Object, service: Service) -> Object:
 def describe(tokenizer: Tokenizer, positions: int) -> Object:
     """Return what Hugging Face's `tokenizer_config.json` has: names of special tokens, null where there is none.
     `positions`: of the model."""
+    template = template_of(tokenizer)
     begin = tokenizer.opening if tokenizer.begin_of_text is None else tokenizer.begin_of_text
     return {
         "tokenizer_class": type(tokenizer).__name__, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size,
         "model_max_length": positions, "bos_token": _name(tokenizer, begin),
         "eos_token": _name(tokenizer, tokenizer.end_of_text), "pad_token": None,
-        "chat_template": None if tokenizer.chat_template is None else tokenizer.chat_template.source,
+        "chat_template": None if template is None else template.source,
     }  # fmt: skip
 
 

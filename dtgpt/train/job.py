@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtgpt.checkpoint.load import check_same_model
+from dtgpt.checkpoint.open import open_training
 from dtgpt.config.plan_choice import AUTO, OR, PlanChoice
 from dtgpt.config.recipe import RUN_NAME, Recipe
 from dtgpt.data.checks import check_data, with_tokenizer
-from dtgpt.data.megatron.prepared import is_prepared
-from dtgpt.interop.open import open_training
+from dtgpt.data.open import format_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.run.folder import read_recipe, run_to_resume, saved_value
@@ -87,8 +87,10 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
 def check_data_of_run(run: Path, path: str | None) -> None:
     """Raise UserError where a run goes on with data that are not here, and say where it was started: a path counts from
     there."""
-    here = path is None or os.path.exists(path) or (is_prepared(path) and not path.endswith(".bin"))
-    if here or path != saved_value(read_recipe(run), "data.path"):
+    if path is None or os.path.exists(path):
+        return
+    form = format_of(path)
+    if (form is not None and form.is_here(path)) or path != saved_value(read_recipe(run), "data.path"):
         return
     try:
         start = parse_json(read_regular(run / "environment.json"))
@@ -116,7 +118,7 @@ def with_steps(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Re
     """Return the run with `steps` in place of `train_samples`, as `Recipe.counted` does. The order of prepared data
     depends on the number of samples asked for, which is therefore kept."""
     data = recipe.data
-    if recipe.train_samples is not None and data.train_samples is None and is_prepared(data.path):
+    if recipe.train_samples is not None and data.train_samples is None and format_of(data.path) is not None:
         data = replace(data, train_samples=recipe.train_samples)
     return replace(recipe.counted(first_step, first_sample), data=data)
 

@@ -4,14 +4,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from dtgpt.checkpoint.open import training_format
+from dtgpt.checkpoint.tokenizer import check_size, tokenizer_beside, tokenizer_place
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.megatron.prepared import is_prepared, prefixes_of
-from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside as tokenizer_of_data
+from dtgpt.data.open import format_of
 from dtgpt.data.text import EMBEDDED
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.interop.open import is_foreign_run
-from dtgpt.interop.tokenizer import check_size, tokenizer_beside, tokenizer_place
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 
@@ -23,7 +22,7 @@ def model_to_begin_with(init_from: str | None, resume: str | None) -> Path | Non
     of a recipe."""
     if init_from:
         return Path(init_from)
-    return Path(resume) if resume and is_foreign_run(resume) else None
+    return Path(resume) if resume and training_format(resume) else None
 
 
 def named_by_option(recipe: Recipe, given: Collection[str]) -> Recipe:
@@ -44,8 +43,8 @@ def with_own_tokenizer(recipe: Recipe) -> Recipe:
     path, data = model_to_begin_with(recipe.init_from, recipe.resume), recipe.data
     if path is None or not path.exists() or named_in(data):
         return recipe
-    prepared = is_prepared(data.path)
-    if prepared and tokenizer_of_data(prefixes_of(data)):
+    prepared = format_of(data.path)
+    if prepared and prepared.has_tokenizer(data):
         return recipe
     place, own = tokenizer_place(path), tokenizer_beside(path)
     if place is not None and own is not None:
@@ -71,7 +70,7 @@ def check_own_tokenizer(path: Path, data: DataConfig, ours: Tokenizer) -> bool:
         say(f"{told}: its embeddings mean other tokens", warning=True)
         return False
     options = " ".join(f"--{name} {OPTIONS[name] or 'none'}" for name in named_in(data))
-    take = f"give {options} to take that one, " if options and not is_prepared(data.path) else ""
+    take = f"give {options} to take that one, " if options and format_of(data.path) is None else ""
     raise UserError(
         f"{told}; {take}prepare a text with it (dtgpt prepare TEXT --tokenizer {tokenizer_place(path)} "
         "--output-prefix PREFIX), or name the tokenizer of the data with --data.tokenizer or --data.tokenizer_file to "

@@ -6,18 +6,18 @@ from dataclasses import replace
 import torch
 
 from dtgpt.config.sections import LogConfig
+from dtgpt.data.dataset import Beginning
 from dtgpt.inference.broadcast import broadcast_json
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.posttrain.chats.packed import ChatBeginning
 from dtgpt.run.report import sample_path
 from dtgpt.train.observer import AfterStep, Observer, Past, Turn, is_due
 from dtgpt.train.trainer import Trainer, never
 
-SHOWN = 3  # held-out chats that a sample has
+SHOWN = 3  # beginnings that a sample goes on with
 
 
 class Samples(Observer):
@@ -41,29 +41,30 @@ class Samples(Observer):
 
 
 def generate_text(trainer: Trainer, interrupted: Callable[[], bool] = never) -> str | None:
-    """Return a text as the log options want it, or held-out chats with the model's answers, the same on every rank and
-    under every plan; None where they want none, or `interrupted` is true on any rank, whose answers may differ."""
+    """Return a text as the log options want it, or sequences of the data that the model went on with, the same on
+    every rank and under every plan; None where they want none, or `interrupted` is true on any rank, whose texts may
+    differ."""
     log, config, tokenizer = trainer.log, trainer.settings.model, trainer.dataset.tokenizer
     if not log.sample_tokens or not tokenizer.spells or trainer.mesh.any(interrupted()):
         return None
     options = Options(temperature=log.temperature, top_k=log.top_k, seed=trainer.seed)
-    chats = [] if log.prompt else trainer.dataset.chats(SHOWN, config.seq_length)
-    if chats:
-        jobs = [_answering(chat, options, log.sample_tokens, config.seq_length, trainer.step) for chat in chats]
+    beginnings = [] if log.prompt else trainer.dataset.beginnings(SHOWN, config.seq_length)
+    if beginnings:
+        jobs = [_going_on(begin, options, log.sample_tokens, config.seq_length, trainer.step) for begin in beginnings]
     else:
         ids, tokens = fit_prompt(encode(log.prompt, tokenizer, config), log.sample_tokens, config.seq_length)
         jobs = [PromptJob(ids, replace(options, max_new_tokens=tokens), trainer.step)]
         if not tokens:  # a model of one position
             return log.prompt
     with trainer.as_loaded():
-        text = _generate(trainer, jobs, None if chats else log.prompt, interrupted)
+        text = _generate(trainer, jobs, None if beginnings else log.prompt, interrupted)
     return None if trainer.mesh.any(interrupted()) else text
 
 
-def _answering(chat: ChatBeginning, options: Options, tokens: int, positions: int, step: int) -> PromptJob:
-    """Return the job of an answer of at most `tokens` tokens."""
-    options = replace(options, max_new_tokens=min(tokens, positions - len(chat.ids)), stop_token_ids=chat.ends)
-    return PromptJob(chat.ids, options, step)
+def _going_on(begin: Beginning, options: Options, tokens: int, positions: int, step: int) -> PromptJob:
+    """Return the job of at most `tokens` more tokens."""
+    options = replace(options, max_new_tokens=min(tokens, positions - len(begin.ids)), stop_token_ids=begin.ends)
+    return PromptJob(begin.ids, options, step)
 
 
 def _generate(trainer: Trainer, jobs: list[PromptJob], prompt: str | None, interrupted: Callable[[], bool]) -> str:

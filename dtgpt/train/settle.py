@@ -11,12 +11,12 @@ from typing import Any
 
 from dtgpt.checkpoint.load import FREE, check_optimizer, check_same_architecture
 from dtgpt.checkpoint.manifest import as_tuple, list_checkpoints, read_state, step_of
+from dtgpt.checkpoint.open import open_config
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.data.megatron.prepared import is_prepared
-from dtgpt.interop.open import open_config
+from dtgpt.data.open import format_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.optim.kinds import KINDS, named_kind, of_kind
@@ -147,7 +147,7 @@ def _recipe_of_foreign_run(run: TrainingSource, asked: Recipe, given: Collection
     if recipe.train_samples is not None and seen > recipe.train_samples:
         raise UserError(f"{run.path} has already seen {counted(seen, 'sample')}; raise --train_samples")
     recipe = with_steps(recipe, step, seen)
-    if run.order_samples is not None and "data.train_samples" not in given and is_prepared(recipe.data.path):
+    if run.order_samples is not None and "data.train_samples" not in given and format_of(recipe.data.path) is not None:
         if recipe.batch_sizes(step, seen).before(recipe.num_steps) <= run.order_samples:
             return replace(recipe, data=replace(recipe.data, train_samples=run.order_samples))
         say(

@@ -8,19 +8,18 @@ from typing import Any
 
 import torch
 
+from dtgpt.checkpoint.ends import ends_of
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreign_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
+from dtgpt.checkpoint.open import formats, open_config, open_source
+from dtgpt.checkpoint.tokenizer import check_size
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import without_effect
-from dtgpt.data.dataset import Dataset, default_cache, load_dataset
-from dtgpt.data.megatron.prepared import is_prepared, load_prepared
+from dtgpt.data.dataset import Dataset, default_cache
+from dtgpt.data.open import DataRequest, open_dataset
 from dtgpt.data.tokenizers.open import load_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.interop.ends import ends_of
-from dtgpt.interop.hf.origin import origin_of
-from dtgpt.interop.open import open_config, open_source
-from dtgpt.interop.tokenizer import check_size
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.ops.random.philox import fold, root_key
@@ -133,7 +132,10 @@ def new_run(
     run = create_run(Path(runs), name)
     lock.take(run)
     if init_from is not None:
-        origin_of(Path(init_from), open_config(Path(init_from), kind), tokenizer).save(run)
+        path = Path(init_from)
+        config = open_config(path, kind)
+        for form in formats():
+            form.keep(path, config, tokenizer, run)
     return run
 
 
@@ -157,14 +159,16 @@ def read_dataset(recipe: Recipe) -> Dataset:
     data = recipe.data
     for note in without_effect(data):
         say(note, warning=True)
-    if is_prepared(data.path):
-        samples = data.train_samples or recipe.batch_sizes().before(recipe.num_steps)
-        seed, length = recipe.seed, recipe.sample_length
-        wanted = length, samples, recipe.log.eval_samples, seed
-        vocab_size, batch = recipe.model.vocab_size, recipe.global_batch_size
-        dataset: Dataset = load_prepared(data, *wanted, default_cache(), vocab_size, batch)
-    else:
-        dataset = load_dataset(data, default_cache())
+    request = DataRequest(
+        seq_length=recipe.sample_length,
+        train_samples=data.train_samples or recipe.batch_sizes().before(recipe.num_steps),
+        held_out_samples=recipe.log.eval_samples,
+        seed=recipe.seed,
+        cache=default_cache(),
+        vocab_size=recipe.model.vocab_size,
+        batch=recipe.global_batch_size,
+    )
+    dataset = open_dataset(data, request)
     if recipe.init_from:
         check_size(dataset.tokenizer, recipe.model)
     check_pairs(recipe.dpo.beta, dataset)

@@ -13,9 +13,9 @@ import torch
 from dtgpt.checkpoint import manifest
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import VERSION, Checkpoint
+from dtgpt.checkpoint.open import open_source
 from dtgpt.checkpoint.shard_file import Damaged, Piece, read_header, write_file
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.interop.open import open_source
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError

@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 import tiktoken
 
-from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
+from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.util.storage import write_json
 from tests.commands.test_cli import in_process
 from tests.data.test_tokenizers import HELLO, random_texts

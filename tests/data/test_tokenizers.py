@@ -9,11 +9,11 @@ import unicodedata
 import numpy as np
 import pytest
 
-from dtgpt.data.tokenizers.bpe_files import from_merges, letter_bytes
-from dtgpt.data.tokenizers.byte_level import ByteLevel
-from dtgpt.data.tokenizers.libraries import TokenizerJson
+from dtgpt.data.library_tokenizers.bpe_files import from_merges
+from dtgpt.data.library_tokenizers.files import from_files
+from dtgpt.data.library_tokenizers.libraries import TokenizerJson
+from dtgpt.data.tokenizers.byte_level import ByteLevel, letter_bytes
 from dtgpt.data.tokenizers.open import (
-    from_files,
     make_tokenizer,
     open_tokenizer,
     read_saved,

@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 
+from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.tokenizers.char import Ids
-from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.evaluation import lambada, wikitext
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.catalog import asked_for, prepare, tasks_and_files

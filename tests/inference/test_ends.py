@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import dtgpt
+from dtgpt.checkpoint.open import open_config
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.hf.origin import read_origin
 from dtgpt.interop.inspect import inspect
-from dtgpt.interop.open import open_config
+from dtgpt.posttrain.chats.template import template_of
 from dtgpt.serve.app import make_app
 from dtgpt.train.loop import train
 from dtgpt.train.settle import override
@@ -205,7 +206,7 @@ def test_of_two_ends_that_the_tokenizers_files_name_transformers_choice_holds(tm
     assert chosen.eos_token == ("</s>" if listed else "<|im_end|>")
     tokenizer = open_tokenizer(str(folder))
     assert tokenizer.end_of_text == chosen.eos_token_id
-    assert tokenizer.chat_template.tokens["bos_token"] == chosen.bos_token
+    assert template_of(tokenizer).tokens["bos_token"] == chosen.bos_token
     text = write_lines(tmp_path / "in.jsonl", [{"text": "Hello"}])
     prepare(PrepareConfig(
         input=text, tokenizer=str(folder), output_prefix=tmp_path / "out", append_eod=True, workers=1

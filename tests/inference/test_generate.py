@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import dtgpt
 from dtgpt.cli import main
-from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
+from dtgpt.data.library_tokenizers.files import from_files
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import scorer_of
 from dtgpt.inference.completion import Completion

@@ -5,13 +5,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import dtgpt
+from dtgpt.checkpoint.open import open_source
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.tokenizers.byte_level import ByteLevel
 from dtgpt.inference import load as loading
 from dtgpt.inference.load import notes_on
 from dtgpt.inference.prompts import tokenizer_of
-from dtgpt.interop.open import open_source
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import load_model
 from dtgpt.parallel.mesh import Mesh

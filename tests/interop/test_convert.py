@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 import dtgpt.checkpoint.export
 from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.manifest import Checkpoint, step_folder
+from dtgpt.checkpoint.open import open_source
 from dtgpt.interop.megatron.model import Megatron
-from dtgpt.interop.open import open_source
 from dtgpt.models.gpt2 import TABLE
 from dtgpt.models.source import parameter_shapes
 from dtgpt.train.loop import train

@@ -12,13 +12,13 @@ import torch
 import dtgpt
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.checkpoint.open import open_source
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import load_dataset
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.inspect import inspect
-from dtgpt.interop.open import open_source
 from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
 from tests.interop.test_interop_foreign import checkpoint, llmc_file

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dtgpt.checkpoint.load import Saved, check_same_model
+from dtgpt.checkpoint.open import open_source
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.config.overrides import read_words
 from dtgpt.data.tokenizers.open import open_tokenizer
@@ -19,7 +20,6 @@ from dtgpt.interop.hf import model as huggingface
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface
 from dtgpt.interop.hf.origin import Origin
 from dtgpt.interop.inspect import inspect, model_digest
-from dtgpt.interop.open import open_source
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.source import parameter_shapes

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from dtgpt.commands.convert import ConvertOptions, convert
-from dtgpt.data.tokenizers.export import class_note, transformers_files
+from dtgpt.data.library_tokenizers.export import class_note, transformers_files
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace
-from dtgpt.interop.hf.origin import FILE, Origin, read_origin
+from dtgpt.interop.hf.origin import Origin, read_origin
+from dtgpt.interop.marks import ORIGIN
 from dtgpt.train.loop import train
 from dtgpt.train.settle import override
 from dtgpt.util.errors import UserError
@@ -199,7 +200,7 @@ def test_a_run_keeps_the_positions_of_the_run_that_it_began_with(recipe, tmp_pat
 @pytest.mark.parametrize("content", ["[]", "{", '{"files": 3}', '{"x": 1}'])
 def test_a_damaged_copy_is_told(theirs, tmp_path, content):
     convert(theirs, tmp_path / "ours", ConvertOptions())
-    (tmp_path / "ours" / FILE).write_text(content)
-    with pytest.raises(UserError, match=FILE) as told:
+    (tmp_path / "ours" / ORIGIN).write_text(content)
+    with pytest.raises(UserError, match=ORIGIN) as told:
         read_origin(tmp_path / "ours")
     assert "\n" not in str(told.value)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtgpt.checkpoint.open import open_source
 from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.llama import check_export
 from dtgpt.interop.megatron.model import Megatron
-from dtgpt.interop.open import open_source
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import cut, load_model
 from dtgpt.util.errors import UserError

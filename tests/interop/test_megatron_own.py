@@ -11,9 +11,9 @@ import torch
 
 import dtgpt
 from dtgpt.checkpoint.load import load_weights
+from dtgpt.checkpoint.open import open_source
 from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
-from dtgpt.interop.open import open_source
 from dtgpt.models.source import load_model
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.errors import UserError

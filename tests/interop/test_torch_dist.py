@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtgpt.checkpoint.open import open_source
 from dtgpt.interop.distcp import DistributedFolder
-from dtgpt.interop.open import open_source
 from dtgpt.models.source import parameter_shapes
 from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process

@@ -11,10 +11,10 @@ import torch
 
 from dtgpt.checkpoint.load import Saved, read_part
 from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.checkpoint.open import open_training
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
 from dtgpt.data.tokenizers.char import Char
-from dtgpt.interop.open import open_training
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import parameter_shapes

@@ -21,7 +21,7 @@ from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.posttrain.chats.encode import check_kept, encode_chat, renderer_of
 from dtgpt.posttrain.chats.messages import read_chat
 from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, chat_beginning, pack
-from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, Renderer
+from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, Renderer, template_of
 from dtgpt.train.loop import train
 from dtgpt.train.samples import generate_text
 from dtgpt.train.startup import open_trainer, read_dataset
@@ -323,7 +323,7 @@ def test_chats_are_used_although_the_longest_lose_their_answers(folder, tmp_path
     recipe = change(chat_recipe, data={"path": str(tmp_path / "x_chat_document"), "split": "1,0,0"})
     dataset = read_dataset(recipe)
     assert (len(dataset.train.chats), dataset.train.uncounted) == (3, 300) and dataset.bytes_per_token() > 0
-    assert len(dataset.chats(3, 64)) == 3
+    assert len(dataset.beginnings(3, 64)) == 3
     with pytest.raises(
         UserError, match=r"no token of .* counts in samples of 64 tokens: the answers are cut off, or have"
     ):
@@ -386,7 +386,7 @@ def test_every_plan_and_micro_batch_size_has_the_losses_of_one_process(chat_reci
         assert pool().run(world, train, parted) == [0] * world
         assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-6)
     saved = open_tokenizer(str(newest_run(chat_recipe) / "tokenizer.json"))
-    assert saved.chat_template is not None and saved.chat_template.source == CHATML
+    assert template_of(saved).source == CHATML
 
 
 def test_inspect_shows_what_is_masked(prepared, capsys):
@@ -406,7 +406,7 @@ def test_samples_of_a_run_are_held_out_chats_with_the_models_answers(chat_recipe
     written = (samples / "step_00000004.txt").read_text()
     chats, tokenizer = IndexedDataset(prepared), open_tokenizer(str(newest_run(wanted) / "tokenizer.json"))
     with open_trainer(wanted, newest_run(wanted)) as trainer:
-        beginnings = trainer.dataset.chats(3, 64)
+        beginnings = trainer.dataset.beginnings(3, 64)
         held_out = {tuple(chats.window(i)[: len(b.ids)].tolist()) for b in beginnings for i in range(96, 120)}
         assert len(beginnings) == 3 and all(tuple(b.ids) in held_out for b in beginnings)
         model, texts = trainer.stages[0], []

@@ -8,8 +8,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from dtgpt.checkpoint.open import open_config
 from dtgpt.interop.hf.model import save_huggingface
-from dtgpt.interop.open import open_config
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.train.startup import open_trainer
 from tests.interop.test_interop_huggingface import InMemory

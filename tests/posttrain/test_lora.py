@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import dtgpt
+from dtgpt.checkpoint.open import open_config
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.commands.eval import EvalOptions, evaluate
 from dtgpt.compare.gate import Reference
@@ -20,7 +21,6 @@ from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.interop.inspect import inspect
-from dtgpt.interop.open import open_config
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.planning.memory import memory_of
 from dtgpt.posttrain.lora.config import LoraConfig

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
+from dtgpt.checkpoint.open import open_config
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
-from dtgpt.interop.open import open_config
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.posttrain.chats.packed import BEGINS, COUNTS
 from dtgpt.train.startup import open_trainer

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from dtgpt.checkpoint.open import open_config
 from dtgpt.compare.gate import Reference, locate, problem_of_reference
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.verdict import difference, limits_between, problems
@@ -19,7 +20,6 @@ from dtgpt.config.sections import LogConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.interop.open import open_config
 from dtgpt.posttrain.chats.encode import encode_chat, renderer_of
 from dtgpt.posttrain.chats.template import ChatError
 from dtgpt.posttrain.dpo.config import DpoConfig

@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
+from dtgpt.checkpoint.open import open_config
 from dtgpt.compare.compare import compare
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.chat import ChatPrompts
-from dtgpt.interop.open import open_config
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.ops.loss.cross_entropy import to_loss_and_gradient_
 from dtgpt.planning.gpus import find_gpu

@@ -10,6 +10,7 @@ import torch
 
 import dtgpt
 from dtgpt.checkpoint.manifest import Checkpoint, read_state, step_folder
+from dtgpt.checkpoint.open import open_source
 from dtgpt.commands import compare, convert, eval, inspect, lm_eval, plan, train
 from dtgpt.commands.chat import command as chat_command
 from dtgpt.commands.generate import command as generate_command
@@ -18,7 +19,6 @@ from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.evaluation.shared_model import open_shared
 from dtgpt.inference.fused import parts_of, tells_weights
 from dtgpt.interop.inspect import model_digest
-from dtgpt.interop.open import open_source
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.train.settle import load_recipe

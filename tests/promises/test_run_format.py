@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dtgpt.checkpoint.load import Saved
+from dtgpt.checkpoint.open import open_source
 from dtgpt.cli import main
-from dtgpt.interop.open import open_source
 from dtgpt.run.sinks import read_records
 from tests.support.sources import filled
 

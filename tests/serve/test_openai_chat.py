@@ -14,6 +14,7 @@ from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.generator import Need
 from dtgpt.inference.options import Options
 from dtgpt.inference.session import PromptJob
+from dtgpt.posttrain.chats.template import template_of
 from dtgpt.serve.openai_chat import _token
 from dtgpt.serve.problems import bad_request
 from dtgpt.serve.token_names import TokenNames
@@ -284,7 +285,7 @@ def test_what_lm_eval_sends_is_answered(client, stop):
 
 
 def test_an_export_has_the_template(tokenizer):
-    from dtgpt.data.tokenizers.export import transformers_files
+    from dtgpt.data.library_tokenizers.export import transformers_files
 
     settings = transformers_files(tokenizer, 64)["tokenizer_config.json"]
-    assert settings["chat_template"] == tokenizer.chat_template.source and settings["eos_token"] == "<|im_end|>"
+    assert settings["chat_template"] == template_of(tokenizer).source and settings["eos_token"] == "<|im_end|>"

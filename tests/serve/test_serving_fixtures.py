@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 import torch
 
-from dtgpt.data.tokenizers.open import from_files
+from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beam import BeamSearch
 from dtgpt.inference.prompts import special_ids

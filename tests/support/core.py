@@ -38,13 +38,13 @@ CORE = {  # rooms, and their files as regular expressions
     "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|batch_size|recipe_file)",
     "step": r"optim/(update|kinds|loss_scale|step_state|states)|train/(trainer|evaluate|interval_loss)|parallel/graphs",
     "loop": (
-        r"train/(loop|startup|job|settle|processes|ending|checkpoints|observer|progress|samples|saving)|"
+        r"train/(loop|startup|job|settle|processes|ending|checkpoints|observer|progress|samples|saving|own_tokenizer)|"
         r"run/(folder|report|sinks|signals|starts)"
     ),
-    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|staging|state|export)",
+    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|staging|state|export|open|tokenizer|ends)",
     "data": (
-        r"data/(dataset|text|array_cache|file_array|prefetch|checks|document_masks)|"
-        r"data/tokenizers/(tokenizer|char|byte_level|bpe_files|open|folder|ids)"
+        r"data/(dataset|open|text|array_cache|file_array|prefetch|checks|document_masks)|"
+        r"data/tokenizers/(tokenizer|char|byte_level|open|special_names)"
     ),
     "generate": (
         r"inference/(engine|generator|session|scheduler|request|runner|step|cache|sampling|model|load|text|options|"

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from dtgpt.data.tokenizers.export import transformers_files
+from dtgpt.data.library_tokenizers.export import transformers_files
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model

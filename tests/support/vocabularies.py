@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.data.library_tokenizers.files import from_files
+from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
+from dtgpt.data.library_tokenizers.sentencepiece_export import sentencepiece_json
 from dtgpt.data.tokenizers.char import Char
-from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
-from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
-from dtgpt.data.tokenizers.sentencepiece_export import sentencepiece_json
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 
 KINDS = ["bytes", "gpt2", "characters", "tokenizer.json", "sentencepiece", "byte fallback"]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtgpt.checkpoint.open import open_source
 from dtgpt.cli import main
 from dtgpt.config.overrides import leaves
 from dtgpt.config.plan import Plan
 from dtgpt.data.checks import with_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
-from dtgpt.interop.open import open_source
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.folder import changes_since, values_of
 from dtgpt.run.sinks import read_records

@@ -9,9 +9,9 @@ import pytest
 import tiktoken
 
 from dtgpt.commands.convert import ConvertOptions, convert
+from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel
-from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
 from dtgpt.inference.load import load
 from dtgpt.inference.prompts import tokenizer_of

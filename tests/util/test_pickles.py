@@ -210,7 +210,7 @@ CHILD = textwrap.dedent(
     import json, resource, sys, time
     from pathlib import Path
     from dtgpt.util.errors import UserError
-    from dtgpt.interop.open import open_source
+    from dtgpt.checkpoint.open import open_source
     limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (3 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for path in sys.argv[1:]:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dtgpt.data.file_array import FileArray, open_file
+from dtgpt.data.megatron.paths import bin_path, idx_path, tokenizer_path, weights_path
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.errors import UserError, remedy
 from dtgpt.util.storage import create_file, sync_path, temporary_path
@@ -36,24 +37,6 @@ BLOCK = 1 << 20  # entries of an index looked at together
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the type in which Megatron-LM stores the ids of a vocabulary (its true size, unpadded)."""
     return np.dtype("<u2" if vocab_size < SMALL_VOCABULARY else "<i4")
-
-
-def bin_path(prefix: Path | str) -> Path:
-    return Path(f"{prefix}.bin")
-
-
-def idx_path(prefix: Path | str) -> Path:
-    return Path(f"{prefix}.idx")
-
-
-def tokenizer_path(prefix: Path | str) -> Path:
-    """Return the path of the tokenizer, a file that Megatron-LM does not have."""
-    return Path(f"{prefix}.tokenizer.json")
-
-
-def weights_path(prefix: Path | str) -> Path:
-    """Return the path of the weights of tokens in the loss, which a dataset of chats has: a byte for each, 0 or 1."""
-    return Path(f"{prefix}.weights")
 
 
 class IndexedDataset(TokenSequences):

@@ -10,7 +10,6 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from dtgpt.data.dataset import Dataset, Part, check_vocabulary, needs_shards, warn_of_unused_rows
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
-from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path, weights_path
+from dtgpt.data.megatron.indexed import IndexedDataset
+from dtgpt.data.megatron.paths import SHARDS, has_index, no_dataset, prefix_of, weights_path
 from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_tokens, sequential_index, split_fractions
-from dtgpt.data.megatron.token_shards import SUFFIXES as SHARDS
 from dtgpt.data.megatron.token_shards import TokenSequences, TokenShards, shard_paths
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
 from dtgpt.data.text import SUFFIXES
@@ -108,47 +107,6 @@ def check_ids(tokens: np.ndarray, tokenizer: Tokenizer, name: str) -> None:
         raise UserError(f"{name} holds token {wrong[0]}, but the {owner} has {tokenizer.vocab_size} tokens; {remedy}")
 
 
-def is_prepared(path: str | None) -> bool:
-    """Return whether a recipe's `data.path` names token files and not a text."""
-    if path is None:
-        return False
-    several = len(path.split()) > 1 and not os.path.exists(path)
-    return _has_index(prefix_of(path)) or path.endswith(SHARDS) or several
-
-
-def prefix_of(path: str) -> str:
-    """Return the prefix if `path` names its .bin or .idx, else `path`."""
-    stem = path[:-4] if path.endswith((".bin", ".idx")) else path
-    return path if _has_index(path) or not _has_index(stem) else stem
-
-
-def _has_index(prefix: str) -> bool:
-    return os.path.isfile(idx_path(prefix))  # which, unlike Path.is_file, takes names too long for a file
-
-
-def prefixes_near(path: str) -> list[str]:
-    """Return the prefixes of the datasets that `dtgpt prepare --output-prefix path` made."""
-    return [name.removesuffix(".idx") for name in sorted(glob(f"{escape(path)}_*_document.idx"))]
-
-
-def no_dataset(path: str) -> UserError:
-    """Return the error for a `path` with no dataset, which names what is near it."""
-    near = prefixes_near(path)
-    if path.endswith(SUFFIXES) and os.path.isfile(path):
-        return UserError(
-            f"{path} is a text, and a run takes one text alone, as data.path; join several, as with cat, or make token "
-            f"files of them: dtgpt prepare {path} ... --output-prefix PREFIX"
-        )
-    if near:
-        remedy = f"did you mean {near[0]}?"
-    elif os.path.isfile(bin_path(path)):
-        remedy = f"copy or build {path}.idx again, or give {path}.bin where it is a shard of llm.c or nanoGPT"
-    else:
-        remedy = "give the prefix of a .bin and .idx, or shards: .bin of llm.c or nanoGPT, or .npy"
-    missing = "" if path.endswith((*SHARDS, ".idx")) else f" (no {path}.idx)"
-    return UserError(f"there is no dataset {path}{missing}; {remedy}")
-
-
 def load_prepared(
     data: "DataConfig", seq_length: int, train_samples: int, held_out_samples: int, seed: int, cache: Path,
     vocab_size: int = 0, batch: int = 1,
@@ -160,12 +118,12 @@ def load_prepared(
     """
     parsed = _parsed(data)
     prefixes = prefixes_of(data)
-    if text := next((p for p in prefixes if p.endswith(SUFFIXES) and not _has_index(p)), None):
+    if text := next((p for p in prefixes if p.endswith(SUFFIXES) and not has_index(p)), None):
         raise no_dataset(text)
     tokenizer = tokenizer_of(data, prefixes, vocab_size)
     opened: dict[str, TokenSequences] = {}
     if any(os.path.isfile(weights_path(prefix)) for prefix in prefixes):
-        if absent := next((prefix for prefix in prefixes if not _has_index(prefix)), None):
+        if absent := next((prefix for prefix in prefixes if not has_index(prefix)), None):
             raise no_dataset(absent)
         if len(parsed) < len(prefixes) or not all(os.path.isfile(weights_path(prefix)) for prefix in prefixes):
             raise UserError(
@@ -230,7 +188,7 @@ def _parsed(data: "DataConfig") -> dict[str, tuple[list[str], list[float] | None
 
 def _words(name: str, path: str) -> list[str]:
     """Return the prefixes, and weights, in the value of the option data.`name`."""
-    if _has_index(prefix_of(path)) or len(path.split()) == 1 or shard_paths(path):
+    if has_index(prefix_of(path)) or len(path.split()) == 1 or shard_paths(path):
         return [path]
     try:
         return shlex.split(path)
@@ -261,7 +219,7 @@ def _is_wanted(sequences: Sequence[TokenSequences], split: str, which: str, leas
 def open_sequences(path: str, end_of_text: int | None, begin_of_text: int | None = None) -> TokenSequences:
     """Open a prefix of `.bin` and `.idx`, one of these, or shards (a glob: several). Raises UserError."""
     prefix = prefix_of(path)
-    if _has_index(prefix):
+    if has_index(prefix):
         return IndexedDataset(prefix)
     if path.endswith(SHARDS) and (shards := shard_paths(path)):
         return TokenShards(shards, end_of_text, begin_of_text)

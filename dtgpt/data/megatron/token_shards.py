@@ -22,7 +22,6 @@ import numpy as np
 from dtgpt.data.file_array import Array, FileArray, OpenFile, open_file, open_npy
 from dtgpt.util.errors import UserError
 
-SUFFIXES = (".bin", ".npy")
 LLMC_HEADER = 256 * 4  # bytes
 LLMC_MAGIC, LLMC_LLAMA_MAGIC = 20240520, 20240801
 LLMC = {LLMC_MAGIC: (1, "<u2"), LLMC_LLAMA_MAGIC: (7, "<u4")}  # magic: version, type of the tokens

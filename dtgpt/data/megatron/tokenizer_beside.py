@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtgpt.data.megatron.indexed import idx_path, tokenizer_path
+from dtgpt.data.library_tokenizers.meta_pickle import read_meta
+from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.token_shards import shard_paths
-from dtgpt.data.tokenizers.char import Char, Ids, read_meta
+from dtgpt.data.tokenizers.char import Char, Ids
 from dtgpt.data.tokenizers.open import open_tokenizer, read_saved
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer, check_opening
 from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,15 +42,6 @@ def tokenizer_of(data: "DataConfig", prefixes: Iterable[str], vocab_size: int) -
     tokenizer = named[1] if named else saved[1] if saved else _guessed(data, vocab_size)
     check_opening(tokenizer)
     return tokenizer
-
-
-def check_opening(tokenizer: Tokenizer) -> None:
-    """Raise UserError where a tokenizer of texts names no end of text."""
-    if tokenizer.spells and tokenizer.opening is None:
-        raise UserError(
-            f"the tokenizer {tokenizer.name} names no end of text, with which texts begin and end; name it as "
-            'eos_token in a tokenizer_config.json beside a tokenizer.json, or train a .model with "</s>"'
-        )
 
 
 def tokenizer_beside(prefixes: Iterable[str]) -> tuple[Path, Tokenizer] | None:

@@ -8,6 +8,10 @@ reads what stands in them, `encode.py` makes tokens in the processes of `pool.py
 them under names that `target.py` locks, and `progress.py` reports how far it is and which lines are left out.
 """
 
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(datasets=("dtgpt.data.prepare.format:TABLES",))
+
 
 def __getattr__(name: str):
     """Import what does the work when it is asked for, so that a command answers at once."""

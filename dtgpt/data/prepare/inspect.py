@@ -10,8 +10,9 @@ import numpy as np
 
 from dtgpt.config.sections import DEFAULT_SPLIT
 from dtgpt.data.megatron.blend import Blend, blend_sizes, load_blend, normalised
-from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path
-from dtgpt.data.megatron.prepared import check_ids, prefix_of
+from dtgpt.data.megatron.indexed import IndexedDataset
+from dtgpt.data.megatron.paths import bin_path, idx_path, prefix_of
+from dtgpt.data.megatron.prepared import check_ids
 from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_epochs, count_tokens, split_range
 from dtgpt.data.megatron.token_shards import PIECE, TokenSequences, TokenShards
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dtgpt.data.megatron.indexed import IndexedWriter, idx_path, merge, token_dtype, tokenizer_path
+from dtgpt.data.library_tokenizers.folder import NAMES, tokenizer_file
+from dtgpt.data.megatron.indexed import IndexedWriter, merge, token_dtype
+from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.documents import Broken, InputFile
@@ -23,13 +25,12 @@ from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks, tot
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
 from dtgpt.data.prepare.target import check_list, check_not_read, check_target, is_same, lock_prefix, open_list
-from dtgpt.data.tokenizers.folder import NAMES, tokenizer_file
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.special_names import warn_of_split_names
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.posttrain.chats.encode import KEY as CHAT
 from dtgpt.posttrain.chats.encode import ChatEncoder, renderer_of
-from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, read_template
+from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, keep_template, read_template, template_of
 from dtgpt.posttrain.dpo.preferences import KEY as PREFERENCE
 from dtgpt.posttrain.dpo.preferences import PairEncoder
 from dtgpt.util.console import counted, say
@@ -220,13 +221,15 @@ def make_chat_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> ChatEncod
     """Return the encoder of chats. Raises UserError where the tokenizer has no template, or the template is not right
     for any chat."""
     if config.chat_template is not None:
-        tokens = {} if vocabulary.chat_template is None else vocabulary.chat_template.tokens
-        vocabulary.chat_template = ChatTemplate(read_template(Path(config.chat_template)), tokens or named(vocabulary))
+        former = template_of(vocabulary)
+        tokens = {} if former is None else former.tokens
+        template = ChatTemplate(read_template(Path(config.chat_template)), tokens or named(vocabulary))
+        keep_template(vocabulary, template)
     renderer = renderer_of(
         vocabulary, "give the folder of a model that has one as --tokenizer, or a template's file as --chat-template"
     )
     try:
-        vocabulary.encode_chat(renderer.render(PROBE).text, [])
+        vocabulary.encode_spans(renderer.render(PROBE).text, [])
     except ChatError:
         pass  # other chats may go with the template
     finally:

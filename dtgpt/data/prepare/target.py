@@ -7,7 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path, tokenizer_path, weights_path
+from dtgpt.data.megatron.indexed import IndexedDataset
+from dtgpt.data.megatron.paths import bin_path, idx_path, tokenizer_path, weights_path
 from dtgpt.data.prepare.documents import STDIN
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError

@@ -1,2 +1,2 @@
-"""Text <-> ids: `tokenizer.py` says what each can do and has byte-level BPE, `libraries.py` those of other packages;
-`open.py` opens one by the name or file that the user gives, and `char.py` has characters."""
+"""Text <-> ids: `tokenizer.py` says what each can do, `byte_level.py` and `char.py` have two kinds, and `open.py` opens
+one by the name or file that the user gives. Those of other packages are in `data/library_tokenizers/`."""

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from dtgpt.data.tokenizers.bpe_files import letter_bytes
-from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, Tokenizer, overlapping, panics_as_user_errors
-from dtgpt.posttrain.chats.template import Span
+from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, Span, Tokenizer, overlapping, panics_as_user_errors
 from dtgpt.util.errors import UserError, optional_package
 
 # GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.
@@ -82,7 +80,7 @@ class ByteLevel(Tokenizer):
         first = np.array(self.first, np.uint32)
         return [np.concatenate([first, own]) for own in ids] if self.first else ids
 
-    def encode_chat(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
+    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
         if self.composed:
             spans = [(len(self._normalized(text[:begin])), len(self._normalized(text[:end]))) for begin, end in spans]
             text = self._normalized(text)
@@ -151,6 +149,14 @@ def by_id(ids: dict[bytes, int]) -> list[bytes]:
     for token, i in ids.items():
         ranks[i] = token
     return ranks
+
+
+def letter_bytes() -> dict[str, int]:
+    """Return GPT-2's byte alphabet: printable Latin-1 letters stand for themselves, the other bytes for U+0100 and
+    up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def train_ranks(documents: Iterable[str], vocab_size: int) -> list[bytes]:

@@ -7,16 +7,16 @@ files that it once came from. A tokenizer can be pickled, so that workers need n
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from dtgpt.posttrain.chats.template import ChatTemplate, Span
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import write_text
 
@@ -24,21 +24,22 @@ END_OF_TEXT = "<|endoftext|>"
 # What ends a document, where nothing else says so.
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 MOST = 1 << 24  # ids
-CHAT_TEMPLATE = "chat_template"
+Span = tuple[int, int]  # of characters
 CHECKSUM = "sha256"  # of all else that `Tokenizer.save` writes
 
 
 class Tokenizer(ABC):
     """Text <-> token ids. Ids are below `vocab_size`; `num_tokens` of them are in use. `end_of_text` and
     `begin_of_text` are None where unknown. `ranks` tells two tokenizers apart: the bytes of each token by id, or of
-    all that the library reads which encodes."""
+    all that the library reads which encodes. `additions`: what is kept with the tokenizer for others, by name, as JSON
+    has it."""
 
     name: str
     vocab_size: int
     num_tokens: int
     end_of_text: int | None
     begin_of_text: int | None = None
-    chat_template: ChatTemplate | None = None
+    additions: Mapping[str, Any] = MappingProxyType({})
     ranks: list[bytes]
     spells = True  # whether text becomes tokens at all, and tokens text
     names_special = True  # whether `encode` may read the names of special tokens
@@ -96,8 +97,8 @@ class Tokenizer(ABC):
         """Return the ids of each text, uint32 `[tokens]`."""
         return [np.array(self.encode(text, special), np.uint32) for text in texts]
 
-    def encode_chat(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
-        """Return the ids of a rendered chat, in which names of special tokens stand for these and nothing is added, and
+    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
+        """Return the ids of a text in which names of special tokens stand for these and nothing is added, and
         which of them have characters of `spans`, bool `[tokens]`. Raises UserError."""
         raise UserError(
             f"the tokenizer {self.name} does not read the names of special tokens, as chats need; use a tokenizer.json"
@@ -141,15 +142,22 @@ class Tokenizer(ABC):
     @abstractmethod
     def to_json(self) -> dict[str, Any]: ...
 
-    def dumps(self, with_template: bool = True) -> str:
+    def dumps(self, with_additions: bool = True) -> str:
         """Return the text that `open.read_saved` reads, with a checksum: a bit that flips would give other ids."""
-        saved = self.to_json()
-        if with_template and self.chat_template is not None:
-            saved[CHAT_TEMPLATE] = self.chat_template.to_json()
+        saved = self.to_json() | (dict(self.additions) if with_additions else {})
         return json.dumps({**saved, CHECKSUM: checksum(saved)})
 
     def save(self, path: Path) -> None:
         write_text(path, self.dumps())
+
+
+def check_opening(tokenizer: Tokenizer) -> None:
+    """Raise UserError where a tokenizer of texts names no end of text."""
+    if tokenizer.spells and tokenizer.opening is None:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} names no end of text, with which texts begin and end; name it as "
+            'eos_token in a tokenizer_config.json beside a tokenizer.json, or train a .model with "</s>"'
+        )
 
 
 def special_token(content: str, id_: int, special: bool = True) -> dict[str, Any]:

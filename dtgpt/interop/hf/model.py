@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dtgpt.checkpoint.shard_file import Piece, by_size
-from dtgpt.data.tokenizers.export import CLASS, begin_token
+from dtgpt.data.library_tokenizers.export import CLASS, begin_token
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.foreign import (
-    ADAPTER_CONFIG,
     Rules,
     as_parameter,
     cast,
@@ -32,15 +31,13 @@ from dtgpt.interop.foreign import (
     untied,
 )
 from dtgpt.interop.hf import gemma3, gpt2, gpt_neo, gpt_oss, llama, olmo3, phi3
+from dtgpt.interop.marks import ADAPTER_CONFIG
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.storage import new_folder, open_regular, read_json, write_json, write_text
-
-if TYPE_CHECKING:
-    from dtgpt.interop.hf.origin import Origin
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
@@ -215,9 +212,16 @@ def _files(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in named.items()}
 
 
+class Kept(Protocol):
+    """What is kept of the folder from which a model came: see `origin.Origin`."""
+
+    def whole(self, config: ModelConfig) -> ModelConfig: ...
+    def settings(self, config: ModelConfig, made: dict[str, Any]) -> dict[str, Any]: ...
+
+
 def save_huggingface(
     source: Source, folder: Path, dtype: torch.dtype = torch.float32, tokenizer: Tokenizer | None = None,
-    tokenizer_files: dict[str, Any] | None = None, origin: "Origin | None" = None,
+    tokenizer_files: dict[str, Any] | None = None, origin: Kept | None = None,
 ) -> None:  # fmt: skip
     """Write `source` as a new folder that transformers' `from_pretrained` takes, one file in memory at a time, with the
     files that `transformers_files` made of its tokenizer.

@@ -8,17 +8,17 @@ from typing import Any
 
 from dtgpt.checkpoint.load import differing
 from dtgpt.checkpoint.manifest import STATE
-from dtgpt.data.tokenizers.export import CLASS
+from dtgpt.checkpoint.open import run_of
+from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.data.library_tokenizers.export import CLASS
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.model import ARCHITECTURES
-from dtgpt.interop.open import run_of
-from dtgpt.interop.tokenizer import tokenizer_beside
+from dtgpt.interop.marks import ORIGIN
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.sampling.sequences import MOST_ENDS
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_json, read_regular, write_json
 
-FILE = "hugging_face.json"  # in a run, or a checkpoint of weights
 JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
         "chat_template.json")  # fmt: skip
 TEMPLATE = "chat_template.jinja"
@@ -104,7 +104,7 @@ class Origin:
 
     def save(self, folder: Path) -> None:
         if self != Origin():
-            write_json(folder / FILE, asdict(self))
+            write_json(folder / ORIGIN, asdict(self))
 
 
 def _describes(settings: dict[str, Any], config: ModelConfig) -> bool:
@@ -127,7 +127,7 @@ def read_origin(path: Path, names: Sequence[str] = JSON) -> Origin:
     files to read where `path` is such a folder. Raises UserError where what a run or a checkpoint holds of it is
     damaged."""
     run = run_of(path)
-    kept = (run or path) / FILE
+    kept = (run or path) / ORIGIN
     if kept.is_file() and (run or (path / STATE).is_file()):
         saved = read_json(kept, REMEDY, LARGEST)
         try:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.interop.foreign import ADAPTER_CONFIG, check_architecture
+from dtgpt.interop.foreign import check_architecture
 from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, Architecture, read_object, save_tensors, with_file
+from dtgpt.interop.marks import ADAPTER_CONFIG
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import inventory

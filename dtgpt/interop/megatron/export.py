@@ -13,11 +13,11 @@ from torch import Tensor
 
 from dtgpt.config.plan import divisors
 from dtgpt.interop.foreign import cast, check_architecture, check_dtype
+from dtgpt.interop.marks import TRACKER
 from dtgpt.interop.megatron.architecture import MegatronArchitecture
 from dtgpt.interop.megatron.config import ARCHITECTURES
 from dtgpt.interop.megatron.names import Family, copy_key, cut_dimension, padded_rows, their_key
 from dtgpt.interop.megatron.tree import FILE_NAMES, rank_folder
-from dtgpt.interop.open import TRACKER
 from dtgpt.models.config import VOCAB_MULTIPLE, ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.source import Source, has_vocabulary

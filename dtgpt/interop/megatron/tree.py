@@ -19,10 +19,10 @@ from torch import Tensor
 
 from dtgpt.interop.distcp import METADATA
 from dtgpt.interop.foreign import DTYPES
+from dtgpt.interop.marks import TRACKER
 from dtgpt.interop.megatron.architecture import MegatronArchitecture, Order
 from dtgpt.interop.megatron.config import STRUCTURE, choose_architecture
 from dtgpt.interop.megatron.names import ANGLES, TIED_COPIES, UNTIED, is_mcore, our_name
-from dtgpt.interop.open import TRACKER
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.pickles import Checksums, check_distinct, open_pickle
 from dtgpt.util.storage import read_regular

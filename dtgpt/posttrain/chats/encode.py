@@ -10,11 +10,11 @@ import numpy as np
 from dtgpt.data.prepare.documents import Broken, Unreadable, json_object
 from dtgpt.data.prepare.encode import Encoded, EncodedKey
 from dtgpt.data.prepare.inputs import Lines, Parsed
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Span, Tokenizer
 from dtgpt.posttrain.chats.fields import UsedFields, find_thoughts
 from dtgpt.posttrain.chats.messages import Chat, read_chat, read_mark
 from dtgpt.posttrain.chats.places import find_answers
-from dtgpt.posttrain.chats.template import ChatError, Message, Renderer, Span, TooLarge
+from dtgpt.posttrain.chats.template import ChatError, Message, Renderer, TooLarge, template_of
 from dtgpt.util.errors import UserError, shown
 
 KEY = "chat"  # of the files that are written: PREFIX_chat_document.bin
@@ -91,12 +91,12 @@ class ChatEncoder:
 def renderer_of(tokenizer: Tokenizer, remedy: str = "use the folder of a model that has one") -> Renderer:
     """Return what renders chats by the tokenizer's template. Raises UserError where it has none, or a wrong one.
     remedy: what a user can do where it has none."""
-    if tokenizer.chat_template is None:
+    if (template := template_of(tokenizer)) is None:
         raise UserError(
             f"the tokenizer {tokenizer.name} has no chat template (of tokenizer_config.json or chat_template.jinja); "
             f"{remedy}"
         )
-    return Renderer(tokenizer.chat_template)
+    return Renderer(template)
 
 
 def encode_chat(chat: Chat, renderer: Renderer, tokenizer: Tokenizer, loss: Loss) -> EncodedChat:
@@ -114,7 +114,7 @@ def encode_chat(chat: Chat, renderer: Renderer, tokenizer: Tokenizer, loss: Loss
         sought = marked if loss == "all" else wanted
         text, spans = render_answers(messages, answers - sought, renderer, tokenizer.special_names, arguments)
     check_kept(messages, text)
-    ids, counts = tokenizer.encode_chat(text, spans)
+    ids, counts = tokenizer.encode_spans(text, spans)
     if loss == "all":
         counts = (~counts if marked else np.ones(len(ids), bool)) & (first < len(messages))
     counts[:1] = False  # which nothing predicts

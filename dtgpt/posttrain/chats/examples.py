@@ -8,7 +8,7 @@ import json
 import random
 from pathlib import Path
 
-from dtgpt.data.megatron.indexed import idx_path
+from dtgpt.data.megatron.paths import idx_path
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.posttrain.chats.template import ChatTemplate

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part, check_vocabulary, warn_of_unused_rows
+from dtgpt.data.dataset import PART_NAMES, Beginning, Dataset, Part, check_vocabulary, warn_of_unused_rows
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.megatron.samples import split_range
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -32,13 +32,6 @@ if TYPE_CHECKING:
 COUNTS, BEGINS = 1, 2  # marks of a token: its loss counts; a chat begins with it
 PROBED = 256  # samples that are looked at before a run begins
 LOOKED_AT = 4096  # chats whose weights are in memory at a time
-
-
-class ChatBeginning(NamedTuple):
-    """A chat up to its last answer. `ends`: the token with which that one ends."""
-
-    ids: list[int]
-    ends: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,7 @@ class PackedPart:
         return torch.from_numpy(found)
 
 
-def chat_beginning(sequences: IndexedDataset, chat: int) -> ChatBeginning | None:
+def chat_beginning(sequences: IndexedDataset, chat: int) -> Beginning | None:
     """Return a chat without its last answer, which is the last run of tokens that count; None where none counts. Where
     all of them count, it is the first token alone, and nothing says what ends an answer."""
     lengths = sequences.lengths[chat : chat + 1].astype(np.int64)
@@ -89,7 +82,7 @@ def chat_beginning(sequences: IndexedDataset, chat: int) -> ChatBeginning | None
         return None
     last = int(counted[-1])
     begin = int(np.flatnonzero(weights[:last] == 0)[-1]) + 1
-    return ChatBeginning(ids[:begin].tolist(), (int(ids[last]),) if begin > 1 else ())
+    return Beginning(ids[:begin].tolist(), (int(ids[last]),) if begin > 1 else ())
 
 
 def permutation(key: Tensor, count: int) -> np.ndarray:
@@ -212,7 +205,7 @@ class ChatDataset(Dataset):
         for first in range(0, len(chosen), batch_size):
             yield samples.windows(chosen[first : first + batch_size])
 
-    def chats(self, count: int, positions: int) -> list[ChatBeginning]:
+    def beginnings(self, count: int, positions: int) -> list[Beginning]:
         part = self.valid if len(self.valid) else self.train
         found = (chat_beginning(part.sequences, chat) for chat in np.sort(part.chats)[:PROBED])
         return list(islice((chat for chat in found if chat is not None and len(chat.ids) < positions), count))

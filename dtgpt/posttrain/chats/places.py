@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from dtgpt.posttrain.chats.template import SHORTEN, ChatError, Message, Rendered, Span, TooLarge
+from dtgpt.data.tokenizers.tokenizer import Span
+from dtgpt.posttrain.chats.template import SHORTEN, ChatError, Message, Rendered, TooLarge
 
 FEW = 3  # answers, for which marks would not save a rendering
 MOST_RENDERED = 1 << 26  # characters of messages before answers, which are rendered with each of these

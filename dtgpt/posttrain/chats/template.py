@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any
 from weakref import finalize
 
+from dtgpt.data.tokenizers.tokenizer import Span, Tokenizer
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.storage import read_regular
 
@@ -26,7 +27,7 @@ NONE: Mapping[str, Any] = {}
 SHORTEN = "shorten the chat, or use another template"
 
 Message = dict[str, Any]
-Span = tuple[int, int]  # of characters
+KEY = "chat_template"  # of what a tokenizer keeps
 
 
 class ChatError(UserError):
@@ -46,6 +47,21 @@ class ChatTemplate:
 
     def to_json(self) -> dict[str, Any]:
         return {"source": self.source, "tokens": self.tokens}
+
+
+def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the template that is kept with a tokenizer; None where there is none. Raises UserError."""
+    saved = tokenizer.additions.get(KEY)
+    try:
+        return None if saved is None else ChatTemplate(saved["source"], saved["tokens"])
+    except (KeyError, TypeError):
+        raise UserError(f"the chat template of the tokenizer {tokenizer.name} is damaged; make it again") from None
+
+
+def keep_template(tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    """Keep a template with a tokenizer, in place of the one that it has; None: keep none."""
+    others = {name: value for name, value in tokenizer.additions.items() if name != KEY}
+    tokenizer.additions = others if template is None else {**others, KEY: template.to_json()}
 
 
 @dataclass(frozen=True)

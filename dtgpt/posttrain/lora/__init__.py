@@ -1,1 +1,5 @@
 """Adapters of low rank beside frozen weights (LoRA)."""
+
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(sources=("dtgpt.posttrain.lora.source:ADAPTERS",))

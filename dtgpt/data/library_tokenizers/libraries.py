@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dtgpt.data.tokenizers.bpe_files import letter_bytes
-from dtgpt.data.tokenizers.tokenizer import ENDS, MOST, Tokenizer, overlapping, panics_as_user_errors
-from dtgpt.posttrain.chats.template import Span
+from dtgpt.data.tokenizers.byte_level import letter_bytes
+from dtgpt.data.tokenizers.tokenizer import ENDS, MOST, Span, Tokenizer, overlapping, panics_as_user_errors
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.storage import parse_json
 
@@ -63,7 +62,7 @@ class TokenizerJson(Tokenizer):
                     "another tokenizer"
                 ) from None
 
-    def encode_chat(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
+    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
         with panics_as_user_errors(self.name), ENCODING:
             try:
                 self._parsed.encode_special_tokens = False
@@ -193,6 +192,13 @@ class SentencePiece(Tokenizer):
     def to_json(self) -> dict[str, Any]:
         model = base64.b64encode(self.ranks[0]).decode()
         return {"name": self.name, "begin": self._begin, "sentencepiece": model}
+
+
+def from_json(saved: dict[str, Any]) -> TokenizerJson | SentencePiece:
+    """Return the tokenizer of which `to_json` wrote `saved`."""
+    if "sentencepiece" in saved:
+        return SentencePiece(saved["name"], base64.b64decode(saved["sentencepiece"], validate=True), saved["begin"])
+    return TokenizerJson(saved["name"], saved["tokenizer_json"], saved["end"])
 
 
 def spelled(token: str) -> int:

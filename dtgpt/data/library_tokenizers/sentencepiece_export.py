@@ -7,8 +7,8 @@ import re
 from itertools import pairwise
 from typing import Any
 
-from dtgpt.data.tokenizers.bpe_files import merges_of
-from dtgpt.data.tokenizers.libraries import BLANK, SentencePiece
+from dtgpt.data.library_tokenizers.bpe_files import merges_of
+from dtgpt.data.library_tokenizers.libraries import BLANK, SentencePiece
 from dtgpt.data.tokenizers.tokenizer import opening_template, special_token
 from dtgpt.util.errors import UserError, optional_package
 

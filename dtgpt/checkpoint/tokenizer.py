@@ -1,12 +1,11 @@
-"""The tokenizer of a model in any format."""
+"""The tokenizer of a model in any format: the one that a run keeps, or files beside the weights."""
 
 from pathlib import Path
 
 from dtgpt.checkpoint.manifest import STATE
-from dtgpt.data.tokenizers.folder import tokenizer_file
-from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer
+from dtgpt.checkpoint.open import formats, run_of
+from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer, tokenizer_file
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.interop.open import TRACKER, is_megatron, run_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.errors import UserError
 
@@ -42,11 +41,11 @@ def tokenizer_beside(path: Path) -> Tokenizer | None:
 
 
 def tokenizer_place(path: Path) -> Path | None:
-    """Return the file of the tokenizer of a run to which `path` belongs, or the folder at `path` that has one's files:
-    of an iteration of Megatron-LM, also the folder above. None where there is none."""
+    """Return the file of the tokenizer of a run to which `path` belongs, or the folder at `path` that has one's files,
+    or the one that its format names. None where there is none."""
     if run := run_of(path):
         return run / "tokenizer.json"
     if (path / STATE).is_file() and (path / "tokenizer.json").is_file():  # of a run from which it was exported
         return path / "tokenizer.json"
-    above = [path.parent] if is_megatron(path) and not (path / TRACKER).is_file() else []
-    return next((folder for folder in [path, *above] if tokenizer_file(folder)), None)
+    named = (form.tokenizer_folder(path) for form in formats())
+    return next((folder for folder in [path, *filter(None, named)] if tokenizer_file(folder)), None)

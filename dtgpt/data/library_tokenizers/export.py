@@ -4,13 +4,14 @@ import json
 import re
 from typing import Any
 
-from dtgpt.data.tokenizers.bpe_files import BYTE_LEVEL, letter_bytes, merges_of, tokenizer_json
-from dtgpt.data.tokenizers.byte_level import PATTERNS, ByteLevel
+from dtgpt.data.library_tokenizers.bpe_files import BYTE_LEVEL, merges_of, tokenizer_json
+from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson, parse_tokenizer
+from dtgpt.data.library_tokenizers.rank_files import QWEN
+from dtgpt.data.library_tokenizers.sentencepiece_export import normalizes, sentencepiece_json
+from dtgpt.data.tokenizers.byte_level import PATTERNS, ByteLevel, letter_bytes
 from dtgpt.data.tokenizers.char import Char
-from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson, parse_tokenizer
-from dtgpt.data.tokenizers.rank_files import QWEN
-from dtgpt.data.tokenizers.sentencepiece_export import normalizes, sentencepiece_json
 from dtgpt.data.tokenizers.tokenizer import Tokenizer, opening_template
+from dtgpt.posttrain.chats.template import template_of
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json
 
@@ -39,7 +40,7 @@ def transformers_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, Any]:
         "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False, "model_max_length": seq_length,
         **{name: library.id_to_token(i) for name, i in names.items() if i is not None},
     }  # fmt: skip
-    if (template := tokenizer.chat_template) is not None:
+    if (template := template_of(tokenizer)) is not None:
         config = {**template.tokens, **config, "chat_template": template.source}
     return {"tokenizer.json": parse_json(content), "tokenizer_config.json": config}
 

@@ -15,13 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+from dtgpt.data.tokenizers.byte_level import letter_bytes
 from dtgpt.data.tokenizers.tokenizer import special_token
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.storage import read_regular
 
 Piece = TypeVar("Piece", bytes, str)
-LARGEST = 1 << 28  # bytes of a vocabulary's file
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LIKE_SPECIAL = re.compile(r"<.*\w.*>|\[.*\w.*\]")  # <pad>, <|im_start|>, <0x0A>, [MASK]: names, and no pieces of text
 
@@ -31,24 +30,6 @@ class BytePairs(NamedTuple):
 
     ids: dict[bytes, int]
     specials: dict[str, int]
-
-
-def read_content(path: Path) -> bytes:
-    """Return the bytes of a file. Raise UserError where it cannot be read, is not a regular one or is larger than any
-    vocabulary."""
-    try:
-        return read_regular(path, LARGEST)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; give the file of a vocabulary") from None
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file. Raise UserError as `read_content` does, and where the file is not UTF-8."""
-    content = read_content(path)
-    try:
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}); fetch it again") from None
 
 
 def from_merges(ids: dict[str, int], merges: Iterable[list[str]], specials: dict[str, int]) -> BytePairs | None:
@@ -154,11 +135,3 @@ def tokenizer_json(
     whole = {"added_tokens": added, "pre_tokenizer": pre_tokenizer or BYTE_LEVEL, "decoder": BYTE_LEVEL, "model": model}
     rare = {name: part for name, part in parts.items() if part is not None}
     return json.dumps({"version": "1.0", **whole, **rare}, ensure_ascii=False)
-
-
-def letter_bytes() -> dict[str, int]:
-    """Return GPT-2's byte alphabet: printable Latin-1 letters stand for themselves, the other bytes for U+0100 and
-    up."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

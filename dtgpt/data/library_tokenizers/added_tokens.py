@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dtgpt.data.tokenizers.folder import SETTINGS, read_settings, special_tokens
+from dtgpt.data.library_tokenizers.folder import SETTINGS, read_settings, special_tokens
 from dtgpt.data.tokenizers.tokenizer import MOST, special_token
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_json

@@ -1,0 +1,173 @@
+"""What a path holds: its weights as a `Source`, and what else is known of the model.
+
+dtgpt's own runs and checkpoints are read here. Whatever else there may be is asked of the formats that capabilities
+list as `sources`, in their order, so that none of their modules is loaded for a run that needs none of them.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from dtgpt.checkpoint.load import Saved, find_checkpoint
+from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
+from dtgpt.checkpoint.shard_file import Damaged
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.source import Source, TrainingSource
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util import seams
+from dtgpt.util.errors import UserError, did_you_mean
+
+Own = type[ModelConfig] | None  # class of the model of a recipe, for a checkpoint of a class that is not dtgpt's
+
+
+class SourceFormat:
+    """A format of models that is not dtgpt's own, or an addition to that. Each method is asked of every format, and
+    says that a path is none of its own unless a class says otherwise. The class is imported at once, hence what reads
+    files is to be imported by the methods."""
+
+    known = ""  # what a user may give, for messages
+    addends = ""  # what may be added to weights, for messages
+
+    def takes(self, path: Path) -> bool:
+        """Return whether `path`, which exists, holds a model of this format."""
+        return False
+
+    def open(self, path: Path, true_vocab_size: int | None) -> Source:
+        """Return the model at `path`, of which `takes` is true. Raise UserError where it is damaged."""
+        raise NotImplementedError
+
+    def trains(self, path: Path) -> bool:
+        """Return whether `path` is a run of another library, with which training can go on."""
+        return False
+
+    def open_training(self, path: Path, vocab_size: int) -> TrainingSource:
+        """Return the run at `path`, of which `trains` is true. Raise UserError where it cannot go on here."""
+        raise NotImplementedError
+
+    def completed(self, path: Path, checkpoint: Checkpoint, mesh: Mesh | None, own: Own) -> Source | None:
+        """Return the model of a checkpoint of dtgpt, found at `path`, that does not hold all of its weights; None where
+        it does, or this format does not know what is missing."""
+        return None
+
+    def takes_addend(self, path: Path) -> bool:
+        """Return whether `path` holds what this format can add to the weights of another model."""
+        return False
+
+    def with_addend(self, source: Source, path: Path, addend: Path, mesh: Mesh | None) -> Source:
+        """Return `source`, the model at `path`, with what is at `addend`, of which `takes_addend` is true."""
+        raise NotImplementedError
+
+    def tokenizer_folder(self, path: Path) -> Path | None:
+        """Return another folder than the model's own in which its tokenizer may be."""
+        return None
+
+    def ends(self, path: Path) -> tuple[str | None, list[int]] | None:
+        """Return what names the ids at which texts of the model at `path`, of any format, end, and these; None where
+        this format knows nothing of the model. Raise UserError where a file names what is not an id."""
+        return None
+
+    def keep(self, path: Path, config: ModelConfig, tokenizer: Tokenizer | None, folder: Path) -> None:
+        """Write into `folder`, of a run or a checkpoint, what a model with this `tokenizer` keeps of the one at `path`,
+        whose weights and shape (`config`) it has. Raise UserError where that cannot be read."""
+
+
+def formats() -> list[SourceFormat]:
+    """Return the formats of capabilities."""
+    return seams.listed("sources")
+
+
+def open_source(
+    path: Path, mesh: Mesh | None = None, true_vocab_size: int | None = None, own: type[ModelConfig] | None = None
+) -> Source:
+    """Open the weights at `path`, in any known format. The processes of a `mesh` share the work of checking a
+    checkpoint. `true_vocab_size`: without the padding that a file may have. `own`: class of the model of a recipe, for
+    a checkpoint of a class that is not dtgpt's. Raise UserError where no format is recognized, or the model is
+    damaged."""
+    if not path.exists():
+        if path.is_symlink():
+            raise UserError(f"{path} leads to {os.readlink(path)}, which does not exist; give {known()}")
+        raise UserError(f"{path} does not exist; {did_you_mean(path, f'give {known()}')}")
+    if is_own(path):
+        checkpoint = open_checkpoint(path, mesh, own)
+        found = (form.completed(path, checkpoint, mesh, own) for form in formats())
+        return next((source for source in found if source is not None), None) or Saved(checkpoint)
+    if (form := next((form for form in formats() if form.takes(path)), None)) is not None:
+        return form.open(path, true_vocab_size)
+    if any(form.takes_addend(path) for form in formats()):
+        raise UserError(f"{path} holds an adapter and no model; give the model that it is for, with --adapter {path}")
+    raise UserError(f"{path} holds no model that dtgpt knows; give {known()}")
+
+
+def known() -> str:
+    """Return what a user may give as a model, for messages."""
+    theirs = [form.known for form in formats() if form.known]
+    *others, last = ["a run folder of dtgpt", "one of its checkpoints/step_...", *theirs]
+    return f"{', '.join(others)} or {last}"
+
+
+def is_own(path: Path) -> bool:
+    """Return whether `path` is a run folder or a checkpoint of dtgpt."""
+    return (path / STATE).is_file() or (path / "recipe.json").is_file()
+
+
+def open_checkpoint(path: Path, mesh: Mesh | None, own: Own) -> Checkpoint:
+    """Return the checkpoint at `path`, or the newest of the run that is there."""
+    mesh = mesh or Mesh(ResolvedPlan(), torch.device("cpu"))
+    return find_checkpoint(mesh, path, path if (path / STATE).is_file() else None, weights_alone=True, own=own)
+
+
+def check_recipe(path: Path, config: ModelConfig, own: Own) -> None:
+    """Raise UserError where a recipe is given, of whose class `own` the model at `path` is not."""
+    if own is not None and type(config) is not own:
+        raise UserError(
+            f"{path} has a {type(config).__name__}, and the model of the recipe given is a {own.__name__}; give the "
+            "recipe that it was trained with, or leave it out: only a class that is not dtgpt's needs it"
+        )
+
+
+def with_addend(source: Source, path: Path, addend: Path, mesh: Mesh | None = None) -> Source:
+    """Return `source`, the model at `path`, with what is at `addend` added to its weights. Raise UserError where no
+    capability knows it, or it is for another model."""
+    form = next((form for form in formats() if form.takes_addend(addend)), None)
+    if form is None:
+        give = ", or ".join(form.addends for form in formats() if form.addends) or "a whole model, as the model"
+        raise UserError(f"{addend} holds no adapter; give {give}")
+    return form.with_addend(source, path, addend, mesh)
+
+
+def training_format(resume: str) -> SourceFormat | None:
+    """Return the format of the run of another library that `resume` of a recipe names, None for anything else."""
+    path = Path(resume)
+    if (path / "recipe.json").is_file():
+        return None
+    return next((form for form in formats() if form.trains(path)), None)
+
+
+def open_training(resume: str | None, vocab_size: int) -> TrainingSource | None:
+    """Return the run of another library that `resume` of a recipe names, None for anything else. `vocab_size`: of the
+    recipe's model, by which rows of padding are known. Raise UserError where such a run cannot go on here."""
+    form = training_format(resume) if resume is not None else None
+    return None if form is None else form.open_training(Path(str(resume)), vocab_size)
+
+
+def open_config(path: Path, own: Own = None) -> ModelConfig:
+    """Return the shape of the model at `path`; of dtgpt's own, without a look at its weights. `own`, and UserErrors: as
+    of `open_source`."""
+    folders = [path] if (path / STATE).is_file() else []
+    if not folders and (path / "recipe.json").is_file():
+        folders = list_checkpoints(path / "checkpoints")[::-1]
+    for folder in folders:
+        with suppress(Damaged):  # all checkpoints of a run have one model
+            return Checkpoint(folder, own=own).config
+    return open_source(path, own=own).config
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the run folder to which a path, or what a link there leads to, belongs, as itself or as one of its
+    checkpoints; None for anything else."""
+    owners = [path, *path.absolute().parents[1:2], *path.resolve().parents[1:2]]
+    return next((folder for folder in owners if (folder / "recipe.json").is_file()), None)

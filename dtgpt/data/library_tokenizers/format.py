@@ -1,0 +1,52 @@
+"""Files of other libraries' tokenizers, as the core asks for them."""
+
+from pathlib import Path
+from typing import Any
+
+from dtgpt.data.tokenizers.open import TokenizerFormat
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+
+
+class LibraryFiles(TokenizerFormat):
+    """Those of Hugging Face, SentencePiece, tiktoken and nanoGPT. Most are known by what they hold, hence this format
+    takes every file, and stands behind all others."""
+
+    saved = frozenset({"tokenizer_json", "sentencepiece"})
+
+    def takes(self, path: Path) -> bool:
+        return True
+
+    def open(self, path: Path, begin: bool) -> Tokenizer:
+        from dtgpt.data.library_tokenizers.files import open_path
+
+        tokenizer = open_path(path, begin)
+        file = self.file_in(path) if path.is_dir() else path
+        if file is not None:
+            self.add(tokenizer, file)
+        return tokenizer
+
+    def open_pair(self, vocab: Path, merges: Path) -> Tokenizer:
+        from dtgpt.data.library_tokenizers.files import from_files
+
+        return from_files(vocab, merges)
+
+    def from_json(self, saved: dict[str, Any]) -> Tokenizer:
+        from dtgpt.data.library_tokenizers.libraries import from_json
+
+        return from_json(saved)
+
+    def file_in(self, folder: Path) -> Path | None:
+        from dtgpt.data.library_tokenizers.folder import tokenizer_file
+
+        return tokenizer_file(folder)
+
+    def add(self, tokenizer: Tokenizer, file: Path) -> None:
+        """Add the chat template that files beside `file` have, unless the tokenizer has one."""
+        from dtgpt.data.library_tokenizers.folder import template_beside
+        from dtgpt.posttrain.chats.template import keep_template, template_of
+
+        if template_of(tokenizer) is None:
+            keep_template(tokenizer, template_beside(file))
+
+
+LIBRARY_FILES = LibraryFiles()
