@@ -42,7 +42,7 @@ class Report:
         self.peak = peak_flops(self.device, settings.dtype)
         self.shown = set(recipe.log.show.split(","))
         self.bytes_per_token, self.spells = data.bytes_per_token(), data.tokenizer.spells
-        self.chats = "chat_template" in data.tokenizer.additions
+        self.talks = "chat_template" in data.tokenizer.additions
         self.first, self._begin = step, time.perf_counter()
         # What the sinks of observers need of a former start is still as it was: below it is replaced.
         begun = Begun(run, step, asdict(recipe), values_of(recipe), read_records(run / "metrics.jsonl"))
@@ -155,7 +155,7 @@ class Report:
             name = shlex.quote(str(self.run))
             if file := self.settings.model.recipe_file:
                 name += f" --recipe {shlex.quote(file)}"
-            talk = f"dtgpt chat {name}" if self.chats else f"dtgpt generate {name} --interactive"
+            talk = f"dtgpt chat {name}" if self.talks else f"dtgpt generate {name} --interactive"
             commands = [talk] * self.spells + [f"dtgpt serve {name}"]
             say("\n".join(f"{'      ' if i else 'next: '}{command}" for i, command in enumerate(commands)))
 
