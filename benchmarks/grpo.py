@@ -69,7 +69,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 def differing(trainer: Trainer) -> tuple[int, int]:
     """Return (tokens of the next step's answers, those whose log-probability is not that of training, to the bit)."""
-    answers, length = trainer.rollouts.draw(trainer.step), trainer.settings.seq_length
+    answers, length = trainer.objective.rollouts.draw(trainer.step), trainer.settings.seq_length
     tokens = torch.zeros(len(answers), length + 1, dtype=torch.int64)
     drawn = torch.full((len(answers), length), math.nan)
     for row, answer in enumerate(answers):
@@ -100,14 +100,14 @@ def main() -> None:
     recipe = apply_overrides(recipe_of(args), options)
     records, tokens, wrong = [], 0, 0
     with open_trainer(recipe) as trainer:
-        exact, name = trainer.rollouts.exact, device_name(trainer.mesh.device)
+        exact, name = trainer.objective.rollouts.exact, device_name(trainer.mesh.device)
         print(f"{recipe.name}, {trainer.mesh.plan.name} on {name}, exact {exact}", flush=True)
         for _ in range(args.steps):
             if args.bits:
                 drawn, differ = differing(trainer)
                 tokens, wrong = tokens + drawn, wrong + differ
             trainer.mean_loss(trainer.train_step())  # waits for the device
-            records.append(trainer.rollouts.figures())
+            records.append(trainer.objective.rollouts.figures())
             print(json.dumps({key: round(value, 4) for key, value in records[-1].items()}), flush=True)
         memory = torch.cuda.max_memory_allocated() / 2**30 if trainer.mesh.device.type == "cuda" else None
     kept = records[args.warm_up :] or records

@@ -23,6 +23,7 @@ from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, LlamaConfig
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.planning.memory import memory_of
 from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.train.objective import objective_of
 from dtgpt.train.startup import read_dataset
 from dtgpt.train.trainer import Trainer
 
@@ -42,7 +43,7 @@ def measure(recipe: Recipe, steps: int, warm_up: int) -> dict[str, float]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(recipe, settings, Mesh(plan, device), read_dataset(recipe))
+    trainer = Trainer(recipe, settings, Mesh(plan, device), objective_of(recipe).make(read_dataset(recipe)))
     for step in range(warm_up + steps):
         if step == warm_up:
             loss, begin = trainer.mean_loss(result), time.perf_counter()  # noqa: F821 - waits for the device

@@ -1,10 +1,13 @@
 """The capabilities of dtgpt: what there is beside the core. Remove a line and the folder that it names, and the core
 works as before."""
 
-# The module that describes the capability, and those of the capabilities whose modules it imports.
+# The module that describes the capability, and those of the capabilities whose modules it imports. Sections of recipes
+# stand in this order, in `--help` too.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.charts", ()),
     ("dtgpt.evaluation", ()),
+    ("dtgpt.models.families", ()),
+    ("dtgpt.optim.muon_kinds", ()),
     ("dtgpt.optim.fp8", ()),
     ("dtgpt.optim.z_scores", ()),
     ("dtgpt.data.prepare", ("dtgpt.data.megatron", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
@@ -12,5 +15,13 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.data.megatron", ("dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
     ("dtgpt.data.library_tokenizers", ("dtgpt.posttrain.chats",)),
     ("dtgpt.posttrain.lora", ()),
+    ("dtgpt.posttrain.dpo", ()),
+    ("dtgpt.posttrain.grpo", ()),
     ("dtgpt.interop", ("dtgpt.posttrain.lora",)),
+    ("dtgpt.translate", ()),
+    ("dtgpt.planning", ()),
+    ("dtgpt.compare", ()),
+    ("dtgpt.evaluation", ()),
+    ("dtgpt.serve", ()),
+    ("dtgpt.commands.tools", ()),
 )

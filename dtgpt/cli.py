@@ -2,7 +2,6 @@
 
 import difflib
 import getpass
-import importlib
 import json
 import os
 import sys
@@ -13,59 +12,48 @@ from pathlib import Path
 
 from dtgpt.commands.help import HELP
 from dtgpt.run.signals import follow_launcher, interrupt_imports, say_interrupted
+from dtgpt.util import seams
 from dtgpt.util.console import close_streams, prepare_streams, say, say_error
 from dtgpt.util.errors import UserError, sentence_of, shown
+from dtgpt.util.seams import CommandEntry
 
 interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
-COMMANDS = (
-    "prepare", "tokenizer", "train", "plan", "compare", "generate", "chat", "serve", "eval", "lm-eval", "convert",
-    "translate", "inspect", "plot", "recipe", "doctor",
-)  # fmt: skip
+COMMANDS = {  # of the core
+    "train": CommandEntry(
+        "dtgpt.commands.train:command",
+        "dtgpt train RECIPE.py [--nproc N] [--option value ...]\n"
+        "    train a model; with --nproc N, in N processes of this machine",
+        place=30,
+    ),
+    "generate": CommandEntry(
+        "dtgpt.commands.generate:command",
+        "dtgpt generate MODEL [--prompt TEXT | --prompts-file FILE | --interactive]\n"
+        "    continue texts with a run's newest checkpoint or another model",
+        place=60,
+    ),
+}
 RANK_0_FIRST = 5.0  # seconds for rank 0 to say first why the run ends
-USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options of COMMAND)
-
-  dtgpt prepare INPUT ... --output-prefix PREFIX
-      encode text into Megatron-LM's PREFIX_text_document.bin and .idx
-  dtgpt tokenizer train INPUT ...
-      train a byte-level BPE on your own text
-  dtgpt doctor
-      check this machine: torch, GPUs, what they run, what is missing
-  dtgpt recipe [NAME]
-      print a recipe file that comes with dtgpt; without NAME, list them
-  dtgpt train RECIPE.py [--nproc N] [--option value ...]
-      train a model; with --nproc N, in N processes of this machine
-  dtgpt plan RECIPE.py [--plan NAME] [--world N] [--gpu NAME]
-      show memory, messages and pipeline bubble of a plan; no GPU is needed
-  dtgpt compare RECIPE.py --plans NAME [NAME ...] [--steps N]
-      run the same steps under several plans and on one process, and compare
-  dtgpt compare RUN_A RUN_B [--output FILE.png]
-      show where the curves of two runs part, and in what the runs differ
-  dtgpt generate MODEL [--prompt TEXT | --prompts-file FILE | --interactive]
-      continue texts with a run's newest checkpoint or another model
-  dtgpt chat MODEL [--system TEXT]
-      talk to a model whose tokenizer has a chat template
-  dtgpt serve MODEL [--host ADDRESS] [--port N]
-      answer Megatron-LM's and OpenAI's clients over HTTP, and a web page
-  dtgpt eval MODEL --task lambada|wikitext103|hellaswag --data FILE
-      measure a model on tasks with known answers
-  dtgpt lm-eval MODEL --tasks NAME[,NAME ...]
-      evaluate a model with lm-evaluation-harness
-  dtgpt convert MODEL TARGET --to hf|megatron|dtgpt
-      convert from and to Hugging Face and Megatron-LM; from nanoGPT and llm.c
-  dtgpt translate SCRIPT.sh | -- COMMAND
-      make a recipe of a command of Megatron-LM, nanoGPT or llm.c
-  dtgpt inspect MODEL | PREFIX
-      verify and describe a checkpoint or model; describe token files
-  dtgpt plot RUN [RUN ...] [--output FILE.png]
-      draw the loss curves of runs into one picture
-"""
+USAGE = "usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options of COMMAND)"
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the `dtgpt` command, and exit."""
     words = _without_rank(sys.argv[1:] if arguments is None else arguments)
     _exit(lambda: _command(words))
+
+
+def commands() -> dict[str, CommandEntry]:
+    """Return all commands by name, in their order."""
+    found = COMMANDS | seams.added("commands")
+    return dict(sorted(found.items(), key=lambda command: command[1].place))
+
+
+def usage() -> str:
+    """Return the list of commands."""
+    listed = sorted(commands().values(), key=lambda entry: entry.usage_place or entry.place)
+    lines = [line for entry in listed for line in entry.usage.splitlines()]
+    return "\n".join([USAGE, "", *(f"  {line}" for line in lines)])
 
 
 def run_recipe(recipe_function: Callable, doc: str | None, arguments: list[str] | None = None) -> None:
@@ -90,7 +78,7 @@ def _without_rank(words: list[str]) -> list[str]:
 
 def _command(words: list[str]) -> int:
     if not words or words[0] in (*HELP, "help"):
-        say(USAGE.rstrip())
+        say(usage())
         return 0
     name, *rest = words
     if name == "--version":
@@ -98,15 +86,13 @@ def _command(words: list[str]) -> int:
 
         say(describe_versions())
         return 0
-    if name == "record":
-        from dtgpt.commands.compare import record
-
-        return record(rest)
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
-        advice = f"did you mean dtgpt {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
+    known = commands()
+    if name not in known:
+        listed = [name for name, entry in known.items() if entry.usage]
+        near = difflib.get_close_matches(name.lower(), listed, n=1)
+        advice = f"did you mean dtgpt {near[0]}?" if near else f"use one of {', '.join(listed)}"
         raise UserError(f"there is no command {shown(name)}; {advice}")
-    return importlib.import_module(f"dtgpt.commands.{name.replace('-', '_')}").command(rest)
+    return seams.load(known[name].part)(rest)
 
 
 def _exit(work: Callable[[], int]) -> None:

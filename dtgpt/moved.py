@@ -24,6 +24,7 @@ FOLDERS = {
     ("dtgpt.data.chats", "dtgpt.posttrain.dpo"): "pairs preferences",
     ("dtgpt.config", "dtgpt.posttrain.dpo"): "dpo>config",
     ("dtgpt.train", "dtgpt.posttrain.dpo"): "preferences>reference",
+    ("dtgpt.ops.loss", "dtgpt.posttrain.dpo"): "preference>loss",
     ("dtgpt.config", "dtgpt.posttrain.grpo"): "grpo>config",
     ("dtgpt.train", "dtgpt.posttrain.grpo"): "rollouts answers recipe_calls gsm8k",
     ("dtgpt.config", "dtgpt.posttrain.lora"): "lora>config",

@@ -11,6 +11,7 @@ from typing import Any
 
 from dtgpt.commands.help import help_text, usage_of, wants_help
 from dtgpt.config.overrides import read_words, take
+from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import check_fields
@@ -25,7 +26,7 @@ class Command:
     field `input`, words that belong to no option are added to it, and there are no other paths.
     work: called with each path, and `options=`; returns the exit code, None for 0.
     example: words of a correct call, for error messages.
-    aliases, explain: as in `read_words`.
+    aliases, explain: as in `read_words`; what `explain` says nothing of, capabilities may know from other programs.
     """
 
     usage: str
@@ -51,6 +52,10 @@ class Command:
     def help_doc(self) -> str:
         return self.doc or getdoc(self.options) or ""
 
+    def _explain(self, name: str, value: str) -> str | None:
+        known = (each.of_command(self.name, name, value) for each in seams.listed("explanations"))
+        return self.explain(name, value) or next(filter(None, known), None)
+
     def read(self, words: list[str]) -> tuple[list[Path], Any]:
         """Return paths and options. Raises UserError for a value out of bounds, and for missing or extra paths."""
         needed = self.usage.removeprefix(self.name).strip()
@@ -58,7 +63,7 @@ class Command:
         if needed and not words:
             raise missing
         try:
-            free, given = read_words(words, self.options, free=True, aliases=self.aliases, explain=self.explain)
+            free, given = read_words(words, self.options, free=True, aliases=self.aliases, explain=self._explain)
             options = take(self.options(), given)
             check_fields(options, "--")
         except UserError as error:

@@ -14,6 +14,7 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
+from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.job import checked
 from dtgpt.train.settle import load_recipe, settle
 from dtgpt.util.errors import UserError
@@ -78,7 +79,8 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
     recipe = settle(recipe, given)
     for text, more in against.items():
         other = checked(load_recipe(path, more))
-        check_same_shapes(text, (other.model, other.lora.rank), (recipe.model, recipe.lora.rank))
+        ranks = [each.section(LoraConfig).rank for each in (other, recipe)]
+        check_same_shapes(text, (other.model, ranks[0]), (recipe.model, ranks[1]))
     from dtgpt.compare.compare import compare
 
     result = compare(recipe, path.absolute(), list(own.plans), own.steps, own.tolerance, words, against, own.commits)

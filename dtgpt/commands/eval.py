@@ -36,7 +36,6 @@ from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.interop.inspect import model_digest
 from dtgpt.models.source import Source
 from dtgpt.posttrain.lora.checkpoint import Merged
-from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import counted, duration, say
 from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import device_name, memory_errors_as_user_errors
@@ -186,5 +185,4 @@ class SampleProgress(ProgressLines):
 command = Command(
     "eval MODEL", EvalOptions, evaluate, "runs/gpt2_tiny-001 --task lambada --data lambada_test.jsonl",
     aliases={"valid_data": "data", "strict_lambada": "strict", "tasks": "task"},
-    explain=explain_for_command("eval"),
 )  # fmt: skip

@@ -1,9 +1,5 @@
 """`dtgpt generate`: continue texts with a model."""
 
-import json
-import os
-import re
-import shlex
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -24,7 +20,6 @@ from dtgpt.commands.model_options import (
     VocabFile,
 )
 from dtgpt.commands.prompts import Line, read_prompts_file
-from dtgpt.commands.serve import KEY
 from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.inference.generator import Need, need_of
 from dtgpt.inference.load import open_model
@@ -32,6 +27,7 @@ from dtgpt.inference.model import Model
 from dtgpt.inference.options import OPTIONS, biases, read_options
 from dtgpt.inference.prompts import encode, tokenizer_of
 from dtgpt.inference.session import PromptJob, Session
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
@@ -114,8 +110,9 @@ class GenerateOptions(Execution, SamplingWords, PromptOptions):  # fields are li
 def generate(path: Path, options: GenerateOptions) -> None:
     check_modes(options)
     base = sampling_of(options)
-    if error := server_error(path, options):
-        raise error
+    for explanations in seams.listed("explanations"):
+        if sentence := explanations.of_model(path, options):
+            raise UserError(sentence)
     source, settings, mesh = open_model(
         path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
         options.recipe,
@@ -139,32 +136,6 @@ def check_modes(options: GenerateOptions) -> None:
         raise UserError(f"--{one} and --{other} both say where prompts come from; leave one out")
     if options.interactive and options.output:
         raise UserError("--interactive writes to the terminal; leave --output out")
-
-
-def server_error(path: Path, options: GenerateOptions) -> UserError | None:
-    """Return the error for the address of a server in place of a model, with the command to ask it; None for a path."""
-    text = str(path)
-    if not (found := re.fullmatch(r"(https?):/*([!-~]+)", text)):  # `Path` makes one slash of two
-        found = None if path.exists() else re.fullmatch(r"()([\w.-]+:\d{1,5})", text)
-    if not found:
-        return None
-    address = f"{found[1] or 'http'}://{found[2].rstrip('/')}"
-    body: dict[str, Any] = {"prompt": options.prompt or "Once upon a time", "max_tokens": options.max_new_tokens}
-    body |= {"temperature": options.temperature, "top_k": options.top_k}
-    given = json.dumps({name: value for name, value in body.items() if value is not None})
-    headers = '-H "Content-Type: application/json"' + f' -H "Authorization: Bearer ${KEY}"' * (KEY in os.environ)
-    return UserError(
-        f"{address} is a server, and dtgpt generate takes a model; ask the server with OpenAI's client "
-        f"(base_url={address}/v1) or with: curl {shlex.quote(f'{address}/v1/completions')} {headers} "
-        f"-d {shlex.quote(given)}"
-    )
-
-
-def explain(name: str, value: str) -> str | None:
-    """Return the sentence about an option that this command had when it asked servers."""
-    if name.replace("-", "_") != "api_key":
-        return None
-    return "--api-key belongs to dtgpt serve; dtgpt generate asks no server: use OpenAI's client, or curl"
 
 
 def sampling_of(options: GenerateOptions) -> dict[str, Any]:
@@ -255,5 +226,5 @@ def _write_results(model: Model, base: dict[str, Any], options: GenerateOptions)
 
 command = Command(
     "generate MODEL", GenerateOptions, generate, "runs/gpt2_tiny-001 --prompt Hello",
-    aliases={"tokens": "max_new_tokens", "num_return_sequences": "num_samples"}, explain=explain,
+    aliases={"tokens": "max_new_tokens", "num_return_sequences": "num_samples"},
 )  # fmt: skip

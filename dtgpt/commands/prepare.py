@@ -8,7 +8,6 @@ from typing import Any
 from dtgpt.commands.command import Command
 from dtgpt.data.prepare.job import PrepareConfig, join_datasets
 from dtgpt.data.prepare.job import prepare as encode
-from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import counted, say
 
 ALIASES = {"tokenizer_model": "tokenizer"}  # Megatron-LM's name
@@ -47,5 +46,5 @@ class SignalsAsExit:
 
 command = Command(
     "prepare INPUT ... --output-prefix PREFIX", PrepareConfig, prepare, "corpus.jsonl --output-prefix corpus",
-    doc=DOC, aliases=ALIASES, explain=explain_for_command("prepare"),
+    doc=DOC, aliases=ALIASES,
 )  # fmt: skip

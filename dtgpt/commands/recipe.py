@@ -3,16 +3,12 @@
 import ast
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import metadata
 from pathlib import Path
 
-import dtgpt
 from dtgpt.commands.command import Command
+from dtgpt.config.recipe_file import recipe_files
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
-
-FOLDER = ("dtgpt", "recipes")  # the last parts of the folder where a wheel puts them
-KINDS = (".py", ".sbatch", ".yaml")  # recipes, a job of Slurm, one of Kubernetes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,27 +20,6 @@ class RecipeOptions:
     dtgpt recipe slurm > slurm.sbatch && sbatch --nodes 2 slurm.sbatch mine.py"""
 
     input: tuple[str, ...] = ()
-
-
-def recipe_files() -> dict[str, Path]:
-    """Return the files by name, recipes first, of the checkout that dtgpt runs from, or those that a wheel
-    installed."""
-    checkout = Path(dtgpt.__file__).parents[1] / "recipes"
-    if (checkout / "gpt2_tiny.py").is_file():
-        found = list(checkout.iterdir())
-    else:
-        try:
-            installed = metadata.files("dtgpt") or []
-        except metadata.PackageNotFoundError:
-            installed = []
-        found = [Path(str(file.locate())) for file in installed if file.parent.parts[-2:] == FOLDER]
-    files = [path for path in found if path.suffix in KINDS]
-    return {path.stem: path for path in sorted(files, key=lambda path: (KINDS.index(path.suffix), path.name))}
-
-
-def recipe_names() -> list[str]:
-    """Return the names of the recipes alone."""
-    return [name for name, path in recipe_files().items() if path.suffix == ".py"]
 
 
 def show_recipe(options: RecipeOptions) -> None:

@@ -6,12 +6,10 @@ from pathlib import Path
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.help import recipe_help, usage_of, wants_help
-from dtgpt.commands.recipe import recipe_names
-from dtgpt.config.overrides import read_words, take
+from dtgpt.config.overrides import explain_for, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
 from dtgpt.optim.kinds import named_kind, of_kind
-from dtgpt.translate.megatron_table import explain_for
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import check_fields
@@ -44,4 +42,4 @@ class RecipeCommand(Command):
 
 def _recipe_of(files: list[str], words: list[str], command: str) -> Recipe:
     """Return the recipe of the first of `files`, with the kind of optimizer that `words` name."""
-    return of_kind(call_recipe(recipe_module(files, command, recipe_names()).recipe), named_kind(words))
+    return of_kind(call_recipe(recipe_module(files, command).recipe), named_kind(words))

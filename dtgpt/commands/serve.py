@@ -29,7 +29,7 @@ from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import Session
-from dtgpt.translate.megatron_tools import explain_for_command
+from dtgpt.serve.explanations import KEY
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.hardware import memory_errors_as_user_errors
@@ -38,7 +38,6 @@ from dtgpt.util.process import Process
 if TYPE_CHECKING:
     from dtgpt.serve.server import Server
 
-KEY = "DTGPT_API_KEY"  # environment variable
 LONGEST_NAME = 200  # characters
 SWITCH_INTERVAL = 0.0005  # seconds; Python's own 5 ms let the event loop hold the engine up for the length of a step
 
@@ -192,6 +191,4 @@ def check_access(options: ServeOptions, listener: socket.socket, key: str | None
         )
 
 
-command = Command(
-    "serve MODEL", ServeOptions, serve, "runs/gpt2_tiny-001 --port 5000", explain=explain_for_command("serve")
-)
+command = Command("serve MODEL", ServeOptions, serve, "runs/gpt2_tiny-001 --port 5000")

@@ -11,14 +11,13 @@ from typing import Annotated
 
 from dtgpt.commands.help import HELP, recipe_help, usage_of, usage_of_file, wants_help
 from dtgpt.commands.launcher import launch
-from dtgpt.commands.recipe import recipe_names
-from dtgpt.config.overrides import Options, read_words, take
+from dtgpt.config.overrides import Options, explain_for, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
 from dtgpt.optim.kinds import named_kind, of_kind
 from dtgpt.train.job import Job, find_resume_point, make_job
 from dtgpt.train.settle import settle_at
-from dtgpt.translate.megatron_table import explain_for
+from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, check_fields
@@ -50,9 +49,8 @@ def train_recipe(recipe_function: Callable, doc: str, words: list[str], file: st
     try:
         _, given = read_words(words, TrainOptions, recipe, aliases={"nproc_per_node": "nproc"}, explain=explain)
     except UserError as error:
-        several = str(error).count(" of Megatron-LM does not exist here") > 1
-        hint = "\n  a recipe of a whole command: dtgpt translate -- torchrun pretrain_gpt.py --option value ..."
-        raise UserError(f"{error}{hint if several else ''}") from None
+        more = "".join(each.more(str(error)) for each in seams.listed("explanations"))
+        raise UserError(f"{error}{more}") from None
     own = take(TrainOptions(), given)
     check_fields(own, "--")
     options = {name: value for name, value in given.items() if name != "nproc"}
@@ -88,5 +86,5 @@ def command(words: list[str]) -> int:
     if words and words[0] in HELP:
         say(recipe_help(words, DOC, usage_of("train RECIPE.py"), TrainOptions, Recipe))
         return 0
-    module = recipe_module(words, "train", recipe_names())
+    module = recipe_module(words, "train")
     return train_recipe(module.recipe, module.__doc__ or "", words[1:], words[0])

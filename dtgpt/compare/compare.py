@@ -27,6 +27,7 @@ from dtgpt.compare.verdict import Difference, Limits, difference, first_state, l
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
+from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.train.job import checked
 from dtgpt.util.console import counted, hanging, say, say_error, terminal_width
 from dtgpt.util.environment import child_environment
@@ -63,9 +64,9 @@ def compare(
         raise UserError(f"--steps {steps} is more than the recipe's {most}; use {most} or fewer")
     if recipe.resume:
         raise UserError("dtgpt compare begins with initial weights; leave --resume out")
-    if recipe.grpo.group:
+    if group := recipe.section(GrpoConfig).group:
         raise UserError(
-            f"grpo.group={recipe.grpo.group}, but dtgpt compare holds steps on data against each other, and a drawn "
+            f"grpo.group={group}, but dtgpt compare holds steps on data against each other, and a drawn "
             "token that differs by rounding changes all after it; use --grpo.group 0"
         )
     plans = {name: fitting_plan(name, names, recipe.plans) for name in [REFERENCE, *names]}

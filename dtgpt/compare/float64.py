@@ -12,9 +12,8 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.layers import AttentionCore, Output
-from dtgpt.ops.loss.preference import Pairs
-from dtgpt.posttrain.lora.adapters import add_adapters
 from dtgpt.train.trainer import Trainer
+from dtgpt.util import seams
 
 BIT = 2.0**-40  # by which weights are moved to see what a change does: more than float64 rounds, less than any run
 OPERATIONS = 2e12  # of a step in float64 at most; a longer one computes the first sample alone
@@ -27,8 +26,9 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
     settings, device = trainer.settings, torch.device("cpu")
     with torch.device("meta"):
         model = Decoder(settings.model, torch.float64)
-    if settings.lora.rank:
-        add_adapters(model, settings, trainer.mesh.place, device)
+    if settings.freezes_weights:
+        for add_modules in seams.listed("added_modules"):
+            add_modules(model, settings, trainer.mesh.place, device)
     model.to(torch.float64).allocate(device)
     values = {shard.name: shard.local for shard in (*trainer.shards, *(trainer.shards.frozen or ()))}
     parameters = unique_parameters(model)
@@ -51,21 +51,13 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
     for index, piece in enumerate(pieces if whole else pieces[:1]):
         some = piece if whole else Batch._make(None if value is None else value[:1] for value in piece)
         with recorder.attached([model]):
-            logits = model(*some._replace(targets=None, loss_weights=None, answers=None, reference=None))
+            logits = model(*some._replace(targets=None, loss_weights=None, by_token=None, by_sample=None))
             assert some.targets is not None
             losses = F.cross_entropy(
                 logits[..., : output.vocab_size].flatten(0, -2), some.targets.flatten(), reduction="none"
             )
-            count = piece.tokens.numel()
-            if trainer.objective is not None and some.loss_weights is not None and some.answers is not None:
-                pairs, count = (
-                    Pairs(some.loss_weights, some.answers, some.reference),
-                    some.loss_weights.numel() * len(piece.tokens) // len(some.tokens),
-                )
-                losses = trainer.objective.of_batch(losses.view_as(some.targets), pairs) * some.loss_weights
-            elif some.loss_weights is not None:
-                losses = losses * some.loss_weights.flatten()
-            loss = losses.sum() / count
+            addends = trainer.objective.addends(losses.view_as(some.targets), some)
+            loss = addends.sum() / (addends.numel() * len(piece.tokens) // len(some.tokens))
         made = f"{name} output 0"
         recorder.tensors = {key: value for key, value in recorder.tensors.items() if key[0] != index or key[2] != made}
         if whole:

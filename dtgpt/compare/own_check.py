@@ -16,6 +16,7 @@ from dtgpt.compare.float64 import BIT, trace_in_float64
 from dtgpt.compare.pairing import distance, norm
 from dtgpt.compare.shared_state import WEIGHT, held
 from dtgpt.compare.trace import FP8_EPS, Key, Recorder, Trace, file_of, uncompiled
+from dtgpt.config.fp8 import FP8
 from dtgpt.parallel.shards import Shard
 from dtgpt.train.trainer import Trainer
 
@@ -137,7 +138,7 @@ def _beside_float64(own: Trace, exact: Trace, kept: Mapping[str, Tensor]) -> Ite
 
 def eps_of(trainer: Trainer) -> float:
     """Return the relative distance of neighbours in the type of a run's products."""
-    return FP8_EPS if trainer.settings.fp8 else torch.finfo(trainer.settings.dtype).eps
+    return FP8_EPS if trainer.settings.products == FP8 else torch.finfo(trainer.settings.dtype).eps
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

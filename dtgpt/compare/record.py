@@ -29,10 +29,11 @@ from dtgpt.compare.shared_state import (
 )
 from dtgpt.compare.trace import FP8_EPS, traced
 from dtgpt.config.execution import Settings
+from dtgpt.config.fp8 import FP8
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.planning.memory import fullest, memory_by_rank
-from dtgpt.posttrain.dpo.reference import held_out_figures
+from dtgpt.train.objective import LanguageModel
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.hardware import peak_memory
 
@@ -179,7 +180,7 @@ def record(
         initial=digest.hexdigest(),
         tensors=kept,
         stale=stale,
-        fp8=trainer.settings.fp8,
+        fp8=trainer.settings.products == FP8,
         tokens=tokens_of_steps(mesh, tokens),
         held_out=held_out,
         apart=apart,
@@ -192,7 +193,9 @@ def record(
 def note_tokens(trainer: Trainer) -> dict[int, dict[int, str]]:
     """Return a dict to which every later step adds the digests of this rank's samples, by their numbers."""
     steps: dict[int, dict[int, str]] = {}
-    take = trainer.batches.take
+    assert isinstance(trainer.objective, LanguageModel)
+    batches = trainer.objective.batches
+    take = batches.take
 
     def noted(step: int) -> tuple[Tensor, ...]:
         windows, sample_ids, *_ = taken = take(step)
@@ -200,7 +203,7 @@ def note_tokens(trainer: Trainer) -> dict[int, dict[int, str]]:
         steps[step] = dict(zip(sample_ids.tolist(), digests, strict=True))
         return taken
 
-    trainer.batches.take = noted  # type: ignore[method-assign]
+    batches.take = noted  # type: ignore[method-assign]
     return steps
 
 
@@ -218,9 +221,6 @@ def held_out_loss(trainer: Trainer) -> float | None:
     than others; None where there is no validation text."""
     most = trainer.sizes.at(trainer.step - 1) + 1
     trainer.log = replace(trainer.log, eval_samples=min(trainer.log.eval_samples, most))
-    if trainer.objective is not None:
-        figures = held_out_figures(trainer, "valid")
-        return None if figures is None else figures["loss"]
     found = trainer.held_out_loss()
     return None if found is None else found[0]
 

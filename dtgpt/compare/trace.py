@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dtgpt.config.fp8 import FP8
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.build import set_execution
@@ -168,7 +169,7 @@ def traced(trainer: Trainer, file: Path) -> Iterator[None]:
     for key in [key for key, value in recorder.tensors.items() if value.dim() == 0]:  # losses
         value = recorder.tensors[key].to(mesh.device, copy=True)
         recorder.tensors[key] = mean_over_slices(mesh, value).cpu()
-    eps = FP8_EPS if settings.fp8 else torch.finfo(settings.dtype).eps
+    eps = FP8_EPS if settings.products == FP8 else torch.finfo(settings.dtype).eps
     save(
         recorder,
         file_of(file, str(mesh.rank)),

@@ -1,17 +1,15 @@
 """What a model is built and run with: the choices of a recipe for this machine, resolved once."""
 
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.sections import OptimizerConfig
+from dtgpt.config.sections import Added, OptimizerConfig, Rows, Section, precision_of, section_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Core, inventory
 from dtgpt.ops.attention.core import Backend, choose, in_kernels
-from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import why_no_compiler
@@ -22,19 +20,6 @@ Recompute = Literal["none", "selective", "around_attention", "full"]
 Reduce = Literal["fast", "exact"]
 Switch = Literal["auto", "on", "off"]
 MOST_SLOTS = 512  # sequences that are generated at the same time
-
-
-class Groups(NamedTuple):
-    """Samples that begin with the same prompt, as the answers of GRPO do."""
-
-    size: int  # samples
-    new: int  # most tokens behind a prompt
-    share: Switch  # whether training computes a prompt once for all of them
-
-    def row_length(self, length: int) -> int:
-        """Return the tokens of a row that has what samples of `length` share once, and then, of each, the last token of
-        its prompt and what is behind."""
-        return length + (self.size - 1) * (self.new + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +39,29 @@ class Settings:
     reduce: Reduce = "fast"
     compile: bool = False
     graphs: bool = False  # replay steps as CUDA graphs
-    fp8: bool = False  # matrix products of blocks are of 8 bits
+    products: str | None = None  # the precision of a capability, by which it computes products of blocks
     masks_documents: bool = False  # tokens attend to their own document only
     optimizer: OptimizerConfig | None = None  # None: nothing is trained
-    lora: LoraConfig = field(default_factory=LoraConfig)  # of rank 0: the weights are trained
-    slots: int = 0  # answers that are drawn at the same time, whose keys and values are kept beside training
-    groups: Groups | None = None  # of samples that begin alike; None: samples are unlike
+    sections: tuple[Section, ...] = ()  # of capabilities; one that is missing has its defaults
+
+    def section(self, kind: type[Added]) -> Added:
+        """Return the section of this class, with its defaults where there is none."""
+        return section_of(self.sections, kind)
+
+    @property
+    def freezes_weights(self) -> bool:
+        """Whether other modules than the model's own are trained."""
+        return any(section.freezes_weights for section in self.sections)
+
+    @property
+    def makes_samples(self) -> bool:
+        """Whether training makes its own samples."""
+        return any(section.makes_samples for section in self.sections)
+
+    @property
+    def slots(self) -> int:
+        """Sequences that are generated at the same time, whose keys and values are kept beside training."""
+        return sum(section.slots_for(self.global_batch_size, self.plan) for section in self.sections)
 
     @property
     def local_length(self) -> int:
@@ -67,33 +69,10 @@ class Settings:
         return self.seq_length // self.plan.cp
 
     @property
-    def shares(self) -> bool:
-        """Whether the samples of a group are one row, which has what they share once."""
-        return self.groups is not None and self.groups.share != "off" and self.why_not_shared is None
-
-    @property
-    def rows(self) -> int:
-        """Rows of a micro-batch: samples, or groups of them."""
-        return self.micro_batch_size // (self.groups.size if self.groups is not None and self.shares else 1)
-
-    @property
-    def row_length(self) -> int:
-        """Tokens of a row on each context parallel rank."""
-        return self.groups.row_length(self.seq_length) if self.groups is not None and self.shares else self.local_length
-
-    @property
-    def why_not_shared(self) -> str | None:
-        """Why training cannot compute once what the samples of a group share; None where it can."""
-        plan, groups = self.plan, self.groups
-        if groups is None:
-            return "samples do not begin alike"
-        if plan.pp > 1 or plan.cp > 1:
-            return f"plan={plan.name} hands samples of one length on from rank to rank"
-        if self.micro_batch_size % groups.size:
-            return f"micro_batch_size={self.micro_batch_size} is not a multiple of grpo.group={groups.size}"
-        if plan.sequence_parallel and (length := groups.row_length(self.seq_length)) % plan.tp:
-            return f"tp={plan.tp} does not divide the {length:,} tokens of a group"
-        return "reduce=exact has the bits of plans that cannot" if self.reduce == "exact" else None
+    def rows(self) -> Rows:
+        """The rows of a micro-batch."""
+        found = (section.rows_of(self) for section in self.sections)
+        return next(filter(None, found), None) or Rows(self.micro_batch_size, self.local_length)
 
     @property
     def micro_batches(self) -> int:
@@ -103,12 +82,13 @@ class Settings:
     @property
     def precision(self) -> str:
         """The precision by a recipe's name."""
-        return FP8 if self.fp8 else next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        return self.products or next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
     @property
     def number_types(self) -> str:
         """The types of activations and of products, in words."""
-        return f"{str(self.dtype).removeprefix('torch.')}{', products of blocks in fp8' if self.fp8 else ''}"
+        activations = str(self.dtype).removeprefix("torch.")
+        return f"{activations}, products of blocks in {self.products}" if self.products else activations
 
     @property
     def low_precision(self) -> bool:
@@ -153,9 +133,10 @@ class Settings:
 
     @property
     def observes_again(self) -> bool:
-        """Whether a step that observes values for fp8 computes blocks again in backward, which other steps do not."""
+        """Whether a step that observes values, for products in few bits, computes blocks again in backward, which other
+        steps do not."""
         repeats_all = self.repeats_blocks and self.recompute_blocks is None
-        return self.fp8 and not repeats_all and not self.plan.splits_backward
+        return self.products is not None and not repeats_all and not self.plan.splits_backward
 
     @property
     def attention_backend(self) -> Backend:
@@ -205,10 +186,11 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations. `precision`: auto, fp32, bf16, fp16 or fp8."""
+    """Return the dtype of activations. `precision`: auto, one of DTYPES or of a capability."""
     if precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if precision == FP8 else DTYPES[precision]
+    added = precision_of(precision)
+    return DTYPES[precision] if added is None else added.dtype
 
 
 def choose_graphs(wanted: Switch, device: torch.device) -> bool:

@@ -3,15 +3,33 @@
 import torch
 
 from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.sections import Precision
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import MATRICES, Role
 from dtgpt.ops.fast import has_float8
-from dtgpt.ops.fp8.product import STEP
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import device_name
 
-FP8 = "fp8"  # the precision of a recipe: bf16, but for the matrix products of blocks
+FP8 = "fp8"  # the precision of a recipe
+
+
+class Fp8(Precision):
+    """bf16, but for the matrix products of blocks."""
+
+    dtype = torch.bfloat16
+    help = "bf16, with the matrix products of blocks in 8 bits"
+
+    def check_device(self, device: torch.device) -> None:
+        check_fp8(device)
+
+    def notes_on(
+        self, model: ModelConfig, plan: ResolvedPlan, micro_batch_size: int, length: int, device: str
+    ) -> list[str]:
+        return fp8_notes(model, plan, micro_batch_size, length, device)
+
+
+PRECISION = Fp8()
 
 
 def check_fp8(device: torch.device) -> None:
@@ -32,6 +50,8 @@ def fp8_notes(
     model: ModelConfig, plan: ResolvedPlan, micro_batch_size: int, seq_length: int, device_type: str
 ) -> list[str]:
     """Return why fp8 is slow here, though right; nothing where it is fast."""
+    from dtgpt.ops.fp8.product import STEP  # here, since a recipe in another precision reads this file's help
+
     slow = "is computed in 16 bits from 8-bit values, slower than bf16"
     if device_type == "cpu":
         return [f"precision=fp8 has no CPU kernel: every product {slow}"]

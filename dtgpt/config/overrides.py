@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.field_types import KINDS
@@ -96,6 +97,17 @@ def read_words(
         heading = [f"{len(problems)} options cannot be used:"] if len(problems) > 1 else []
         raise UserError("\n  ".join([*heading, *problems]))
     return alone, options
+
+
+def explain_for(architecture: str) -> Callable[[str, str], str | None]:
+    """Return `explain` of `read_words` for options of recipes of an architecture, by what capabilities know of other
+    programs."""
+
+    def explain(name: str, value: str) -> str | None:
+        found = (each.of_recipe(architecture, name, value) for each in seams.listed("explanations"))
+        return next(filter(None, found), None)
+
+    return explain
 
 
 def take(config: Any, options: Options) -> Any:

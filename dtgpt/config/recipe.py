@@ -1,11 +1,12 @@
 """A recipe: everything that decides a run, as frozen dataclasses. One experiment is one short file in `recipes/`.
 
-Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `dtgpt.config.overrides`.
+Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `dtgpt.config.overrides`. Capabilities add
+sections of their own, and precisions: `Recipe` has a field for each section, and asks it what a run cannot have.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 
@@ -13,24 +14,38 @@ from dtgpt.config import checks
 from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
 from dtgpt.config.execution import Recompute, Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
-from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import AUTO, OR, PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.schedule import Schedule
-from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, LossScaleConfig, OptimizerConfig
+from dtgpt.config.sections import (
+    Added,
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    LossScaleConfig,
+    OptimizerConfig,
+    Section,
+    precision_of,
+    section_of,
+    with_sections,
+)
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.attention.core import Backend, check_backend
-from dtgpt.posttrain.dpo.config import DpoConfig, check_dpo
-from dtgpt.posttrain.grpo.config import GrpoConfig, check_grpo, grpo_notes
-from dtgpt.posttrain.lora.config import LoraConfig, check_lora, check_lora_plan
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import PATH, Bounds, Pattern, check_fields
 
 RUN_NAME = Pattern(r"[A-Za-z0-9_-]{1,100}", "cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")  # of the core
+if TYPE_CHECKING:  # type checkers do not see what capabilities add
+    PrecisionName = str
+else:
+    PrecisionName = Literal[(*PRECISIONS, *seams.added("precisions"))]
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_sections(before="data")
 class Recipe:
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
         "name": "experiment", "plan": "execution", "runs": "run folder",
@@ -67,9 +82,9 @@ class Recipe:
     plans: Mapping[str, Plan] = field(default_factory=dict)  # user-defined plans by the names that `plan` can have
     device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
     precision: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16", "fp8"],
-        "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32; fp8: bf16, with the "
-        "matrix products of blocks in 8 bits",
+        PrecisionName,
+        "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32"
+        + "".join(f"; {name}: {seams.load(part).help}" for name, part in seams.added("precisions").items()),
     ] = "auto"
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     attention: Annotated[
@@ -114,12 +129,30 @@ class Recipe:
     exit_interval: Annotated[
         int | None, "save and end after the next step that is a multiple of this; 0 or none: do not", Bounds(0)
     ] = None
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    dpo: DpoConfig = field(default_factory=DpoConfig)
-    grpo: GrpoConfig = field(default_factory=GrpoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    if TYPE_CHECKING:  # the fields of capabilities' sections
+
+        def __init__(self, **values: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """The sections that capabilities add."""
+        values = (getattr(self, each.name) for each in fields(self))
+        return tuple(value for value in values if isinstance(value, Section))
+
+    def section(self, kind: type[Added]) -> Added:
+        """Return the section of this class, with its defaults where there is none."""
+        return section_of(self.sections, kind)
+
+    @property
+    def freezes_weights(self) -> bool:
+        """Whether other modules than the model's own are trained."""
+        return any(section.freezes_weights for section in self.sections)
 
     @property
     def sample_length(self) -> int:
@@ -200,7 +233,8 @@ class Recipe:
         """Raise UserError, one sentence, where this recipe cannot run the plan."""
         micro, whole, length = self.micro_batch_size, self.global_batch_size, self.sample_length
         plan.validate(self.model, micro, whole, length)
-        check_lora_plan(self.lora, plan)
+        for section in self.sections:
+            section.check_plan(plan)
         if self.rampup_batch_size is not None:
             check_rampup(self.rampup_batch_size, self.model, plan, micro, whole, length)
         if self.reduce == "exact" and plan.splits_backward:
@@ -219,9 +253,9 @@ class Recipe:
     def settings(self, plan: ResolvedPlan, device: torch.device, here: bool = True) -> Settings:
         """Return what the model is built and run with under `plan` on `device`. here: False where this machine does not
         run it, so that what is installed does not matter."""
-        graphs, fp8 = choose_graphs(self.graph, device), self.precision == FP8
-        if fp8 and here:
-            check_fp8(device)
+        graphs, added = choose_graphs(self.graph, device), precision_of(self.precision)
+        if added is not None and here:
+            added.check_device(device)
         made = Settings(
             model=self.model,
             plan=plan,
@@ -234,22 +268,20 @@ class Recipe:
             recompute=self.recompute,
             recompute_blocks=self.recompute_blocks,
             reduce=self.reduce,
-            compile=not fp8 and choose_compiler(self.compile, device, graphs, plan, here),
+            compile=added is None and choose_compiler(self.compile, device, graphs, plan, here),
             graphs=graphs,
-            fp8=fp8,
+            products=None if added is None else self.precision,
             masks_documents=self.data.reset_attention_mask,
             optimizer=self.optimizer,
-            lora=self.lora,
-            slots=self.grpo.slots_for(self.global_batch_size, plan),
-            groups=self.grpo.groups,
+            sections=self.sections,
         )
         if made.reduce == "exact" and device.type == "cuda" and made.attention_backend == "sdpa":
             raise UserError(
                 f"reduce=exact, but attention={self.attention} is sdpa here, whose kernels on GPUs add up gradients in "
                 "any order; use --attention flash or explicit, or --reduce fast"
             )
-        if self.grpo.share_prompts == "on" and made.groups and made.why_not_shared:
-            raise UserError(f"grpo.share_prompts=on, but {made.why_not_shared}; use --grpo.share_prompts auto")
+        for section in self.sections:
+            section.check_settings(made)
         if made.recompute == "around_attention":
             checks.check_recompute_kept(made.scores_backend)
         return made
@@ -282,7 +314,8 @@ class Recipe:
                 "train; set the other to none"
             )
         resumes = self.resume not in (None, "auto")
-        if self.init_from is not None and resumes and not self.lora.rank:  # the base of adapters may have moved
+        # Frozen weights are in no checkpoint, and where they came from may have moved.
+        if self.init_from is not None and resumes and not self.freezes_weights:
             raise UserError(
                 f"resume={self.resume} and init_from={self.init_from} are both given; leave one out: a resumed run "
                 "has weights already"
@@ -292,18 +325,14 @@ class Recipe:
         check_backend(self.attention, self.model.dropout, self.model.head_dim, rules)
         if self.plan != AUTO:  # which chooses both
             checks.check_recompute(self.recompute, self.recompute_blocks)
-        if self.compile == "on" and self.precision == FP8:
+        if self.compile == "on" and precision_of(self.precision) is not None:
             raise UserError(
-                "compile=on, but precision=fp8 has kernels of its own, which torch.compile cannot take; use --compile "
-                "off or --precision bf16"
+                f"compile=on, but precision={self.precision} has kernels of its own, which torch.compile cannot take; "
+                "use --compile off or --precision bf16"
             )
         scale, config = self.loss_scale, self.optimizer
-        check_lora(self.lora, self.model.hidden_size, config.kind, self.precision, self.reduce)
-        check_dpo(self.dpo, self.precision)
-        others = {"dpo.beta": self.dpo.beta > 0, "rampup_batch_size": self.rampup_batch_size is not None}
-        by_data = "overfit", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
-        others |= {f"data.{name}": getattr(self.data, name) for name in by_data}
-        check_grpo(self.grpo, self.global_batch_size, self.sample_length, self.model.dropout, self.precision, others)
+        for section in self.sections:
+            section.check_recipe(self)
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
@@ -334,6 +363,7 @@ class Recipe:
             found.append(checks.one_replica(choice.named.zero))
         if self.attention in ("flash", "fused_softmax") and device_type == "cpu":
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
-        if self.precision == FP8:
-            found += fp8_notes(self.model, choice.plan, self.micro_batch_size, self.sample_length, device_type)
-        return found + self.optimizer.notes(self.model) + grpo_notes(self.grpo, choice.plan)
+        if (added := precision_of(self.precision)) is not None:
+            found += added.notes_on(self.model, choice.plan, self.micro_batch_size, self.sample_length, device_type)
+        found += self.optimizer.notes(self.model)
+        return found + [note for section in self.sections for note in section.notes_on(choice.plan)]

@@ -1,20 +1,129 @@
-"""Sections of a recipe: data, optimizer, loss scale, log, checkpoints. Every field has its help and its bounds."""
+"""Sections of a recipe: data, optimizer, loss scale, log, checkpoints. Every field has its help and its bounds.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+`Section` and `Precision` are what capabilities add to recipes: both answer all that the core asks, so that a capability
+writes only what it changes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import torch
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
 from dtgpt.models.roles import Role
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.optimizer import Optimizer
+from dtgpt.util import seams
 from dtgpt.util.field_types import PATH, Bounds, Pattern
 
 LOSS_SCALE = Bounds(2.0**-64, 2.0**64, also=", such as 65536")  # beyond these, scaled gradients leave the range of fp32
 POSITIVE = Bounds(above=1e-38)  # below this, fp32 rounds to zero or loses digits
 Z_SCORE = Bounds(0, at_most=11, also=": none of 128 values has a z-score above 11.3")
 DEFAULT_SPLIT = "969,30,1"  # of prepared data, as in Megatron-LM
+
+
+class Rows(NamedTuple):
+    """The rows of a micro-batch: samples, or groups of samples that begin with the same tokens."""
+
+    number: int
+    length: int  # tokens of a row on each context parallel rank
+    group: int = 0  # samples of a row, which has once what they begin with; 0: a row is a sample
+
+
+class Section:
+    """What the core knows of a section that a capability adds to recipes: a frozen dataclass of this base, whose fields
+    have defaults with which it is off. The core asks all sections, in their order. What raises, raises UserError, one
+    sentence.
+
+    fixed: whether a run goes on with the values that it began with.
+    """
+
+    fixed: ClassVar[bool] = False
+
+    @property
+    def freezes_weights(self) -> bool:
+        """Whether the run trains modules that a capability adds, and leaves the model's own weights as they are."""
+        return False
+
+    @property
+    def makes_samples(self) -> bool:
+        """Whether the run makes the samples that it trains on."""
+        return False
+
+    def check_recipe(self, recipe: Any) -> None:
+        """Check the values with each other, and with those of a `dtgpt.config.recipe.Recipe`."""
+
+    def check_new_weights(self) -> None:
+        """Check whether a run can begin with random weights, or with another library's run."""
+
+    def check_plan(self, plan: Any) -> None:
+        """Check whether a run can have a `dtgpt.config.plan.ResolvedPlan`."""
+
+    def check_settings(self, settings: Any) -> None:
+        """Check whether a run can have `dtgpt.config.execution.Settings`."""
+
+    def notes_on(self, plan: Any) -> list[str]:
+        """Return what a user should know about a valid recipe under a `dtgpt.config.plan.ResolvedPlan`."""
+        return []
+
+    def slots_for(self, samples: int, plan: Any) -> int:
+        """Return the sequences that each rank generates at the same time during training, in steps of so many
+        samples."""
+        return 0
+
+    def rows_of(self, settings: Any) -> Rows | None:
+        """Return the rows of a micro-batch, None where each is a sample."""
+        return None
+
+
+Added = TypeVar("Added", bound=Section)
+
+
+def section_of(sections: Iterable[Section], kind: type[Added]) -> Added:
+    """Return the section of this class, with its defaults where there is none."""
+    return next((each for each in sections if isinstance(each, kind)), None) or kind()
+
+
+class Precision:
+    """A precision that a capability adds, beside fp32, bf16 and fp16.
+
+    dtype: of activations, and of the weights that products read.
+    help: what `--help` says of it.
+    """
+
+    dtype: torch.dtype
+    help: str
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise UserError where a device does not have what the precision needs."""
+
+    def notes_on(self, model: ModelConfig, plan: Any, micro_batch_size: int, length: int, device: str) -> list[str]:
+        """Return what a user should know of samples of a `length` under a plan on a kind of device."""
+        return []
+
+
+def precision_of(name: str) -> Precision | None:
+    """Return the precision that a capability adds under this name, None for those of the core."""
+    part = seams.added("precisions").get(name)
+    return None if part is None else seams.load(part)
+
+
+def with_sections(before: str) -> Callable[[type], type]:
+    """Add the sections of capabilities to the class of a recipe, which then becomes a dataclass. before: the field
+    before which they stand, in the order of `--help` and of recipe.json."""
+
+    def add(recipe: type) -> type:
+        sections = {name: seams.load(part) for name, part in seams.added("sections").items()}
+        for name, kind in sections.items():
+            setattr(recipe, name, field(default_factory=kind))
+        own = list(recipe.__annotations__.items())
+        place = [name for name, _ in own].index(before)
+        recipe.__annotations__ = dict([*own[:place], *sections.items(), *own[place:]])
+        return recipe
+
+    return add
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from dtgpt.data.array_cache import load_or_make
+from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.file_array import Array, FileArray
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_content, read_saved
 from dtgpt.data.tokenizers.special_names import SpecialNames, warn_of_split_names
 from dtgpt.data.tokenizers.tokenizer import Tokenizer, check_opening
+from dtgpt.models.batch import Batch
 from dtgpt.ops.random.philox import fold
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
@@ -57,6 +59,7 @@ class Dataset(ABC):
     source: str
     digest: str
     former_digest: str | None = None
+    only_for: str | None = None  # what the data have that a language model does not learn from, with the remedy
 
     @property
     @abstractmethod
@@ -73,11 +76,15 @@ class Dataset(ABC):
     @abstractmethod
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         """Return training samples int64 `[B, seq_length + 1]` on the CPU: a function of `sample_ids [B]`, the data and
-        the `key [2]` of a run alone. Those of chats are `[B, seq_length + 1, 2]`: `DocumentMasks.batch` takes both."""
+        the `key [2]` of a run alone. Where tokens have marks they are `[B, seq_length + 1, 2]`."""
 
     @abstractmethod
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         """Yield the fixed windows for validation or test, in the form of `windows`, at most `max_samples`."""
+
+    def to_batch(self, windows: Tensor, masks: DocumentMasks, dropout_keys: Tensor | None = None) -> Batch:
+        """Return the batch of `windows`, on any device, with the `masks` that a recipe asks for."""
+        return masks.batch(windows, dropout_keys)
 
     def beginnings(self, count: int, positions: int) -> list[Beginning]:
         """Return at most `count` beginnings with which a model of so many positions can go on, held-out ones where

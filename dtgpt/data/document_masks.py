@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dtgpt.models.batch import Batch
-from dtgpt.posttrain.chats.packed import BEGINS, COUNTS
 
 
 class DocumentMasks:
@@ -24,22 +23,10 @@ class DocumentMasks:
         self.wanted = reset_position_ids or reset_attention_mask or eod_mask_loss
 
     def batch(self, windows: Tensor, dropout_keys: Tensor | None = None) -> Batch:
-        """Return the batch of windows int64 `[B, T + 1]`, or of packed chats int64 `[B, T + 1, 2]`, which are tokens
-        and the marks of `data.chats.packed`: chats are kept apart, and only their marked tokens count."""
-        if windows.dim() == 2:
-            # Contiguous, as copies of inputs in a graph are: another layout would be compiled again during capture.
-            tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-            return self.apply(Batch(tokens, dropout_keys=dropout_keys, targets=targets))
-        tokens, marks = windows.unbind(-1)
-        ends = (marks[:, 1:] & BEGINS) > 0  # the next token begins another chat
-        return Batch(
-            tokens[:, :-1].contiguous(),
-            dropout_keys=dropout_keys,
-            targets=tokens[:, 1:].contiguous(),
-            positions=reset_positions(ends),
-            document_bounds=document_bounds(ends),
-            loss_weights=((marks[:, 1:] & COUNTS) > 0).float(),
-        )
+        """Return the batch of windows int64 `[B, T + 1]`."""
+        # Contiguous, as copies of inputs in a graph are: another layout would be compiled again during capture.
+        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        return self.apply(Batch(tokens, dropout_keys=dropout_keys, targets=targets))
 
     def apply(self, batch: Batch) -> Batch:
         """Return the batch, on any device, with positions, document bounds and loss weights (0 or 1) as wanted."""

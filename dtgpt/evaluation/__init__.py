@@ -1,5 +1,20 @@
-"""Tasks with known answers: scores of given tokens, procedures and data files."""
+"""Evaluation of models on tasks with known answers."""
 
-from dtgpt.util.seams import Capability
+from dtgpt.util.seams import Capability, CommandEntry
 
-CAPABILITY = Capability(observers=("dtgpt.evaluation.observer:observe_tasks",))
+CAPABILITY = Capability(
+    commands={
+        "eval": CommandEntry(
+            "dtgpt.commands.eval:command",
+            "dtgpt eval MODEL --task lambada|wikitext103|hellaswag --data FILE\n"
+            "    measure a model on tasks with known answers",
+            place=90,
+        ),
+        "lm-eval": CommandEntry(
+            "dtgpt.commands.lm_eval:command",
+            "dtgpt lm-eval MODEL --tasks NAME[,NAME ...]\n    evaluate a model with lm-evaluation-harness",
+            place=100,
+        ),
+    },
+    observers=("dtgpt.evaluation.observer:observe_tasks",),
+)

@@ -1,7 +1,20 @@
 """Models of Hugging Face, Megatron-LM, nanoGPT and llm.c, read tensor by tensor and written."""
 
-from dtgpt.util.seams import Capability
+from dtgpt.util.seams import Capability, CommandEntry
 
 CAPABILITY = Capability(
-    sources=tuple(f"dtgpt.interop.formats:{name}" for name in ("HUGGING_FACE", "MEGATRON", "NANOGPT", "LLMC"))
+    commands={
+        "convert": CommandEntry(
+            "dtgpt.commands.convert:command",
+            "dtgpt convert MODEL TARGET --to hf|megatron|dtgpt\n"
+            "    convert from and to Hugging Face and Megatron-LM; from nanoGPT and llm.c",
+            place=110,
+        ),
+        "inspect": CommandEntry(
+            "dtgpt.commands.inspect:command",
+            "dtgpt inspect MODEL | PREFIX\n    verify and describe a checkpoint or model; describe token files",
+            place=130,
+        ),
+    },
+    sources=tuple(f"dtgpt.interop.formats:{name}" for name in ("HUGGING_FACE", "MEGATRON", "NANOGPT", "LLMC")),
 )

@@ -13,7 +13,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Part, inventory
 from dtgpt.models.layers import Context
 from dtgpt.ops.attention.shared import shared_tokens
-from dtgpt.ops.loss.preference import Pairs
+from dtgpt.ops.loss.head import Coupled
 from dtgpt.ops.random.philox import fold, normal, row_chunks
 
 
@@ -37,7 +37,7 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, dropout_keys: Tensor | None = None, targets: Tensor | None = None,
         positions: Tensor | None = None, document_bounds: Tensor | None = None, loss_weights: Tensor | None = None,
-        answers: Tensor | None = None, reference: Tensor | None = None, copies: Tensor | None = None,
+        by_token: Tensor | None = None, by_sample: Tensor | None = None, copies: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Arguments are those of `Batch`, `x` the tokens or activations; dropout keys of None: evaluation."""
         seen = document_bounds if copies is None else shared_tokens(copies, x.shape[1])
@@ -52,10 +52,9 @@ class Decoder(nn.Module):
             x = block(x, context(self.inventory.sites(int(index))))
         if self.head is None:
             return x
-        if answers is None:
+        if by_token is None and by_sample is None:
             return self.head(x, targets, loss_weights)
-        assert loss_weights is not None
-        return self.head(x, targets, Pairs(loss_weights, answers, reference))
+        return self.head(x, targets, Coupled(loss_weights, by_token, by_sample))
 
     def _check_parts(self) -> None:
         """Raise TypeError where a plan could not wrap what a part computes, ValueError where a block differs from the

@@ -16,8 +16,7 @@ from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.local_linear import local, on_local_tensors
 from dtgpt.ops.loss.cross_entropy import capped
-from dtgpt.ops.loss.head import head_loss, preference_loss
-from dtgpt.ops.loss.preference import Pairs
+from dtgpt.ops.loss.head import Coupled, coupled_loss, head_loss
 from dtgpt.ops.norm.norm import norm, norm_and_pass, residual_norm
 from dtgpt.ops.norm.residual import residual
 from dtgpt.ops.pointwise.activation import fused_name
@@ -25,7 +24,7 @@ from dtgpt.ops.pointwise.linear import linear
 from dtgpt.ops.random.dropout import Site, dropout
 
 NO_DROPOUT: Site = (None, 0.0)
-LossWeights = Tensor | Pairs | None  # what a head hands on to `Output`
+LossWeights = Tensor | Coupled | None  # what a head hands on to `Output`
 Seen = Tensor | SharedTokens | None  # int32 [B, T, 2], bounds of documents; or samples whose tokens rows share
 
 
@@ -300,18 +299,19 @@ class Output(nn.Linear):
         self.vocab_size, self.cap = vocab_size, cap
 
     def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: LossWeights = None) -> Tensor:
-        """Return logits `[B, T, V]` or, with targets `[B, T]`, the mean over them of loss times weight `[B, T]`; with
-        pairs, what `dtgpt.ops.loss.head.preference_loss` does."""
+        """Return logits `[B, T, V]` or, with targets `[B, T]`, the mean over them of loss times weight `[B, T]`, or
+        what the `CoupledLoss` that is bound makes of the losses."""
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
         if self.bound.diverted is not None:
             weight = _Diverted.apply(weight, self.bound.diverted)
         if targets is None:
             return capped(linear(x, weight, bias), self.cap)
         scale = self.bound.gradient_scale
-        if isinstance(loss_weights, Pairs):
-            assert self.bound.objective is not None
-            arguments = (x, weight, targets, self.vocab_size, loss_weights, self.bound.objective)
-            return preference_loss(*arguments, scale=scale, bias=bias, cap=self.cap)
+        if self.bound.coupled is not None:
+            about = loss_weights if isinstance(loss_weights, Coupled) else Coupled(loss_weights)
+            arguments = (x, weight, targets, self.vocab_size, about, self.bound.coupled)
+            return coupled_loss(*arguments, scale=scale, bias=bias, cap=self.cap)
+        assert not isinstance(loss_weights, Coupled)
         return head_loss(
             x, weight, targets, self.vocab_size, scale=scale, weights=loss_weights, bias=bias, cap=self.cap
         )

@@ -1,7 +1,7 @@
 """From the plain model to what this rank holds of it. The order is always the same:
 
-model on meta -> cut into stages -> tensor table -> adapters -> recompute -> compile -> fully_shard -> memory
--> initial weights
+model on meta -> cut into stages -> tensor table -> modules of capabilities -> recompute -> compile -> fully_shard
+-> memory -> initial weights
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.ops.attention.core import operations
-from dtgpt.ops.loss.preference import PreferenceLoss
+from dtgpt.ops.loss.head import CoupledLoss
 from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.context import exchange_heads, place_dropout, share_exchange
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
@@ -34,7 +34,7 @@ from dtgpt.parallel.pushed_shards import push_shards
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
 from dtgpt.parallel.tensor import Table, apply_table, make_table
-from dtgpt.posttrain.lora.adapters import add_adapters
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
 
@@ -43,7 +43,8 @@ def build_stages(
     settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True, table: Table | None = None
 ) -> tuple[list[Decoder], Shards]:
     """Return the pipeline stages of this rank, one without a pipeline, and their shards. No rank holds more than its
-    shards at any time. Of a run with adapters the shards are theirs, and `frozen` those of the model.
+    shards at any time. Where other modules than the model's own are trained, the shards are theirs, and `frozen` those
+    of the model.
 
     No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference. `table`: styles of
     tensor parallelism; None: those of the plan."""
@@ -54,10 +55,10 @@ def build_stages(
     gathered: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         stage.allocate(mesh.device)
-        if settings.plan.zero and masters and not settings.lora.rank:
+        if settings.plan.zero and masters and not settings.freezes_weights:
             gathered |= push_shards(stage, mesh, settings.dtype, settings.scattered_dtype)
     shards = Shards(stages, mesh, masters, gathered, settings.reduce == "exact" and masters, settings.dtype)
-    if settings.lora.rank:
+    if settings.freezes_weights:
         shards.frozen = Shards(stages, mesh, masters=False, trained=False)
     if key is not None:
         (shards.frozen or shards).initialize(settings.model, key)
@@ -70,15 +71,16 @@ def lay_out_stage(
 ) -> Decoder:  # fmt: skip
     """Return one stage on the meta device, cut as the plan says. `peers`: as of `make_table`."""
     plan, config = settings.plan, settings.model
-    narrows = plan.narrows_weights or not masters or settings.lora.rank > 0
+    narrows = plan.narrows_weights or not masters or settings.freezes_weights
     dtype = settings.dtype if narrows else torch.float32
     with torch.device("meta"):
         part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
     if plan.tp > 1:
         styles = make_table(config, plan, settings.local_length, peers) if table is None else table
         apply_table(part, mesh.devices["tp"], styles)
-    if settings.lora.rank:
-        add_adapters(part, settings, mesh.place, mesh.device)
+    if settings.freezes_weights:
+        for add_modules in seams.listed("added_modules"):
+            add_modules(part, settings, mesh.place, mesh.device)
     if plan.cp > 1:
         place_dropout(part, settings, mesh.place)
     set_execution(part, settings, mesh)
@@ -90,8 +92,8 @@ def lay_out_stage(
 
 
 def set_execution(part: Decoder, settings: Settings, mesh: Mesh) -> None:
-    """Give the attention cores their back end, and let what `recompute` names run again in backward. Steps in fp8 that
-    observe compute all blocks again: their 16-bit activations would take more memory than any other step."""
+    """Give the attention cores their back end, and let what `recompute` names run again in backward. Steps that
+    observe values compute all blocks again: their 16-bit activations would take more memory than any other step."""
     blocks = list(enumerate(cast(Iterable[BoundModule], part.blocks.values())))
     for index, block in blocks:
         for module in block.modules():
@@ -154,11 +156,11 @@ def scale_gradients(stages: list[Decoder], scale: Tensor | None) -> None:
             bind(module, gradient_scale=scale)
 
 
-def set_objective(stages: list[Decoder], objective: PreferenceLoss) -> None:
-    """Let the output layer compute the loss of pairs by `objective`."""
+def set_loss(stages: list[Decoder], coupled: CoupledLoss) -> None:
+    """Let the output layer compute the loss by `coupled`, in place of the mean over tokens."""
     for module in (module for stage in stages for module in stage.modules()):
         if isinstance(module, Output):
-            bind(module, objective=objective)
+            bind(module, coupled=coupled)
 
 
 def micro_batch_weight(micro_batches: int, plan: ResolvedPlan) -> float:

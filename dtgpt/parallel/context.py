@@ -47,8 +47,9 @@ def slice_of(batch: Batch, place: RankCoordinates) -> Batch:
         tokens=batch.tokens.chunk(ranks, dim=1)[place.cp].contiguous(),
         targets=own(batch.targets),
         positions=own(positions),
-        loss_weights=own(batch.loss_weights) if batch.answers is None else batch.loss_weights,  # of pairs
-        answers=own(batch.answers),
+        # Those beside `by_token` are not of tokens.
+        loss_weights=own(batch.loss_weights) if batch.by_token is None else batch.loss_weights,
+        by_token=own(batch.by_token),
     )
 
 

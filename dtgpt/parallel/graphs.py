@@ -56,7 +56,7 @@ class Graphs:
 
     def run(self, name: str, work: Callable[..., Result], *inputs: Tensor | None) -> Result:
         """Return what `work(*inputs)` returns. Once captured, inputs are copied to where the first ones lay, and the
-        outputs are the same tensors each time."""
+        outputs are the same tensors each time. Raises UserError where an input has another form than the first one."""
         if not self.enabled or self._steps <= WARM_UP:
             return work(*inputs)
         if name not in self._captured:
@@ -64,11 +64,29 @@ class Graphs:
             stream = torch.cuda.current_stream()
             self._captured[name] = *capture(work, places, self._pool, "use --graph off", stream), places
         graph, result, places = self._captured[name]
+        check_forms(name, places, inputs)  # else a graph would go on with old values, or repeat a row
         for place, value in zip(places, inputs, strict=True):
             if place is not None and value is not None:
                 place.copy_(value)
         graph.replay()
         return result
+
+
+def check_forms(name: str, places: tuple[Tensor | None, ...], inputs: tuple[Tensor | None, ...]) -> None:
+    """Raise UserError where an input of a piece is not of the type and the shape of the one that was captured, or is
+    there where that was not."""
+    for index, (place, value) in enumerate(zip(places, inputs, strict=True)):
+        if place is value is None:
+            continue
+        if place is None or value is None or (place.dtype, place.shape) != (value.dtype, value.shape):
+            raise UserError(
+                f"input {index} of the CUDA graph '{name}' is {_form(value)}, and was {_form(place)} when it was "
+                "captured, but steps under graphs have batches of one form; mend what makes them, or use --graph off"
+            )
+
+
+def _form(value: Tensor | None) -> str:
+    return "none" if value is None else f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def capture(

@@ -1,1 +1,15 @@
 """What a plan needs, from shapes alone: memory, messages and idle time of `dtgpt plan`."""
+
+from dtgpt.util.seams import Capability, CommandEntry
+
+CAPABILITY = Capability(
+    commands={
+        "plan": CommandEntry(
+            "dtgpt.commands.plan:command",
+            "dtgpt plan RECIPE.py [--plan NAME] [--world N] [--gpu NAME]\n"
+            "    show memory, messages and pipeline bubble of a plan; no GPU is needed",
+            place=40,
+        ),
+    },
+    plan_choices=("dtgpt.planning.auto:settle_plan",),
+)

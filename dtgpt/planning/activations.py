@@ -4,12 +4,14 @@ rank, and what autograd saves is counted. On a GPU, `dtgpt compare` prints the p
 from dataclasses import replace
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.fp8 import FP8
 from dtgpt.models.inventory import Core, inventory
 from dtgpt.ops.attention.core import reads_groups
 from dtgpt.ops.attention.flash_launch import mask_words
 from dtgpt.parallel.exchange import chunks_of
 from dtgpt.planning.meta_block import BlockKind, BlockSizes, sizes_of
 from dtgpt.planning.split_backward import SplitSizes, halves_of
+from dtgpt.posttrain.lora.config import LoraConfig
 
 
 def block_activations(settings: Settings, block: int) -> float:
@@ -29,7 +31,7 @@ def block_activations(settings: Settings, block: int) -> float:
 def block_sizes(settings: Settings, block: int) -> BlockSizes:
     """Return the sizes of block `block` under the plan, measured once for each kind; in fp8 those of a step by known
     scales."""
-    return sizes_of(_kind(settings, block), settings.rows)
+    return sizes_of(_kind(settings, block), settings.rows.number)
 
 
 def split_sizes(settings: Settings, block: int) -> SplitSizes:
@@ -37,7 +39,7 @@ def split_sizes(settings: Settings, block: int) -> SplitSizes:
     activations' type."""
     kind = _kind(settings, block)._replace(fp8=False)
     again = settings.recompute == "full"
-    return halves_of(kind, again).scaled(settings.rows)
+    return halves_of(kind, again).scaled(settings.rows.number)
 
 
 def _kind(settings: Settings, block: int) -> BlockKind:
@@ -45,23 +47,23 @@ def _kind(settings: Settings, block: int) -> BlockKind:
     return BlockKind(
         config=config,
         example=inventory(config).examples[block],
-        length=settings.row_length,
-        group=settings.groups.size if settings.groups is not None and settings.shares else 0,
+        length=settings.rows.length,
+        group=settings.rows.group,
         sample_length=settings.seq_length,
         tp=plan.tp,
         sequence_parallel=plan.sequence_parallel,
         copies=_copies(settings),
         dtype=settings.dtype,
         apart=plan.splits_backward,
-        fp8=settings.fp8,
+        fp8=settings.products == FP8,
         keeps_weights=not plan.zero,
-        lora=settings.lora,
+        lora=settings.section(LoraConfig),
     )
 
 
 def whole_bytes(settings: Settings) -> int:
     """Return the bytes of `[B, T / cp, H]`, the input of a matrix."""
-    tokens = settings.rows * settings.row_length
+    tokens = settings.rows.number * settings.rows.length
     return settings.dtype.itemsize * tokens * settings.model.hidden_size
 
 

@@ -16,6 +16,7 @@ from dtgpt.config.plan_choice import AUTO, OR, resolve
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.gpus import CPU, GIB, Gpu, known_gpu, this_gpu
 from dtgpt.planning.search import LISTED, Candidate, Ranking, Search, TooLarge, numbers_of_processes, rank_plans
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import total_memory
 
@@ -84,6 +85,17 @@ class AutoPlan:
                 refused = refused or error
         assert refused is not None
         raise refused
+
+
+def settle_plan(recipe: Recipe, world: int) -> Recipe:
+    """Return the recipe with the plan that `auto` means for `world` processes of this machine's GPUs, and say which."""
+    chosen = AutoPlan(recipe=recipe, world=world).settled()
+    if chosen.plan != recipe.plan:
+        name, ranks = chosen.plan.partition(OR)[0].strip(), counted(world, "process", "processes")
+        micro, recompute, blocks = chosen.micro_batch_size, chosen.recompute, chosen.recompute_blocks
+        first = "" if blocks is None else f" in the first {counted(blocks, 'block')} of a stage"
+        say(f"plan auto: {name} on {ranks}, micro-batches of {micro}, recompute {recompute}{first}")
+    return chosen
 
 
 def machine(device: str, world: int) -> Gpu:

@@ -48,7 +48,7 @@ class Held:
     def table(self) -> LocalParameter | None:
         """The output projection; None on a rank that does not hold or does not train it."""
         roles = (Role.OUTPUT, Role.VOCABULARY)
-        if not self.place.holds_last or self.settings.lora.rank:
+        if not self.place.holds_last or self.settings.freezes_weights:
             return None
         return next(p for p in reversed(self.trained) if p.role in roles)
 
@@ -74,7 +74,7 @@ class Moment:
 
 def rows_of_logits(settings: Settings) -> int:
     """Return the tokens of a micro-batch on a rank."""
-    return settings.rows * settings.row_length
+    return settings.rows.number * settings.rows.length
 
 
 def columns_of_logits(settings: Settings) -> int:

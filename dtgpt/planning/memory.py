@@ -6,6 +6,7 @@ from dtgpt.comm.all_to_all import TokenExchange
 from dtgpt.comm.gather import PLACES
 from dtgpt.comm.scatter import CopyScatter
 from dtgpt.config.execution import Settings
+from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan
 from dtgpt.parallel.cache_sizes import slot_bytes
 from dtgpt.parallel.context import token_bytes
@@ -50,11 +51,11 @@ class Memory:
 def memory_of(settings: Settings, rank: int) -> Memory:
     """Return the fullest moment of a training step on `rank`. In fp8 that may be in the first step, which observes."""
     memories = [_fullest_moment(settings, rank)]
-    if settings.fp8:
+    if settings.products == FP8:
         again = settings.observes_again
         recompute = "full" if again and not settings.repeats_blocks else settings.recompute
         blocks = None if again else settings.recompute_blocks
-        changed = replace(settings, fp8=False, recompute=recompute, recompute_blocks=blocks)
+        changed = replace(settings, products=None, recompute=recompute, recompute_blocks=blocks)
         memories.append(_fullest_moment(changed, rank))
     return max(memories, key=lambda memory: memory.total)
 
@@ -65,7 +66,7 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
     place, held = RankCoordinates(plan, rank), parameters_of(config, plan, rank)
     blocks, trained = blocks_of_rank(config, plan, rank), trained_on(settings, rank)
     passes = stages_in_flight(plan, settings.micro_batches, place.pp) / len(place.stages)
-    computed = [*held, *trained] if settings.lora.rank and plan.zero else trained
+    computed = [*held, *trained] if settings.freezes_weights and plan.zero else trained
     gathered = 0 if plan.splits_backward else _gathered(computed, settings)  # 0: casts belong to each pass
     fullest = max(
         moments(Held(settings, place, held, trained, blocks, passes, gathered)), key=lambda moment: moment.total

@@ -86,7 +86,7 @@ def _scattered(held: Held, block: int) -> tuple[float, float]:
     """Return the bytes of the gradients of a block as `fully_shard` sends them, which stay until it sends those of the
     next one, and of those that it makes of them in a rank's only micro-batch."""
     settings, plan = held.settings, held.settings.plan
-    if not plan.zero or plan.pp > 1 or settings.lora.rank or settings.reduce == "exact":
+    if not plan.zero or plan.pp > 1 or settings.freezes_weights or settings.reduce == "exact":
         return 0, 0
     own = [p for p in held.trained if p.block == block]
     made = gradient_width(settings) * sum(p.local for p in own) if settings.micro_batches == 1 else 0
@@ -131,7 +131,7 @@ def _end_of_backward(held: Held) -> Moment:
     weights, too."""
     settings, plan, sent = held.settings, held.settings.plan, _sent_at_once(held)
     width, full = settings.dtype.itemsize, held.gradients
-    if settings.lora.rank or not held.around:
+    if settings.freezes_weights or not held.around:
         return Moment(full, _gathered_at_end(held), 0, sent)
     tables = [p for p in held.trained if p.role is Role.VOCABULARY]
     work = 0.0
@@ -158,14 +158,14 @@ def _gathered_at_end(held: Held) -> int:
     """Return the bytes of weights that matmuls read at the end of backward: `fully_shard` has freed those that it
     gathered into memory of its own by then."""
     settings, plan = held.settings, held.settings.plan
-    frees = plan.zero and plan.pp == 1 and not shards_are_pushed(settings) and not settings.lora.rank
+    frees = plan.zero and plan.pp == 1 and not shards_are_pushed(settings) and not settings.freezes_weights
     return 0 if frees else held.gathered
 
 
 def _update_bytes(held: Held) -> int:
     """Return the bytes that the optimizer works with."""
     settings, plan = held.settings, held.settings.plan
-    if settings.optimizer is None or settings.lora.rank:
+    if settings.optimizer is None or settings.freezes_weights:
         return 0
     blocks, parts = tuple(held.kinds.elements()), plan.shard * plan.tp  # stages of one size are one
     return settings.optimizer.update_bytes(settings.model, blocks, plan.ranks_of_stage, parts, settings.dtype.itemsize)

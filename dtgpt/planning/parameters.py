@@ -17,6 +17,7 @@ from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import Partition, Table, VocabularyShard, make_table, style_of
 from dtgpt.planning.allocator import padding
 from dtgpt.posttrain.lora.adapters import names_of, shapes_of
+from dtgpt.posttrain.lora.config import LoraConfig
 
 WIDTH_OF_SUMS = 8  # bytes of a number in fixed point
 GPUS_OF_HOST = 8  # that reach each other's memory
@@ -95,7 +96,7 @@ def _elements(shape: Shape, dim: int | None, plan: ResolvedPlan, place: RankCoor
 
 def trained_on(settings: Settings, rank: int) -> list[LocalParameter]:
     """Return what `rank` trains: its parameters, or in a run with adapters those of the adapters."""
-    lora, config, plan = settings.lora, settings.model, settings.plan
+    lora, config, plan = settings.section(LoraConfig), settings.model, settings.plan
     held = parameters_of(config, plan, rank)
     if not lora.rank:
         return held
@@ -213,12 +214,13 @@ def _sum_bytes(p: LocalParameter, settings: Settings) -> int:
 def shards_are_pushed(settings: Settings) -> bool:
     """Return whether copy engines gather and scatter what ZeRO cuts: where the ranks that do so are of one host, as far
     as its usual number of GPUs tells."""
-    return not settings.lora.rank and settings.plan.shard > 1 and settings.plan.shard * settings.plan.tp <= GPUS_OF_HOST
+    plan = settings.plan
+    return not settings.freezes_weights and plan.shard > 1 and plan.shard * plan.tp <= GPUS_OF_HOST
 
 
 def frozen_bytes(settings: Settings, rank: int) -> int:
     """Return the bytes that `rank` keeps of weights which are not trained."""
-    if not settings.lora.rank:
+    if not settings.freezes_weights:
         return 0
     return settings.dtype.itemsize * sum(p.local for p in parameters_of(settings.model, settings.plan, rank))
 

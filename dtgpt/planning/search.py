@@ -230,7 +230,9 @@ def _divisions(
 def _may_fit(settings: Settings, size: float) -> bool:
     """Return whether a rank of average size may fit: fp32 weights, and what the blocks of a stage keep at the least."""
     plan, model = settings.plan, settings.model
-    weights = 0.0 if settings.lora.rank else 4 * inventory(model).num_parameters / (plan.tp * plan.pp * plan.shard)
+    weights = (
+        0.0 if settings.freezes_weights else 4 * inventory(model).num_parameters / (plan.tp * plan.pp * plan.shard)
+    )
     in_flight = min(plan.pp, settings.micro_batches)
     kept = 1.0 if settings.repeats_blocks else 6 / (1 if plan.sequence_parallel else plan.tp)
     return fits_into(weights + in_flight * model.num_layers / plan.pp * kept * residual_bytes(settings), size)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
@@ -91,7 +92,7 @@ def _over_tp(
     plan, passes = settings.plan, settings.micro_batches
     if plan.tp == 1:
         return []
-    tokens = settings.rows * settings.row_length
+    tokens = settings.rows.number * settings.rows.length
     unit = whole_bytes(settings)
     first, last = place.holds_first, place.holds_last
     loss = "loss: maximum, sum and target of each row"
@@ -106,7 +107,7 @@ def _over_tp(
         into, out = "activations into each matrix pair, and gradients", "activations out of each, and gradients"
         gathers, scatters = n + passes * into_again, n + passes * out_again
         # In fp8, matrices send their input, and the gradient of their output, in 8 bits.
-        sends_8 = settings.fp8 and not plan.splits_backward
+        sends_8 = settings.products == FP8 and not plan.splits_backward
         own = [p for p in weights if sends_8 and isinstance(p.style, Columnwise | DeferredBiasRowwise)]
         narrow = passes * (len(own) + _recomputed(settings, own)[0])
         spared = narrow * (unit - unit // settings.dtype.itemsize)
@@ -120,7 +121,7 @@ def _over_tp(
     joint = passes * sum(3 if p.block in repeated else 2 for p in held if p.role is Role.JOINT_NORM)
     found.append(Collective("all-reduce", "tp", "mean squares of all heads, fp32", joint, 4 * joint * tokens))
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
-    if settings.lora.rank:  # the factors of adapters that are whole on every rank
+    if settings.freezes_weights:  # the factors of adapters that are whole on every rank
         partial = [p for p in trained if p.style is not None and p.by_tp == math.prod(p.shape)]
         size = 4 * sum(p.local for p in partial)
         return [*found, Collective("all-reduce", "tp", "gradients of adapters, fp32", bool(partial), size)]
@@ -169,10 +170,10 @@ def _over_dp(
     if plan.data_ranks == 1:
         return []
     ends = sum(stage in (0, plan.num_stages - 1) for stage in place.stages)
-    ends = 0 if settings.lora.rank and plan.zero == 0 else ends  # where nothing is trained
+    ends = 0 if settings.freezes_weights and plan.zero == 0 else ends  # where nothing is trained
     groups = blocks + ends  # each block, and the rest of a stage
     whole, width = sum(p.by_tp for p in trained), settings.dtype.itemsize
-    gathered = [*held, *trained] if settings.lora.rank else held
+    gathered = [*held, *trained] if settings.freezes_weights else held
     in_blocks = sum(p.by_tp for p in gathered if p.block is not None)
     exact = settings.reduce == "exact"
     to_sum = sum(bytes_to_sum(p, settings) for p in trained)

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.fp8 import FP8
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import COLUMNS, MATRICES, Role
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.planning.gpus import Rates
+from dtgpt.posttrain.lora.config import LoraConfig
 
 # Seconds of a kernel that its work does not explain: filling the GPU, the tail, the gap. Source: one GPU takes 87.8 ms
 # for 4 micro-batches of 4 samples of the 345M and 76.0 for one of 16 (benchmarks/notes/plans.md and steps.md).
@@ -66,7 +68,7 @@ class Operations:
     def __init__(self, settings: Settings, rates: Rates):
         plan, config = settings.plan, settings.model
         self.settings, self.rates, self.config = settings, rates, config
-        self.tokens = settings.rows * settings.row_length
+        self.tokens = settings.rows.number * settings.rows.length
         self.width, self.tp = settings.dtype.itemsize, plan.tp
         self.stream = config.hidden_size / (plan.tp if plan.sequence_parallel else 1)  # elements of a token
         self.rate = rates.products_fp32 if settings.dtype == torch.float32 else rates.products
@@ -86,7 +88,7 @@ class Operations:
         """Return the passes of block `index`. again: whether what the recipe names is computed again in it."""
         settings, config = self.settings, self.config
         forward, backward, quantised, c, r, biases = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-        fp8, trains = settings.fp8, not settings.lora.rank
+        fp8, trains = settings.products == FP8, not settings.freezes_weights
         for p in inventory(config).of_block(index):
             if p.role not in MATRICES:
                 continue
@@ -99,7 +101,7 @@ class Operations:
             backward += self.product(self.tokens, rows, inner, fp8)
             if trains:
                 backward += self.product(rows, self.tokens, inner, fp8)
-            if settings.lora.rank:
+            if settings.freezes_weights:
                 forward, backward = self._adapted(p, rows, inner, forward, backward)
             quantised += QUANTISED * (self.tokens * (inner + rows) + 2 * rows * inner) * fp8
             c, r = (c + rows, r) if p.role is Role.COLUMN else (c, r + inner)
@@ -127,10 +129,10 @@ class Operations:
 
     def _adapted(self, p, rows: int, inner: int, forward: float, backward: float) -> tuple[float, float]:
         """Return the seconds with the products of an adapter."""
-        settings = self.settings
-        if not settings.lora.adapts(p):
+        lora = self.settings.section(LoraConfig)
+        if not lora.adapts(p):
             return forward, backward
-        one = self.product(self.tokens, inner, settings.lora.rank) + self.product(self.tokens, settings.lora.rank, rows)
+        one = self.product(self.tokens, inner, lora.rank) + self.product(self.tokens, lora.rank, rows)
         return forward + one, backward + 2 * one
 
     def _cores(self, index: int) -> tuple[float, float, float]:
@@ -180,7 +182,7 @@ class Operations:
         columns = len(chunk(range(config.padded_vocab_size), self.tp, 0))
         one = self.product(self.tokens, config.hidden_size, columns)
         loss = self.moved((6 if settings.plan.splits_backward else 3) * columns, 4)
-        weights = 0 if settings.lora.rank else one
+        weights = 0 if settings.freezes_weights else one
         return Passes(
             Work(one, pointwise=self.moved(3 * self.stream, 2), loss=loss),
             Work(one + weights, pointwise=self.moved(4 * self.stream, 2)),

@@ -57,7 +57,7 @@ class Report:
     def _samples(self, data: Dataset, length: int, evaluated: int) -> str:
         """Return how many samples of each part the run takes, and of how many."""
         parts = []
-        if self.settings.groups is None:  # else training makes its own samples
+        if not self.settings.makes_samples:
             wanted, there = self.samples_before(self.steps), data.num_samples("train", length)
             parts.append(f"{wanted:,} to train on ({wanted / max(there, 1):.3g} epochs of {there:,})")
         for part, name in PART_NAMES.items():

@@ -1,1 +1,15 @@
 """`dtgpt serve`: an HTTP server on one engine, for Megatron-LM's clients, OpenAI's clients and a web page."""
+
+from dtgpt.util.seams import Capability, CommandEntry
+
+CAPABILITY = Capability(
+    commands={
+        "serve": CommandEntry(
+            "dtgpt.commands.serve:command",
+            "dtgpt serve MODEL [--host ADDRESS] [--port N]\n"
+            "    answer Megatron-LM's and OpenAI's clients over HTTP, and a web page",
+            place=80,
+        ),
+    },
+    explanations=("dtgpt.serve.explanations:EXPLANATIONS",),
+)

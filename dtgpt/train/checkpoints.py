@@ -20,8 +20,7 @@ def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
     state = describe(recipe, trainer.settings, trainer.schedule, trainer.step, samples)
     if trainer.adapter is not None:
         state[ADAPTER] = trainer.adapter
-    if trainer.rollouts is not None:
-        state["prompts"] = trainer.rollouts.prompts(trainer.step).start
+    state |= trainer.objective.state(trainer.step)
     return state | {"data_digest": trainer.dataset.digest, **trainer.optimizer.state(), **entries_of(trainer.states)}
 
 

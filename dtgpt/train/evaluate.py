@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.data.dataset import PART_NAMES, Part, bits_per_byte
-from dtgpt.data.document_masks import DocumentMasks
+from dtgpt.models.batch import Batch
 from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
@@ -16,7 +16,7 @@ from dtgpt.util.hardware import to_device
 
 @torch.no_grad()
 def held_out_loss(
-    engine: TrainingEngine, mesh: Mesh, batches: list[Tensor], masks: DocumentMasks, token_bytes: Tensor,
+    engine: TrainingEngine, mesh: Mesh, batches: list[Tensor], to_batch: Callable[[Tensor], Batch], token_bytes: Tensor,
     interrupted: Callable[[], bool], part: Part = "valid",
 ) -> tuple[float, float | None] | None:  # fmt: skip
     """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows of a part of
@@ -29,7 +29,7 @@ def held_out_loss(
             return None
         # Each replica takes a batch; one without a batch repeats another, uncounted, to keep in step.
         turn = first + mesh.place.dp
-        whole = masks.batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
+        whole = to_batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
         batch = slice_of(whole, mesh.place)
         loss = engine.mean_loss(batch)
         if loss is not None and turn < len(batches):

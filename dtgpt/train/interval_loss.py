@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.ops.loss.preference import FIGURES, figures_of
 from dtgpt.optim.step_state import StepState
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import is_finite
 
 KEY = "interval_loss"  # in the state of a checkpoint
+TOTALS = "preferences"  # in that: the sums of an objective, by the name of the first that had some
 
 
 class IntervalLoss(StepState):
@@ -21,31 +22,34 @@ class IntervalLoss(StepState):
 
     Each rank sums its part. fp64 holds sums of fp32 losses exactly, so that the mean does not depend on where a run
     was stopped and resumed in between. No captured step changes it: the loop adds a step's loss when that is done.
+
+    totals: those of an `Objective`, which are summed beside the losses; None: it has none.
     """
 
     name = KEY
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, totals: Tensor | None = None):
         self._mesh, self._copies = mesh, mesh.copies_of_loss
-        self._copies_of_pairs = mesh.plan.cp * mesh.plan.tp  # ranks that have the same pairs in a step
+        self._copies_of_totals = mesh.plan.cp * mesh.plan.tp  # ranks that have the same ones in a step
         self._sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        self._totals = torch.zeros(len(FIGURES), dtype=torch.float64, device=mesh.device)
+        self._of_step, self._totals = totals, None if totals is None else torch.zeros_like(totals)
         self._empty = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self.steps = 0
 
-    def add(self, loss: Tensor, preferences: Tensor | None = None, empty: Tensor | None = None) -> None:
-        """Add this rank's part of the loss of a step, and of the sums over its pairs, which are those of
-        `PreferenceLoss.totals`. empty: as of `Trainer`."""
+    def add(self, loss: Tensor, empty: Tensor | None = None) -> None:
+        """Add this rank's part of the loss of a step, and the totals as they are now. empty: as of `Trainer`."""
         self._sum.add_(loss)
         if empty is not None:
             self._empty.add_(empty)
-        if preferences is not None:
-            self._totals.add_(preferences)
+        if self._of_step is not None and self._totals is not None:
+            self._totals.add_(self._of_step)
         self.steps += 1
 
-    def preferences(self) -> dict[str, float]:
-        """Return what a record says of the pairs of the interval, over all ranks; nothing without pairs."""
-        return figures_of(self._mesh.sum(*self._totals).tolist())
+    def totals(self) -> list[float]:
+        """Return the totals of the interval over all samples; none where there are none."""
+        if self._totals is None:
+            return []
+        return [total / self._copies_of_totals for total in self._mesh.sum(*self._totals).tolist()]
 
     def read(self, loss: Tensor, flag: bool, empty: Tensor | None = None) -> tuple[float | None, float | None, bool]:
         """Wait for the device, and return over all ranks: the loss of the last step, of which this rank's part is
@@ -62,24 +66,36 @@ class IntervalLoss(StepState):
 
     def restart(self) -> None:
         self._sum.zero_()
-        self._totals.zero_()
+        if self._totals is not None:
+            self._totals.zero_()
         self._empty.zero_()
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        total, *preferences = self._mesh.sum(self._sum, *self._totals).tolist()
-        own = {"preferences": [each / self._copies_of_pairs for each in preferences]} if any(preferences) else {}
+        totals, (total,) = self.totals(), self._mesh.sum(self._sum).tolist()
+        own = {TOTALS: totals} if any(totals) else {}
         return {"sum": total, "copies": self._copies, "steps": self._with_loss, **own}
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """None: of an older version, which did not keep the interval."""
+        """None: of an older version, which did not keep the interval. Raises UserError where it has the totals of
+        another objective."""
         if saved:
             total, copies = saved["sum"], saved["copies"]
             whole = total if copies == self._copies else total * self._copies / copies
             self._sum.fill_(whole if self._mesh.rank == 0 else 0.0)
-            if "preferences" in saved and self._mesh.rank == 0:
-                self._totals.copy_(torch.tensor(saved["preferences"], dtype=torch.float64) * self._copies_of_pairs)
+            if found := saved.get(TOTALS):
+                self._restore_totals(found)
             self.steps = saved["steps"]
+
+    def _restore_totals(self, found: list[float]) -> None:
+        own = 0 if self._totals is None else len(self._totals)
+        if self._totals is None or len(found) != own:
+            raise UserError(
+                f"the checkpoint has {counted(len(found), 'sum')} of an interval ({KEY}.{TOTALS}), and what this run "
+                f"learns has {own}; go on with the values that the run began with, or begin a new run with --init_from"
+            )
+        if self._mesh.rank == 0:
+            self._totals.copy_(torch.tensor(found, dtype=torch.float64) * self._copies_of_totals)
 
 
 def check_interval(state: dict[str, Any]) -> None:
@@ -90,10 +106,8 @@ def check_interval(state: dict[str, Any]) -> None:
         counts = type(saved["steps"]) is type(saved["copies"]) is int and saved["steps"] >= 0 < saved["copies"]
         if not counts or not is_finite(saved["sum"]):
             raise ValueError(f"{KEY} needs a finite sum, and whole numbers of copies and steps")
-        totals = saved.get("preferences", [0.0] * len(FIGURES))
-        finite = [is_finite(total) for total in totals]
-        if len(finite) != len(FIGURES) or not all(finite):
-            raise ValueError(f"{KEY} needs {len(FIGURES)} finite sums over pairs")
+        if not all(is_finite(total) for total in saved.get(TOTALS, [])):
+            raise ValueError(f"{KEY}.{TOTALS} needs finite sums")
 
 
 def check_finite(step: int, names: str, *values: float) -> None:

@@ -14,7 +14,8 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.run.folder import read_recipe, run_to_resume, saved_value
 from dtgpt.train.own_tokenizer import model_to_begin_with, with_own_tokenizer
-from dtgpt.util.console import counted, say
+from dtgpt.util import seams
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.field_types import check_value
 from dtgpt.util.storage import parse_json, read_regular
@@ -61,16 +62,9 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
     if resume.run is not None:
         check_data_of_run(resume.run, recipe.data.path)
     recipe = checked(recipe)
-    if recipe.lora.rank and resume.run is None and (resume.foreign is not None or recipe.init_from is None):
-        raise UserError(
-            f"lora.rank={recipe.lora.rank} adapts a model that is trained already; name it with --init_from MODEL, or "
-            "use --lora.rank 0 to train all weights"
-        )
-    if recipe.dpo.beta and resume.run is None and (resume.foreign is not None or recipe.init_from is None):
-        raise UserError(
-            f"dpo.beta={recipe.dpo.beta:g} trains a model on what it prefers already; name it with --init_from MODEL, "
-            "or leave dpo.beta out"
-        )
+    if resume.run is None and (resume.foreign is not None or recipe.init_from is None):
+        for section in recipe.sections:
+            section.check_new_weights()
     recipe = with_plan(recipe, world)
     if resume.foreign is not None:
         check_foreign(resume.foreign, recipe.model, recipe.num_steps)
@@ -124,18 +118,11 @@ def with_steps(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Re
 
 
 def with_plan(recipe: Recipe, world: int) -> Recipe:
-    """Return the recipe with the plan that `auto` means for `world` processes of this machine's GPUs, and say which."""
-    if OR not in recipe.plan and recipe.plan != AUTO:
-        return recipe
-    from dtgpt.planning.auto import AutoPlan
-
-    chosen = AutoPlan(recipe=recipe, world=world).settled()
-    if chosen.plan != recipe.plan:
-        name, ranks = chosen.plan.partition(OR)[0].strip(), counted(world, "process", "processes")
-        micro, recompute, blocks = chosen.micro_batch_size, chosen.recompute, chosen.recompute_blocks
-        first = "" if blocks is None else f" in the first {counted(blocks, 'block')} of a stage"
-        say(f"plan auto: {name} on {ranks}, micro-batches of {micro}, recompute {recompute}{first}")
-    return chosen
+    """Return the recipe with the plan that a capability chooses for `world` processes where it leaves that open."""
+    if OR in recipe.plan or recipe.plan == AUTO:  # else nothing is imported
+        for choose in seams.listed("plan_choices"):
+            recipe = choose(recipe, world)
+    return recipe
 
 
 def check_foreign(run: TrainingSource, model: ModelConfig, steps: int) -> None:

@@ -17,9 +17,6 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig
 from dtgpt.liveness.losses import lost_peers_as_user_errors
 from dtgpt.liveness.watch import Watch
-from dtgpt.posttrain.dpo.pairs import PairDataset
-from dtgpt.posttrain.dpo.reference import find_reference, save_reference
-from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed
 from dtgpt.run.folder import AUTO, RunLock, check_runs, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
@@ -36,6 +33,7 @@ from dtgpt.train.ending import (
 )
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.job import Job, find_resume_point, make_job
+from dtgpt.train.objective import StepFailed
 from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, is_due
 from dtgpt.train.processes import Group, join, run_watched, wait_for_others
 from dtgpt.train.progress import Progress
@@ -101,16 +99,13 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             loop.resume(checkpoint)
         elif resume.foreign:
             startup.take_over(resume.foreign, trainer, recipe.batch_sizes)
-        if not find_reference(trainer, checkpoint, loop.interrupted) or loop.interrupted():
+        if not trainer.objective.prepare(trainer.step, former, loop.interrupted) or loop.interrupted():
             return loop.stopped("before the first step")
-        if trainer.rollouts is not None and trainer.step < trainer.steps:
-            trainer.rollouts.check_prompt(trainer.step)
 
         if former is None:
             begun = recipe.runs, recipe.name, lock, recipe.init_from, dataset.tokenizer, type(recipe.model)
             folder = mesh.on_rank_0(lambda: startup.new_run(*begun))
-            if isinstance(dataset, PairDataset):
-                mesh.on_rank_0(lambda: save_reference(folder, dataset))
+            mesh.on_rank_0(lambda: trainer.objective.save(folder))
             return loop.run_to_end(folder, left)
         values = values_of(recipe.resolved())
         mesh.on_rank_0(lambda: startup.continue_run(former, values, trainer.step))
@@ -130,7 +125,7 @@ class Loop:
     ):  # fmt: skip
         """observers: beside those of the progress line and of checkpoints."""
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
-        self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh)
+        self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh, trainer.objective.totals)
         trainer.states.append(self.interval)  # so that a checkpoint has the losses since the last record
         self.saving = Saving(trainer, lock, asdict(recipe), recipe.checkpoint)
         progress = Progress(recipe.log, recipe.num_steps, recipe.sample_length, self.interval)
@@ -201,8 +196,7 @@ class Loop:
         while trainer.step < trainer.steps and not stopping:
             result = self._train_step()
             # Summed on the device: nothing here waits for it, so that it never waits for the next step.
-            totals = None if trainer.objective is None else trainer.objective.totals
-            self.interval.add(result.loss, totals, trainer.empty)
+            self.interval.add(result.loss, trainer.empty)
             if self.watch:
                 self.watch.step = trainer.step
 
@@ -224,11 +218,11 @@ class Loop:
         return stopping or self.interrupted()
 
     def _train_step(self) -> StepResult:
-        """Take a step. Where prompts or rewards of the recipe fail, save what was done before, print the traceback of
-        their error, and raise UserError from it."""
+        """Take a step. Where its batch cannot be made, save what was done before, print the traceback of the recipe's
+        error, and raise UserError from it."""
         try:
             return self.trainer.train_step()
-        except RolloutsFailed as failure:
+        except StepFailed as failure:
             self.saving.save_unless_saved(self.report)
             run = self.saving.saver.checkpoints.parent
             again = f"step {self.trainer.step + 1}: {failure}; go on with {resume_option(run)}"

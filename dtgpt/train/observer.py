@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtgpt.config.sections import LogConfig
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part, perplexity
+from dtgpt.data.dataset import PART_NAMES, Dataset, Part
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.sinks import Begun, Sink
 from dtgpt.train.interval_loss import check_finite
@@ -110,9 +110,9 @@ class HeldOutLoss(Observer):
 
     def act(self, after: AfterStep) -> None:
         trainer, name = after.trainer, PART_NAMES[self.part]
-        found = _held_out(trainer, self.part, after.interrupted)
+        found = trainer.held_out(self.part, after.interrupted)
         if found is not None:
-            check_finite(trainer.step, f"{name} {' and '.join(found.finite)}", *found.finite.values())
+            check_finite(trainer.step, " and ".join(found.finite), *found.finite.values())
             figures = {f"{name}_{figure}": value for figure, value in found.figures.items()}
             after.report.figures(trainer.step, figures, f"{name} {found.shown}")
 
@@ -120,28 +120,3 @@ class HeldOutLoss(Observer):
         has_samples = next(past.dataset.held_out(self.part, past.sample_length, 1, 1), None) is not None
         name = f"{PART_NAMES[self.part]}_loss"
         return has_samples and all(record.get(name) is None for record in past.records)
-
-
-class _HeldOut(NamedTuple):
-    figures: dict[str, float]
-    shown: str
-    finite: dict[str, float]
-
-
-def _held_out(trainer: Trainer, part: Part, interrupted: Callable[[], bool]) -> _HeldOut | None:
-    if trainer.objective is not None:
-        from dtgpt.posttrain.dpo.reference import held_out_figures
-
-        if not (figures := held_out_figures(trainer, part, interrupted)):
-            return None
-        names = {"accuracy": ".3f", "margin": ".4f", "chosen": ".4f"}
-        shown = "  ".join(f"{name} {figures[f'reward_{name}']:{digits}}" for name, digits in names.items())
-        return _HeldOut(figures, f"loss {figures['loss']:.4f}  {shown}", {"loss": figures["loss"]})
-    if not (losses := trainer.held_out_loss(part, interrupted)):
-        return None
-    loss, bits = losses
-    figures, finite = {"loss": loss, "perplexity": perplexity(loss)}, {"loss": loss}
-    if bits is not None:
-        figures, finite = {**figures, "bits_per_byte": bits}, {**finite, "bits/byte": bits}
-    suffix = "" if bits is None else f"  bits/byte {bits:.3f}"
-    return _HeldOut(figures, f"loss {loss:.4f}  ppl {perplexity(loss):.4g}{suffix}", finite)

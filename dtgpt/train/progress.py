@@ -3,7 +3,6 @@
 from dtgpt.config.sections import LogConfig
 from dtgpt.train.interval_loss import IntervalLoss
 from dtgpt.train.observer import AfterStep, Observer, Turn, is_due
-from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import say
 from dtgpt.util.hardware import peak_memory
 
@@ -37,26 +36,16 @@ class Progress(Observer):
             "tokens": trainer.samples_before(step) * self._sample_length,
             "memory_gib": trainer.mesh.max(peak_memory(trainer.mesh.device)),
             "batch_size": trainer.sizes.at(step - 1),
-            **self._interval.preferences(),
-            **({} if trainer.rollouts is None else trainer.rollouts.figures()),
+            **trainer.objective.figures(self._interval.totals()),
             **trainer.optimizer.metrics(),
             **trainer.times(),
         }
         after.report.step(step, metrics, recorded)
-        if not self._cautioned and trainer.objective is not None and (caution := trainer.objective.caution(metrics)):
+        if not self._cautioned and (caution := trainer.objective.caution(metrics)):
             say(caution, warning=True)
             self._cautioned = True
-        if recorded and (texts := examples(trainer)):
+        if recorded and (texts := trainer.objective.examples()):
             after.report.examples(step, texts)
         # Before a checkpoint of this step, which keeps the interval, and after all that reads it.
         if is_due(step, self._every):
             self._interval.restart()
-
-
-def examples(trainer: Trainer) -> dict[str, str]:
-    if trainer.rollouts is None or trainer.rollouts.best_and_worst is None:
-        return {}
-    from dtgpt.posttrain.grpo.answers import describe
-
-    best, worst = map(describe, trainer.rollouts.best_and_worst)
-    return {"best": best, "worst": worst}

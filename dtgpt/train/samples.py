@@ -14,8 +14,9 @@ from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.run.report import sample_path
+from dtgpt.train.objective import never
 from dtgpt.train.observer import AfterStep, Observer, Past, Turn, is_due
-from dtgpt.train.trainer import Trainer, never
+from dtgpt.train.trainer import Trainer
 
 SHOWN = 3  # beginnings that a sample goes on with
 

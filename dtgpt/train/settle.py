@@ -4,7 +4,7 @@ keeps its own values, and a run that begins with given weights takes the dimensi
 import os
 import shlex
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,17 @@ from typing import Any
 from dtgpt.checkpoint.load import FREE, check_optimizer, check_same_architecture
 from dtgpt.checkpoint.manifest import as_tuple, list_checkpoints, read_state, step_of
 from dtgpt.checkpoint.open import open_config
-from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
+from dtgpt.config.overrides import LARGEST, Options, explain_for, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.data.open import format_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
-from dtgpt.optim.kinds import KINDS, named_kind, of_kind
+from dtgpt.optim.kinds import kinds, named_kind, of_kind
 from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, saved_value
 from dtgpt.train.job import ResumePoint, checked, find_resume_point, with_steps
 from dtgpt.train.own_tokenizer import named_by_option
-from dtgpt.translate.megatron_table import explain_for
 from dtgpt.util.console import counted, hanging, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import kinds_of, misfit
@@ -38,7 +37,8 @@ def load_recipe(path: Path, options: list[str]) -> Recipe:
 
 
 def override(file: Recipe, words: list[str]) -> Recipe:
-    """Return the recipe to work on with the options in `words`. A UserError explains options of Megatron-LM."""
+    """Return the recipe to work on with the options in `words`. A UserError explains options of other
+    programs."""
     file = of_kind(file, named_kind(words))
     return settle(file, read_words(words, file, explain=explain_for(file.model.architecture))[1])
 
@@ -71,7 +71,7 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
     saved, kept = read_recipe(run), {}
     kind = saved_value(saved, "optimizer.kind")
     kind = OptimizerConfig.kind if kind is ABSENT else kind
-    if "optimizer.kind" not in given and kind in KINDS and asked.optimizer.kind in KINDS:
+    if "optimizer.kind" not in given and {kind, asked.optimizer.kind} <= kinds().keys():
         if kind != asked.optimizer.kind:
             say(f"{run} goes on with its optimizer, {kind}, not {asked.optimizer.kind} as the recipe file says")
         file, asked = of_kind(file, kind), of_kind(asked, kind)
@@ -110,10 +110,12 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
     if file.train_samples is not None:
         checked(file)
         file = with_steps(file)
-    _say_kept({name: attrgetter(name)(file) for name in kept}, kept)
+    fixed = {each.name for each in fields(file) if getattr(getattr(file, each.name), "fixed", False)}
+    _say_kept({name: attrgetter(name)(file) for name in kept}, kept, fixed)
     resume = str(run) if asked.resume == AUTO else asked.resume
     recipe = replace(replace_values(asked, kept), resume=resume)
-    takes_base = "init_from" in given and (asked.resume != AUTO or recipe.lora.rank > 0)  # a run of weights has its own
+    # Where the model's own weights are trained, those of the run stay.
+    takes_base = "init_from" in given and (asked.resume != AUTO or recipe.freezes_weights)
     return recipe if takes_base else replace(recipe, init_from=None)
 
 
@@ -158,26 +160,27 @@ def _recipe_of_foreign_run(run: TrainingSource, asked: Recipe, given: Collection
     return recipe
 
 
-def _say_kept(asked: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Say, in a line for each, which values the recipe file `asked` for that the run has not `kept`."""
+def _say_kept(asked: dict[str, Any], kept: dict[str, Any], fixed: Collection[str]) -> None:
+    """Say, in a line for each, which values the recipe file `asked` for that the run has not `kept`. fixed: as of
+    `_can_change`."""
     differing = [n for n, value in asked.items() if kept[n] != value and (n, value) not in TAKEN]
     if not differing:
         return
     lines = ["the recipe file says otherwise than the run, which keeps its values (recipe -> run):"]
     for name in differing:
-        fixed = "" if _can_change(name) else " (cannot change)"
-        lines.append(f"  {name}: {value_text(asked[name])} -> {value_text(kept[name])}{fixed}")
-    options = [f"--{name} {shlex.quote(value_text(asked[name]))}" for name in differing if _can_change(name)]
+        end = "" if _can_change(name, fixed) else " (cannot change)"
+        lines.append(f"  {name}: {value_text(asked[name])} -> {value_text(kept[name])}{end}")
+    options = [f"--{name} {shlex.quote(value_text(asked[name]))}" for name in differing if _can_change(name, fixed)]
     if options:
         lines.append(hanging(f"to change {'them' if options[1:] else 'it'}, give {' '.join(options)}", 2))
     say("\n".join(lines))
 
 
-def _can_change(name: str) -> bool:
-    """Whether a run can go on with another value of a field: not another model or adapter, nor samples or tokens of
-    another meaning."""
+def _can_change(name: str, fixed: Collection[str]) -> bool:
+    """Whether a run can go on with another value of a field: not another model, nor samples or tokens of another
+    meaning. fixed: sections of which it keeps all values."""
     section, _, last = name.rpartition(".")
-    if section == "lora":
+    if section in fixed:
         return False
     return (
         last in FREE

@@ -24,12 +24,12 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.posttrain.dpo.pairs import PairDataset
-from dtgpt.posttrain.dpo.reference import find_reference
 from dtgpt.posttrain.lora.checkpoint import base_of, check_same_adapter, describe_adapter
+from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.folder import RunLock, changes_since, create_run
 from dtgpt.train.checkpoints import restore
 from dtgpt.train.job import Job, ResumePoint, make_job
+from dtgpt.train.objective import objective_of
 from dtgpt.train.own_tokenizer import check_own_tokenizer, model_to_begin_with
 from dtgpt.train.processes import Group, join
 from dtgpt.train.trainer import Trainer
@@ -52,7 +52,7 @@ def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
         trainer = make_trainer(job, group, dataset, checkpoint)
         if checkpoint is not None:
             restore(checkpoint, trainer, job.recipe.batch_sizes)
-        find_reference(trainer, checkpoint)
+        trainer.objective.prepare(trainer.step, run)
         yield trainer
 
 
@@ -62,7 +62,7 @@ def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoin
     weights of their base."""
     recipe = job.recipe
     if checkpoint is not None:
-        begin = base_of(checkpoint) if recipe.lora.rank else None
+        begin = base_of(checkpoint) if recipe.freezes_weights else None
         if begin is not None and recipe.init_from is not None:
             begin = Path(recipe.init_from)  # the base, at another place: `check_same_adapter` compares fingerprints
         elif begin is not None and not begin.exists():
@@ -73,10 +73,11 @@ def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoin
         begin = model_to_begin_with(recipe.init_from, recipe.resume)
     same = begin is not None and check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
     draw_weights = begin is None and job.resume.run is None
-    if checkpoint is not None and begin is None and recipe.lora.rank:
+    if checkpoint is not None and begin is None and recipe.freezes_weights:
         check_same_adapter(checkpoint, {})  # which it has not
     ends = ends_of(job.resume.run or (begin if same else None), dataset.tokenizer, recipe.model.vocab_size).ids
-    trainer = Trainer(recipe, group.settings, group.mesh, dataset, draw_weights, ends)
+    objective = objective_of(recipe).make(dataset)
+    trainer = Trainer(recipe, group.settings, group.mesh, objective, draw_weights, ends)
     if begin is not None and job.resume.foreign is None:
         load_initial_weights(begin, trainer)
     return trainer
@@ -85,7 +86,7 @@ def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoin
 def load_initial_weights(path: Path, trainer: Trainer) -> None:
     """Fill the shards of a new run with the weights at `path`, of another run or of another library. Raises UserError
     where it holds another model."""
-    config, lora = trainer.settings.model, trainer.settings.lora
+    config, lora = trainer.settings.model, trainer.settings.section(LoraConfig)
     source = open_source(path, trainer.mesh, own=type(config))
     held = source.config
     if config.seq_length < held.seq_length and held.learns_positions:
@@ -171,7 +172,7 @@ def read_dataset(recipe: Recipe) -> Dataset:
     dataset = open_dataset(data, request)
     if recipe.init_from:
         check_size(dataset.tokenizer, recipe.model)
-    check_pairs(recipe.dpo.beta, dataset)
+    objective_of(recipe).check(dataset)
     dataset.check(recipe.sample_length, recipe.model.vocab_size)
     tokenizer = dataset.tokenizer
     if recipe.log.sample_tokens:
@@ -199,17 +200,6 @@ def check_counted(dataset: Dataset, end: int, samples: int, seq_length: int, see
         f"all tokens of {dataset.source} are ends of text, after which data.eod_mask_loss lets nothing count; leave it "
         "out, or give another text"
     )
-
-
-def check_pairs(beta: float, dataset: Dataset) -> None:
-    """Raise UserError where data are pairs of answers, and `dpo.beta` says that they are not, or the other way."""
-    if isinstance(dataset, PairDataset) and not beta:
-        raise UserError(f"{dataset.source} has pairs of answers, but dpo.beta=0; give --dpo.beta, such as 0.1")
-    if beta and not isinstance(dataset, PairDataset):
-        raise UserError(
-            f"dpo.beta={beta:g} trains on pairs of answers, which {dataset.source} does not have; prepare them with "
-            "dtgpt prepare --preferences, or leave dpo.beta out"
-        )
 
 
 def read_on_every_node(read: Callable[[], Dataset], mesh: Mesh, process: Process) -> Dataset:

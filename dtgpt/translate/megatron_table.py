@@ -1,10 +1,7 @@
 """Options of Megatron-LM's pretrain_gpt.py: megatron/training/arguments.py of August 2026 (d98e8a64), and those of 2023
 that it no longer has. docs/megatron.md lists them."""
 
-from collections.abc import Callable
-from functools import partial
-
-from dtgpt.translate.options import Answer, explain, flat, no, other, skip, to, together
+from dtgpt.translate.options import Answer, flat, no, other, skip, to, together
 
 GPT2 = skip("the model always has GPT-2's architecture")
 LLAMA = skip("the model always has LLaMA's architecture")
@@ -463,8 +460,3 @@ def entries_of(architecture: str) -> dict[str, Answer]:
         title: section for title, section in OPTIONS.items()
         if architecture in OF_ARCHITECTURE.get(title, (architecture,))
     })  # fmt: skip
-
-
-def explain_for(architecture: str) -> Callable[[str, str], str | None]:
-    """Return `explain` for recipes of an architecture."""
-    return partial(explain, table=entries_of(architecture))

@@ -1,11 +1,10 @@
 """Other programs of Megatron-LM as commands of dtgpt: tools/preprocess_data.py, tools/checkpoint/convert.py,
 tools/run_text_generation_server.py and tasks/main.py."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from dtgpt.translate.megatron_table import entries_of
-from dtgpt.translate.options import Answer, GivenOption, Table, explain, flat, no, read_options, skip, to, together
+from dtgpt.translate.options import Answer, GivenOption, Table, flat, no, read_options, skip, to, together
 from dtgpt.translate.translation import Launch, Translation, shown_value
 from dtgpt.util.errors import UserError
 
@@ -119,11 +118,6 @@ def entries_of_command(command: str) -> dict[str, Answer]:
     if command == "prepare":
         return own
     return own | {key: REST for key in {**entries_of("gpt2"), **entries_of("llama")} if key not in own}
-
-
-def explain_for_command(command: str) -> Callable[[str, str], str | None]:
-    """Return `explain` for the options of `dtgpt COMMAND`."""
-    return partial(explain, table=entries_of_command(command))
 
 
 def _fill_saver(result: Translation, given: dict[str, GivenOption]) -> None:

@@ -9,7 +9,34 @@ import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class CommandEntry(NamedTuple):
+    """`dtgpt NAME`, and what the list of commands says of it."""
+
+    part: str  # what is called with the words after the name, and returns the exit code: a `command.Command`
+    usage: str = ""  # its lines in the list; none: it is for dtgpt itself
+    place: int = 1000  # among the names of commands
+    usage_place: int | None = None  # in the list, where it is another
+
+
+class Explanations:
+    """Sentences for mistakes of somebody who means another program, or another command. None: nothing to say."""
+
+    def of_recipe(self, architecture: str, name: str, value: str) -> str | None:
+        """Return what to use in place of an option that a recipe of the architecture does not have."""
+
+    def of_command(self, command: str, name: str, value: str) -> str | None:
+        """Return what to use in place of an option that `dtgpt COMMAND` does not have."""
+
+    def of_model(self, path: Path, options: Any) -> str | None:
+        """Return what to do with `path` where it is not the model that `dtgpt generate` takes. options: its own."""
+
+    def more(self, sentence: str) -> str:
+        """Return what to add to an error about options of a recipe."""
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,16 +44,22 @@ class Capability:
     """What a capability adds. Each part is 'module:object', and is imported when the core first needs it."""
 
     sections: Mapping[str, str] = field(default_factory=dict)  # of a recipe: the class of a field, by its name
-    commands: Mapping[str, str] = field(default_factory=dict)  # `dtgpt NAME`: a `command.Command`, by its name
+    precisions: Mapping[str, str] = field(default_factory=dict)  # of a recipe: a `sections.Precision`, by its name
+    commands: Mapping[str, CommandEntry] = field(default_factory=dict)  # `dtgpt NAME`, by its name
+    # Where a section freezes weights: the modules of a stage that are trained, and their initial values.
+    added_modules: tuple[str, ...] = ()
+    initial_values: tuple[str, ...] = ()
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
-    objectives: tuple[str, ...] = ()  # what a run learns
+    objectives: Mapping[str, str] = field(default_factory=dict)  # what a run learns, by the option that is not 0 then
     step_states: tuple[str, ...] = ()  # what a step keeps for the next one: a function that makes it, or returns None
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
     observers: tuple[str, ...] = ()  # what happens between steps
     sources: tuple[str, ...] = ()  # weights of other libraries
     datasets: tuple[str, ...] = ()  # data that are no plain text
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
+    plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes
+    explanations: tuple[str, ...] = ()  # `Explanations`
 
 
 _modules: tuple[str, ...] = ()
@@ -51,7 +84,7 @@ def load(part: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def added(seam: str) -> dict[str, str]:
+def added(seam: str) -> dict[str, Any]:
     """Return the parts that capabilities add at a seam, by name."""
     return {name: part for capability in capabilities() for name, part in getattr(capability, seam).items()}
 

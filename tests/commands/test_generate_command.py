@@ -16,7 +16,7 @@ import torch
 import dtgpt
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.cli import main
-from dtgpt.commands.generate import GenerateOptions, server_error
+from dtgpt.commands.generate import GenerateOptions
 from dtgpt.commands.prompts import NOT_OPTIONS, read_prompts_file
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.engine import Engine
@@ -24,6 +24,7 @@ from dtgpt.inference.options import NAMES
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
+from dtgpt.serve.explanations import EXPLANATIONS
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.disks import files_of_at_most
@@ -301,9 +302,9 @@ def test_the_address_of_a_server_is_answered_with_a_command_that_asks_it(capsys,
 def test_a_folder_named_as_an_address_is_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run:5000").mkdir()
-    assert server_error(Path("run:5000"), GenerateOptions()) is None
-    assert server_error(Path("runs/gpt2"), GenerateOptions()) is None
-    assert server_error(Path("run:5001"), GenerateOptions())
+    assert EXPLANATIONS.of_model(Path("run:5000"), GenerateOptions()) is None
+    assert EXPLANATIONS.of_model(Path("runs/gpt2"), GenerateOptions()) is None
+    assert EXPLANATIONS.of_model(Path("run:5001"), GenerateOptions())
 
 
 def test_the_key_of_a_server_is_not_an_option_any_more(generate):

@@ -136,7 +136,7 @@ def recipe(recipe, text):
 
 def test_the_loss_is_that_of_what_counts_in_the_global_batch(recipe):
     run = training(change(recipe, model={"dropout": 0.0}))
-    windows, _, _ = run.batches.take(0)
+    windows, _, _ = run.objective.batches.take(0)
     batch = DocumentMasks(256, True, True, True).apply(Batch(windows[:, :-1], targets=windows[:, 1:]))
     total = run.engine.model(*batch) * batch.loss_weights.numel()
     assert run.mean_loss(run.train_step()) == pytest.approx((total / batch.loss_weights.sum()).item(), rel=1e-5)

@@ -82,10 +82,10 @@ def test_a_batch_beyond_the_last_step_that_cannot_be_made_disturbs_nobody(unpinn
 
 def test_a_runs_batches_do_not_depend_on_the_thread(recipe, unpinned):
     run = training(recipe)
-    ahead = unpinned(run._read_batch)
+    ahead = unpinned(run.objective.read)
     for step in range(3):
         windows, ids, key = ahead.take(step)
-        assert same((windows, ids, key), run.batches.take(step))
+        assert same((windows, ids, key), run.objective.batches.take(step))
         assert ids.tolist() == list(range(8 * step, 8 * step + 8)) and windows.shape == (8, 17) and key.shape == (2,)
 
 

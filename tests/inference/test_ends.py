@@ -161,7 +161,7 @@ def test_a_run_that_begins_with_the_model_and_what_is_made_of_it(talking, free, 
     for given, resumed in ((answering, None), (own, run)):
         with open_trainer(given, resumed) as trainer:
             assert trainer.ends == tuple(many)
-            answers = trainer.rollouts.draw(0)
+            answers = trainer.objective.rollouts.draw(0)
             ended = [answer for answer in answers if set(answer.ids) & set(many)]
             assert ended and all(not set(answer.ids[:-1]) & set(many) for answer in ended)
     convert(run, tmp_path / "weights", ConvertOptions())

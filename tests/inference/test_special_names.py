@@ -98,7 +98,7 @@ def test_prompts_of_samples_and_of_reinforcement(recipe, folder, tmp_path):
         recipe, data=data, model={"vocab_size": 296, "dropout": 0.0}, grpo=asks, global_batch_size=2, micro_batch_size=2
     )
     with open_trainer(change(recipe, log={"prompt": "<s><|im_end|>", "sample_tokens": 4})) as trainer:
-        assert trainer.rollouts.draw(0)[0].prompt_ids == [BEGIN, TURN]
+        assert trainer.objective.rollouts.draw(0)[0].prompt_ids == [BEGIN, TURN]
         seen = []
         trainer.dataset.tokenizer.encode_prompt = lambda text, split: seen.append((text, split)) or [BEGIN, END]
         generate_text(trainer)

@@ -82,7 +82,7 @@ def test_50_steps_agree_with_transformers_and_torch_adamw(recipe, tmp_path, fami
     decays = [{"params": part, "weight_decay": decay} for part, decay in ((matrices, 0.1), (vectors, 0.0))]
     theirs = torch.optim.AdamW(decays, 2e-3, (0.9, 0.95))
     for step in range(50):
-        tokens, _, _ = trainer.batches.take(step)
+        tokens, _, _ = trainer.objective.batches.take(step)
         loss = trainer.mean_loss(trainer.train_step())
         for group in theirs.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 5)

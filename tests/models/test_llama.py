@@ -119,7 +119,7 @@ def test_50_steps_agree_with_transformers_and_torch_adamw(recipe, name):
     )
     clipped = 0
     for step in range(50):
-        tokens, _, _ = trainer.batches.take(step)
+        tokens, _, _ = trainer.objective.batches.take(step)
         loss = trainer.mean_loss(trainer.train_step())
         done = (step - 5) / (50 - 5)
         cosine = 3e-4 + (3e-3 - 3e-4) * (1 + math.cos(math.pi * done)) / 2

@@ -1,6 +1,7 @@
 """Steps as CUDA graphs: the same numbers as without, whatever happens in between."""
 
 import gc
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,36 @@ def test_without_graphs_work_is_done_at_once():
     assert len(calls) == 5 and not graphs.captured
     graphs.release()
     assert graphs.run("double", lambda x: 3 * x, torch.ones(())) == 3
+
+
+class Replayed:
+    """In place of a captured graph, which a CPU does not have."""
+
+    replays = 0
+
+    def replay(self):
+        self.replays += 1
+
+
+ROWS = torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(("now", "words"), [
+    ((ROWS, ROWS), "input 1 of the CUDA graph 'head' is float32 [4, 3], and was none"),
+    ((None, None), "input 0 of the CUDA graph 'head' is none, and was float32 [4, 3]"),
+    ((ROWS[:1], None), "is float32 [1, 3], and was float32 [4, 3]"),
+    ((ROWS.double(), None), "is float64 [4, 3], and was float32 [4, 3]"),
+])  # fmt: skip
+def test_inputs_of_another_form_than_the_captured_ones_are_refused(now, words):
+    """A graph does not read what was none, and a copy repeats a row for all: it would train on something else."""
+    graphs, graph, places = Graphs(False), Replayed(), (torch.zeros(4, 3), None)
+    graphs.enabled, graphs._captured = True, {"head": (graph, "result", places)}
+    for _ in range(WARM_UP + 1):
+        graphs.next_step()
+    assert graphs.run("head", pytest.fail, ROWS, None) == "result" and torch.equal(places[0], ROWS)
+    with pytest.raises(UserError, match=re.escape(words)):
+        graphs.run("head", pytest.fail, *now)
+    assert graph.replays == 1 and torch.equal(places[0], ROWS)
 
 
 @pytest.mark.parametrize("cause", [RuntimeError("not in a capture\nat line 1"), torch.OutOfMemoryError("full")])

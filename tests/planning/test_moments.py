@@ -20,6 +20,7 @@ from dtgpt.planning.activations import block_activations, block_work, split_size
 from dtgpt.planning.alive import Alive
 from dtgpt.planning.allocator import MIB, padding
 from dtgpt.planning.meta_block import BlockKind, make_block, make_input
+from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.torch_private import backward_of_inputs, backward_of_weights
 
@@ -68,7 +69,7 @@ def test_backward_of_blocks_works_with_the_bytes_that_are_planned(recipe, model,
     """Three blocks on the meta device; the input of the first and the gradient of the last one's output are given."""
     recipe = replace(recipe, model=model, micro_batch_size=2, recompute=recompute, attention="sdpa")
     settings = replace(recipe, plan="single", global_batch_size=2).planned(1)
-    kind = BlockKind(model, 0, 128, 1, False, 0, settings.dtype, False, False, True, settings.lora)
+    kind = BlockKind(model, 0, 128, 1, False, 0, settings.dtype, False, False, True, settings.section(LoraConfig))
     blocks = nn.ModuleList([make_block(kind) for _ in range(3)])
     if recompute == "full":
         for block in blocks:
@@ -93,7 +94,7 @@ def test_the_halves_of_a_stage_are_those_of_its_blocks(recipe, again):
     """A stage of three blocks in torch's two halves, beside what one block says."""
     recipe = replace(recipe, model=MODEL, micro_batch_size=2, recompute="full" if again else "none")
     settings = replace(recipe, plan="pp2_zbv", global_batch_size=8).planned(2)
-    kind = BlockKind(MODEL, 0, 128, 1, False, 0, settings.dtype, True, False, True, settings.lora)
+    kind = BlockKind(MODEL, 0, 128, 1, False, 0, settings.dtype, True, False, True, settings.section(LoraConfig))
     blocks = nn.ModuleList([make_block(kind) for _ in range(3)])
     if again:
         for block in blocks:

@@ -20,7 +20,7 @@ from dtgpt.data.prepare.job import prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.posttrain.chats.encode import check_kept, encode_chat, renderer_of
 from dtgpt.posttrain.chats.messages import read_chat
-from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, chat_beginning, pack
+from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, chat_beginning, pack, packed_batch
 from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, Renderer, template_of
 from dtgpt.train.loop import train
 from dtgpt.train.samples import generate_text
@@ -358,10 +358,10 @@ def test_samples_keep_chats_apart_and_count_answers(chat_recipe, prepared, capsy
     first, second = (sorted(map(str, part.tolist())) for part in (windows[:count], windows[count:]))
     assert first == second and not torch.equal(windows[:count], windows[count:])  # each once an epoch, in another order
     known = {tuple(chats.window(i)[:65].tolist()): i for i in range(96)}
-    masks, seen = training(chat_recipe).masks, 0
+    seen = 0
     for window in windows[:count]:
         begins = [*torch.nonzero(window[:, 1] & BEGINS)[:, 0].tolist(), 65]
-        batch = masks.batch(window[None])
+        batch = packed_batch(window[None])
         assert torch.equal(batch.loss_weights[0] > 0, (window[1:, 1] & COUNTS) > 0)
         for begin, end in pairwise(begins):
             piece = window[begin:end, 0].tolist()

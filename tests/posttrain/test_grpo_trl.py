@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_those_of_trl(recipe, base, loss, tmp_path):
     with open_trainer(run) as trainer:
         for step in range(2):
             trainer.gradients()
-            answers = trainer.rollouts.draw(step)
+            answers = trainer.objective.rollouts.draw(step)
             found = {shard.name: trainer.gradient(shard).clone() for shard in trainer.shards}
             weights = trainer.batch(step).loss_weights
             rewards = torch.tensor([answer.reward for answer in answers]).view(-1, GROUP)

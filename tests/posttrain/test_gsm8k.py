@@ -79,4 +79,4 @@ def test_a_step_is_made_of_it(path, recipe):
     run = change(recipe, model={"dropout": 0.0, "seq_length": 256}, grpo=task)
     with open_trainer(run) as trainer:
         trainer.train_step()
-        assert trainer.rollouts.figures()["reward"] == 0.0
+        assert trainer.objective.rollouts.figures()["reward"] == 0.0

@@ -13,7 +13,7 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.models.decoder import unique_parameters
-from dtgpt.posttrain.chats.packed import BEGINS, COUNTS
+from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, packed_batch
 from dtgpt.train.startup import open_trainer
 from tests.support.chats import conversation, write_tokenizer
 from tests.support.families import OURS
@@ -37,7 +37,7 @@ def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(recipe, family)
     model = replace(OURS.get(family, recipe.model), dropout=0.0)
     with open_trainer(replace(recipe, model=model)) as trainer:
         for windows in (packed[None], alone):
-            batch = trainer.masks.batch(windows)
+            batch = packed_batch(windows)
             (model,), weights = trainer.stages, batch.loss_weights
             model.zero_grad()
             loss = model(*batch) * weights.numel() / weights.sum()
@@ -70,7 +70,7 @@ def test_fifty_steps_are_those_of_transformers_on_each_chat_alone(recipe, tmp_pa
     rule = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     with open_trainer(recipe) as trainer:
         for step in range(50):
-            windows = trainer.dataset.windows(4 * step + torch.arange(4), 64, trainer.data_key)
+            windows = trainer.dataset.windows(4 * step + torch.arange(4), 64, trainer.objective.data_key)
             alone = [chat for window in windows for chat in window.tensor_split(starts_in(window)) if len(chat)]
             padded = torch.nn.utils.rnn.pad_sequence(alone, batch_first=True)  # at the end, which no token sees
             counts = (padded[:, 1:, 1] & COUNTS).bool()

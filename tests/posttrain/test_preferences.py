@@ -224,7 +224,7 @@ def test_steps_are_those_of_the_formula_in_transformers(dpo, base, loss, steps):
     rule = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     with open_trainer(dpo) as trainer:
         for step in range(steps):
-            windows, *_ = trainer._read_batch(step)
+            windows, *_ = trainer.objective.read(step)
             answers, terms = list(answers_of(windows)), []
             for chosen, rejected in zip(answers[::2], answers[1::2], strict=True):
                 c, r = (log_probability(model, *each) for each in (chosen, rejected))

@@ -109,11 +109,11 @@ def by_the_formula(log_probs, mask, advantages, loss):
 @pytest.mark.parametrize("loss", ["dr_grpo", "grpo", "dapo"])
 def test_gradients_are_those_of_the_formula(grpo, loss):
     with open_trainer(grpo) as trainer:  # a stop that cuts some answers
-        stop = next(answer.text[2] for answer in trainer.rollouts.draw(0) if answer.text[2:3].isascii())
+        stop = next(answer.text[2] for answer in trainer.objective.rollouts.draw(0) if answer.text[2:3].isascii())
     grpo = replace(grpo, micro_batch_size=8, grpo=replace(grpo.grpo, loss=loss, stop=stop))
     with open_trainer(grpo) as trainer:
         trainer.gradients()
-        answers = trainer.rollouts.draw(0)  # the same again
+        answers = trainer.objective.rollouts.draw(0)  # the same again
         assert len({len(answer.ids) for answer in answers}) > 1
         groups = torch.tensor([answer.reward for answer in answers]).view(-1, 4)
         advantages = groups - groups.mean(1, keepdim=True)
@@ -160,9 +160,9 @@ def test_log_probabilities_of_answers_are_those_of_captured_steps_to_the_bit(grp
     cuda = replace(cuda, precision="bf16", grpo=replace(grpo.grpo, group=8, max_new_tokens=48, stop=""))
     count = 0
     with open_trainer(cuda) as trainer:
-        assert trainer.rollouts.exact
+        assert trainer.objective.rollouts.exact
         for step in range(6):
-            answers = trainer.rollouts.draw(step)
+            answers = trainer.objective.rollouts.draw(step)
             tokens, mask, drawn = as_rows(answers, cuda.sample_length)
             for first in range(0, 64, cuda.micro_batch_size):
                 rows = slice(first, first + cuda.micro_batch_size)
@@ -191,13 +191,13 @@ def test_adapters_answer_like_their_base_at_first_and_learn(grpo, tmp_path):
     base = save_base("gpt2", tmp_path / "base")
     whole = replace(grpo, model=replace(open_config(base), dropout=0.0), init_from=str(base))
     with open_trainer(whole) as trainer:
-        expected = [answer.ids for answer in trainer.rollouts.draw(0)]
+        expected = [answer.ids for answer in trainer.objective.rollouts.draw(0)]
     with open_trainer(replace(whole, lora=LoraConfig(rank=4))) as trainer:
-        assert [answer.ids for answer in trainer.rollouts.draw(0)] == expected
+        assert [answer.ids for answer in trainer.objective.rollouts.draw(0)] == expected
         rewards = []
         for _ in range(12):
             trainer.train_step()
-            rewards.append(trainer.rollouts.figures()["reward"])
+            rewards.append(trainer.objective.rollouts.figures()["reward"])
         assert sum(rewards[-4:]) > sum(rewards[:4])
 
 
@@ -206,14 +206,14 @@ def test_answers_end_at_an_end_of_text_or_a_stop_and_may_be_empty(grpo):
     many = replace(grpo, micro_batch_size=128, global_batch_size=128)
     with open_trainer(replace(many, grpo=replace(grpo.grpo, group=128, stop=""))) as trainer:
         end = trainer.dataset.tokenizer.end_of_text
-        found = [answer for step in range(4) for answer in trainer.rollouts.draw(step)]
+        found = [answer for step in range(4) for answer in trainer.objective.rollouts.draw(step)]
         assert all(answer.ended == (answer.ids[-1] == end) for answer in found)
         assert all(len(answer.ids) == NEW or answer.ended for answer in found) and end not in found[0].ids[:-1]
         empty = [answer for answer in found if answer.ids == [end]]
         assert empty and all(answer.text == "" and answer.ended for answer in empty)
         trainer.train_step()
     with open_trainer(replace(many, grpo=replace(grpo.grpo, group=128, stop=stop[0]))) as trainer:
-        found = trainer.rollouts.draw(0)
+        found = trainer.objective.rollouts.draw(0)
         stopped = [answer for answer in found if answer.ids[-1] == ord(stop[0])]
         assert stopped and all(answer.ended and stop[0] not in answer.text for answer in found if answer in stopped)
 
@@ -229,7 +229,7 @@ def test_groups_of_one_reward_have_no_gradient(grpo, loss):
     with open_trainer(replace(grpo, grpo=Same(**{**vars(grpo.grpo), "loss": loss}))) as trainer:
         result = trainer.train_step()
         assert result.norm.item() == 0.0 and trainer.mean_loss(result) == 0.0
-        assert trainer.rollouts.figures()["groups_without_signal"] == 1.0
+        assert trainer.objective.rollouts.figures()["groups_without_signal"] == 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +248,7 @@ def test_a_chat_is_asked_by_the_template_and_ends_with_a_turn(grpo, tmp_path):
     with open_trainer(talk) as trainer:
         prompts = ChatPrompts(trainer.dataset.tokenizer, trainer.settings.model)
         for step in range(2):
-            for answer in trainer.rollouts.draw(step):
+            for answer in trainer.objective.rollouts.draw(step):
                 assert answer.prompt_ids == prompts.encode([{"role": "user", "content": f"{step}?"}])
                 assert answer.prompt == f"{step}?\n" and not any(stop in answer.text for stop in prompts.stops)
         prompts.close()
@@ -404,9 +404,9 @@ def test_answers_are_exact_where_training_has_the_kernels(grpo, monkeypatch, pla
 def test_where_kernels_turn_out_to_be_missing_answers_are_drawn_without_them(grpo, monkeypatch):
     monkeypatch.setattr("dtgpt.posttrain.grpo.rollouts.why_not_exact", lambda settings: None)
     with open_trainer(grpo) as trainer:
-        assert trainer.rollouts.exact
+        assert trainer.objective.rollouts.exact
         trainer.train_step()
-        assert not trainer.rollouts.exact
+        assert not trainer.objective.rollouts.exact
     wanted = replace(grpo, grpo=replace(grpo.grpo, exact="on"))
     with open_trainer(wanted) as trainer, pytest.raises(UserError, match="exact=True has kernels for GPT-2 and LLaMA"):
         trainer.train_step()
@@ -414,11 +414,11 @@ def test_where_kernels_turn_out_to_be_missing_answers_are_drawn_without_them(grp
 
 def test_the_plan_counts_the_answers_that_are_drawn_together(grpo):
     with open_trainer(change(grpo, model={"seq_length": 64}, seq_length=16)) as trainer:
-        trainer.rollouts.draw(0)
-        runner, settings = trainer.rollouts.engine._runner, trainer.settings
+        trainer.objective.rollouts.draw(0)
+        runner, settings = trainer.objective.rollouts.engine._runner, trainer.settings
         held = [memory for layer in runner.cache.layers for memory in (layer.keys, layer.values)]
         taken = sum(memory.nbytes for memory in (*held, *runner.state.sequences))
-        assert trainer.rollouts.engine.slots == 8 == settings.slots
+        assert trainer.objective.rollouts.engine.slots == 8 == settings.slots
         assert memory_of(settings, 0).cache == taken
     plain = change(grpo, grpo=GrpoConfig())
     for run, said in ((grpo, True), (plain, False)):

@@ -16,7 +16,7 @@ from dtgpt.planning.memory import memory_of
 from dtgpt.planning.traffic import sent_bytes
 from dtgpt.planning.work import Operations
 from dtgpt.posttrain.grpo.answers import Answer, shared_rows, weighted_rows
-from dtgpt.posttrain.grpo.config import GrpoConfig
+from dtgpt.posttrain.grpo.config import GrpoConfig, shares_prompts, why_not_shared
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_grpo import Low, train_answers
@@ -116,7 +116,7 @@ def grpo(recipe):
 
 def test_a_run_has_the_answers_and_losses_of_samples_apart(grpo):
     with open_trainer(grpo) as trainer:
-        assert trainer.settings.shares and trainer.batch(0).tokens.shape == (2, 16 + 3 * 7)
+        assert shares_prompts(trainer.settings) and trainer.batch(0).tokens.shape == (2, 16 + 3 * 7)
     apart = replace(grpo, grpo=replace(grpo.grpo, share_prompts="off"))
     losses, ids, norms = train_answers(apart, 3)
     for run in (grpo, replace(grpo, micro_batch_size=8), replace(grpo, compile="on"), replace(grpo, recompute="full")):
@@ -147,7 +147,7 @@ def test_plans_share_prompts_and_follow_one_process(grpo, plan):
 )  # fmt: skip
 def test_what_cannot_share_prompts_says_why(grpo, plan, changes, words):
     settings = replace(grpo, plan=plan, **changes).planned(parse_plan(plan).world)
-    reason = settings.why_not_shared
+    reason = why_not_shared(settings)
     assert reason is None if words is None else words in reason
 
 
@@ -173,7 +173,7 @@ def test_the_memory_planned_is_that_of_steps_of_the_1b(recipe, share, size, slot
         micro_batch_size=size, grpo=Low(group=8, max_new_tokens=256, slots=slots, share_prompts=share),
     )  # fmt: skip
     settings = large.planned(1)
-    assert settings.shares == (share == "on")
+    assert shares_prompts(settings) == (share == "on")
     assert memory_of(settings, 0).total / 2**30 == pytest.approx(measured, rel=0.005)
 
 
@@ -185,7 +185,7 @@ def test_the_plan_counts_the_tokens_of_a_prompt_once(grpo, plan):
         run = replace(grpo, device="cuda", plan=plan, grpo=replace(grpo.grpo, max_new_tokens=7, share_prompts=share))
         settings = run.planned(parse_plan(plan).world)
         tokens = Operations(settings, find_gpu("H200").rates).tokens
-        found.append((settings.rows * settings.row_length, tokens, sent_bytes(settings, 0).get("tp", 0)))
+        found.append((settings.rows.number * settings.rows.length, tokens, sent_bytes(settings, 0).get("tp", 0)))
     (tokens, counted, sent), (apart, counted_apart, sent_apart) = found
     assert (tokens, counted, apart, counted_apart) == (40, 40, 64, 64)
     assert sent < sent_apart if plan == "tp2_sp" else sent == sent_apart == 0

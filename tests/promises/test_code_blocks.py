@@ -74,8 +74,8 @@ def place(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / "recipes" / "gpt2_345m.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in cli.COMMANDS:
-        module = importlib.import_module(f"dtgpt.commands.{name.replace('-', '_')}")
+    for entry in cli.commands().values():
+        module = importlib.import_module(entry.part.partition(":")[0])
         for key, value in vars(module).items():
             if isinstance(value, Command):
                 monkeypatch.setattr(module, key, replace(value, work=no_work(value)))

@@ -17,11 +17,11 @@ from dtgpt.models.binding import bind
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.gemma3 import Gemma3Config
 from dtgpt.models.llama import MLP, LlamaConfig
-from dtgpt.ops.loss.preference import Pairs, PreferenceLoss
 from dtgpt.ops.sampling.edits import penalize
 from dtgpt.ops.sampling.reference import kept
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.posttrain.chats.packed import BEGINS, COUNTS
+from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, packed_batch
+from dtgpt.posttrain.dpo.loss import Pairs, PreferenceLoss
 from dtgpt.posttrain.grpo.answers import Answer, weighted_rows
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.posttrain.lora.config import LoraConfig
@@ -165,7 +165,7 @@ def test_packed_chats_have_the_loss_and_the_gradients_of_chats_alone(recipe):
     marks = torch.tensor([BEGINS if i == 0 else COUNTS * (i > 2) for n in lengths for i in range(n)])
     trainer = training(change(recipe, model={"dropout": 0.0}, global_batch_size=4))
     (model,) = trainer.stages
-    batch = trainer.masks.batch(torch.stack([tokens, marks], -1)[None])
+    batch = packed_batch(torch.stack([tokens, marks], -1)[None])
     loss = model(*batch) * batch.loss_weights.numel() / batch.loss_weights.sum()
     found = torch.autograd.grad(loss, list(unique_parameters(model).values()))
     terms = []

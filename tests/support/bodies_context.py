@@ -69,7 +69,7 @@ def train_with_weights(recipe, masked: range) -> tuple[float, float, float]:
             return batch._replace(loss_weights=weights)
 
     with open_trainer(recipe) as trainer:
-        trainer.masks = Masks(None, False, False, False)
+        trainer.objective.masks = Masks(None, False, False, False)
         result = trainer.train_step()
         return trainer.mean_loss(result), float(result.norm), trainer.held_out_loss()[0]
 

@@ -117,14 +117,14 @@ def train_and_die(recipe: Recipe, moment: str) -> None:
 def train_answers(recipe: Recipe, steps: int) -> tuple[list[float], list[list[int]], list[float]]:
     """Return the losses of steps, the ids of all answers, and the norms of gradients."""
     with open_trainer(recipe) as trainer:
-        ids, draw = [], trainer.rollouts.draw
+        ids, draw = [], trainer.objective.rollouts.draw
 
         def kept(step):
             found = draw(step)
             ids.extend(answer.ids for answer in found)
             return found
 
-        with mock.patch.object(trainer.rollouts, "draw", kept):
+        with mock.patch.object(trainer.objective.rollouts, "draw", kept):
             results = [trainer.train_step() for _ in range(steps)]
         return [trainer.mean_loss(result) for result in results], ids, [result.norm.item() for result in results]
 

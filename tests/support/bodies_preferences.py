@@ -6,9 +6,10 @@ from unittest import mock
 
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
-from dtgpt.ops.loss.preference import FIGURES
+from dtgpt.posttrain.dpo import objective
+from dtgpt.posttrain.dpo.loss import FIGURES
 from dtgpt.posttrain.dpo.pairs import PairDataset
-from dtgpt.posttrain.dpo.reference import held_out_figures, save_reference
+from dtgpt.posttrain.dpo.reference import save_reference
 from dtgpt.train import loop
 from dtgpt.train.checkpoints import state_of
 from dtgpt.train.interval_loss import IntervalLoss
@@ -26,15 +27,15 @@ def train_pairs(recipe: Recipe, run: Path, last: int) -> tuple[list[float], list
         for _ in range(last - trainer.step):
             result = trainer.train_step()
             losses.append(trainer.mean_loss(result))
-            interval, again = (IntervalLoss(trainer.mesh) for _ in range(2))
-            interval.add(result.loss, trainer.objective.totals)
+            interval, again = (IntervalLoss(trainer.mesh, trainer.objective.totals) for _ in range(2))
+            interval.add(result.loss)
             again.restore(state := interval.state())
             assert again.state() == state
             sums = dict(zip(FIGURES, state["preferences"], strict=True))
-            figures.append(interval.preferences() | sums | {"grad_norm": result.norm.item()})
-        figures.append(held_out_figures(trainer, "valid"))
+            figures.append(trainer.objective.figures(interval.totals()) | sums | {"grad_norm": result.norm.item()})
+        figures.append(trainer.held_out().figures)
         trainer.mesh.on_rank_0(lambda: checkpoints.mkdir(parents=True, exist_ok=True))
-        trainer.mesh.on_rank_0(lambda: save_reference(run, trainer.dataset))
+        trainer.mesh.on_rank_0(lambda: trainer.objective.save(run))
         with Saver(checkpoints, trainer.shards, trainer.optimizer.rule) as saver:
             saver.save(trainer.step, state_of(trainer, asdict(recipe)), must=True)
         return losses, figures
@@ -47,7 +48,7 @@ def train_without_room_for_its_reference(recipe: Recipe) -> str:
         with files_of_at_most(1500):
             save_reference(run, data)
 
-    with mock.patch.object(loop, "save_reference", save):
+    with mock.patch.object(objective, "save_reference", save):
         try:
             return f"exit code {loop.train(recipe)}"
         except UserError as error:

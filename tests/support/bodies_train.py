@@ -16,6 +16,7 @@ from dtgpt.models.layers import AttentionCore
 from dtgpt.optim.loss_scale import SKIP_ABOVE
 from dtgpt.optim.z_scores import detector as outliers
 from dtgpt.train.loop import train
+from dtgpt.train.objective import LanguageModel
 from dtgpt.train.samples import generate_text
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
@@ -74,13 +75,13 @@ class WatchedStep:
 @contextmanager
 def outlier_at(strange: int, window: int) -> Iterator[None]:
     """Give the step `strange`, counted from 0, tokens of no other step, and look for outliers in so many steps."""
-    read = Trainer._read_batch
+    read = LanguageModel.read
 
-    def read_batch(self, step):
+    def read_strange(self, step):
         windows, ids, key = read(self, step)
-        return (37 * windows + 11) % self.settings.model.vocab_size if step == strange else windows, ids, key
+        return (37 * windows + 11) % self.parts.settings.model.vocab_size if step == strange else windows, ids, key
 
-    with mock.patch.object(Trainer, "_read_batch", read_batch), mock.patch.object(outliers, "WINDOW", window):
+    with mock.patch.object(LanguageModel, "read", read_strange), mock.patch.object(outliers, "WINDOW", window):
         yield
 
 

@@ -36,7 +36,10 @@ CORE = {  # rooms, and their files as regular expressions
         r"gradients|engine|pipeline|edges|local)"
     ),
     "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|batch_size|recipe_file)",
-    "step": r"optim/(update|kinds|loss_scale|step_state|states)|train/(trainer|evaluate|interval_loss)|parallel/graphs",
+    "step": (
+        r"optim/(update|kinds|loss_scale|step_state|states)|train/(trainer|objective|evaluate|interval_loss)|"
+        r"parallel/graphs"
+    ),
     "loop": (
         r"train/(loop|startup|job|settle|processes|ending|checkpoints|observer|progress|samples|saving|own_tokenizer)|"
         r"run/(folder|report|sinks|signals|starts)"

@@ -20,7 +20,7 @@ def loss_of_replica(replica: int, replicas: int, batches: list[torch.Tensor]) ->
     )  # fmt: skip
     engine = SimpleNamespace(mean_loss=lambda batch: batch.tokens[0, 0].double())
     masks = SimpleNamespace(batch=lambda windows: Batch(windows[:, :-1], targets=windows[:, 1:]))
-    return held_out_loss(engine, mesh, batches, masks, torch.ones(99), lambda: False)[0]
+    return held_out_loss(engine, mesh, batches, masks.batch, torch.ones(99), lambda: False)[0]
 
 
 @pytest.mark.parametrize("replicas, expected", [(1, [2.5]), (2, [2.0, 3.0]), (3, [2.5, 2.0, 3.0]), (4, [1, 2, 3, 4])])

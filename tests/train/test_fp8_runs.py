@@ -68,7 +68,7 @@ def test_a_step_that_observes_computes_blocks_again_and_needs_no_memory_of_its_o
         once = trainer.settings.micro_batches * len(trainer.stages[0].blocks)
         assert [passes.count(step) for step in range(3)] == [2 * once, once, once]
         planned = fullest(memory_by_rank(trainer.settings))
-        exact = fullest(memory_by_rank(replace(trainer.settings, fp8=False)))
+        exact = fullest(memory_by_rank(replace(trainer.settings, products=None)))
     assert planned.total < exact.total
 
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_trained_in_fp8_is_refused_in_a_sentence(recipe):
     with names, mock.patch("dtgpt.config.fp8.has_float8", return_value=False):
         with pytest.raises(UserError, match=r"precision=fp8, but NVIDIA A100 .* 8\.9 .*use --precision bf16"):
             recipe.settings(plan, device)
-        assert recipe.settings(plan, device, here=False).fp8  # as `dtgpt plan` asks
+        assert recipe.settings(plan, device, here=False).products  # as `dtgpt plan` asks
 
 
 @pytest.mark.cuda

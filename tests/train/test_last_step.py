@@ -133,7 +133,7 @@ def without_times(run) -> list:
     return [*kept, *(path.read_bytes() for path in sorted((run / "samples").iterdir()))]
 
 
-@pytest.mark.parametrize("place, name", [(Trainer, "held_out_loss"), (samples, "generate_text")])
+@pytest.mark.parametrize("place, name", [(Trainer, "held_out"), (samples, "generate_text")])
 @pytest.mark.parametrize("end", ["signal", "kill"])
 def test_what_is_cut_short_between_two_steps_is_done_by_the_next_start(recipe, monkeypatch, place, name, end):
     log = {"interval": 1, "eval_interval": 2, "sample_interval": 2, "sample_tokens": 8}

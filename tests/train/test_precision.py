@@ -146,7 +146,7 @@ def test_bf16_weights_are_the_rounded_masters_after_every_step(recipe, micro_bat
 
 def gradients_by_hand(run: Trainer, count: int) -> list[list[torch.Tensor]]:
     """Of each shard, those of each micro-batch of the first step as backward makes them."""
-    windows, ids, key = run.batches.take(0)
+    windows, ids, key = run.objective.batches.take(0)
     keys = dropout_keys(key, ids, run.settings.model.num_sites)
     parameters, each = [shard.parameter for shard in run.shards], []
     for window, k in zip(windows.chunk(count), keys.chunk(count), strict=True):

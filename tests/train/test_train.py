@@ -64,9 +64,9 @@ def test_a_single_batch_is_learnt_by_heart(recipe):
     """Of windows long enough that the ambiguous beginnings, where some agree by chance, weigh little."""
     shape = {"dropout": 0.0, "hidden_size": 64, "seq_length": 64}
     run = training(change(recipe, optimizer={"weight_decay": 0.0, **constant(3e-3)}, model=shape))
-    first = run.batches.take(0)
+    first = run.objective.batches.take(0)
     for _ in range(200):
-        run.batches.take = lambda step: first
+        run.objective.batches.take = lambda step: first
         loss, _ = run.train_step()
     assert loss.item() < 0.05
 
@@ -86,7 +86,7 @@ def test_dropout_masks_change_with_step_and_sample(recipe):
     windows, ids = torch.randint(257, (4, 17)), torch.arange(4)
     values = []
     for step, first in ((0, 0), (1, 0), (0, 0), (0, 4)):
-        keys = dropout_keys(fold(run.dropout_key, step), ids + first, recipe.model.num_sites)
+        keys = dropout_keys(fold(run.objective.dropout_key, step), ids + first, recipe.model.num_sites)
         values.append(run.engine.gradients(1, Batch(windows[:, :-1], keys, windows[:, 1:])).item())
     assert values[0] == values[2] and len(set(values)) == 3
 
@@ -102,7 +102,7 @@ def test_compiled_training_follows_eager_training(recipe):
 
 
 def test_a_held_out_loss_that_is_no_number_is_told_as_that(recipe, monkeypatch):
-    monkeypatch.setattr(Trainer, "held_out_loss", lambda *_: (float("nan"), float("nan")))
+    monkeypatch.setattr("dtgpt.train.objective.held_out_loss", lambda *_: (float("nan"), float("nan")))
     with pytest.raises(UserError, match=r"has diverged: validation loss and bits/byte at step 5 are nan and nan"):
         train(recipe)
 

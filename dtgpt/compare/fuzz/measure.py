@@ -21,6 +21,7 @@ from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.gradients import local_gradient
 from dtgpt.parallel.shards import Shard
 from dtgpt.train.checkpoints import state_of
+from dtgpt.train.objective import LanguageModel
 from dtgpt.train.observer import is_due
 from dtgpt.train.samples import generate_text
 from dtgpt.train.startup import open_trainer
@@ -171,14 +172,16 @@ def _set_batch_sizes(trainer: Trainer, setting: Setting, case: Case) -> None:
 def _note_samples(trainer: Trainer) -> list[list[tuple[int, str]]]:
     """Return a list to which every later step adds its samples."""
     steps: list[list[tuple[int, str]]] = []
-    take = trainer.batches.take
+    assert isinstance(trainer.objective, LanguageModel)
+    batches = trainer.objective.batches
+    take = batches.take
 
     def noted(step: int) -> tuple[Tensor, ...]:
         windows, sample_ids, _ = taken = take(step)
         steps.append(list(zip(sample_ids.tolist(), map(digest, windows), strict=True)))
         return taken
 
-    trainer.batches.take = noted  # type: ignore[method-assign]
+    batches.take = noted  # type: ignore[method-assign]
     return steps
 
 

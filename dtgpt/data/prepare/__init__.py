@@ -8,9 +8,24 @@ reads what stands in them, `encode.py` makes tokens in the processes of `pool.py
 them under names that `target.py` locks, and `progress.py` reports how far it is and which lines are left out.
 """
 
-from dtgpt.util.seams import Capability
+from dtgpt.util.seams import Capability, CommandEntry
 
-CAPABILITY = Capability(datasets=("dtgpt.data.prepare.format:TABLES",))
+CAPABILITY = Capability(
+    datasets=("dtgpt.data.prepare.format:TABLES",),
+    commands={
+        "prepare": CommandEntry(
+            "dtgpt.commands.prepare:command",
+            "dtgpt prepare INPUT ... --output-prefix PREFIX\n"
+            "    encode text into Megatron-LM's PREFIX_text_document.bin and .idx",
+            place=10,
+        ),
+        "tokenizer": CommandEntry(
+            "dtgpt.commands.tokenizer:command",
+            "dtgpt tokenizer train INPUT ...\n    train a byte-level BPE on your own text",
+            place=20,
+        ),
+    },
+)
 
 
 def __getattr__(name: str):

@@ -13,7 +13,7 @@ is a partial sum, for the caller to reduce; that of the weight is complete.
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,30 @@ from torch.autograd.function import once_differentiable
 
 from dtgpt.ops.fast import is_apart
 from dtgpt.ops.loss import cross_entropy as passes
-from dtgpt.ops.loss.preference import Pairs, PreferenceLoss
 from dtgpt.ops.pointwise.linear import linear, takes_chain
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 LOGITS_BYTES = 2 << 30  # of a chunk of logits: 21 thousand rows of 50304 in 16 bits
+
+
+class Coupled(NamedTuple):
+    """What a `CoupledLoss` knows of the tokens beside their losses: fields of a batch, as of `models.batch.Batch`."""
+
+    weights: Tensor | None  # fp32 [B, N]: factors of the addends of the mean
+    by_token: Tensor | None = None  # [B, T, ...]
+    by_sample: Tensor | None = None  # [B, ...]
+
+
+class CoupledLoss(Protocol):
+    """A loss that is another function of the losses of tokens than their mean, such as one that holds answers against
+    each other. Its gradient is that of a mean with weights, which it gives."""
+
+    def __call__(self, losses: Tensor, about: Coupled) -> tuple[Tensor, Tensor] | Tensor:
+        """Return (the loss, an fp32 scalar; d(T B loss) / d(losses), fp32 `[B, T]`), from the losses `[B, T]` of this
+        rank's targets, which have no gradient; or, in evaluation alone, a tensor of another meaning. Under context
+        parallelism a rank has `T / cp` of the tokens of a sample, and gradients are the mean over the cp ranks."""
 
 
 def reference(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -71,20 +88,28 @@ def head_loss(
     return _loss_alone(*arguments)
 
 
-def preference_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, pairs: Pairs, objective: PreferenceLoss, *,
-    scale: Tensor | None = None, bias: Tensor | None = None, cap: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Return the mean loss of pairs, an fp32 scalar; or where they have no reference yet the log-probabilities of
-    answers, fp64 `[B, 2 P]`. Logits are made twice: for the log-probabilities, and for the gradients. Other arguments:
-    as of `head_loss`."""
+def coupled_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    about: Coupled,
+    coupled: CoupledLoss,
+    *,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    cap: float = 0.0,
+) -> Tensor:
+    """Return what `coupled` makes of the losses of tokens. Logits are made twice: for these losses, and for the
+    gradients. Other arguments: as of `head_loss`."""
     with torch.no_grad():
         start, group, local, local_bias = _local(weight, bias, 0, None)
         place = (vocab_size, start, group)
         losses = _row_losses(x.flatten(0, -2), local, local_bias, targets.flatten(), *place, cap).view_as(targets)
-    if pairs.reference is None:
-        return objective.sums(losses, pairs.answers)[0]
-    value, weights = objective(losses, pairs)
+    made = coupled(losses, about)  # where a gradient is wanted, so that it can tell a training step
+    if isinstance(made, Tensor):
+        return made
+    value, weights = made
     return _Valued.apply(
         head_loss(x, weight, targets, vocab_size, scale=scale, weights=weights, bias=bias, cap=cap), value
     )

@@ -1,5 +1,14 @@
 """Chats as data: templates of tokenizers, messages in several forms, and samples in which chats are packed."""
 
-from dtgpt.util.seams import Capability
+from dtgpt.util.seams import Capability, CommandEntry
 
-CAPABILITY = Capability(datasets=("dtgpt.posttrain.chats.format:CHAT_LINES",))
+CAPABILITY = Capability(
+    commands={
+        "chat": CommandEntry(
+            "dtgpt.commands.chat:command",
+            "dtgpt chat MODEL [--system TEXT]\n    talk to a model whose tokenizer has a chat template",
+            place=70,
+        ),
+    },
+    datasets=("dtgpt.posttrain.chats.format:CHAT_LINES",),
+)

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from dtgpt.data.dataset import PART_NAMES, Beginning, Dataset, Part, check_vocabulary, warn_of_unused_rows
+from dtgpt.data.document_masks import DocumentMasks, document_bounds, reset_positions
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.megatron.samples import split_range
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.models.batch import Batch
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
@@ -69,6 +71,20 @@ class PackedPart:
             row[begins, 1] = BEGINS
             row[used : used + 1, 1] = BEGINS  # of the filling
         return torch.from_numpy(found)
+
+
+def packed_batch(windows: Tensor, dropout_keys: Tensor | None = None) -> Batch:
+    """Return the batch of windows int64 `[B, T + 1, 2]` in which chats are kept apart, and only marked tokens count."""
+    tokens, marks = windows.unbind(-1)
+    ends = (marks[:, 1:] & BEGINS) > 0  # the next token begins another chat
+    return Batch(
+        tokens[:, :-1].contiguous(),
+        dropout_keys=dropout_keys,
+        targets=tokens[:, 1:].contiguous(),
+        positions=reset_positions(ends),
+        document_bounds=document_bounds(ends),
+        loss_weights=((marks[:, 1:] & COUNTS) > 0).float(),
+    )
 
 
 def chat_beginning(sequences: IndexedDataset, chat: int) -> Beginning | None:
@@ -204,6 +220,9 @@ class ChatDataset(Dataset):
             chosen = permutation(fold(root_key(self._seed), part), len(samples))[:max_samples]
         for first in range(0, len(chosen), batch_size):
             yield samples.windows(chosen[first : first + batch_size])
+
+    def to_batch(self, windows: Tensor, masks: DocumentMasks, dropout_keys: Tensor | None = None) -> Batch:
+        return packed_batch(windows, dropout_keys)  # chats are kept apart in any case
 
     def beginnings(self, count: int, positions: int) -> list[Beginning]:
         part = self.valid if len(self.valid) else self.train

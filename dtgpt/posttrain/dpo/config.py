@@ -1,17 +1,21 @@
 """The recipe's section of preferences (DPO; Rafailov et al. 2023), and what a run with them cannot have."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from dtgpt.config.checks import check_unused
 from dtgpt.config.fp8 import FP8
-from dtgpt.ops.loss.preference import Kind
+from dtgpt.config.sections import Section
+from dtgpt.posttrain.dpo.loss import Kind
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
+if TYPE_CHECKING:
+    from dtgpt.config.recipe import Recipe  # which has this section
+
 
 @dataclass(frozen=True, kw_only=True)
-class DpoConfig:
+class DpoConfig(Section):
     """The loss of pairs of answers. The reference is the model with which the run begins."""
 
     beta: Annotated[
@@ -25,18 +29,23 @@ class DpoConfig:
         float, "probability that the answers of a pair are the wrong way round, for sigmoid", Bounds(0, below=0.5)
     ] = 0.0
 
+    def check_recipe(self, recipe: "Recipe") -> None:
+        if self.beta == 0:
+            check_unused("dpo", self, "beta", 0.1)
+            return
+        if self.loss == "ipo" and self.label_smoothing:
+            raise UserError(
+                f"dpo.label_smoothing={self.label_smoothing:g} is for dpo.loss=sigmoid, and not for ipo; leave one out"
+            )
+        if recipe.precision == FP8:
+            raise UserError(
+                f"dpo.beta={self.beta:g}, but scales of fp8 change from step to step, and log-probabilities with them; "
+                "use --precision bf16"
+            )
 
-def check_dpo(dpo: DpoConfig, precision: str) -> None:
-    """Raise UserError where a run cannot have preferences beside a recipe's other values."""
-    if dpo.beta == 0:
-        check_unused("dpo", dpo, "beta", 0.1)
-        return
-    if dpo.loss == "ipo" and dpo.label_smoothing:
-        raise UserError(
-            f"dpo.label_smoothing={dpo.label_smoothing:g} is for dpo.loss=sigmoid, and not for ipo; leave one out"
-        )
-    if precision == FP8:
-        raise UserError(
-            f"dpo.beta={dpo.beta:g}, but scales of fp8 change from step to step, and log-probabilities with them; use "
-            "--precision bf16"
-        )
+    def check_new_weights(self) -> None:
+        if self.beta:
+            raise UserError(
+                f"dpo.beta={self.beta:g} trains a model on what it prefers already; name it with --init_from MODEL, "
+                "or leave dpo.beta out"
+            )

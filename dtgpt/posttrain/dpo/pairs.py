@@ -60,6 +60,8 @@ class PairDataset(ChatDataset):
         packed = [hashlib.sha256(part.chats.tobytes()).hexdigest() for part in self.parts.values()]
         return hashlib.sha256(json.dumps([self.digest, *packed]).encode()).hexdigest()
 
+    only_for = "pairs of answers, but dpo.beta=0; give --dpo.beta, such as 0.1"
+
     def bytes_per_token(self) -> float:
         """Return 0: the loss is not that of tokens."""
         return 0.0
@@ -83,7 +85,7 @@ def with_answers(batch: Batch, windows: Tensor, answers: int, reference: Tensor 
     of_answer &= batch.loss_weights[..., None] > 0
     there = of_answer.any(1)
     weights = (there[:, 0::2] & there[:, 1::2]).float()
-    return batch._replace(loss_weights=weights, answers=of_answer, reference=reference)
+    return batch._replace(loss_weights=weights, by_token=of_answer, by_sample=reference)
 
 
 def load_pairs(

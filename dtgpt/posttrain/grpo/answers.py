@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.models.batch import Batch
-from dtgpt.posttrain.grpo.config import GrpoConfig
+from dtgpt.posttrain.grpo.config import GrpoConfig, shared_length
 
 STD_EPS = 1e-4  # added to the standard deviation of a group, as in TRL
 
@@ -41,8 +41,7 @@ def shared_rows(answers: Sequence[Answer], part: slice, grpo: GrpoConfig, length
     """Return what `weighted_rows` does, a row for each group: the prompt without its last token, once, and then that
     token and an answer, for each answer. Each place has one target so."""
     group, each = grpo.group, grpo.max_new_tokens + 1
-    assert grpo.groups is not None
-    size, shared = grpo.groups.row_length(length), length - each
+    size, shared = shared_length(grpo, length), length - each
     factors = weighed(answers, grpo, length)[part]
     own, count = answers[part], len(factors) // group
     tokens, targets = torch.zeros(2, count, size, dtype=torch.int64)

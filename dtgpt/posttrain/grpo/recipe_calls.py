@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from dtgpt.run.signals import StopRequest
+from dtgpt.train.objective import StepFailed
 from dtgpt.util.errors import UserError
 
 
-class RolloutsFailed(UserError):
-    """Prompts or rewards could not be made. `__cause__`, on the rank that met it: an error of the recipe's method."""
+class RolloutsFailed(StepFailed):
+    """Prompts or rewards could not be made."""
 
 
 class _Late(BaseException):

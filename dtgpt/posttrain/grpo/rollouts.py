@@ -35,8 +35,9 @@ from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.chats.messages import read_messages
 from dtgpt.posttrain.grpo.answers import Answer, figures_of, shared_rows, weighted_rows
-from dtgpt.posttrain.grpo.config import GrpoConfig, draws_alone
+from dtgpt.posttrain.grpo.config import GrpoConfig, draws_alone, shares_prompts
 from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed, call_method
+from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.hardware import TRITON
@@ -118,7 +119,7 @@ class Rollouts:
         self.best_and_worst = max(answers, key=REWARD), min(answers, key=REWARD)
         own = len(answers) // self.mesh.plan.dp
         part = slice(self.mesh.place.dp * own, (self.mesh.place.dp + 1) * own)
-        make = shared_rows if self.settings.shares else weighted_rows
+        make = shared_rows if shares_prompts(self.settings) else weighted_rows
         batch = make(answers, part, self.grpo, self.settings.seq_length)
         batch = Batch._make(None if field is None else field.to(self.mesh.device) for field in batch)
         return slice_of(batch, self.mesh.place)
@@ -178,7 +179,7 @@ class Rollouts:
                 f"memory has room for {counted(fits, 'answer')} of {settings.seq_length:,} positions at the same time, "
                 f"but {slots} are to be drawn; use a smaller --grpo.slots, which makes drawing slower"
             )
-        graphs = settings.graphs and self.alone and not settings.lora.rank
+        graphs = settings.graphs and self.alone and not settings.freezes_weights
         make = partial(
             Engine, self.stages, mesh, config, settings.dtype, slots=slots,
             vocab_size=min(self.tokenizer.vocab_size, config.vocab_size), timeout=self.timeout, graphs=graphs,
@@ -276,10 +277,10 @@ def why_not_exact(settings: Settings) -> str | None:
         return f"device={device.type} chooses the order of sums by the number of rows, or has no Triton"
     if plan.ranks_of_queries(settings.model) > 1:
         return f"cp={plan.cp} has more ranks than heads of keys and values, so that attention is computed in pieces"
-    if plan.tp > 1 or plan.zero or plan.splits_backward or settings.lora.rank:
+    if plan.tp > 1 or plan.zero or plan.splits_backward or settings.freezes_weights:
         named = {f"tp={plan.tp}": plan.tp > 1, "ZeRO": plan.zero > 0}
         named[f"the schedule {plan.schedule}"] = plan.splits_backward
-        what = next((name for name, there in named.items() if there), f"lora.rank={settings.lora.rank}")
+        what = next((name for name, there in named.items() if there), f"lora.rank={settings.section(LoraConfig).rank}")
         return f"{what} has weights in another form than the kernels for it read"
     if settings.attention_backend != "flash":
         return f"attention={settings.attention_backend} here, and the kernels for it have the bits of flash"

@@ -2,4 +2,9 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(sources=("dtgpt.posttrain.lora.source:ADAPTERS",))
+CAPABILITY = Capability(
+    sections={"lora": "dtgpt.posttrain.lora.config:LoraConfig"},
+    added_modules=("dtgpt.posttrain.lora.adapters:add_adapters",),
+    initial_values=("dtgpt.posttrain.lora.adapters:initialize_adapters",),
+    sources=("dtgpt.posttrain.lora.source:ADAPTERS",),
+)

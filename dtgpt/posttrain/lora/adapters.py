@@ -99,7 +99,7 @@ def _local(parameter: Tensor) -> Tensor:
 def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, device: torch.device) -> None:
     """Freeze a stage on the meta device, cut by tensor parallelism, and add its adapters. device: of the run."""
     part.requires_grad_(False)
-    config, lora, tp = part.config, settings.lora, settings.plan.tp
+    config, lora, tp = part.config, settings.section(LoraConfig), settings.plan.tp
     dtype = settings.dtype if settings.plan.narrows_weights else torch.float32
     for parameter in adapted(config, lora):
         if str(parameter.block) not in part.blocks:
@@ -125,7 +125,7 @@ def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, devi
 
 
 @torch.no_grad()
-def initialize_adapters(shards: Shards, lora: LoraConfig, key: Tensor) -> None:
+def initialize_adapters(shards: Shards, settings: Settings, key: Tensor) -> None:
     """Fill A with values of the variance of peft's, 1 / (3 in), as a function of (key, name, global index), and B with
     zeros, so that a run begins with the function of the frozen weights."""
     for shard in shards:

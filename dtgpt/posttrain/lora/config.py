@@ -1,26 +1,30 @@
 """The recipe's section of low-rank adapters (LoRA; Hu et al. 2021), and what a run with them cannot have."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from dtgpt.config.checks import check_unused
 from dtgpt.config.fp8 import FP8
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.sections import Section
 from dtgpt.models.inventory import Parameter
 from dtgpt.models.roles import Role
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
 
-if TYPE_CHECKING:  # a recipe has this section
-    from dtgpt.config.plan import ResolvedPlan
+if TYPE_CHECKING:
+    from dtgpt.config.recipe import Recipe  # which has this section
 
 TARGETS = {"qkv": Role.QKV, "column": Role.COLUMN, "row": Role.ROW}
 NAMES = "|".join(TARGETS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Section):
     """Adapters of rank `rank` for the matrices of blocks: y = x W^T + (alpha / rank) (x A^T) B^T. W stays as it is, in
     the type that the run computes in; A and B are trained."""
+
+    fixed: ClassVar[bool] = True  # the weights of a checkpoint are of this rank and these targets
 
     rank: Annotated[int, "rank of adapters, which are trained in place of the weights; 0: train the weights"] = 0
     alpha: Annotated[float, "adapters are scaled by alpha / rank", Bounds(above=0)] = 32.0
@@ -43,38 +47,45 @@ class LoraConfig:
         """Return whether a parameter of the model has an adapter."""
         return parameter.block is not None and len(parameter.shape) == 2 and parameter.role in self.roles
 
+    @property
+    def freezes_weights(self) -> bool:
+        return self.rank > 0
 
-def check_lora(lora: LoraConfig, hidden_size: int, optimizer: str, precision: str, reduce: str) -> None:
-    """Raise UserError where a run cannot have these adapters beside a recipe's other values."""
-    rank = lora.rank
-    if not 0 <= rank <= hidden_size:
-        raise UserError(
-            f"lora.rank={rank} is not the rank of an adapter; use 1 to {hidden_size}, or 0 to train the weights"
-        )
-    if rank == 0:
-        check_unused("lora", lora, "rank", 16)
-        return
-    if optimizer != "adamw":
-        raise UserError(
-            f"lora.rank={rank}, but optimizer.kind={optimizer} is for whole matrices, and AdamW trains adapters; use "
-            "--optimizer.kind adamw or --lora.rank 0"
-        )
-    if precision == FP8:
-        raise UserError(
-            f"lora.rank={rank}, but adapters are not computed with products in fp8; use --precision bf16 or "
-            "--lora.rank 0"
-        )
-    if reduce == "exact":
-        raise UserError(
-            f"lora.rank={rank}, but reduce=exact sums the gradients of whole weights alone; use --reduce fast or "
-            "--lora.rank 0"
-        )
+    def check_recipe(self, recipe: "Recipe") -> None:
+        rank, hidden_size, optimizer = self.rank, recipe.model.hidden_size, recipe.optimizer.kind
+        if not 0 <= rank <= hidden_size:
+            raise UserError(
+                f"lora.rank={rank} is not the rank of an adapter; use 1 to {hidden_size}, or 0 to train the weights"
+            )
+        if rank == 0:
+            check_unused("lora", self, "rank", 16)
+            return
+        if optimizer != "adamw":
+            raise UserError(
+                f"lora.rank={rank}, but optimizer.kind={optimizer} is for whole matrices, and AdamW trains adapters; "
+                "use --optimizer.kind adamw or --lora.rank 0"
+            )
+        if recipe.precision == FP8:
+            raise UserError(
+                f"lora.rank={rank}, but adapters are not computed with products in fp8; use --precision bf16 or "
+                "--lora.rank 0"
+            )
+        if recipe.reduce == "exact":
+            raise UserError(
+                f"lora.rank={rank}, but reduce=exact sums the gradients of whole weights alone; use --reduce fast or "
+                "--lora.rank 0"
+            )
 
+    def check_new_weights(self) -> None:
+        if self.rank:
+            raise UserError(
+                f"lora.rank={self.rank} adapts a model that is trained already; name it with --init_from MODEL, or "
+                "use --lora.rank 0 to train all weights"
+            )
 
-def check_lora_plan(lora: LoraConfig, plan: "ResolvedPlan") -> None:
-    """Raise UserError where a run with adapters cannot have this plan."""
-    if lora.rank and plan.splits_backward:
-        raise UserError(
-            f"lora.rank={lora.rank}, but the schedule {plan.schedule} makes gradients of weights apart from those of "
-            "activations, which frozen weights do not have; use another schedule or --lora.rank 0"
-        )
+    def check_plan(self, plan: ResolvedPlan) -> None:
+        if self.rank and plan.splits_backward:
+            raise UserError(
+                f"lora.rank={self.rank}, but the schedule {plan.schedule} makes gradients of weights apart from those "
+                "of activations, which frozen weights do not have; use another schedule or --lora.rank 0"
+            )

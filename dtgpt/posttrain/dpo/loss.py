@@ -10,7 +10,7 @@ their parts of the answers, and each has the losses of whole pairs, and the fact
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,28 @@ from torch import Tensor
 
 from dtgpt.util.torch_private import all_gather_single
 
+if TYPE_CHECKING:
+    from dtgpt.ops.loss.head import Coupled
+
 Kind = Literal["sigmoid", "ipo"]
 FIGURES = ("pairs", "accuracy", "chosen", "rejected")  # sums over pairs in `PreferenceLoss.totals`
 UNLIKELY = 1000  # times less likely than before training: a fall of 6.9 nats
 
 
 class Pairs(NamedTuple):
-    """The pairs of a batch: answer 2 i is chosen, answer 2 i + 1 is rejected in pair i of a sample."""
+    """The pairs of a batch, in the order of `Coupled`: answer 2 i is chosen, answer 2 i + 1 is rejected in pair i of a
+    sample."""
 
     weights: Tensor  # fp32 [B, P], factors of the losses; 0: the sample has fewer pairs
     answers: Tensor  # bool [B, T, 2 P]: the targets of each answer
     reference: Tensor | None  # fp64 [B, 2 P], log-probabilities before training; None: those of now are asked for
+
+
+def pairs_of(about: "Coupled") -> Pairs:
+    """Return what the head was given as pairs."""
+    weights, answers, reference = about
+    assert weights is not None and answers is not None
+    return Pairs(weights, answers, reference)
 
 
 def losses_and_slopes(
@@ -58,12 +69,14 @@ class PreferenceLoss:
         self.kind, self.beta, self.label_smoothing, self.group = kind, beta, label_smoothing, group
         self.totals = torch.zeros(len(FIGURES), dtype=torch.float64, device=device)
 
-    def __call__(self, losses: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    def __call__(self, losses: Tensor, about: "Coupled") -> tuple[Tensor, Tensor] | Tensor:
         """Return the mean over all P of a batch of loss times weight, fp32, and the weights of tokens, fp32 `[B, T]`,
-        by which the head's mean loss has its gradient. losses: `[B, T]` of the targets."""
-        weights, answers, reference = pairs
-        assert reference is not None
+        by which the head's mean loss has its gradient; where pairs have no reference yet, the log-probabilities of
+        answers, fp64 `[B, 2 P]`. losses: `[B, T]` of the targets."""
+        weights, answers, reference = pairs_of(about)
         log_probabilities, counts = self.sums(losses, answers)
+        if reference is None:
+            return log_probabilities
         relative = log_probabilities - reference
         each, slopes = self.of_pairs(relative, counts)
         self._count(relative, weights > 0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dtgpt.ops.loss.head import preference_loss
-from dtgpt.ops.loss.preference import Pairs, PreferenceLoss
+from dtgpt.ops.loss.head import coupled_loss
+from dtgpt.posttrain.dpo.loss import Pairs, PreferenceLoss
 
 B, T, H, V, P = 3, 12, 8, 32, 2
 CASES = [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0)]
@@ -52,7 +52,7 @@ def test_loss_gradients_and_figures_are_those_of_the_formula(case, kind, smooth)
     expected.backward()
     objective = PreferenceLoss(kind, 0.3, smooth, torch.device("cpu"))
     ours = [value.clone().requires_grad_() for value in (x, weight)]
-    loss = preference_loss(*ours, targets, V - 2, pairs, objective, scale=torch.tensor(4.0))
+    loss = coupled_loss(*ours, targets, V - 2, pairs, objective, scale=torch.tensor(4.0))
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     for found, wanted in zip(ours, leaves, strict=True):
@@ -75,14 +75,14 @@ def test_chosen_answers_that_become_unlikely_are_told(chosen, margin, told):
 
 def test_without_a_reference_the_log_probabilities_of_answers_are_returned(case):
     x, weight, targets, pairs = case
-    found = preference_loss(
+    found = coupled_loss(
         x, weight, targets, V - 2, pairs._replace(reference=None),
         PreferenceLoss("sigmoid", 0.1, 0.0, torch.device("cpu")),
     )  # fmt: skip
     each = F.log_softmax((x.double() @ weight.double().T)[..., : V - 2], -1).gather(-1, targets[..., None])[..., 0]
     expected = (each[..., None] * pairs.answers).sum(1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
-    again = preference_loss(
+    again = coupled_loss(
         x, weight, targets, V - 2, pairs._replace(reference=found),
         objective := PreferenceLoss("sigmoid", 0.1, 0.0, torch.device("cpu")),
     )  # fmt: skip

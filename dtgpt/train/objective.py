@@ -1,0 +1,250 @@
+"""What a run learns: which batch a step has, what its loss is a mean of, and what is said of it.
+
+The trainer takes an `Objective` and asks it for the batch of each step; all else of a step (passes, sums of gradients,
+the update) is the same for every objective. Language modelling stands here. Other objectives are capabilities, most of
+them language models with other batches: `objective_of` imports their modules only where the recipe has them on.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtgpt.config.execution import Settings
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import DataConfig
+from dtgpt.data.dataset import PART_NAMES, Dataset, Part, perplexity
+from dtgpt.data.document_masks import DocumentMasks
+from dtgpt.data.prefetch import Prefetcher
+from dtgpt.models.batch import Batch
+from dtgpt.models.decoder import Decoder
+from dtgpt.ops.random.dropout import dropout_keys
+from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.parallel.context import slice_of
+from dtgpt.parallel.engine import TrainingEngine
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.train.evaluate import held_out_loss
+from dtgpt.util import seams
+from dtgpt.util.errors import UserError
+from dtgpt.util.timers import Timers
+
+Interrupted = Callable[[], bool]  # whether somebody has asked to stop, the same on all ranks
+
+
+def never() -> bool:
+    """Return False: nobody has asked to stop."""
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What an objective is told of a recipe. `section`: the part of it that turns the objective on; None for language
+    modelling."""
+
+    section: Any
+    data: DataConfig
+    seed: int
+    steps: int
+    timeout: float  # seconds that a process waits for another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an objective computes with: parts of a trainer, which it does not know."""
+
+    settings: Settings
+    mesh: Mesh
+    stages: list[Decoder]
+    engine: TrainingEngine
+    timers: Timers
+    ends: tuple[int, ...]  # ids at which generated texts end
+    samples_of: Callable[[int], range]  # the numbers of a step's samples, over all replicas
+
+
+class HeldOut(NamedTuple):
+    """What is said of the samples for validation or test."""
+
+    figures: dict[str, float]  # of the record, with "loss"
+    shown: str  # in the console
+    finite: dict[str, float]  # by what they are called: others than finite ones say that the run has diverged
+
+
+class StepFailed(UserError):
+    """A batch could not be made, which is known on every rank, and nothing of its step was done: the run saves, and
+    ends. `__cause__`, on the rank that met it: an error of the recipe's own code."""
+
+
+class Objective(ABC):
+    """What a run learns from `dataset`. The order of the calls: `check`, before there are a model and ranks;
+    `__init__`; `bind`, when the trainer's parts are there; `restore`, in a run that goes on; `prepare`; the steps."""
+
+    # Of the batch of the last step: sums over the samples of this rank, fp64 [K], the same on ranks of tp and cp. The
+    # head adds to them, so that a captured step needs them at one address: they are there after `bind`, if at all.
+    totals: Tensor | None = None
+
+    @classmethod
+    def check(cls, given: Given, dataset: Dataset) -> None:
+        """Raise UserError where the data are not those of this objective."""
+        if dataset.only_for is not None:
+            raise UserError(f"{dataset.source} has {dataset.only_for}")
+
+    def __init__(self, given: Given, dataset: Dataset):
+        self.given, self.dataset = given, dataset
+
+    @abstractmethod
+    def bind(self, parts: Parts) -> None:
+        """Take the parts of the trainer, and give the head another loss where the objective has one. Raise UserError
+        where these parts cannot have the objective."""
+
+    @abstractmethod
+    def take(self, step: int) -> tuple[Batch, Tensor | None]:
+        """Return this rank's part of the batch of `step` on the device, whose fields have the same shapes and types in
+        each step; and whether nothing of the global batch counts, a bool scalar, None: something does. Steps are taken
+        in their order. Raises StepFailed."""
+
+    @abstractmethod
+    def batch(self, step: int) -> Batch:
+        """Return what `take` does, of any step, to be looked at."""
+
+    @abstractmethod
+    def held_out(self, part: Part, samples: int, interrupted: Interrupted = never) -> HeldOut | None:
+        """Return what is said of at most so many samples of a part, the same on every rank; None where there is nothing
+        to say, or when interrupted."""
+
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027, most keep nothing
+        """Go on from the `state` of a checkpoint, or of a run of another library."""
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps when `step` steps are done."""
+        return {}
+
+    def prepare(self, step: int, run: Path | None, interrupted: Interrupted = never) -> bool:
+        """Make ready for the steps from `step` on, before anything is written. run: the folder of a run that goes on;
+        None: of a new one. Returns False when interrupted."""
+        return True
+
+    def save(self, run: Path) -> None:  # noqa: B027
+        """Write what the folder of a new run keeps. Rank 0 alone calls it."""
+
+    def figures(self, totals: list[float]) -> dict[str, float]:
+        """Return what a record says of the steps of an interval, by their `totals` over all samples, and of its last
+        step."""
+        return {}
+
+    def caution(self, figures: dict[str, float]) -> str | None:
+        """Return a warning about the figures of a record; None where there is none."""
+        return None
+
+    def examples(self) -> dict[str, str]:
+        """Return texts that the last step was about, by what they are called."""
+        return {}
+
+    def addends(self, losses: Tensor, batch: Batch) -> Tensor:
+        """Return what the loss is the mean of, for autograd, from the losses of tokens `[B, T]`."""
+        return losses if batch.loss_weights is None else losses * batch.loss_weights
+
+
+class LanguageModel(Objective):
+    """Predict the next token of each sample. A kind of it reads more than windows (`read`), and adds it to the batch
+    (`add`)."""
+
+    def __init__(self, given: Given, dataset: Dataset):
+        super().__init__(given, dataset)
+        data, root = given.data, root_key(given.seed)
+        self.data_key, self.dropout_key = fold(root, "data"), fold(root, "dropout")
+        options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+        self.masks = DocumentMasks(dataset.tokenizer.end_of_text, *options)
+
+    def bind(self, parts: Parts) -> None:
+        model, self.parts = parts.settings.model, parts
+        self.num_sites = model.num_sites if model.dropout > 0 else 0  # of dropout, where any drops
+        self.batches = Prefetcher(self.read, parts.mesh.device)
+
+    def take(self, step: int) -> tuple[Batch, Tensor | None]:
+        with self.parts.timers.measure("data", host=True):
+            read = self.batches.take(step)
+        return self.make(*read)
+
+    def batch(self, step: int) -> Batch:
+        return self.make(*(value.to(self.parts.mesh.device) for value in self.read(step)))[0]
+
+    def read(self, step: int) -> tuple[Tensor, ...]:
+        """Return this replica's windows, as `Dataset.windows` makes them, and sample ids `[B]`, the dropout key `[2]`
+        of `step`, and whatever else `add` takes; on the CPU. A thread calls it in advance: it must not meet ranks."""
+        samples, place = self.parts.samples_of(step), self.parts.mesh.place
+        count = len(samples) // place.plan.dp
+        sample_ids = samples.start + place.dp * count + torch.arange(count)
+        windows = self.dataset.windows(sample_ids, self.parts.settings.seq_length, self.data_key)
+        return windows, sample_ids, fold(self.dropout_key, step)
+
+    def add(self, batch: Batch, windows: Tensor, sample_ids: Tensor, *more: Tensor) -> Batch:
+        """Return the batch of whole samples with what this objective adds to it."""
+        return batch
+
+    def make(self, windows: Tensor, sample_ids: Tensor, step_key: Tensor, *more: Tensor) -> tuple[Batch, Tensor | None]:
+        """Return as `take` does, from what was read, on the device."""
+        keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
+        whole = self.add(self.dataset.to_batch(windows, self.masks, keys), windows, sample_ids, *more)
+        batch = slice_of(whole, self.parts.mesh.place)
+        if batch.loss_weights is None:
+            return batch, None
+        # The mean loss is that over the weights of the whole global batch, of which each rank has a part.
+        counted = self.counted(batch)
+        scale = batch.loss_weights.numel() * self.parts.mesh.plan.data_ranks / counted.clamp(min=1)
+        return batch._replace(loss_weights=batch.loss_weights * scale.float()), counted == 0
+
+    def counted(self, batch: Batch) -> Tensor:
+        """Return how many weights of the global batch are not 0, fp64 on the device."""
+        assert batch.loss_weights is not None
+        mesh, plan = self.parts.mesh, self.parts.mesh.plan
+        return mesh.sum(batch.loss_weights.count_nonzero())[0] / (plan.tp * plan.pp)
+
+    def held_out(self, part: Part, samples: int, interrupted: Interrupted = never) -> HeldOut | None:
+        settings = self.parts.settings
+        batches = list(self.dataset.held_out(part, settings.seq_length, settings.micro_batch_size, samples))
+        token_bytes = torch.from_numpy(self.dataset.tokenizer.token_bytes())
+
+        def to_batch(windows: Tensor) -> Batch:
+            return self.dataset.to_batch(windows, self.masks)
+
+        found = held_out_loss(self.parts.engine, self.parts.mesh, batches, to_batch, token_bytes, interrupted, part)
+        if found is None:
+            return None
+        loss, bits = found
+        figures = {"loss": loss, "perplexity": perplexity(loss)}
+        shown, finite = f"loss {loss:.4f}  ppl {perplexity(loss):.4g}", {f"{PART_NAMES[part]} loss": loss}
+        if bits is not None:
+            figures["bits_per_byte"] = finite["bits/byte"] = bits
+            shown += f"  bits/byte {bits:.3f}"
+        return HeldOut(figures, shown, finite)
+
+
+class Choice(NamedTuple):
+    """The objective of a recipe, which is made when its data are there."""
+
+    kind: type[Objective]
+    given: Given
+
+    def check(self, dataset: Dataset) -> None:
+        self.kind.check(self.given, dataset)
+
+    def make(self, dataset: Dataset) -> Objective:
+        return self.kind(self.given, dataset)
+
+
+def objective_of(recipe: Recipe) -> Choice:
+    """Return the objective that the recipe turns on; language modelling where it turns on none. Raises UserError where
+    it turns on two."""
+    on = {name: part for name, part in seams.added("objectives").items() if attrgetter(name)(recipe)}
+    if len(on) > 1:
+        raise UserError(f"a run has one objective, but {' and '.join(on)} are given; leave out all but one")
+    kind, section = LanguageModel, None
+    for name, part in on.items():
+        kind, section = seams.load(part), attrgetter(name.rpartition(".")[0])(recipe)
+    steps, timeout = recipe.num_steps, recipe.timeout
+    return Choice(kind, Given(section=section, data=recipe.data, seed=recipe.seed, steps=steps, timeout=timeout))

@@ -1,0 +1,103 @@
+"""Capabilities: each imports no others than those that `dtgpt.capabilities` says, and the core works without them."""
+
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from importlib import import_module
+
+import pytest
+
+from dtgpt.capabilities import CAPABILITIES
+from tests.support.core import ROOT, files, imports, room_of
+
+PLAIN = """
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import LogConfig, OptimizerConfig
+from dtgpt.models.gpt2 import GPT2Config
+
+def recipe():
+    return Recipe(
+        name="plain", model=GPT2Config(num_layers=1, hidden_size=32, num_heads=2, seq_length=32, vocab_size=1024),
+        optimizer=OptimizerConfig(lr=1e-3), steps=2, micro_batch_size=4, global_batch_size=4, device="cpu",
+        log=LogConfig(interval=1, eval_samples=4, sample_tokens=4),
+    )
+"""
+# Folders that cannot be imported: those of capabilities that no file of the core imports any more.
+REMOVED = "dtgpt.translate", "dtgpt.serve"
+PROGRAM = f"""
+import sys
+from dtgpt.cli import main
+from dtgpt.util import seams
+
+class Removed:
+    def find_spec(self, name, path, target=None):
+        if name.startswith({REMOVED}):
+            raise ImportError(f"{{name}} is removed")
+
+def call(*words):
+    try:
+        main(list(words))
+    except SystemExit as end:
+        print("exit", end.code, flush=True)
+
+sys.meta_path.insert(0, Removed())
+seams.use(())
+call("--help")
+call("train", "plain.py")
+call("train", "plain.py", "--resume", "auto", "--steps", "3")
+call("generate", "runs/plain-001", "--prompt", "def", "--tokens", "4", "--device", "cpu")
+call("plan", "plain.py")
+call("train", "plain.py", "--lora.rank", "4")
+call("train", "plain.py", "--precision", "fp8")
+call("train", "plain.py", "--plan", "auto")
+call("train", "plain.py", "--num-layers", "2")
+"""
+
+Def = ast.FunctionDef  # what it imports is imported when it is called
+
+
+def modules_of(capability: str) -> set[str]:
+    """Return the modules of a capability: those of its folder, and its parts elsewhere, such as commands."""
+    found = {name for name in files() if f"{name}.".startswith(f"{capability}.")}
+    described = import_module(capability).CAPABILITY
+    for seam in fields(described):
+        parts = getattr(described, seam.name)
+        for part in parts.values() if hasattr(parts, "values") else parts:
+            found.add(getattr(part, "part", part).partition(":")[0])
+    return {name for name in found if room_of(files()[name]) is None}
+
+
+@pytest.mark.slow(2)
+def test_a_capability_imports_the_others_that_it_says():
+    known, owner = files(), {}
+    for capability, _ in CAPABILITIES:
+        described = [node for node in ast.parse(known[capability].read_text()).body if not isinstance(node, Def)]
+        assert set(imports(ast.Module(described, []), known)) <= {"dtgpt.util.seams"}, capability
+        owner |= dict.fromkeys(modules_of(capability), capability)
+    used: dict[str, set[str]] = {capability: set() for capability, _ in CAPABILITIES}
+    for name, capability in owner.items():
+        found = {owner.get(other) for other in imports(ast.parse(known[name].read_text()), known)}
+        used[capability] |= {other for other in found if other is not None} - {capability}
+    says = {capability: set(needs) for capability, needs in CAPABILITIES}
+    wrong = [f"{name}: {sorted(needs)}" for name, needs in used.items() if needs != says[name]]
+    assert not wrong, "these capabilities import\n" + "\n".join(wrong)
+
+
+@pytest.mark.slow(8)
+def test_the_core_trains_resumes_and_generates_without_any_capability(tmp_path):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DTGPT_CACHE": str(tmp_path / "cache")}
+    program = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    codes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("exit ")]
+    assert codes == ["0"] * 4 + ["2"] * 5, done.stdout + done.stderr
+    for sentence in (
+        "there is no command 'plan'; use one of train, generate",
+        "there is no option --lora.rank; see --help for the list",
+        "--precision fp8 is not a choice; use one of auto, fp32, bf16, fp16",
+        "plan=auto is chosen by dtgpt train and dtgpt plan",
+        "there is no option --num-layers; did you mean --model.num_layers?",
+    ):
+        assert sentence in done.stderr, done.stderr
