@@ -14,10 +14,8 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.run.folder import values_of
 from dtgpt.run.signals import StopRequest
-from dtgpt.run.sinks import check_wandb
-from dtgpt.run.tensorboard import import_tensorboard
 from dtgpt.train.job import Job
-from dtgpt.train.tasks import tasks_of
+from dtgpt.train.observer import Observer, observers_of
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors
@@ -32,6 +30,7 @@ class Group:
     settings: Settings
     mesh: Mesh
     process: Process  # this one among those that the plan uses
+    observers: list[Observer]  # that capabilities bring
     watch: Watch  # over the other processes, those that wait too
 
 
@@ -44,6 +43,7 @@ def join(job: Job, stack: ExitStack) -> Group:
     for line in choice.describe():
         say(line)
     process = everyone.among(choice.plan.world)
+    observers = observers_of(recipe.log, recipe.num_steps)  # each of which can do its part here
     settings = check_machine(job, process)
     stack.enter_context(memory_errors_as_user_errors(_remedy_for_memory(settings)))
     watch = Watch()
@@ -51,7 +51,7 @@ def join(job: Job, stack: ExitStack) -> Group:
         watch = stack.enter_context(watch_over(everyone, job))
     stack.enter_context(peers(everyone.world).losses_as_user_errors(recipe.timeout, lambda: "start the run again"))
     mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, what_ranks_agree_on(job), watch))
-    return Group(settings=settings, mesh=mesh, process=process, watch=watch)
+    return Group(settings=settings, mesh=mesh, process=process, observers=observers, watch=watch)
 
 
 def _remedy_for_memory(settings: Settings) -> str:
@@ -66,13 +66,8 @@ def _remedy_for_memory(settings: Settings) -> str:
 
 
 def check_machine(job: Job, process: Process) -> Settings:
-    """Return the settings of the job on this machine. Raises UserError where a device, its memory, a package or the
-    file of a task is missing."""
+    """Return the settings of the job on this machine. Raises UserError where a device or its memory is missing."""
     recipe = job.recipe
-    check_wandb(recipe.log.wandb)
-    if recipe.log.tensorboard:
-        import_tensorboard()
-    tasks_of(recipe.log)
     device = choose_device(recipe.device, process.local_rank)
     check_kernels(device)
     for note in recipe.notes(job.choice, device.type):
