@@ -4,6 +4,10 @@ works as before."""
 # The module that describes the capability, and those of the capabilities whose modules it imports. Sections of recipes
 # stand in this order, in `--help` too.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("dtgpt.charts", ()),
+    ("dtgpt.liveness", ()),
+    ("dtgpt.models.families", ()),
+    ("dtgpt.optim.muon_kinds", ()),
     ("dtgpt.optim.fp8", ()),
     ("dtgpt.optim.z_scores", ()),
     (
@@ -18,18 +22,32 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.posttrain.grpo", ("dtgpt.evaluation", "dtgpt.posttrain.chats", "dtgpt.posttrain.lora")),
     (
         "dtgpt.interop",
-        ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.data.prepare", "dtgpt.posttrain.lora"),
+        (
+            "dtgpt.data.library_tokenizers",
+            "dtgpt.data.megatron",
+            "dtgpt.data.prepare",
+            "dtgpt.models.families",
+            "dtgpt.posttrain.lora",
+        ),
     ),
     ("dtgpt.translate", ()),
     ("dtgpt.planning", ("dtgpt.optim.fp8", "dtgpt.posttrain.lora")),
     (
         "dtgpt.compare",
-        ("dtgpt.data.prepare", "dtgpt.optim.fp8", "dtgpt.planning", "dtgpt.posttrain.grpo", "dtgpt.posttrain.lora"),
+        (
+            "dtgpt.charts",
+            "dtgpt.data.prepare",
+            "dtgpt.models.families",
+            "dtgpt.optim.fp8",
+            "dtgpt.planning",
+            "dtgpt.posttrain.grpo",
+            "dtgpt.posttrain.lora",
+        ),
     ),
     (
         "dtgpt.evaluation",
         ("dtgpt.data.library_tokenizers", "dtgpt.data.prepare", "dtgpt.interop", "dtgpt.posttrain.lora"),
     ),
     ("dtgpt.serve", ("dtgpt.posttrain.chats",)),
-    ("dtgpt.commands.tools", ()),
+    ("dtgpt.commands.tools", ("dtgpt.charts",)),
 )

@@ -11,17 +11,26 @@ n + 1, and thus had ended call n. All ranks make the same calls in the same orde
 number of programs.
 """
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from dtgpt.comm.barrier import Barrier
-
 BLOCK, WARPS = 8192, 16  # of gathers and sums; BLOCK: elements that a program moves at once
 ADD_BLOCK, ADD_WARPS = 4096, 8
 PATIENCE = tl.constexpr(600 * 1000**3)  # nanoseconds until a rank whose peer has ended fails, too
+
+
+class Barrier(Protocol):
+    """What a kernel takes of a `dtgpt.comm.barrier.Barrier`."""
+
+    flags: Tensor
+    calls: Tensor
+    rank: int
+    ranks: int
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from dtgpt.interop.hf.peft import save_peft
 from dtgpt.interop.megatron.export import export_notes, save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
-from dtgpt.models.architectures import ARCHITECTURES as KNOWN
+from dtgpt.models.architectures import class_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Watched
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
@@ -85,7 +85,7 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     for note in source.notes:
         say(note, warning=True)
     kind = type(source.config)
-    theirs = KNOWN.get(kind.architecture, kind)  # another architecture is refused below
+    theirs = class_of(kind.architecture) or kind  # another architecture is refused below
     if options.to != "dtgpt" and theirs is not kind:
         say(f"{target}: what {kind.__name__} computes otherwise than {theirs.__name__} is not in it", warning=True)
     dtype, watched = DTYPES[options.dtype], Watched(source)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dtgpt.models.architectures import ARCHITECTURES, is_own
+from dtgpt.models.architectures import class_of, is_own
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, cut, has_vocabulary
@@ -126,7 +126,7 @@ def as_parameter(stored: Tensor, name: str, config: ModelConfig, part: Part | No
 def is_of_same_weights(config: ModelConfig) -> bool:
     """Return whether a class of a user's own is derived from dtgpt's of the same architecture, with its fields alone,
     as one with another loss is."""
-    theirs = ARCHITECTURES.get(config.architecture)
+    theirs = class_of(config.architecture)
     return (
         theirs is not None
         and isinstance(config, theirs)

@@ -6,24 +6,51 @@ kind is laid out on the meta device, whatever the number of blocks.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dtgpt.models.binding import bind
+from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.layers import AttentionCore, Context, Dropout
-from dtgpt.models.roles import Role, role_of
+from dtgpt.models.roles import Role, Roles, role_of
 from dtgpt.ops.attention.core import AttentionRule
-
-if TYPE_CHECKING:  # a configuration counts by its inventory
-    from dtgpt.models.config import ModelConfig
 
 Shape = tuple[int, ...]
 Rows = tuple[range, ...]  # of a matrix that lies among others in one weight
+
+
+class Shaped(Hashable, Protocol):
+    """What is read of a `ModelConfig`, which counts by its inventory and imports this file."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def roles(self) -> Roles: ...
+
+    @property
+    def tied(self) -> bool: ...
+
+    @property
+    def output_name(self) -> str: ...
+
+    def make_embedding(self, dtype: torch.dtype) -> BoundModule: ...
+
+    def make_block(self, index: int) -> BoundModule: ...
+
+    def make_head(self) -> BoundModule: ...
+
+    def block_kind(self, index: int) -> Hashable: ...
 
 
 class Parameter(NamedTuple):
@@ -75,7 +102,7 @@ class Part:
 class Inventory:
     """The parts of a model. `embedding` and `head` are those of the whole model; names in a `Part` are its own."""
 
-    def __init__(self, config: "ModelConfig"):
+    def __init__(self, config: Shaped):
         """Lay out the ends and one block of each kind."""
         kinds = [config.block_kind(index) for index in range(config.num_layers)]
         first: dict[object, int] = {}
@@ -173,7 +200,7 @@ class Inventory:
 
 
 @lru_cache(maxsize=16)
-def inventory(config: "ModelConfig") -> Inventory:
+def inventory(config: Shaped) -> Inventory:
     """Return the inventory of the model of this configuration."""
     return Inventory(config)
 
@@ -184,7 +211,7 @@ def attention_cores(block: nn.Module) -> list[AttentionCore]:
 
 
 @lru_cache(maxsize=64)
-def _cores(config: "ModelConfig", index: int) -> tuple[Core, ...]:
+def _cores(config: Shaped, index: int) -> tuple[Core, ...]:
     """Measure what the cores of a block are given: a configuration does not know how its blocks share heads."""
     with torch.device("meta"):
         block, x = config.make_block(index), torch.empty(1, 1, config.hidden_size)

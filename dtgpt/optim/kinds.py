@@ -1,15 +1,17 @@
-"""The optimizers that `optimizer.kind` names."""
+"""The optimizers that `optimizer.kind` names: AdamW, and those of capabilities. Only that of a run is imported."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.optim.muon import MuonConfig
-from dtgpt.optim.normuon import NorMuonConfig
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown_name
 
-KINDS = {config.kind: config for config in (OptimizerConfig, MuonConfig, NorMuonConfig)}
+
+def kinds() -> dict[str, str]:
+    """Return 'module:class' of the config of every optimizer, by kind."""
+    return {OptimizerConfig.kind: "dtgpt.config.sections:OptimizerConfig", **seams.added("optimizers")}
 
 
 def named_kind(words: Sequence[str]) -> str | None:
@@ -27,8 +29,9 @@ def of_kind(recipe: Recipe, kind: str | None) -> Recipe:
     UserError where there is none."""
     if kind is None or kind == recipe.optimizer.kind:
         return recipe
-    if kind not in KINDS:
-        raise UserError(f"optimizer.kind={shown_name(kind)} is not an optimizer; use {', '.join(KINDS)}")
-    known = {f.name for f in fields(KINDS[kind])} - {"kind"}
+    if kind not in (known_kinds := kinds()):
+        raise UserError(f"optimizer.kind={shown_name(kind)} is not an optimizer; use {', '.join(known_kinds)}")
+    config = seams.load(known_kinds[kind])
+    known = {f.name for f in fields(config)} - {"kind"}
     values = {f.name: getattr(recipe.optimizer, f.name) for f in fields(recipe.optimizer) if f.name in known}
-    return replace(recipe, optimizer=KINDS[kind](**values))
+    return replace(recipe, optimizer=config(**values))

@@ -16,11 +16,11 @@ from torch import Tensor
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Rows, Shape, inventory
-from dtgpt.models.roles import MATRICES, Role
+from dtgpt.models.roles import Role
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.gradients import checked
 from dtgpt.ops.optim.newton_schulz import COEFFICIENTS, flops, orthogonalize
-from dtgpt.optim.muon_memory import update_bytes
+from dtgpt.optim.muon_memory import is_orthogonalized, update_bytes
 from dtgpt.parallel.matrices import Matrices, Pending
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.util.field_types import Bounds, Pattern
@@ -74,13 +74,13 @@ class MuonConfig(OptimizerConfig):
         return 4 if self.needs_whole(shape, role) else 8
 
     def needs_whole(self, shape: Shape, role: Role | None) -> bool:
-        return len(shape) > 1 and role in MATRICES
+        return is_orthogonalized(shape, role)
 
     def whole_flops(self, shape: Shape, role: Role | None) -> int:
         return flops(shape[0], shape[1], self.newton_schulz_steps) if self.needs_whole(shape, role) else 0
 
     def update_bytes(self, model: ModelConfig, blocks: tuple[int, ...], ranks: int, parts: int, width: int) -> int:
-        return update_bytes(self, model, blocks, ranks, parts, width)
+        return update_bytes(self.newton_schulz_steps, self.per_head, model, blocks, ranks, parts, width)
 
     def factor(self, rows: int, columns: int) -> float:
         """Return the factor of the learning rate for a matrix."""

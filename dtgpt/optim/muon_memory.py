@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
+from dtgpt.models.roles import MATRICES, Role
 from dtgpt.ops.optim.newton_schulz import flops
 from dtgpt.parallel.matrices import owners_of, rounds_of
 
-if TYPE_CHECKING:
-    from dtgpt.optim.muon import MuonConfig
+
+def is_orthogonalized(shape: Shape, role: Role | None) -> bool:
+    return len(shape) > 1 and role in MATRICES
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,14 @@ class _Round:
 
 @lru_cache(maxsize=256)
 def update_bytes(
-    config: "MuonConfig", model: ModelConfig, blocks: tuple[int, ...], ranks: int, parts: int, width: int
+    steps: int, per_head: bool, model: ModelConfig, blocks: tuple[int, ...], ranks: int, parts: int, width: int
 ) -> int:
     """Return the bytes of an update at its fullest moment, beside weights, gradients and states.
 
-    ranks: of a stage with these blocks; parts: in which they cut each matrix; width: bytes of an element that travels.
+    steps, per_head: `newton_schulz_steps` and `per_head` of a `MuonConfig`. ranks: of a stage with these blocks; parts:
+    in which they cut each matrix; width: bytes of an element that travels.
     """
-    rounds = _rounds(config, model, blocks, ranks, parts, width)
+    rounds = _rounds(steps, per_head, model, blocks, ranks, parts, width)
     none = _Round(0, 0, 0, 0)
     most = 0.0
     for before, now, after in zip([none, *rounds], rounds, [*rounds[1:], none], strict=False):
@@ -54,14 +56,14 @@ def _apply(of: _Round) -> float:
 
 
 def _rounds(
-    config: "MuonConfig", model: ModelConfig, blocks: Sequence[int], ranks: int, parts: int, width: int
+    steps: int, per_head: bool, model: ModelConfig, blocks: Sequence[int], ranks: int, parts: int, width: int
 ) -> list[_Round]:
     known = inventory(model)
-    weights = [p for block in blocks for p in known.of_block(block) if config.needs_whole(p.shape, p.role)]
+    weights = [p for block in blocks for p in known.of_block(block) if is_orthogonalized(p.shape, p.role)]
     if not weights:
         return []
-    pieces = [_pieces(config, model, weight) for weight in weights]
-    costs = [sum(flops(rows, columns, config.newton_schulz_steps) for rows, columns in shapes) for shapes in pieces]
+    pieces = [_pieces(per_head, model, weight) for weight in weights]
+    costs = [sum(flops(rows, columns, steps) for rows, columns in shapes) for shapes in pieces]
     sizes = [rows * columns for rows, columns in (weight.shape for weight in weights)]
     owners = owners_of(costs, ranks)
     made = []
@@ -78,9 +80,9 @@ def _rounds(
     return made
 
 
-def _pieces(config: "MuonConfig", model: ModelConfig, weight: Parameter) -> list[Shape]:
+def _pieces(per_head: bool, model: ModelConfig, weight: Parameter) -> list[Shape]:
     """Return the shapes of the matrices in a weight."""
-    return [(sum(map(len, rows)), weight.shape[1]) for rows in model.pieces(weight, config.per_head)]
+    return [(sum(map(len, rows)), weight.shape[1]) for rows in model.pieces(weight, per_head)]
 
 
 def _batches(shapes: list[Shape], width: int) -> float:

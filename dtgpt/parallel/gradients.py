@@ -6,6 +6,7 @@ replicas while backward goes on (Li et al. 2020, "PyTorch Distributed": buckets 
 """
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 from weakref import WeakMethod
 
 import torch
@@ -123,6 +124,30 @@ def _views(flat: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     return [piece.view(p.shape) for piece, p in zip(flat[: sum(sizes)].split(sizes), parameters, strict=True)]
 
 
+class Sums(Protocol):
+    """The sums of gradients over micro-batches and replicas, which passes of a step fill."""
+
+    hooks: bool  # whether backward hands in each gradient
+
+    def expect(self, passes: int) -> None:
+        """Set the backward passes of the following steps, at most those of the first."""
+
+    def bytes(self) -> tuple[int, int]:
+        """Return (bytes of gradients and their sums, bytes of padding) that are held."""
+
+    def begin(self, done: int = 0) -> None:
+        """Take note that `done` backward passes of the step are over."""
+
+    def finish(self) -> None:
+        """Hold the current stream until the sums are complete."""
+
+    def sums(self) -> dict[nn.Parameter, Tensor]:
+        """Return this rank's part of the sum for each parameter, after `finish`."""
+
+    def units(self) -> dict[nn.Parameter, Tensor]:
+        """Return for the parameters whose sums are integers what one stands for, fp32 scalar."""
+
+
 class Buckets:
     """A bucket for each block of this rank's stages and one for the ends of each. hooks: whether backward hands in each
     gradient; a schedule that cuts backward in two calls none, and sums the micro-batches itself. everyone: the mesh,
@@ -164,6 +189,9 @@ class Buckets:
     def sums(self) -> dict[nn.Parameter, Tensor]:
         """Return the whole gradient of each parameter, after `finish`."""
         return {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.sums, strict=True)}
+
+    def units(self) -> dict[nn.Parameter, Tensor]:
+        return {}
 
 
 def parameter_groups(stage: Decoder) -> list[list[nn.Parameter]]:

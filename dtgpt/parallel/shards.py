@@ -7,7 +7,6 @@ optimizer, the gradient norm and checkpoints work on these rectangles, and need 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,8 @@ from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
 from dtgpt.ops.optim.fixed_point import exact_sum, rounded, squares_of_rows
 from dtgpt.ops.optim.gradients import largest_magnitude, squared_norm
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.parallel.gradients import Buckets, local_gradient
+from dtgpt.parallel.gradients import Sums, local_gradient
 from dtgpt.parallel.mesh import Mesh
-
-if TYPE_CHECKING:
-    from dtgpt.parallel.exact import ExactBuckets
 
 Part = tuple[range, ...]
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it
@@ -96,7 +92,7 @@ class Shards:
                 self.all.append(
                     _shard(index, name, parameter, mesh.place, sums, is_tied_copy, masters, gathered.get(parameter))
                 )
-        self.buckets: Buckets | ExactBuckets | None = None
+        self.buckets: Sums | None = None
         self.gradients: list[Tensor] = []  # of each shard, after `take_gradients`
         self._counted = [s.index for s in self.all if not s.is_tied_copy]
         self._shares = torch.tensor([1 / self.all[i].replicas for i in self._counted], device=mesh.device)
@@ -144,8 +140,8 @@ class Shards:
             first, second = (self.gradients[i] for i in self._tables)
             first += second
             second.copy_(first)
-        if self.exact:
-            units = cast("ExactBuckets", self.buckets).units()
+        if self.exact and self.buckets is not None:
+            units = self.buckets.units()
             self.gradients = [
                 sums * units[s.parameter] if s.parameter in units else sums
                 for s, sums in zip(self.all, self.gradients, strict=True)

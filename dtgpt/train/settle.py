@@ -19,7 +19,7 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.data.open import format_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
-from dtgpt.optim.kinds import KINDS, named_kind, of_kind
+from dtgpt.optim.kinds import kinds, named_kind, of_kind
 from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, saved_value
 from dtgpt.train.job import ResumePoint, checked, find_resume_point, with_steps
 from dtgpt.train.own_tokenizer import named_by_option
@@ -71,7 +71,7 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
     saved, kept = read_recipe(run), {}
     kind = saved_value(saved, "optimizer.kind")
     kind = OptimizerConfig.kind if kind is ABSENT else kind
-    if "optimizer.kind" not in given and kind in KINDS and asked.optimizer.kind in KINDS:
+    if "optimizer.kind" not in given and {kind, asked.optimizer.kind} <= kinds().keys():
         if kind != asked.optimizer.kind:
             say(f"{run} goes on with its optimizer, {kind}, not {asked.optimizer.kind} as the recipe file says")
         file, asked = of_kind(file, kind), of_kind(asked, kind)

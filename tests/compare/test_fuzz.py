@@ -21,7 +21,7 @@ from dtgpt.compare.fuzz.shrink import candidates, shrink
 from dtgpt.compare.record import Record
 from dtgpt.config.overrides import leaves
 from dtgpt.config.recipe_file import call_recipe, load_module
-from dtgpt.optim.kinds import KINDS
+from dtgpt.optim.kinds import kinds as optimizers
 from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.errors import UserError
@@ -85,7 +85,9 @@ def test_200_cases_have_every_kind_of_plan_and_option(setting):
     expected |= {"fp16", "fp8", "two plans", "token files"}
     expected |= {f"pp {schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zbv")}
     assert found.keys() == expected and min(found.values()) >= 3, found
-    assert {case.table for case in cases} == {None, *TABLES} and {case.optimizer for case in cases} == KINDS.keys()
+    assert {case.table for case in cases} == {None, *TABLES} and {
+        case.optimizer for case in cases
+    } == optimizers().keys()
     several = {
         name: {case.values[name] for case in cases if name in case.values} for case in cases for name in case.values
     }

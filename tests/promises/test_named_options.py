@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from dtgpt.config.recipe import Recipe
-from dtgpt.models.architectures import ARCHITECTURES
-from dtgpt.optim.kinds import KINDS
+from dtgpt.models.architectures import architectures
+from dtgpt.optim.kinds import kinds as optimizers
+from dtgpt.util.seams import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmarks/**/*.md"))]
 SECTIONS = {f.name: [f.type] for f in fields(Recipe) if is_dataclass(f.type)}
-SECTIONS |= {"model": ARCHITECTURES.values(), "optimizer": KINDS.values()}
+SECTIONS |= {"model": map(load, architectures().values()), "optimizer": map(load, optimizers().values())}
 OPTIONS = {f"{name}.{f.name}" for name, kinds in SECTIONS.items() for kind in kinds for f in fields(kind)}
 OPTIONS |= {"grpo.path"}  # of recipes/grpo_gsm8k.py
 FILE = re.compile(r"tests[\w/]*(?:\.py)?")

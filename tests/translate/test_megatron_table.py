@@ -11,9 +11,9 @@ from dtgpt.cli import main
 from dtgpt.commands.command import with_dashes
 from dtgpt.config.overrides import leaves, read_words, take, value_text
 from dtgpt.config.recipe import Recipe
-from dtgpt.models.architectures import ARCHITECTURES
+from dtgpt.models.architectures import architectures
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.optim.kinds import KINDS
+from dtgpt.optim.kinds import kinds
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.train.settle import override
 from dtgpt.translate import llmc, nanogpt
@@ -21,6 +21,7 @@ from dtgpt.translate.megatron_table import OPTIONS, entries_of
 from dtgpt.translate.megatron_tools import PROGRAMS
 from dtgpt.translate.options import GivenOption, explain, flat
 from dtgpt.util.errors import UserError
+from dtgpt.util.seams import load
 from tests.support.other_architecture import OtherConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "megatron.md"
@@ -246,9 +247,9 @@ ABSENT = {
 
 def names_here() -> set[str]:
     """Names of all fields and of their choices, of all architectures and optimizers."""
-    configs = [*ARCHITECTURES.values(), *KINDS.values()]
+    configs = [load(part) for part in (*architectures().values(), *kinds().values())]
     hints = [hint for config in configs for hint in get_type_hints(config, include_extras=False).values()]
-    named = {each.name for config in configs for each in fields(config)} | {*ARCHITECTURES, *KINDS}
+    named = {each.name for config in configs for each in fields(config)} | {*architectures(), *kinds()}
     named |= {part for name, *_ in leaves(Recipe) for part in name.split(".")}
     return named | {choice for hint in hints for choice in get_args(hint) if isinstance(choice, str)}
 

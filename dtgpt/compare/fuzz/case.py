@@ -26,7 +26,7 @@ from dtgpt.models.gpt_oss import GptOssConfig
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.olmo3 import Olmo3Config
 from dtgpt.models.roles import Role, patterns_of
-from dtgpt.optim.kinds import KINDS, of_kind
+from dtgpt.optim.kinds import kinds, of_kind
 from dtgpt.parallel.tensor import make_table
 from dtgpt.train.job import checked
 from dtgpt.util import seams
@@ -160,8 +160,8 @@ def parse(text: str) -> Case:
         )
     if data not in (None, "prepared"):
         raise UserError(f"--case has data={shown(data)}; use data=prepared, or leave it out for a text")
-    if optimizer is not None and optimizer not in KINDS:
-        raise UserError(f"--case has optimizer={shown(optimizer)}, which is not one; use {', '.join(KINDS)}")
+    if optimizer is not None and optimizer not in kinds():
+        raise UserError(f"--case has optimizer={shown(optimizer)}, which is not one; use {', '.join(kinds())}")
     given = take(blank, read_words([f"--{name}={value}" for name, value in options.items()], blank)[1])
     values = {name: attrgetter(name)(given) for name in options}
     blocks = tuple(map(int, cut.split(","))) if cut else None

@@ -18,7 +18,7 @@ from dtgpt.models.rotary import RotaryConfig
 from dtgpt.models.windows import WindowConfig
 from dtgpt.ops.attention.core import Backend, unknown_to
 from dtgpt.ops.random.philox import fold_words
-from dtgpt.optim.kinds import KINDS
+from dtgpt.optim.kinds import kinds
 
 NARROWEST = 9  # a norm of fewer numbers multiplies rounding
 LONG = 130  # tokens
@@ -81,7 +81,7 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     table = None
     if plan.tp > 1 and (careless or not any(p.sequence_parallel for p in both)) and draws.chance("own table", 2):
         table = draws.pick("table", TABLES)
-    optimizer = draws.pick("optimizer", [OptimizerConfig.kind] * 2 + list(KINDS))
+    optimizer = draws.pick("optimizer", [OptimizerConfig.kind] * 2 + list(kinds()))
     return Case(architecture, plan.name, values, cut, table, first, prepared, optimizer)
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.fast import has_triton
+from dtgpt.ops.fp8.product import ROWS
 from dtgpt.ops.pointwise.bias import reference as column_sum
-
-ROWS = 4  # a kernel makes 32-bit words of the 8-bit values of so many
 
 
 def reference(

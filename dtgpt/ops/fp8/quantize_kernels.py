@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dtgpt.ops.fast import multiprocessors
-from dtgpt.ops.fp8.quantize import ROWS
+from dtgpt.ops.fp8.product import ROWS
 from dtgpt.ops.norm.column_kernels import sum_partials
 from dtgpt.ops.pointwise.machine import PTX
 
