@@ -49,5 +49,5 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("dtgpt.data.library_tokenizers", "dtgpt.data.prepare", "dtgpt.interop", "dtgpt.posttrain.lora"),
     ),
     ("dtgpt.serve", ("dtgpt.posttrain.chats",)),
-    ("dtgpt.commands.tools", ("dtgpt.charts",)),
+    ("dtgpt.commands.tools", ()),
 )
