@@ -201,8 +201,8 @@ class Loop:
             self.interval.add(result.loss, trainer.empty)
             self.watch.step = trainer.step
 
-            # Was any rank asked to end, or is it time for a checkpoint? All ranks read this once, together, so that they
-            # do the same from here on. A signal that comes later is met by the next step; the last one always saves.
+            # Was any rank asked to end, or is it time for a checkpoint? All ranks read this once, together, and so do
+            # the same from here on. A signal that comes later is met by the next step; the last one always saves.
             stopping, asked = self.mesh.vote(self._must_end(), self.mesh.rank == 0 and self.saving.clock.asks())
             self.leaving = trainer.step < trainer.steps and is_due(trainer.step, self.recipe.exit_interval or 0)
             stopping = stopping or self.leaving
