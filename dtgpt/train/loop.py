@@ -1,6 +1,9 @@
 """Training, from recipe to samples. Read this file first.
 
 recipe -> plan -> mesh -> data -> model in this rank's shards -> optimizer -> steps -> run folder
+
+`run` starts and ends, `_train` makes what a run needs, `Loop.take_steps` is the loop. What a step computes is in
+`trainer.py`, what happens between two steps in the observers (`observer.py`).
 """
 
 import traceback
@@ -112,6 +115,7 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
 
 
 def observers_of_core(log: LogConfig, steps: int) -> list[Observer]:
+    """Return those whose work a run that goes on may find undone; `Loop` adds the two that need more than a recipe."""
     return [HeldOutLoss("valid", log.eval_interval, steps), HeldOutLoss("test", 0, steps), Samples(log, steps)]
 
 
@@ -193,18 +197,18 @@ class Loop:
         trainer, stopping = self.trainer, self.interrupted()
         while trainer.step < trainer.steps and not stopping:
             result = self._train_step()
-            # Summed on the device: nothing here waits for it, so that it never waits for the next step.
+            # Losses are summed on the device. Nothing here waits for it: the next step is queued while this one runs.
             self.interval.add(result.loss, trainer.empty)
             self.watch.step = trainer.step
 
-            # Whether anybody was asked to end, or it is time for a checkpoint, is read once, and by all ranks together:
-            # they do the same after this step. What comes later is met by the next one; the last step always saves.
+            # Was any rank asked to end, or is it time for a checkpoint? All ranks read this once, together, and so do
+            # the same from here on. A signal that comes later is met by the next step; the last one always saves.
             stopping, asked = self.mesh.vote(self._must_end(), self.mesh.rank == 0 and self.saving.clock.asks())
             self.leaving = trainer.step < trainer.steps and is_due(trainer.step, self.recipe.exit_interval or 0)
             stopping = stopping or self.leaving
             self.saving.asked = stopping or asked
 
-            # After most steps nothing is due. Where something is, all of it is done with the weights of this step.
+            # After most steps nothing is due. Where something is, the device has to be done with the step first.
             due = [observer for observer in self.observers if observer.due(trainer.step)]
             if due:
                 after = self._wait_for(result, stopping)
