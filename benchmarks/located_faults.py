@@ -83,9 +83,9 @@ LOCATED = [
     LocatedFault(
         Fault(
             "replicas take samples that overlap",
-            "dtgpt/train/trainer.py",
-            "self.samples_before(step)) + self.mesh.place.dp * samples",
-            "self.samples_before(step)) + self.mesh.place.dp",
+            "dtgpt/train/objective.py",
+            "samples.start + place.dp * count + torch",
+            "samples.start + place.dp + torch",
         ),
         "--plans dp2",
         "embedding",
