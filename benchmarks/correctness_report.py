@@ -4,7 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from dtgpt.run.plot import import_pyplot
+from dtgpt.charts.plot import import_pyplot
 
 PICTURE = {"single": "one process", "dp2": "dp2", "dp2_zero3": "zero3", "tp2_sp": "tp2_sp", "pp2": "pp2"}
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")  # of Okabe and Ito: told apart by the colour-blind

@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "rates: the recorded one is that of the first step",
-        "dtgpt/train/loop.py",
+        "dtgpt/train/progress.py",
         '"lr": trainer.optimizer.lr.item(),',
         '"lr": trainer.optimizer.schedule[0].item(),',
     ),

@@ -22,7 +22,7 @@ from typing import Any
 
 from PIL import Image
 
-from dtgpt.run.plot import import_pyplot
+from dtgpt.charts.plot import import_pyplot
 from dtgpt.run.sinks import read_records
 
 CONTEXT = 1024  # tokens of a sample in step_times.json

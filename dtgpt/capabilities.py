@@ -2,24 +2,52 @@
 works as before."""
 
 # The module that describes the capability, and those of the capabilities whose modules it imports. Sections of recipes
-# stand in this order, in `--help` too.
+# stand in this order, in `--help` too, and formats are asked in it: that of library_tokenizers takes every file.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("dtgpt.charts", ()),
+    ("dtgpt.liveness", ()),
     ("dtgpt.models.families", ()),
     ("dtgpt.optim.muon_kinds", ()),
     ("dtgpt.optim.fp8", ()),
     ("dtgpt.optim.z_scores", ()),
-    ("dtgpt.data.prepare", ("dtgpt.data.megatron", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
-    ("dtgpt.posttrain.chats", ("dtgpt.data.prepare", "dtgpt.data.megatron")),
-    ("dtgpt.data.megatron", ("dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
+    (
+        "dtgpt.data.prepare",
+        ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo"),
+    ),
+    ("dtgpt.posttrain.chats", ("dtgpt.data.megatron", "dtgpt.data.prepare")),
+    ("dtgpt.data.megatron", ("dtgpt.data.library_tokenizers", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
     ("dtgpt.data.library_tokenizers", ("dtgpt.posttrain.chats",)),
     ("dtgpt.posttrain.lora", ()),
-    ("dtgpt.posttrain.dpo", ("dtgpt.posttrain.chats", "dtgpt.data.megatron")),
-    ("dtgpt.posttrain.grpo", ("dtgpt.posttrain.chats", "dtgpt.evaluation")),
-    ("dtgpt.interop", ("dtgpt.posttrain.lora",)),
+    ("dtgpt.posttrain.dpo", ("dtgpt.data.megatron", "dtgpt.posttrain.chats")),
+    ("dtgpt.posttrain.grpo", ("dtgpt.evaluation", "dtgpt.posttrain.chats", "dtgpt.posttrain.lora")),
+    (
+        "dtgpt.interop",
+        (
+            "dtgpt.data.library_tokenizers",
+            "dtgpt.data.megatron",
+            "dtgpt.data.prepare",
+            "dtgpt.models.families",
+            "dtgpt.posttrain.lora",
+        ),
+    ),
     ("dtgpt.translate", ()),
-    ("dtgpt.planning", ()),
-    ("dtgpt.compare", ()),
-    ("dtgpt.evaluation", ()),
-    ("dtgpt.serve", ()),
+    ("dtgpt.planning", ("dtgpt.optim.fp8", "dtgpt.posttrain.lora")),
+    (
+        "dtgpt.compare",
+        (
+            "dtgpt.charts",
+            "dtgpt.data.prepare",
+            "dtgpt.models.families",
+            "dtgpt.optim.fp8",
+            "dtgpt.planning",
+            "dtgpt.posttrain.grpo",
+            "dtgpt.posttrain.lora",
+        ),
+    ),
+    (
+        "dtgpt.evaluation",
+        ("dtgpt.data.library_tokenizers", "dtgpt.data.prepare", "dtgpt.interop", "dtgpt.posttrain.lora"),
+    ),
+    ("dtgpt.serve", ("dtgpt.posttrain.chats",)),
     ("dtgpt.commands.tools", ()),
 )

@@ -14,7 +14,9 @@ FOLDERS = {
         "dtgpt.train",
         "dtgpt.compare",
     ): "compare record verdict gate trace pairing own_check shared_state finding float64",
-    ("dtgpt.run", "dtgpt.compare"): "two_runs two_runs_report",
+    ("dtgpt.run", "dtgpt.compare"): "two_runs two_runs_report history",
+    ("dtgpt.run", "dtgpt.charts"): "plot tensorboard",
+    ("dtgpt.train", "dtgpt.evaluation"): "tasks>in_training",
     ("dtgpt", "dtgpt.compare"): "fuzz",
     ("dtgpt.fuzz", "dtgpt.compare.fuzz"): "case drawing judge measure pool report run shrink",
     ("dtgpt.data", "dtgpt.posttrain"): "chats",
@@ -31,6 +33,7 @@ FOLDERS = {
     ("dtgpt.optim", "dtgpt.optim.fp8"): "fp8_scales>scales",
     ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
+    ("dtgpt.data.prepare", "dtgpt.data"): "documents",
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",

@@ -43,9 +43,10 @@ def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
     for run in runs if own else ():
         if list_checkpoints(run / "checkpoints"):
             check_recipe(run, open_config(run, own), own)
+    from dtgpt.charts.plot import check_picture, import_pyplot
+    from dtgpt.compare.plot import plot_two_runs
     from dtgpt.compare.two_runs import compare_runs
     from dtgpt.compare.two_runs_report import report
-    from dtgpt.run.plot import check_picture, import_pyplot, plot_two_runs
 
     if options.output is not None:
         check_picture(Path(options.output))

@@ -16,7 +16,7 @@ class PlotOptions:
 
 
 def plot(*runs: Path, options: PlotOptions) -> None:
-    from dtgpt.run.plot import plot_runs
+    from dtgpt.charts.plot import plot_runs
 
     plot_runs(list(runs), Path(options.output))
     say(options.output)

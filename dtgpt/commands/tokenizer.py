@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.help import HELP
-from dtgpt.data.prepare.documents import Broken, InputFile
+from dtgpt.data.documents import Broken, InputFile
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks
 from dtgpt.data.prepare.target import check_not_read, folder_of
 from dtgpt.data.tokenizers.byte_level import SMALLEST

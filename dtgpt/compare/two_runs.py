@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from dtgpt.compare.history import HELD_OUT, TRAINING, Curve, Curves, Run, Segment, open_run_or_metrics
 from dtgpt.config.overrides import value_text
 from dtgpt.data.dataset import PERPLEXITIES
-from dtgpt.run.history import HELD_OUT, TRAINING, Curve, Curves, Run, Segment, open_run_or_metrics
 from dtgpt.run.starts import flat
 from dtgpt.util.errors import UserError, shown_name
 

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
+from dtgpt.compare.history import Run
 from dtgpt.compare.two_runs import GIVEN, FieldGroup, Metric, Point, TwoRuns
-from dtgpt.run.history import Run
 from dtgpt.run.sinks import sparkline
 from dtgpt.util.console import counted, hanging, terminal_width
 from dtgpt.util.errors import shown_name

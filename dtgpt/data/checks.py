@@ -29,8 +29,9 @@ def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> 
     if (own := format_of(data.path)) is not None:
         own.check(data)
         return
-    for form in formats():  # a text, or what only looks like one
-        form.check_text(data, model)
+    if data.path is not None:  # a text, or what only looks like one
+        for form in formats():
+            form.check_text(data, data.path, model)
     prepared_only = ("valid_path", "test_path", "train_samples")
     unused = [name for name in prepared_only if getattr(data, name) is not None]
     if unused:

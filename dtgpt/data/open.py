@@ -4,6 +4,8 @@ A start asks several times which of them it is, before any file is read. Hence t
 look at the path, and import what reads files when they are asked for data.
 """
 
+from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,9 +45,14 @@ class DataFormat:
     def check(self, data: DataConfig) -> None:
         """Raise UserError for options that do not go together. `takes` is true of the path, here and below."""
 
-    def check_text(self, data: DataConfig, model: Path | None) -> None:
-        """Raise UserError for a path that no format takes, but that is no plain text either: with what makes data of
-        it. model: where the weights, and so the vocabulary, are from."""
+    def check_text(self, data: DataConfig, path: str, model: Path | None) -> None:
+        """Raise UserError for the `path` of the data, which no format takes, but which is no plain text either: with
+        what makes data of it. model: where the weights, and so the vocabulary, are from."""
+
+    def unpacked(self, file: BufferedReader, name: str) -> Iterator[bytes] | None:
+        """Return the text in a `file`, which is at its beginning, in pieces, where this format knows how it may be
+        compressed. Raise UserError where it is, in a way that is not read. `name`: for messages."""
+        return None
 
     def unused(self, data: DataConfig) -> dict[str, str]:
         """Return options that these data do not use, and why."""

@@ -2,9 +2,19 @@
 
 import os
 from collections.abc import Iterator
+from io import BufferedReader
 
-from dtgpt.data.prepare.documents import Broken
-from dtgpt.data.prepare.inputs import find_sources, read_blocks
+from dtgpt.data.documents import (
+    BLOCK,
+    Broken,
+    Document,
+    InputFile,
+    json_document,
+    parsed_lines,
+    whole_lines,
+    whole_text,
+)
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 
 EMBEDDED = "the manual texts of pydoc_data.topics"
@@ -43,14 +53,35 @@ def _read_file(path: str, json_key: str) -> Iterator[str]:
         )
     if not os.path.isfile(path) or not path.endswith(SUFFIXES):
         raise UserError(f"data.path={path} is not a text file that dtgpt reads; give a {' or '.join(SUFFIXES)} file")
-    for block in read_blocks(find_sources([path]), (json_key,)):
-        for found in block.documents((json_key,)):
-            if isinstance(found, Broken):
-                raise UserError(
-                    f"data.path={found}; each line of a .jsonl must be a JSON object with a text under "
-                    "--data.json_key, in UTF-8 (which iconv -f ENCODING -t UTF-8 converts to)"
-                )
-            yield from found[json_key]
+    for found in _documents(InputFile(path, "txt" if path.endswith(".txt") else "jsonl"), json_key):
+        if isinstance(found, Broken):
+            raise UserError(
+                f"data.path={found}; each line of a .jsonl must be a JSON object with a text under "
+                "--data.json_key, in UTF-8 (which iconv -f ENCODING -t UTF-8 converts to)"
+            )
+        yield from found[json_key]
+
+
+def _documents(source: InputFile, key: str) -> Iterator[Document | Broken]:
+    try:
+        with open(source.path, "rb") as file:
+            pieces = _pieces(file, source.path)
+            if source.kind == "txt":
+                yield whole_text(source, pieces, (key,))
+                return
+            for first, data in whole_lines(source, pieces):
+                yield from parsed_lines(source, first, data, lambda line: json_document(line, (key,)))
+    except OSError as error:
+        raise UserError(
+            f"the input {source.path} cannot be read: {error.strerror}; check its path and permissions"
+        ) from None
+
+
+def _pieces(file: BufferedReader, name: str) -> Iterator[bytes]:
+    """Return the content of a file, or what a format of a capability (see `data.open`) makes of it: it may be
+    compressed."""
+    unpacked = (form.unpacked(file, name) for form in seams.listed("datasets"))
+    return next(filter(None, unpacked), None) or iter(lambda: file.read(BLOCK), b"")
 
 
 def split_documents(documents: list[str], held_out: float) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""Evaluation of models on tasks with known answers. Above `dtgpt.inference`, below training and serving."""
+"""Evaluation of models on tasks with known answers."""
 
 from dtgpt.util.seams import Capability, CommandEntry
 
@@ -16,4 +16,5 @@ CAPABILITY = Capability(
             place=100,
         ),
     },
+    observers=("dtgpt.evaluation.observer:observe_tasks",),
 )

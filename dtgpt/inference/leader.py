@@ -10,10 +10,10 @@ from torch import Tensor
 from dtgpt.inference.messages import Channel, Kind
 from dtgpt.inference.results import Pending
 from dtgpt.inference.runner import ModelRunner
-from dtgpt.liveness.losses import lost_peers_as_user_errors
 from dtgpt.ops.sampling.scores import Scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.peers import peers
 
 FAILURE = "inference failure"  # the name under which the rank that fails first leaves its reason
 
@@ -125,7 +125,7 @@ def failures_shared(mesh: Mesh, channel: Channel, timeout: float) -> Iterator[No
         return f"start all of them again{f' ({reason})' if reason else ''}"
 
     try:
-        with lost_peers_as_user_errors(timeout, remedy):
+        with peers(mesh.world).losses_as_user_errors(timeout, remedy):
             yield
     except BaseException as error:
         if mesh.world > 1:

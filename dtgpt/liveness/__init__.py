@@ -1,1 +1,5 @@
 """Processes of a run that find each other, and end together when one of them is lost."""
+
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(peers=("dtgpt.liveness.torchrun:Torchrun",))

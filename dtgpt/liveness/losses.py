@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from dtgpt.liveness.watch import Watch
 from dtgpt.util.errors import UserError
 
 LOST = (
@@ -46,11 +45,3 @@ def is_loss(error: BaseException) -> bool:
 
 def _of_store(error: BaseException) -> bool:
     return isinstance(error, dist.DistNetworkError | dist.DistStoreError)
-
-
-def tell(error: BaseException, watch: Watch) -> None:
-    """Tell the other processes why this one ends. Where the reason is the loss of one of them, wait for the verdict
-    that names it, which ends this process."""
-    if is_loss(error) and not is_late(error):
-        watch.await_verdict()
-    watch.fail(str(error).partition("\n")[0] or type(error).__name__)

@@ -18,8 +18,10 @@ from typing import NamedTuple
 
 from dtgpt.liveness import peers
 from dtgpt.liveness.interfaces import own_address
+from dtgpt.liveness.losses import is_late, is_loss
 from dtgpt.liveness.peers import ENDED, Accuse, End, Peers
 from dtgpt.liveness.rendezvous import Rendezvous, is_refused, is_torchruns, meet
+from dtgpt.util import peers as peers_of_run
 from dtgpt.util.console import close_streams, say_error
 from dtgpt.util.process import Process
 
@@ -40,19 +42,12 @@ class Endpoint(NamedTuple):
     port: int  # 0: it cannot be connected to
 
 
-class Watch:
-    """The watch of this process over the others of the run, from `watch_peers`.
-
-    rendezvous: the store of the run.
-    step: the last step that this process has finished; the training loop sets it.
-    remedy: what a user should do after a loss; the training loop sets it.
-    on_stop: called once on rank 0 with the number of a signal that a waiting process got; the training loop sets it.
-    """
+class Watch(peers_of_run.Watch):
+    """The watch of this process over the others of the run, from `watch_peers`. rendezvous: the store of the run."""
 
     def __init__(self, process: Process, rendezvous: Rendezvous, lost_after: float):
-        self.process, self.rendezvous, self.step = process, rendezvous, 0
-        self.remedy: Callable[[], str] = lambda: "start the run again"
-        self.on_stop: Callable[[int], None] = lambda number: os.kill(os.getpid(), number)
+        super().__init__()
+        self.process, self.rendezvous, self.store = process, rendezvous, rendezvous.store
         self._lost_after = lost_after
         next_rank = (process.rank + 1) % process.world
         self._next = Endpoint(**json.loads(rendezvous.store.get(f"place/{next_rank}")))
@@ -74,6 +69,17 @@ class Watch:
         # Not among those that `finish` waits for: it hangs in the kernel until the other end is closed.
         self._follower = threading.Thread(target=self._follow, daemon=True)
 
+    def of_rank_0(self, name: str, value: str) -> str:
+        if self.process.rank == 0:
+            self.rendezvous.store.set(name, value)
+        return self.rendezvous.store.get(name).decode()
+
+    def tell(self, error: BaseException) -> None:
+        """Where the reason is the loss of another process, wait for the verdict that names it, which ends this one."""
+        if is_loss(error) and not is_late(error):
+            self.await_verdict()
+        self.fail(str(error).partition("\n")[0] or type(error).__name__)
+
     def fail(self, reason: str) -> None:
         """Tell the other processes that this one ends with an error. They end too, with this reason."""
         if not self._leaving:
@@ -92,12 +98,9 @@ class Watch:
             time.sleep(peers.BEAT / 10)
 
     def end_run(self, code: int) -> None:
-        """Tell the processes that wait for the end of the run, on rank 0, that it has come, with this exit code."""
         self.rendezvous.store.set("end", str(code))
 
     def wait_for_end(self, requested: Callable[[], int | None]) -> int:
-        """Wait until rank 0 has called `end_run`, and return the exit code of the run. The first signal number that
-        `requested()` returns is passed on to rank 0, which ends the run as if it had got that signal."""
         passed_on = False
         while True:
             with suppress(RuntimeError):  # the store is lost, which ends this process soon

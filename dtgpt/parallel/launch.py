@@ -16,14 +16,11 @@ import torch.distributed as dist
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
-from dtgpt.liveness.interfaces import cannot_connect, check_interfaces
-from dtgpt.liveness.losses import tell
-from dtgpt.liveness.rendezvous import Rendezvous, meet, not_found, patience
-from dtgpt.liveness.watch import Watch
 from dtgpt.parallel import mesh as mesh_module
 from dtgpt.parallel.mesh import Mesh, agree
 from dtgpt.parallel.tensor import make_table
 from dtgpt.util.console import say
+from dtgpt.util.peers import Watch, peers
 from dtgpt.util.process import Process
 from dtgpt.util.torch_private import set_group_timeout
 
@@ -47,9 +44,9 @@ def open_mesh(
     plan, device = settings.plan, settings.device
     if plan.tp > 1:
         make_table(settings.model, plan)  # a wrong pattern shows before anything is started
-    started, mesh = plan.world > 1 and not dist.is_initialized(), None
+    started, mesh, watch = plan.world > 1 and not dist.is_initialized(), None, watch or Watch()
     if started:
-        start_process_group(device, timeout, watch.rendezvous if watch else None, process)
+        start_process_group(device, timeout, watch.store, process)
     try:
         if plan.world > 1:
             agree_on_run(values, plan, device)
@@ -62,8 +59,7 @@ def open_mesh(
             )
         yield mesh
     except BaseException as error:
-        if watch:
-            tell(error, watch)
+        watch.tell(error)
         raise
     finally:
         for release in mesh.before_end if mesh else []:
@@ -73,19 +69,21 @@ def open_mesh(
 
 
 def start_process_group(
-    device: torch.device, timeout: float, rendezvous: Rendezvous | None = None, process: Process | None = None,
+    device: torch.device, timeout: float, store: dist.Store | None = None, process: Process | None = None,
     **arguments: Any,
 ) -> None:  # fmt: skip
-    """Join the other processes in the store of `rendezvous`, None: of a new one, as `process`, None: that of the
-    environment; or as the `arguments` of `init_process_group` say (store, rank, world_size). Small messages between
+    """Join the other processes in `store`, in which all have met, as `process`, None: that of the environment; or as
+    the `arguments` of `init_process_group` say (rank, world_size). store: None for a new one. Small messages between
     CPUs go through gloo, on GPUs in a group of their own: of a group with two backends, torch 2.11 splits both, and
     gives gloo NCCL's options."""
-    check_interfaces(device.type)
+    others = peers(2)  # who begins a group is not alone
+    others.check(device.type)
     if not arguments:
         process = process or Process.from_environment()
-        store = dist.PrefixStore("group", (rendezvous or meet(process, timeout)).store)
-        arguments = {"store": store, "rank": process.rank, "world_size": process.world}
-    settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=patience(timeout)), **arguments}
+        store = dist.PrefixStore("group", store or others.meet(process, timeout))
+        arguments = {"rank": process.rank, "world_size": process.world}
+    waits = timedelta(seconds=others.patience(timeout))
+    settings: dict[str, Any] = {"backend": "gloo", "timeout": waits, "store": store, **arguments}
     if device.type == "cuda":
         for name, value in NCCL_REPORTS.items():
             os.environ.setdefault(name, value)
@@ -98,12 +96,8 @@ def start_process_group(
         set_group_timeout(timedelta(seconds=timeout), dist.group.WORLD)
         if device.type == "cuda":
             mesh_module.messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-    except (ValueError, dist.DistError) as error:
-        raise not_found(str(error).splitlines()[0]) from None
-    except RuntimeError as error:
-        if "wait timeout" in str(error).lower():
-            raise not_found(f"not all of them came within {patience(timeout):g} s") from None
-        raise cannot_connect(error) or error from None
+    except (ValueError, RuntimeError) as error:
+        raise others.explained(error, timeout) from None
 
 
 def end_process_group() -> None:

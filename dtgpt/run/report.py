@@ -1,9 +1,9 @@
-"""Reports of a run: the console, metrics.jsonl, wandb, TensorBoard, samples and the loss plot."""
+"""What a run reports: on the console, into metrics.jsonl and texts of its folder, and to the sinks of observers."""
 
 import errno
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +15,11 @@ from dtgpt.config.batch_size import parse_rampup
 from dtgpt.config.checks import large_for_a_cpu
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part, bits_per_byte, perplexity
+from dtgpt.data.dataset import PART_NAMES, Dataset, bits_per_byte, perplexity
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import values_of
-from dtgpt.run.plot import plot_runs
-from dtgpt.run.sinks import JsonLines, Sink, Wandb, progress_line, read_records, sparkline, timer_line
+from dtgpt.run.sinks import Begun, JsonLines, Sink, progress_line, read_records, sparkline, timer_line
 from dtgpt.run.starts import describe_run
-from dtgpt.run.tensorboard import TensorBoard
 from dtgpt.util.console import counted, duration, hanging, parameters, say
 from dtgpt.util.hardware import device_name, peak_flops, total_memory
 from dtgpt.util.storage import write_text
@@ -35,22 +33,22 @@ class Report:
 
     def __init__(
         self, recipe: Recipe, settings: Settings, mesh: Mesh, data: Dataset, run: Path, step: int,
-        samples_before: Callable[[int], int],
+        samples_before: Callable[[int], int], more_sinks: Iterable[Callable[[Begun], Sink | None]] = (),
     ):  # fmt: skip
-        """step: the number of steps done so far. samples_before: returns the samples seen when a step begins."""
+        """step: the number of steps done so far. samples_before: returns the samples seen when a step begins.
+        more_sinks: return those that observers bring, beside metrics.jsonl."""
         self.steps, self.settings, self.mesh, self.device, self.run = recipe.num_steps, settings, mesh, mesh.device, run
         self.samples_before, self.ramps = samples_before, recipe.rampup_batch_size is not None
         self.peak = peak_flops(self.device, settings.dtype)
         self.shown = set(recipe.log.show.split(","))
         self.bytes_per_token, self.spells = data.bytes_per_token(), data.tokenizer.spells
-        self.chats = "chat_template" in data.tokenizer.additions
+        self.talks = "chat_template" in data.tokenizer.additions
         self.first, self._begin = step, time.perf_counter()
-        self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
+        # What the sinks of observers need of a former start is still as it was: below it is replaced.
+        begun = Begun(run, step, asdict(recipe), values_of(recipe), read_records(run / "metrics.jsonl"))
+        more = [sink for open_sink in more_sinks if (sink := open_sink(begun)) is not None]
         describe_run(run, asdict(recipe), settings, mesh, data, step)
-        former = read_records(run / "metrics.jsonl")
-        self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
-        if recipe.log.tensorboard:
-            self.sinks.append(TensorBoard(run, values_of(recipe), former, step))
+        self.sinks: list[Sink] = [JsonLines(run / "metrics.jsonl", keep_until_step=step), *more]
         self._lap_begin, self._lap_tokens = time.perf_counter(), 0
         self._lap_step: int | None = None
         samples = self._samples(data, recipe.sample_length, recipe.log.eval_samples)
@@ -110,38 +108,22 @@ class Report:
         if timers := timer_line(record, self.settings.graphs):
             say(timers)
 
-    def saved(self, step: int, seconds: float) -> None:
-        """Report how long training waited for a checkpoint."""
-        self._write({"step": step, "save_seconds": seconds})
-        say(f"step {step}: training waited {seconds:.2f} s for the checkpoint")
-
-    def held_out(self, step: int, part: Part, figures: dict[str, float], shown: str) -> None:
-        """Record the figures of the samples for validation or test, and print them as `shown`."""
-        name = PART_NAMES[part]
-        self._write({"step": step, **{f"{name}_{figure}": value for figure, value in figures.items()}})
-        say(f"step {step}: {name} {shown}")
-
-    def tasks(self, step: int, figures: dict[str, dict[str, float]]) -> None:
-        """Print and record the figures of tasks, by task and name, the main one of each first."""
-        named = {f"{task}/{name}": value for task, own in figures.items() for name, value in own.items()}
-        self._write({"step": step, **named})
-        for task, own in figures.items():
-            say(f"step {step}: {task}: {'  '.join(f'{name} {value:.4f}' for name, value in own.items())}")
+    def figures(self, step: int, figures: Mapping[str, float | None], *lines: str) -> None:
+        """Record what was measured after a step, and print the lines that say it."""
+        self._write({"step": step, **_known(figures)})
+        for line in lines:
+            say(f"step {step}: {line}")
 
     def sample(self, step: int, text: str) -> None:
         say(f"---- sample at step {step}\n{text}\n----")
         self._keep(sample_path(self.run, step), text)
 
-    def answers(self, step: int, answers: dict[str, str]) -> None:
-        """Keep answers of a step by what they are called, and show them in TensorBoard."""
-        text = "\n".join(f"{name}: {answer}" for name, answer in answers.items())
-        self._keep(self.run / "answers" / f"step_{step:08d}.txt", text)
-        for sink in (sink for sink in self.sinks if isinstance(sink, TensorBoard)):
-            try:
-                for name, answer in answers.items():
-                    sink.text(step, f"{name} answer", answer)
-            except OSError as error:  # a full disk costs a text, not the run
-                say(f"the answers of step {step} are missing from TensorBoard ({error})", warning=True)
+    def examples(self, step: int, texts: dict[str, str]) -> None:
+        """Keep texts from the training of a step, by name, such as the best and the worst answer."""
+        content = "\n".join(f"{name}: {text}" for name, text in texts.items())
+        self._keep(self.run / "answers" / f"step_{step:08d}.txt", content)
+        for sink in self.sinks:
+            sink.examples(step, texts)
 
     def _keep(self, path: Path, text: str) -> None:
         """Write a text into a folder of the run, or say why not."""
@@ -162,13 +144,10 @@ class Report:
             sink.close(failed=failure is not None)
 
     def finish(self, is_done: bool) -> None:
-        """Draw the loss plot and say how long the run took, where everything is and, where it is done, what to do next
-        with it."""
+        """Say how long the run took, where everything is and, where it is done, what to do next with it."""
         losses = [r.get("loss") for r in read_records(self.run / "metrics.jsonl")]
-        try:
-            plot_runs([self.run], self.run / "loss.png")
-        except Exception as reason:  # a picture is never worth a run
-            say(f"no loss.png: {reason}")
+        for sink in self.sinks:
+            sink.finish()
         since = f" since step {self.first}" if self.first else ""
         say(f"loss    {sparkline(losses)}\ntime    {duration(time.perf_counter() - self._begin)}{since}")
         say(f"run     {self.run}")
@@ -176,7 +155,7 @@ class Report:
             name = shlex.quote(str(self.run))
             if file := self.settings.model.recipe_file:
                 name += f" --recipe {shlex.quote(file)}"
-            talk = f"dtgpt chat {name}" if self.chats else f"dtgpt generate {name} --interactive"
+            talk = f"dtgpt chat {name}" if self.talks else f"dtgpt generate {name} --interactive"
             commands = [talk] * self.spells + [f"dtgpt serve {name}"]
             say("\n".join(f"{'      ' if i else 'next: '}{command}" for i, command in enumerate(commands)))
 
@@ -187,7 +166,8 @@ class Report:
             torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         yield
-        self._lap_begin += time.perf_counter() - begin
+        # A lap that began within the context has no pause before it.
+        self._lap_begin += time.perf_counter() - max(begin, self._lap_begin)
 
     def _rates(self, step: int, tokens: int) -> dict[str, float]:
         """Return the rates since the last progress line; nothing on the first."""
@@ -222,7 +202,7 @@ def sample_path(run: Path, step: int) -> Path:
     return run / "samples" / f"step_{step:08d}.txt"
 
 
-def _known(values: dict[str, float | None]) -> dict[str, float]:
+def _known(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -231,15 +211,11 @@ class NullReport:
 
     def step(self, *_) -> None: ...
 
-    def held_out(self, *_) -> None: ...
-
-    def saved(self, *_) -> None: ...
-
-    def tasks(self, *_) -> None: ...
+    def figures(self, *_) -> None: ...
 
     def sample(self, *_) -> None: ...
 
-    def answers(self, *_) -> None: ...
+    def examples(self, *_) -> None: ...
 
     def finish(self, *_) -> None: ...
 

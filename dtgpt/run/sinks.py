@@ -1,4 +1,4 @@
-"""Records of a run: metrics.jsonl, Weights & Biases, and their form on the console."""
+"""Records of a run: where they go, metrics.jsonl, and their form on the console."""
 
 import errno
 import json
@@ -7,28 +7,46 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
-from dtgpt.config.sections import LogConfig
 from dtgpt.util.console import counted, duration, terminal_width
-from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import is_finite
-from dtgpt.util.storage import atomic_file, open_regular, parse_json, read_regular, write_text
+from dtgpt.util.storage import atomic_file, open_regular, parse_json
 
 LONGEST_LINE = 1 << 20  # bytes of a record
-LONGEST_ID = 1000  # bytes
 LARGEST_INT = 1 << 53  # that a float holds exactly, and so the largest step
 FORMER = {"valid_loss": "validation_loss", "valid_bits_per_byte": "validation_bits_per_byte"}  # names of older versions
 LARGEST_SHOWN = 1e30  # larger values are not drawn, nor do they overflow a sum
 LEAST_RANGE = 0.02  # of a sparkline
 
 
-class Sink(Protocol):
-    def write(self, record: dict[str, Any]) -> None: ...
-    def close(self, failed: bool) -> None: ...
+class Begun(NamedTuple):
+    """A run that begins or goes on, before anything of it is written."""
+
+    run: Path  # its folder
+    step: int  # after which it goes on
+    recipe: dict[str, Any]
+    values: dict[str, Any]  # of the recipe, by dotted name
+    records: list[dict[str, Any]]  # so far, some perhaps of later steps than `step`, which are taken again
 
 
-class JsonLines:
+class Sink:
+    """Where rank 0 sends what a run records. A class of this one has what it needs of these methods."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Take the `step` and what was measured. OSError: the record is lost, and the run goes on."""
+
+    def examples(self, step: int, texts: dict[str, str]) -> None:
+        """Take texts from a step, by name."""
+
+    def finish(self) -> None:
+        """Do what is to be done when the last step has been taken, or the run was asked to end."""
+
+    def close(self, failed: bool) -> None:
+        """Close what is open. failed: the run ended with an error."""
+
+
+class JsonLines(Sink):
     """One JSON object a line, flushed at once. After a resume, records past `keep_until_step` are dropped first."""
 
     def __init__(self, path: Path, keep_until_step: int = 0):
@@ -92,57 +110,6 @@ def _number(value: Any) -> float | None:
     if type(value) is int and abs(value) <= LARGEST_INT:
         return value
     return float(value) if is_finite(value) else None
-
-
-def _read_id(path: Path) -> str:
-    """Return the id in a file of the run. Raises UserError."""
-    try:
-        return read_regular(path, LONGEST_ID).decode()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} holds no id of Weights & Biases ({error}); remove it, for a new one") from None
-
-
-class Wandb:
-    """Weights & Biases, imported only when asked for. A resumed run keeps its id, which is in `wandb-id`."""
-
-    def __init__(self, run: Path, log: LogConfig, recipe: dict[str, Any]):
-        wandb, id_file = import_wandb(), run / "wandb-id"
-        known = _read_id(id_file) if id_file.is_file() else None  # what else is there is replaced
-        try:
-            self._run = wandb.init(
-                project=log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,
-                mode=log.wandb, config=recipe,
-            )  # fmt: skip
-        except wandb.errors.Error as error:
-            raise UserError(f"wandb cannot start ({error}); use --log.wandb offline, or off") from None
-        write_text(id_file, self._run.id)
-
-    def write(self, record: dict[str, Any]) -> None:
-        self._run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
-
-    def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=1 if failed else 0)
-
-
-def import_wandb() -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            "log.wandb needs the package wandb; run pip install 'dtgpt[wandb]', or use --log.wandb off"
-        ) from None
-    return wandb
-
-
-def check_wandb(mode: str) -> None:
-    """Raise UserError, before a run is made, where wandb is asked for and cannot serve."""
-    if mode == "off":
-        return
-    wandb = import_wandb()
-    if mode == "online" and not wandb.login(prompt=False):
-        raise UserError(
-            "log.wandb=online needs a login; run wandb login, set WANDB_API_KEY, or use --log.wandb offline"
-        )
 
 
 def _memory(record: dict[str, Any]) -> str:

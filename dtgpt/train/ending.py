@@ -1,39 +1,23 @@
 """The end of a run, and of an interval: what is left to do after the last step, and why a run ends before."""
 
 import signal
-from importlib.util import find_spec
+from collections.abc import Iterable
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.config.sections import LogConfig
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part
+from dtgpt.data.dataset import Dataset
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import AUTO
-from dtgpt.run.report import sample_path
 from dtgpt.run.signals import StopRequest
 from dtgpt.run.sinks import read_records
-from dtgpt.train.tasks import tasks_of
+from dtgpt.train.observer import HeldOutLoss, Observer, Past
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
-HELD_OUT: tuple[Part, ...] = ("valid", "test")
-LEFT = {"valid": "validation loss", "tasks": "tasks", "test": "test loss", "sample": "sample", "plot": "loss plot"}
 OVER = "{} has done its {}; nothing is left to do"
-
-
-def is_due(step: int, interval: int) -> bool:
-    """Return whether the interval, 0: never, divides the step, which is not 0: nothing is due before the first."""
-    return interval > 0 and step > 0 and step % interval == 0
-
-
-def due_after(step: int, steps: int, log: LogConfig) -> set[str]:
-    """Return what `log` wants after the step `step` of `steps`, beside its record: names of LEFT."""
-    between_tasks = log.eval_interval if log.eval_tasks_interval is None else log.eval_tasks_interval
-    intervals = {"valid": log.eval_interval, "tasks": between_tasks, "sample": log.sample_interval}
-    return set(LEFT) if step == steps else {name for name, interval in intervals.items() if is_due(step, interval)}
 
 
 def is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) -> bool:
@@ -46,30 +30,29 @@ def is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) -
     return done > steps
 
 
-def left_to_do(run: Path, step: int, steps: int, seq_length: int, log: LogConfig, data: Dataset) -> list[str]:
-    """Return what the run does not hold of what was due after `step`, its newest of `steps`: names of LEFT. Says so
-    where all steps are done and that is nothing."""
-    due = due_after(step, steps, log)
+def left_to_do(
+    run: Path, step: int, steps: int, sample_length: int, observers: Iterable[Observer], dataset: Dataset
+) -> list[str]:
+    """Return the titles of observers whose work after `step`, the newest of the run's `steps`, the run does not hold.
+    Says so where all steps are done and that is nothing."""
+    due = [observer for observer in to_make_up(observers) if observer.due(step)]
     if not due:
         return []
-    metrics, picture = run / "metrics.jsonl", run / "loss.png"
-    records = [record for record in read_records(metrics) if record["step"] == step]
+    records = [record for record in read_records(run / "metrics.jsonl") if record["step"] == step]
     left: list[str] = []
-    for part in HELD_OUT:
-        wanted = part in due and next(data.held_out(part, seq_length, 1, 1), None) is not None
-        if wanted and not any(record.get(f"{PART_NAMES[part]}_loss") is not None for record in records):
-            left.append(part)
-    measured = {name.partition("/")[0] for record in records for name in record if "/" in name}
-    if "tasks" in due and not measured.issuperset(asked.task.name for asked in tasks_of(log)):
-        left.append("tasks")
-    if "sample" in due and log.sample_tokens and data.tokenizer.spells and not sample_path(run, step).is_file():
-        left.append("sample")
-    drawn = picture.is_file() and metrics.is_file() and picture.stat().st_mtime >= metrics.stat().st_mtime
-    if "plot" in due and (left or (records and not drawn and find_spec("matplotlib"))):
-        left.append("plot")
+    for observer in due:
+        if observer.left(Past(run, step, records, list(left), dataset, sample_length)):
+            left.append(observer.title)
     if not left and step == steps:
         say(OVER.format(run, counted(steps, "step")))
     return left
+
+
+def to_make_up(observers: Iterable[Observer]) -> list[Observer]:
+    """Return the observers that have a title, in the order in which a run that goes on makes up for what is left: the
+    losses first, by which a run is judged."""
+    titled = [observer for observer in observers if observer.title]
+    return sorted(titled, key=lambda observer: (not isinstance(observer, HeldOutLoss), observer.turn))
 
 
 def say_stopped(

@@ -1,47 +1,49 @@
 """Training, from recipe to samples. Read this file first.
 
 recipe -> plan -> mesh -> data -> model in this rank's shards -> optimizer -> steps -> run folder
+
+`run` starts and ends, `_train` makes what a run needs, `Loop.take_steps` is the loop. What a step computes is in
+`trainer.py`, what happens between two steps in the observers (`observer.py`).
 """
 
-import time
 import traceback
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_checkpoint
-from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
-from dtgpt.checkpoint.save import SaveClock, Saver
+from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
+from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.dataset import Part
-from dtgpt.liveness.losses import lost_peers_as_user_errors
-from dtgpt.liveness.watch import Watch
+from dtgpt.config.sections import LogConfig
 from dtgpt.run.folder import AUTO, RunLock, check_runs, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
-from dtgpt.train.checkpoints import restore, state_of
+from dtgpt.train.checkpoints import restore
 from dtgpt.train.ending import (
-    LEFT,
-    due_after,
     folder_lost,
-    is_due,
     is_over,
     left_to_do,
     resume_option,
     say_stopped,
     tell_other_end,
+    to_make_up,
 )
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.job import Job, find_resume_point, make_job
 from dtgpt.train.objective import StepFailed
+from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, is_due
 from dtgpt.train.processes import Group, join, run_watched, wait_for_others
-from dtgpt.train.tasks import TaskEvaluation
+from dtgpt.train.progress import Progress
+from dtgpt.train.samples import Samples
+from dtgpt.train.saving import Saving
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import peak_memory
+from dtgpt.util.peers import Watch, peers
 from dtgpt.util.process import Process
 
 
@@ -84,16 +86,17 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
                 say(why_new_run(Path(recipe.runs), recipe.name))
 
         dataset = startup.read_on_every_node(lambda: startup.read_dataset(recipe), mesh, group.process)
-        left: list[str] = []
+        steps, length, left = recipe.num_steps, recipe.sample_length, list[str]()
+        observers = [*observers_of_core(recipe.log, steps), *group.observers]
         if former and checkpoint:
-            done, steps, length = checkpoint.state["step"], recipe.num_steps, recipe.sample_length
-            left = mesh.on_rank_0(lambda: left_to_do(former, done, steps, length, recipe.log, dataset))
+            done = checkpoint.state["step"]
+            left = mesh.on_rank_0(lambda: left_to_do(former, done, steps, length, observers, dataset))
             if done == steps and not left:
                 return 0
 
         stack.enter_context(stop)
         trainer = startup.make_trainer(job, group, dataset, checkpoint)
-        loop = Loop(recipe, trainer, lock, stop, group.watch)
+        loop = Loop(recipe, trainer, lock, stop, observers, group.watch)
         if checkpoint:
             loop.resume(checkpoint)
         elif resume.foreign:
@@ -111,28 +114,28 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
         return loop.run_to_end(former, left)
 
 
-class Due(NamedTuple):
-    """What a step calls for."""
-
-    report: bool  # a progress line
-    record: bool  # which goes into the metrics, too
-    evaluate: bool
-    save: bool
-    tasks: bool
-    sample: bool
-    last: bool  # the last step of the recipe
+def observers_of_core(log: LogConfig, steps: int) -> list[Observer]:
+    """Return those whose work a run that goes on may find undone; `Loop` adds the two that need more than a recipe."""
+    return [HeldOutLoss("valid", log.eval_interval, steps), HeldOutLoss("test", 0, steps), Samples(log, steps)]
 
 
 class Loop:
-    """The steps of a run, with what happens between them: reports, evaluations, checkpoints, the end."""
+    """The steps of a run, what observers do between them, and its end."""
 
-    def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest, watch: Watch | None = None):
+    def __init__(
+        self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest, observers: Iterable[Observer],
+        watch: Watch,
+    ):  # fmt: skip
+        """observers: beside those of the progress line and of checkpoints."""
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
         self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh, trainer.objective.totals)
-        trainer.states.append(self.interval)
-        self.tasks, self.clock = TaskEvaluation(trainer), SaveClock(recipe.checkpoint.minutes)
+        trainer.states.append(self.interval)  # so that a checkpoint has the losses since the last record
+        self.saving = Saving(trainer, lock, asdict(recipe), recipe.checkpoint)
+        progress = Progress(recipe.log, recipe.num_steps, recipe.sample_length, self.interval)
+        self.observers = sorted([progress, self.saving, *observers], key=lambda observer: observer.turn)
+        for observer in self.observers:
+            observer.prepare(trainer)
         self.leaving = False  # because of `exit_interval`
-        self.cautioned = False  # once in a start
         self.report: Report | NullReport = NullReport()
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -146,61 +149,73 @@ class Loop:
 
     def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
-        `left`: what of the step from which a run goes on is still to be reported."""
-        recipe, options, trainer, checkpoints = self.recipe, self.recipe.checkpoint, self.trainer, run / "checkpoints"
+        `left`: titles of observers whose work after the newest step is still to be done."""
+        trainer = self.trainer
         with ExitStack() as stack:
-
-            def open_report() -> None:
-                report = Report(
-                    recipe, trainer.settings, self.mesh, trainer.dataset, run, trainer.step, trainer.samples_before
-                )
-                self.report = stack.enter_context(report)
-
-            self.mesh.on_rank_0(open_report)
-
-            def remedy() -> str:
-                return f"go on with {resume_option(run)}" if list_checkpoints(checkpoints) else "start the run again"
-
-            if self.watch:
-                self.watch.step, self.watch.remedy = trainer.step, remedy
-            stack.enter_context(lost_peers_as_user_errors(recipe.timeout, remedy))
-            saver = Saver(
-                checkpoints,
-                trainer.shards,
-                trainer.optimizer.rule,
-                options.keep_last,
-                options.keep_every,
-                background=options.background,
-                timeout=recipe.timeout,
-                completed=lambda step, size: say(f"step {step}: checkpoint complete, {size / 2**20:,.0f} MiB"),
-            )
-            self.saver = stack.enter_context(saver)
-            trainer.before_update = self.saver.before_update
-            early = bool(left) and self.report_left(left)
+            self._open(run, stack)
+            early = bool(left) and self.make_up_for(left)
             if not early and trainer.step < trainer.steps:
                 early = self.take_steps()
-            self._check_folder()
+            # Nobody shall read of a success whose folder is gone, with all that the run has written.
+            self.saving.check_folder()
             self.report.finish(not early)
+        # Here the last checkpoint is complete, and files are closed.
         hint = f"; to go on, add {resume_option(run)}" if trainer.step else ""
         return self.stopped(f"at step {trainer.step}/{trainer.steps}", hint) if early else 0
 
+    def _open(self, run: Path, stack: ExitStack) -> None:
+        """Open what the run writes; `stack` closes it. From here on errors say how the run goes on."""
+        recipe, trainer, options, checkpoints = self.recipe, self.trainer, self.recipe.checkpoint, run / "checkpoints"
+
+        def open_report() -> None:
+            sinks = [observer.sink for observer in self.observers]
+            data, before = trainer.dataset, trainer.samples_before
+            report = Report(recipe, trainer.settings, self.mesh, data, run, trainer.step, before, sinks)
+            self.report = stack.enter_context(report)
+
+        def remedy() -> str:
+            return f"go on with {resume_option(run)}" if list_checkpoints(checkpoints) else "start the run again"
+
+        self.mesh.on_rank_0(open_report)
+        self.watch.step, self.watch.remedy = trainer.step, remedy
+        stack.enter_context(peers(self.mesh.world).losses_as_user_errors(recipe.timeout, remedy))
+        saver = Saver(
+            checkpoints,
+            trainer.shards,
+            trainer.optimizer.rule,
+            options.keep_last,
+            options.keep_every,
+            background=options.background,
+            timeout=recipe.timeout,
+            completed=lambda step, size: say(f"step {step}: checkpoint complete, {size / 2**20:,.0f} MiB"),
+        )
+        self.saving.saver = stack.enter_context(saver)
+        trainer.before_update = saver.before_update
+
     def take_steps(self) -> bool:
         """Train to the end of the recipe; return whether the run was asked to end before."""
-        trainer, first, stopping = self.trainer, self.trainer.step, self.interrupted()
+        trainer, stopping = self.trainer, self.interrupted()
         while trainer.step < trainer.steps and not stopping:
             result = self._train_step()
+            # Losses are summed on the device. Nothing here waits for it: the next step is queued while this one runs.
             self.interval.add(result.loss, trainer.empty)
-            if self.watch:
-                self.watch.step = trainer.step
-            # Read once, so that a signal from here on is met by the next step: the last step always saves.
-            stopping, asked = self.mesh.vote(self._must_end(), self.mesh.rank == 0 and self.clock.asks())
+            self.watch.step = trainer.step
+
+            # Was any rank asked to end, or is it time for a checkpoint? All ranks read this once, together, and so do
+            # the same from here on. A signal that comes later is met by the next step; the last one always saves.
+            stopping, asked = self.mesh.vote(self._must_end(), self.mesh.rank == 0 and self.saving.clock.asks())
             self.leaving = trainer.step < trainer.steps and is_due(trainer.step, self.recipe.exit_interval or 0)
             stopping = stopping or self.leaving
-            due = self._due(first, stopping or asked)
-            if due.report or due.evaluate or due.save or due.tasks or due.sample:
-                stopping = self._between_steps(result, due, stopping)
-                if due.save:
-                    self.clock.restart()
+            self.saving.asked = stopping or asked
+
+            # After most steps nothing is due. Where something is, the device has to be done with the step first.
+            due = [observer for observer in self.observers if observer.due(trainer.step)]
+            if due:
+                after = self._wait_for(result, stopping)
+                with self.report.paused():
+                    for observer in due:
+                        observer.act(after)
+                    stopping = stopping or self._were_cut_short(due)
         return stopping or self.interrupted()
 
     def _train_step(self) -> StepResult:
@@ -209,61 +224,20 @@ class Loop:
         try:
             return self.trainer.train_step()
         except StepFailed as failure:
-            self._save_unless_saved()
-            run = self.saver.checkpoints.parent
+            self.saving.save_unless_saved(self.report)
+            run = self.saving.saver.checkpoints.parent
             again = f"step {self.trainer.step + 1}: {failure}; go on with {resume_option(run)}"
             if failure.__cause__ is not None:  # told here, since a MemoryError or OSError means other things elsewhere
                 say_error("".join(traceback.format_exception(failure.__cause__)).rstrip())
             raise UserError(again) from failure.__cause__
 
-    def _due(self, first: int, save: bool) -> Due:
-        """Return what the step just taken calls for; `first`: where this process began; `save`: at any rate."""
-        step, log, last = self.trainer.step, self.recipe.log, self.trainer.step == self.trainer.steps
-        record = last or is_due(step, log.interval) or step == 1  # as without a resume
-        due = due_after(step, self.trainer.steps, log)
-        return Due(
-            report=record or step == first + 1,
-            record=record,
-            evaluate="valid" in due,
-            save=last or is_due(step, self.recipe.checkpoint.interval) or save,
-            tasks=bool(self.tasks.names) and "tasks" in due,
-            sample="sample" in due,
-            last=last,
-        )
-
-    def _between_steps(self, result: StepResult, due: Due, stopping: bool) -> bool:
-        """Do what is due after a step; `stopping`: it is the last of this process. Return whether it is, which what
-        arrives in the meantime may decide: a resume makes up for what was cut short, with the weights of this step."""
-        step = self.trainer.step
-        loss, mean, norm = self._read(result)
-        if due.report:
-            self._report_step(loss, mean, norm, due.record)
-        if is_due(step, self.recipe.log.interval):
-            self.interval.restart()
-        with self.report.paused():
-            if due.evaluate:
-                self._report_held_out("valid")
-            if due.save:
-                self._save(must=due.last or stopping)
-            if due.tasks:
-                self._report_tasks()
-            if due.last:
-                self._report_held_out("test")
-            if due.sample:
-                self._report_sample()
-            if stopping or due.last or not (due.evaluate or due.tasks or due.sample) or not self.interrupted():
-                return stopping
-            self._save_unless_saved()
-            return True
-
-    def _read(self, result: StepResult) -> tuple[float | None, float | None, float]:
-        """Wait for the device, and return the loss of the step, the mean loss of the interval, each None where no token
-        counted, and the norm of the gradient. Raises UserError, on all ranks, where the run has diverged or lost its
-        folder."""
+    def _wait_for(self, result: StepResult, stopping: bool) -> AfterStep:
+        """Wait for the device, and return what observers see of the step. Raises UserError, on all ranks, where the run
+        has diverged or lost its folder."""
         step, optimizer = self.trainer.step, self.trainer.optimizer
         loss, mean, lost = self.interval.read(result.loss, self.lock.lost(at_once=True), self.trainer.empty)
         if lost:
-            raise folder_lost(self.saver.checkpoints.parent, step)
+            raise folder_lost(self.saving.saver.checkpoints.parent, step)
         norm = result.norm.item()
         if optimizer.scaler is None:
             check_finite(step, "loss and gradient norm", loss or 0.0, norm)
@@ -271,89 +245,38 @@ class Loop:
             check_finite(step, "loss", loss or 0.0)
         optimizer.check(norm)
         check_finite(step, f"mean loss of {self.interval.steps} steps", mean or 0.0)
-        return loss, mean, norm
+        return self._after_step(stopping=stopping, loss=loss, mean_loss=mean, grad_norm=norm)
 
-    def _report_step(self, loss: float | None, mean: float | None, norm: float, record: bool) -> None:
+    def _after_step(self, **figures: Any) -> AfterStep:
+        return AfterStep(
+            trainer=self.trainer,
+            run=self.saving.saver.checkpoints.parent,
+            report=self.report,
+            interrupted=self.interrupted,
+            must_end=self._must_end,
+            **figures,
+        )
+
+    def _were_cut_short(self, due: list[Observer]) -> bool:
+        """Return whether the run was asked to end while observers acted that a later start makes up for. It needs a
+        checkpoint of this step for that: with other weights they would find other values."""
+        is_last = self.trainer.step == self.trainer.steps  # which has its checkpoint
+        if is_last or not any(observer.title for observer in due) or not self.interrupted():
+            return False
+        self.saving.save_unless_saved(self.report)
+        return True
+
+    def make_up_for(self, left: list[str]) -> bool:
+        """Do what is `left` of the newest step; return whether the run was asked to end before all of it was done."""
         trainer = self.trainer
-        metrics = {
-            **({} if mean is None else {"loss": mean}),
-            **({} if loss is None else {"step_loss": loss}),
-            "grad_norm": norm,
-            "lr": trainer.optimizer.lr.item(),
-            "tokens": trainer.samples_before(trainer.step) * self.recipe.sample_length,
-            "memory_gib": self.mesh.max(peak_memory(self.mesh.device)),
-            "batch_size": trainer.sizes.at(trainer.step - 1),
-            **trainer.objective.figures(self.interval.totals()),
-            **trainer.optimizer.metrics(),
-            **trainer.times(),
-        }
-        self.report.step(trainer.step, metrics, record)
-        if not self.cautioned and (caution := trainer.objective.caution(metrics)):
-            say(caution, warning=True)
-            self.cautioned = True
-        if record and (examples := trainer.objective.examples()):
-            self.report.answers(trainer.step, examples)
-
-    def _report_held_out(self, part: Part) -> None:
-        if (found := self.trainer.held_out(part, self.interrupted)) is not None:
-            check_finite(self.trainer.step, " and ".join(found.finite), *found.finite.values())
-            self.report.held_out(self.trainer.step, part, found.figures, found.shown)
-
-    def _report_tasks(self) -> None:
-        if (results := self.tasks.measure(self.interrupted)) is not None:
-            self.report.tasks(self.trainer.step, {result.task: result.figures for result in results})
-
-    def _report_sample(self) -> None:
-        if (text := self.trainer.sample(self._must_end)) is not None:
-            self.report.sample(self.trainer.step, text)
-
-    def report_left(self, left: list[str]) -> bool:
-        """Report what is `left` of the newest step; return whether the run was asked to end before all of it was
-        done."""
-        say(f"{self.trainer.step} steps are done; left to do: {', '.join(LEFT[name] for name in left)}")
+        say(f"{trainer.step} steps are done; left to do: {', '.join(left)}")
         with self.report.paused():
-            if "valid" in left:
-                self._report_held_out("valid")
-            if "test" in left:
-                self._report_held_out("test")
-            if "tasks" in left:
-                self._report_tasks()
-            if "sample" in left:
-                self._report_sample()
-        if not (early := self.interrupted()) and self.trainer.step == self.trainer.steps:
+            for observer in to_make_up(self.observers):
+                if observer.title in left:
+                    observer.act(self._after_step())
+        if not (early := self.interrupted()) and trainer.step == trainer.steps:
             say("all is done")
         return early
-
-    def _save_unless_saved(self) -> None:
-        """Save a checkpoint of this step, unless there is one."""
-        step, folder = self.trainer.step, self.saver.checkpoints
-        self.saver.wait()
-        if not self.mesh.on_rank_0(lambda: step in map(step_of, list_checkpoints(folder))):
-            self._save(must=True)
-
-    def _save(self, must: bool) -> None:
-        """Begin to save a checkpoint. Where that fails (disk full) the run goes on with a warning, unless it `must`
-        save: then this waits until it is written."""
-        self._check_folder()
-        trainer, checkpoints = self.trainer, self.saver.checkpoints
-        state = state_of(trainer, asdict(self.recipe))
-        begin = time.perf_counter()
-        try:
-            self.saver.save(trainer.step, state, must)
-        except (OSError, UserError) as error:
-            self._check_folder()  # which would explain it
-            if must:
-                again = f"to go on, add {resume_option(checkpoints.parent)}"
-                raise UserError(f"{error}; {again if list_checkpoints(checkpoints) else 'then start again'}") from None
-            say(f"{error}; training goes on", warning=True)
-        else:
-            if trainer.timers.enabled:
-                self.report.saved(trainer.step, self.mesh.max(time.perf_counter() - begin))
-
-    def _check_folder(self) -> None:
-        """Raise UserError, on all ranks, where the run folder is gone."""
-        if self.mesh.any(self.lock.lost(at_once=True)):
-            raise folder_lost(self.saver.checkpoints.parent, self.trainer.step)
 
     def _must_end(self) -> bool:
         """Return whether this process has a reason to end after the step."""

@@ -9,20 +9,17 @@ import torch.distributed as dist
 
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
-from dtgpt.liveness.losses import lost_peers_as_user_errors
-from dtgpt.liveness.watch import Watch, watch_peers
 from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.run.folder import values_of
 from dtgpt.run.signals import StopRequest
-from dtgpt.run.sinks import check_wandb
-from dtgpt.run.tensorboard import import_tensorboard
 from dtgpt.train.job import Job
-from dtgpt.train.tasks import tasks_of
+from dtgpt.train.observer import Observer, observers_of
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors
+from dtgpt.util.peers import Watch, peers
 from dtgpt.util.process import Process
 
 
@@ -33,7 +30,8 @@ class Group:
     settings: Settings
     mesh: Mesh
     process: Process  # this one among those that the plan uses
-    watch: Watch | None  # over the other processes, those that wait too
+    observers: list[Observer]  # that capabilities bring
+    watch: Watch  # over the other processes, those that wait too
 
 
 def join(job: Job, stack: ExitStack) -> Group:
@@ -45,14 +43,15 @@ def join(job: Job, stack: ExitStack) -> Group:
     for line in choice.describe():
         say(line)
     process = everyone.among(choice.plan.world)
+    observers = observers_of(recipe.log, recipe.num_steps)  # each of which can do its part here
     settings = check_machine(job, process)
     stack.enter_context(memory_errors_as_user_errors(_remedy_for_memory(settings)))
-    watch = None
+    watch = Watch()
     if everyone.world > 1 and not dist.is_initialized():
         watch = stack.enter_context(watch_over(everyone, job))
-    stack.enter_context(lost_peers_as_user_errors(recipe.timeout, lambda: "start the run again"))
+    stack.enter_context(peers(everyone.world).losses_as_user_errors(recipe.timeout, lambda: "start the run again"))
     mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, what_ranks_agree_on(job), watch))
-    return Group(settings=settings, mesh=mesh, process=process, watch=watch)
+    return Group(settings=settings, mesh=mesh, process=process, observers=observers, watch=watch)
 
 
 def _remedy_for_memory(settings: Settings) -> str:
@@ -67,13 +66,8 @@ def _remedy_for_memory(settings: Settings) -> str:
 
 
 def check_machine(job: Job, process: Process) -> Settings:
-    """Return the settings of the job on this machine. Raises UserError where a device, its memory, a package or the
-    file of a task is missing."""
+    """Return the settings of the job on this machine. Raises UserError where a device or its memory is missing."""
     recipe = job.recipe
-    check_wandb(recipe.log.wandb)
-    if recipe.log.tensorboard:
-        import_tensorboard()
-    tasks_of(recipe.log)
     device = choose_device(recipe.device, process.local_rank)
     check_kernels(device)
     for note in recipe.notes(job.choice, device.type):
@@ -103,8 +97,6 @@ def wait_for_others(job: Job, stop: StopRequest) -> int:
 def run_watched(group: Group, stop: StopRequest, work: Callable[[], int]) -> int:
     """Return the exit code that `work` returns, and tell it to the processes that wait. A signal that one of these gets
     reaches rank 0 as a request to its `stop`."""
-    if group.watch is None:
-        return work()
     group.watch.on_stop = stop.ask
     code = work()
     if group.process.rank == 0:
@@ -117,11 +109,10 @@ def watch_over(process: Process, job: Job) -> Iterator[Watch]:
     """Yield the watch over all processes, which have agreed on the plan; those that wait are not in the process group.
     Raises UserError where they do not meet within the recipe's `timeout`, or this one differs from rank 0."""
     recipe: Recipe = job.recipe
-    with watch_peers(process, recipe.timeout, recipe.lost_after) as watch:
-        store, plan = watch.rendezvous.store, job.choice.plan.name
-        if process.rank == 0:
-            store.set("plan", plan)
-        if len(job.choice.fits) > 1 and (theirs := store.get("plan").decode()) != plan:
+    with peers(process.world).watch(process, recipe.timeout, recipe.lost_after) as watch:
+        plan = job.choice.plan.name
+        theirs = watch.of_rank_0("plan", plan)
+        if len(job.choice.fits) > 1 and theirs != plan:
             raise UserError(
                 f"rank {process.rank} differs from rank 0 in the plan: {plan} there, {theirs} on rank 0; start every "
                 "rank with the same command on the same code"

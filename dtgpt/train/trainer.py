@@ -28,12 +28,9 @@ from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.run.sinks import TIMED
-from dtgpt.train import evaluate
 from dtgpt.train.objective import HeldOut, Objective, Parts, never
 from dtgpt.util import seams
 from dtgpt.util.timers import Timers
-
-SHOWN = 3  # beginnings that a sample goes on with
 
 
 class StepResult(NamedTuple):
@@ -80,7 +77,7 @@ class Trainer:
             state.attach(self.stages)
         if settings.plan.table:
             smoke_test_table(self.engine, settings)
-        self.adapter: dict[str, Any] | None = None  # what checkpoints say of it, where the run trains one
+        self.bases: dict[str, Any] = {}  # what checkpoints say of the weights that they leave out
         self.step, self.sizes = 0, recipe.batch_sizes()
         self.micro_batches = settings.micro_batches
         self.optimizer = Update(
@@ -151,18 +148,6 @@ class Trainer:
         same on every rank; None where there is none, or when `interrupted` became true in between."""
         found = self.held_out(part, interrupted)
         return None if found is None else (found.figures["loss"], found.figures.get("bits_per_byte"))
-
-    def sample(self, interrupted: Callable[[], bool] = never) -> str | None:
-        """Return a text as the log options want it, or sequences of the data that the model went on with, the same on
-        every rank; None where they want none, or `interrupted` is true on any rank, whose texts may differ."""
-        tokenizer, log = self.dataset.tokenizer, self.log
-        if not log.sample_tokens or not tokenizer.spells or self.mesh.any(interrupted()):
-            return None
-        beginnings = [] if log.prompt else self.dataset.beginnings(SHOWN, self.settings.model.seq_length)
-        given = self.stages, self.mesh, self.settings, tokenizer, self.ends, log, beginnings
-        with self.as_loaded():
-            text = evaluate.sample(*given, self.seed, self.step, interrupted)
-        return None if self.mesh.any(interrupted()) else text
 
     @contextmanager
     def as_loaded(self) -> Iterator[None]:

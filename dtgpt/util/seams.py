@@ -54,6 +54,8 @@ class Capability:
     objectives: Mapping[str, str] = field(default_factory=dict)  # what a run learns, by the option that is not 0 then
     step_states: tuple[str, ...] = ()  # what a step keeps for the next one: a function that makes it, or returns None
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
+    peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
+    bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.checkpoints.Base`
     observers: tuple[str, ...] = ()  # what happens between steps
     sources: tuple[str, ...] = ()  # weights of other libraries
     datasets: tuple[str, ...] = ()  # data that are no plain text

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dtgpt.cli import main
+from dtgpt.compare.history import read_curves
 from dtgpt.compare.two_runs import distance
-from dtgpt.run.history import read_curves
 from dtgpt.run.starts import code_digest
 
 RECIPE = {

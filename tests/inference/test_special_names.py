@@ -12,6 +12,7 @@ from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.evaluation.tasks import continued, encoded
 from dtgpt.inference.options import OPTIONS
 from dtgpt.serve.app import make_app
+from dtgpt.train.samples import generate_text
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_grpo import Low
@@ -100,7 +101,7 @@ def test_prompts_of_samples_and_of_reinforcement(recipe, folder, tmp_path):
         assert trainer.objective.rollouts.draw(0)[0].prompt_ids == [BEGIN, TURN]
         seen = []
         trainer.dataset.tokenizer.encode_prompt = lambda text, split: seen.append((text, split)) or [BEGIN, END]
-        trainer.sample()
+        generate_text(trainer)
         assert seen == [("<s><|im_end|>", False)]
 
 

@@ -63,7 +63,7 @@ python() { if [[ $1 == - ]]; then tell python -c "$(</dev/stdin)"; else tell pyt
 # Where the pages write names of dtgpt without their imports.
 MODULES = ("dtgpt", "dtgpt.config.recipe", "dtgpt.config.plan", "dtgpt.config.sections", "dtgpt.models.config",
            "dtgpt.models.roles", "dtgpt.models.binding", "dtgpt.ops.optim.optimizer", "dtgpt.parallel.shards",
-           "dtgpt.util.field_types", "dtgpt.planning.memory", "typing")  # fmt: skip
+           "dtgpt.util.field_types", "dtgpt.planning.memory", "dtgpt.train.observer", "typing")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

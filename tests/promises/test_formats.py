@@ -75,6 +75,7 @@ def test_a_run_begins_with_weights_data_and_a_tokenizer_in_formats_that_one_file
     folder, weights = parts
     data = DataConfig(path=str(folder / "some.letters"))
     recipe = Recipe(
+        name="letters",
         model=CONFIG,
         data=data,
         optimizer=OptimizerConfig(lr=1e-3),

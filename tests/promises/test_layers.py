@@ -8,24 +8,20 @@ import pytest
 ROOT = Path(__file__).parents[2] / "dtgpt"
 LAYERS = (
     ["util"], ["comm", "liveness", "translate"], ["ops"], ["models"], ["config"], ["data", "parallel"],
-    ["optim", "planning"], ["checkpoint"], ["interop", "run"], ["inference"], ["evaluation"], ["train", "serve"],
-    ["posttrain"], ["compare"], ["commands"], ["cli"], ["moved", "capabilities"], ["__main__", "__init__"],
+    ["optim", "planning"], ["checkpoint"], ["interop", "run"], ["inference"], ["train", "serve"],
+    ["charts", "evaluation"], ["posttrain"], ["compare"], ["commands"], ["cli"], ["moved", "capabilities"],
+    ["__main__", "__init__"],
 )  # fmt: skip
 # Rooms that import this capability, which stands above them, until a seam takes its place. None may be added.
 STILL = {
     "posttrain": {
-        "config",
         "data",
-        "parallel",
         "planning",
-        "checkpoint",
         "interop",
         "inference",
-        "evaluation",
         "train",
         "serve",
     },
-    "compare": {"run"},
 }
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

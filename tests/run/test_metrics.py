@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.charts.plot import check_picture, plot_runs
+from dtgpt.charts.tensorboard import scalar_events
 from dtgpt.cli import main
-from dtgpt.run.history import read_curves
-from dtgpt.run.plot import check_picture, plot_runs
+from dtgpt.compare.history import read_curves
 from dtgpt.run.sinks import JsonLines, progress_line, read_records, sparkline
-from dtgpt.run.tensorboard import scalar_events
 from dtgpt.util.console import duration
 from dtgpt.util.errors import UserError
 

@@ -8,7 +8,9 @@ import pytest
 import dtgpt.run.folder
 from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.run.folder import RunLock
-from dtgpt.train.loop import Loop, train
+from dtgpt.train import samples
+from dtgpt.train.loop import train
+from dtgpt.train.saving import Saving
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_train import train_while_the_folder_goes
@@ -73,20 +75,20 @@ def test_a_folder_that_goes_while_nothing_is_written_is_noticed_within_a_second(
 
 @pytest.mark.parametrize("when", ["the last checkpoint", "the end"])
 def test_a_folder_that_goes_at_the_end_is_no_success(recipe, monkeypatch, when):
-    save, sample = Loop._save, Trainer.sample
+    save, generate = Saving.save, samples.generate_text
 
     def move_at_the_last(self, *arguments, **options):
-        if self.trainer.step == recipe.steps and when == "the last checkpoint":
+        if self._trainer.step == recipe.steps and when == "the last checkpoint":
             move(newest_run(recipe))
         return save(self, *arguments, **options)
 
-    def move_then_sample(self, *arguments):
+    def move_then_generate(*arguments):
         if when == "the end":
             move(newest_run(recipe))
-        return sample(self, *arguments)
+        return generate(*arguments)
 
-    monkeypatch.setattr(Loop, "_save", move_at_the_last)
-    monkeypatch.setattr(Trainer, "sample", move_then_sample)
+    monkeypatch.setattr(Saving, "save", move_at_the_last)
+    monkeypatch.setattr(samples, "generate_text", move_then_generate)
     with pytest.raises(UserError, match="was moved, removed or replaced"):
         train(recipe)
     assert [p.name for p in Path(recipe.runs).iterdir()] == ["elsewhere"]

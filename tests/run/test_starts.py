@@ -5,9 +5,9 @@ from unittest import mock
 
 import torch
 
+from dtgpt.charts.plot import plot_runs
 from dtgpt.compare.two_runs import compare_runs
 from dtgpt.parallel.launch import code_digests
-from dtgpt.run.plot import plot_runs
 from dtgpt.run.starts import code_digest, read_starts
 from dtgpt.train.loop import train
 from tests.support.runs import change, newest_run
@@ -73,6 +73,6 @@ def test_a_run_with_odd_metrics_goes_on_to_its_end(recipe):
         f'{{"step": {step}, "loss": {value}}}\n' for step in (1, 2) for value in ('"x"', "[1]", "NaN", "1" * 999, "{}")
     ]
     metrics.write_text(metrics.read_text() + "".join(odd))
-    with mock.patch("dtgpt.run.report.plot_runs", plot_runs):  # not the short form of the tests
+    with mock.patch("dtgpt.charts.observers.plot_runs", plot_runs):  # not the short form of the tests
         assert train(change(recipe, steps=3, resume=str(newest_run(recipe)))) == 0
     assert metrics.read_text().count('"loss": "x"') == 2 and (newest_run(recipe) / "loss.png").stat().st_size > 1000

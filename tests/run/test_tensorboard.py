@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from dtgpt.charts.tensorboard import FILES, TensorBoard, import_tensorboard, scalars
 from dtgpt.run.sinks import JsonLines, read_records
-from dtgpt.run.tensorboard import FILES, TensorBoard, import_tensorboard, scalars
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support.runs import change, newest_run

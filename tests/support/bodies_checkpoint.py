@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,8 +27,9 @@ from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.shards import slices
 from dtgpt.run.folder import RunLock
-from dtgpt.run.signals import StopRequest
-from dtgpt.train.loop import Loop, train
+from dtgpt.run.report import NullReport
+from dtgpt.train.loop import train
+from dtgpt.train.saving import Saving
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 
@@ -47,12 +49,12 @@ def change_state(folder: Path, changes: dict[str, Any]) -> None:
 
 
 @contextmanager
-def saving(recipe: Recipe, run: Trainer, checkpoints: Path, **options: Any) -> Iterator[Loop]:
-    """Yield a `Loop` around `run` that saves into the folder `checkpoints`."""
-    loop = Loop(recipe, run, RunLock(), StopRequest())
-    with Saver(checkpoints, run.shards, run.optimizer.rule, **options) as loop.saver:
-        run.before_update = loop.saver.before_update
-        yield loop
+def saving_into(recipe: Recipe, run: Trainer, checkpoints: Path, **options: Any) -> Iterator[Saving]:
+    """Yield what saves `run` into the folder `checkpoints`."""
+    saving = Saving(run, RunLock(), asdict(recipe), recipe.checkpoint)
+    with Saver(checkpoints, run.shards, run.optimizer.rule, **options) as saving.saver:
+        run.before_update = saving.saver.before_update
+        yield saving
 
 
 def tensors_of(run: Trainer):
@@ -73,8 +75,8 @@ def train_and_save(recipe: Recipe, folder: Path, steps: int, small: int) -> None
     with open_trainer(recipe) as run, mock.patch.object(dtgpt.parallel.shards, "SMALL", small):
         for _ in range(steps):
             run.train_step()
-        with saving(recipe, run, folder / "checkpoints") as loop:
-            loop._save(must=True)
+        with saving_into(recipe, run, folder / "checkpoints") as saving:
+            saving.save(NullReport(), must=True)
         whole = gather(run)
         if run.mesh.rank == 0:
             torch.save(whole, folder / "whole.pt")
@@ -130,14 +132,14 @@ def save_while_a_rank_is_silent(recipe: Recipe, folder: Path, rank: int) -> list
     """Two checkpoints, in the first of which `rank` never reports: what a saver that `must` save raises, and what is
     left in the folder after the second."""
     refused = []
-    with open_trainer(recipe) as run, saving(recipe, run, folder, timeout=0.4) as loop:
+    with open_trainer(recipe) as run, saving_into(recipe, run, folder, timeout=0.4) as saving:
         for silent in (True, False):
             run.train_step()
             late = mock.Mock(side_effect=lambda *_: time.sleep(0.6))
             write = late if silent and dist.get_rank() == rank else save.write_text
             with mock.patch.object(save, "write_text", write):
                 try:
-                    loop._save(must=True)
+                    saving.save(NullReport(), must=True)
                     refused.append(None)
                 except Exception as error:
                     refused.append(f"{type(error).__name__}: {error}")
@@ -150,7 +152,7 @@ def save_without_inodes(recipe: Recipe, folder: Path, rank: int) -> tuple[str, f
     def full(path, *_):
         raise OSError(28, "No space left on device", str(path))
 
-    with open_trainer(recipe) as run, saving(recipe, run, folder, timeout=600.0) as loop:
+    with open_trainer(recipe) as run, saving_into(recipe, run, folder, timeout=600.0) as saving:
         run.train_step()
         if dist.get_rank() == rank:
             stack = mock.patch.multiple(save, write_text=full), mock.patch.multiple(host, write_file=full)
@@ -159,7 +161,7 @@ def save_without_inodes(recipe: Recipe, folder: Path, rank: int) -> tuple[str, f
         begin = time.monotonic()
         with stack[0], stack[1]:
             try:
-                loop._save(must=True)
+                saving.save(NullReport(), must=True)
             except Exception as error:
                 return f"{type(error).__name__}: {error}", time.monotonic() - begin
     return "saved", 0.0
@@ -201,8 +203,8 @@ class Peak:
 
 def save_at_once(recipe: Recipe, checkpoints: Path) -> None:
     """A checkpoint of a run that is not begun."""
-    with open_trainer(recipe) as run, saving(recipe, run, checkpoints) as loop:
-        loop._save(must=True)
+    with open_trainer(recipe) as run, saving_into(recipe, run, checkpoints) as saving:
+        saving.save(NullReport(), must=True)
 
 
 def reading_whole_pieces(path, piece, position, part, target, copy=load.copy_overlap) -> int:

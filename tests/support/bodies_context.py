@@ -19,6 +19,7 @@ from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.context import exchange_heads, whole_samples
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.train.samples import generate_text
 from dtgpt.train.startup import open_trainer
 from tests.support.bodies_engine import resolve
 from tests.support.bodies_exact import losses_kept, products_by_rows
@@ -79,7 +80,7 @@ def score_and_sample(recipe) -> tuple[list[float], str]:
         scorer = Scorer(trainer.stages, trainer.mesh, trainer.settings.model, trainer.settings.dtype, 64)
         with whole_samples(trainer.stages):
             scores = scorer.score([Sample((1, 2, 3, 4, 5, 6, 7), 3)] if trainer.mesh.rank == 0 else None)
-        return scores[0].logprobs.tolist(), trainer.sample()
+        return scores[0].logprobs.tolist(), generate_text(trainer)
 
 
 def losses_of_tokens(recipe) -> Tensor:

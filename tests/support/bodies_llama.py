@@ -5,6 +5,7 @@ from typing import NamedTuple
 from dtgpt.compare import record as recording
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.parameters import parameters_of
+from dtgpt.train.samples import generate_text
 from dtgpt.train.startup import open_trainer
 
 
@@ -24,4 +25,4 @@ def train_and_evaluate(recipe: Recipe, steps: int) -> Seen:
         record = recording.record(trainer, steps)
         held = sorted(shard.local.numel() for shard in trainer.shards)
         planned = sorted(p.local for p in parameters_of(recipe.model, trainer.settings.plan, trainer.mesh.rank))
-        return Seen(record, trainer.held_out_loss(), trainer.sample(), held, planned)
+        return Seen(record, trainer.held_out_loss(), generate_text(trainer), held, planned)

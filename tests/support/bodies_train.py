@@ -17,6 +17,7 @@ from dtgpt.optim.loss_scale import SKIP_ABOVE
 from dtgpt.optim.z_scores import detector as outliers
 from dtgpt.train.loop import train
 from dtgpt.train.objective import LanguageModel
+from dtgpt.train.samples import generate_text
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
@@ -122,10 +123,10 @@ def texts_between_steps(recipe: Recipe, sampling: bool) -> tuple[list[str], list
     """Texts before the first and after each of two steps, the losses of the steps, and whether each attention core has
     a cache in the end."""
     with open_trainer(recipe) as run:
-        texts, found = [run.sample() for _ in range(2 * sampling)], []
+        texts, found = [generate_text(run) for _ in range(2 * sampling)], []
         for _ in range(2):
             found.append(run.mean_loss(run.train_step()))
-            texts += [run.sample()] * sampling
+            texts += [generate_text(run)] * sampling
         cores = [module for stage in run.stages for module in stage.modules() if isinstance(module, AttentionCore)]
         return texts, found, [core.bound.cache is not None for core in cores]
 

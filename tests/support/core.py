@@ -41,11 +41,12 @@ CORE = {  # rooms, and their files as regular expressions
         r"parallel/graphs"
     ),
     "loop": (
-        r"train/(loop|startup|job|settle|processes|ending|checkpoints|tasks|own_tokenizer)|run/(folder|report|sinks|signals|history)"
+        r"train/(loop|startup|job|settle|processes|ending|checkpoints|observer|progress|samples|saving|own_tokenizer)|"
+        r"run/(folder|report|sinks|signals|starts)"
     ),
     "checkpoint": r"checkpoint/(save|load|manifest|shard_file|staging|state|export|open|tokenizer|ends)",
     "data": (
-        r"data/(dataset|open|text|array_cache|file_array|prefetch|checks|document_masks)|"
+        r"data/(dataset|open|text|documents|array_cache|file_array|prefetch|checks|document_masks)|"
         r"data/tokenizers/(tokenizer|char|byte_level|open|special_names)"
     ),
     "generate": (
@@ -54,7 +55,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"ops/sampling/(sample|reference|sequences|scores|record)"
     ),
     "util": (
-        r"util/(console|errors|field_types|storage|hardware|environment|process|threads|timers|torch_private|seams)"
+        r"util/(console|errors|field_types|storage|hardware|environment|process|peers|threads|timers|torch_private|seams)"
     ),
     "command": r"cli|commands/(command|train|generate|help|launcher)|__init__|__main__",
 }  # fmt: skip

@@ -17,4 +17,4 @@ def write_signature(runs: list[Path], output: Path) -> None:
 
 def no_pictures() -> AbstractContextManager:
     """Return a context in which runs leave a file in place of their picture."""
-    return mock.patch("dtgpt.run.report.plot_runs", write_signature)
+    return mock.patch("dtgpt.charts.observers.plot_runs", write_signature)

@@ -9,7 +9,9 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.megatron.indexed import IndexedWriter
 from dtgpt.run.report import Report
 from dtgpt.run.sinks import read_records
-from dtgpt.train.loop import Loop, train
+from dtgpt.train import samples
+from dtgpt.train.loop import train
+from dtgpt.train.observer import HeldOutLoss
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.ranks import pool
@@ -48,8 +50,8 @@ def at_the_end(run) -> list:
 @pytest.mark.parametrize(
     "place, name, left",
     [
-        (Loop, "_report_held_out", "test loss, sample, loss plot"),
-        (Trainer, "sample", "sample, loss plot"),
+        (HeldOutLoss, "act", "test loss, sample, loss plot"),
+        (samples, "generate_text", "sample, loss plot"),
         (Report, "finish", "loss plot"),
     ],
 )
@@ -59,7 +61,7 @@ def test_what_a_kill_left_is_done(recipe, monkeypatch, capsys, place, name, left
     whole, method = newest_run(recipe), getattr(place, name)
 
     def at_last(self, *arguments):
-        return method(self, *arguments) if "valid" in arguments else kill()
+        return method(self, *arguments) if getattr(self, "part", "") == "valid" else kill()
 
     monkeypatch.setattr(place, name, at_last)
     with pytest.raises(Killed):
@@ -109,7 +111,7 @@ def test_a_plot_that_is_older_than_the_records_is_drawn_again(recipe, capsys):
 
 
 def test_a_signal_while_the_last_is_done_leaves_it_for_the_next_time(recipe, monkeypatch, capsys):
-    monkeypatch.setattr(Trainer, "sample", lambda *_: os.kill(os.getpid(), 15))
+    monkeypatch.setattr(samples, "generate_text", lambda *_: os.kill(os.getpid(), 15))
     assert train(recipe) == 128 + 15
     run = newest_run(recipe)
     assert f"stopped at step 6/6; to go on, add --resume {run}" in capsys.readouterr().out
@@ -131,20 +133,20 @@ def without_times(run) -> list:
     return [*kept, *(path.read_bytes() for path in sorted((run / "samples").iterdir()))]
 
 
-@pytest.mark.parametrize("name", ["held_out", "sample"])
+@pytest.mark.parametrize("place, name", [(Trainer, "held_out"), (samples, "generate_text")])
 @pytest.mark.parametrize("end", ["signal", "kill"])
-def test_what_is_cut_short_between_two_steps_is_done_by_the_next_start(recipe, monkeypatch, name, end):
+def test_what_is_cut_short_between_two_steps_is_done_by_the_next_start(recipe, monkeypatch, place, name, end):
     log = {"interval": 1, "eval_interval": 2, "sample_interval": 2, "sample_tokens": 8}
     recipe = change(recipe, log=log, checkpoint={"interval": 2, "background": False})
     assert train(recipe) == 0
-    whole, method = newest_run(recipe), getattr(Trainer, name)
+    whole, method = newest_run(recipe), getattr(place, name)
 
-    def at_step_4(self, *arguments):
-        if self.step == 4:
+    def at_step_4(trainer, *arguments):
+        if trainer.step == 4:
             kill() if end == "kill" else os.kill(os.getpid(), 15)
-        return method(self, *arguments)
+        return method(trainer, *arguments)
 
-    monkeypatch.setattr(Trainer, name, at_step_4)
+    monkeypatch.setattr(place, name, at_step_4)
     if end == "kill":
         with pytest.raises(Killed):
             train(recipe)

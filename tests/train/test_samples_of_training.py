@@ -8,7 +8,7 @@ import torch
 
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.finite import LOGITS
-from dtgpt.train.evaluate import fit_prompt
+from dtgpt.train.samples import fit_prompt, generate_text
 from tests.support import bodies_train as bodies
 from tests.support.ranks import pool
 from tests.support.runs import change, training
@@ -48,7 +48,7 @@ def test_the_text_of_a_seed_is_the_same_under_every_plan_and_changes_no_loss(rec
 
 def test_another_seed_or_temperature_gives_another_text(recipe):
     texts = [
-        training(change(recipe, **given)).sample()
+        generate_text(training(change(recipe, **given)))
         for given in ({}, {"seed": 5}, {"log": {"temperature": 0}}, {"log": {"temperature": 50, "top_k": 0}})
     ]
     assert len(set(texts)) == 4
@@ -57,7 +57,7 @@ def test_another_seed_or_temperature_gives_another_text(recipe):
 @pytest.mark.parametrize("prompt", ["", "a prompt of many more tokens than the positions of this model " * 3])
 @pytest.mark.parametrize("tokens", [1, 20, 500])
 def test_no_prompt_and_no_number_of_tokens_is_too_large(recipe, prompt, tokens):
-    text = training(change(recipe, log={"prompt": prompt, "sample_tokens": tokens})).sample()
+    text = generate_text(training(change(recipe, log={"prompt": prompt, "sample_tokens": tokens})))
     assert text.startswith(prompt)
 
 
@@ -74,17 +74,17 @@ def test_of_a_long_prompt_the_beginning_is_left_out(length, tokens, kept, new):
 def test_a_request_to_end_cuts_a_text_short(recipe, monkeypatch):
     run, steps, done = training(change(recipe, log={"sample_tokens": 25})), [], Engine.step
     monkeypatch.setattr(Engine, "step", lambda engine: steps.append(engine) or done(engine))
-    assert run.sample() is not None
+    assert generate_text(run) is not None
     whole = len(steps)
     steps.clear()
-    assert run.sample(lambda: len(steps) >= 2) is None and len(steps) < whole
+    assert generate_text(run, lambda: len(steps) >= 2) is None and len(steps) < whole
 
 
 def test_a_text_ends_at_logits_that_are_not_finite_and_says_so(recipe):
     run = training(recipe)
     with torch.no_grad():
         run.stages[0].embedding.wpe.weight[6] = torch.nan
-    text = run.sample()
+    text = generate_text(run)
     assert text.startswith("7 and") and text.endswith(f"\n[{LOGITS}]")
 
 
@@ -100,7 +100,7 @@ def test_the_cache_is_gone_with_the_text(recipe, monkeypatch):
     gc.collect()
     gc.disable()
     try:
-        assert run.sample() is not None
+        assert generate_text(run) is not None
         assert [cache() for cache in caches] == [None]
     finally:
         gc.enable()
@@ -109,4 +109,4 @@ def test_the_cache_is_gone_with_the_text(recipe, monkeypatch):
 @pytest.mark.compiler
 def test_compiled_blocks_generate_the_same_text(recipe):
     short = change(recipe, log={"sample_tokens": 4})
-    assert training(change(short, compile="on")).sample() == training(change(short, compile="off")).sample()
+    assert generate_text(training(change(short, compile="on"))) == generate_text(training(change(short, compile="off")))

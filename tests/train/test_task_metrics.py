@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
+from dtgpt.charts.plot import main_figures
 from dtgpt.commands.eval import command
+from dtgpt.evaluation.in_training import TaskEvaluation
 from dtgpt.inference.finite import LOGITS
-from dtgpt.run.plot import main_figures
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.tasks import TaskEvaluation
 from dtgpt.util.errors import UserError
 from tests.support import bodies_train as bodies
 from tests.support.ranks import pool
@@ -36,6 +36,12 @@ def recipe(recipe, files):
     return change(recipe, steps=5, log=log, model={"num_layers": 4, "seq_length": 32}, micro_batch_size=2)
 
 
+def measured(trainer, interrupted=lambda: False):
+    tasks = TaskEvaluation(trainer.log, trainer.steps)
+    tasks.prepare(trainer)
+    return tasks.measure(trainer, interrupted)
+
+
 def figures(run) -> dict[int, dict[str, float]]:
     records = [r for r in read_records(run / "metrics.jsonl") if any("/" in name for name in r)]
     return {r["step"]: {name: value for name, value in r.items() if "/" in name} for r in records}
@@ -46,7 +52,7 @@ def test_logits_that_are_not_finite_are_no_result(recipe, capsys):
     trainer = training(recipe)
     with torch.no_grad():
         trainer.stages[0].embedding.wpe.weight[20] = torch.nan  # which no passage of LAMBADA reaches
-    results = TaskEvaluation(trainer).measure(lambda: False)
+    results = measured(trainer)
     assert [result.task for result in results] == ["lambada"]
     assert f"warning: hellaswag at step 0 has no result: {LOGITS}\n" in capsys.readouterr().err
 
@@ -118,14 +124,12 @@ def test_tasks_that_cannot_be_measured_are_told_before_a_run_begins(recipe, tmp_
 
 @pytest.mark.compiler
 def test_compiled_stages_measure_the_same(recipe):
-    def measured(compiled: str):
-        return TaskEvaluation(training(change(recipe, compile=compiled))).measure(lambda: False)
-
-    assert measured("on") == measured("off")
+    found = [measured(training(change(recipe, compile=compiled))) for compiled in ("on", "off")]
+    assert found[0] == found[1]
 
 
 def test_a_request_to_end_leaves_tasks_out(recipe):
-    assert TaskEvaluation(training(recipe)).measure(lambda: True) is None
+    assert measured(training(recipe), lambda: True) is None
 
 
 @pytest.mark.cuda

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import dtgpt.run.folder
+from dtgpt.charts.plot import plot_runs
 from dtgpt.data.megatron.indexed import IndexedWriter
 from dtgpt.data.prepare.target import lock_prefix
 from dtgpt.run.folder import RunLock
-from dtgpt.run.plot import plot_runs
 from dtgpt.run.sinks import JsonLines
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError

@@ -21,8 +21,9 @@ from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.gradients import local_gradient
 from dtgpt.parallel.shards import Shard
 from dtgpt.train.checkpoints import state_of
-from dtgpt.train.loop import is_due
 from dtgpt.train.objective import LanguageModel
+from dtgpt.train.observer import is_due
+from dtgpt.train.samples import generate_text
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 
@@ -85,7 +86,7 @@ class _Notes:
         elif is_due(step, log.eval_interval):
             self.between.append(self._evaluate())
         if is_last or is_due(step, log.sample_interval):
-            self.texts.append(self.trainer.sample())
+            self.texts.append(generate_text(self.trainer))
 
     def _evaluate(self) -> float | None:
         found = self.trainer.held_out_loss()

@@ -33,10 +33,9 @@ class TokenFiles(DataFormat):
                 "data.split out"
             )
 
-    def check_text(self, data: DataConfig, model: Path | None) -> None:
+    def check_text(self, data: DataConfig, path: str, model: Path | None) -> None:
         """Raise UserError for a path without a text where token files were meant."""
-        path = data.path
-        if path is None or os.path.exists(path):
+        if os.path.exists(path):
             return
         meant = data.valid_path is not None or data.test_path is not None or data.train_samples is not None
         if meant or prefixes_near(path) or os.path.isfile(bin_path(path)):

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dtgpt.data.prepare.documents import Broken, Document
+from dtgpt.data.documents import Broken, Document
 from dtgpt.data.prepare.inputs import Lines, Parsed
 from dtgpt.data.tokenizers.special_names import SpecialNames
 from dtgpt.data.tokenizers.tokenizer import Tokenizer

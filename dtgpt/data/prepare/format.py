@@ -1,18 +1,26 @@
 """Files of which `dtgpt prepare` makes data, as the core asks for them."""
 
+import re
+from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.open import DataFormat
 
 
-class Tables(DataFormat):
-    def check_text(self, data: DataConfig, model: Path | None) -> None:
+class Files(DataFormat):
+    def check_text(self, data: DataConfig, path: str, model: Path | None) -> None:
         """Raise UserError for a table, with the lines that make JSON lines of it."""
-        from dtgpt.data.prepare.inputs import check_not_csv
+        if re.search(r"\.[ct]sv(\.\w+)?$", path.lower()):  # perhaps compressed
+            from dtgpt.data.prepare.inputs import check_not_csv
 
-        if data.path is not None:
-            check_not_csv(data.path)
+            check_not_csv(path)
+
+    def unpacked(self, file: BufferedReader, name: str) -> Iterator[bytes]:
+        from dtgpt.data.prepare.compressed import decompressed
+
+        return decompressed(file, name)
 
 
-TABLES = Tables()
+FILES = Files()

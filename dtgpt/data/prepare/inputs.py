@@ -19,19 +19,19 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from dtgpt.data.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
-from dtgpt.data.prepare.documents import (
+from dtgpt.data.documents import (
     BLOCK,
     STDIN,
     Broken,
     Document,
     InputFile,
-    Unreadable,
     json_document,
+    parsed_lines,
     text_line,
     whole_lines,
     whole_text,
 )
+from dtgpt.data.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
 from dtgpt.data.prepare.parquet import row_pieces
 from dtgpt.util.errors import UserError
 
@@ -63,14 +63,7 @@ class Lines:
 
     def parsed(self, read: Callable[[bytes], T]) -> Iterator[T | Broken]:
         """Yield what `read`, which may raise Unreadable, makes of each line that is not blank."""
-        if self.data.isspace():
-            return
-        for number, line in enumerate(self.data.splitlines(), self.first):
-            if line.strip():
-                try:
-                    yield read(line)
-                except Unreadable as reason:
-                    yield Broken(self.source.name, number, str(reason))
+        return parsed_lines(self.source, self.first, self.data, read)
 
 
 @dataclass

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from dtgpt.data.documents import Broken, InputFile
 from dtgpt.data.library_tokenizers.folder import NAMES, tokenizer_file
 from dtgpt.data.megatron.indexed import IndexedWriter, merge, token_dtype
 from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.config import PrepareConfig
-from dtgpt.data.prepare.documents import Broken, InputFile
 from dtgpt.data.prepare.encode import Encoded, Encoder
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map

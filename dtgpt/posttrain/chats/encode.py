@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dtgpt.data.prepare.documents import Broken, Unreadable, json_object
+from dtgpt.data.documents import Broken, Unreadable, json_object
 from dtgpt.data.prepare.encode import Encoded, EncodedKey
 from dtgpt.data.prepare.inputs import Lines, Parsed
 from dtgpt.data.tokenizers.tokenizer import Span, Tokenizer

@@ -17,11 +17,10 @@ KEYS = {  # options of `dtgpt prepare` -> keys of their lines
 
 
 class ChatLines(DataFormat):
-    def check_text(self, data: DataConfig, model: Path | None) -> None:
+    def check_text(self, data: DataConfig, path: str, model: Path | None) -> None:
         """Raise UserError, with what makes them data, where the first line of a file is a chat or a pair of answers.
         model: the one that is trained further, which has a tokenizer."""
-        path = data.path
-        if path is None or not path.endswith(".jsonl") or not os.path.isfile(path):
+        if not path.endswith(".jsonl") or not os.path.isfile(path):
             return
         try:
             with open(path, "rb") as file:

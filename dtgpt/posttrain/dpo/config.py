@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from dtgpt.config.checks import check_unused
-from dtgpt.config.fp8 import FP8
-from dtgpt.config.sections import Section
+from dtgpt.config.sections import Section, precision_of
 from dtgpt.posttrain.dpo.loss import Kind
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -37,10 +36,10 @@ class DpoConfig(Section):
             raise UserError(
                 f"dpo.label_smoothing={self.label_smoothing:g} is for dpo.loss=sigmoid, and not for ipo; leave one out"
             )
-        if recipe.precision == FP8:
+        if precision_of(recipe.precision) is not None:
             raise UserError(
-                f"dpo.beta={self.beta:g}, but scales of fp8 change from step to step, and log-probabilities with them; "
-                "use --precision bf16"
+                f"dpo.beta={self.beta:g}, but scales of {recipe.precision} change from step to step, and "
+                "log-probabilities with them; use --precision bf16"
             )
 
     def check_new_weights(self) -> None:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dtgpt.config.checks import check_unused
 from dtgpt.config.execution import MOST_SLOTS, Settings, Switch
-from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.sections import Rows, Section
+from dtgpt.config.sections import Rows, Section, precision_of
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -168,9 +167,10 @@ def _check_model(grpo: GrpoConfig, dropout: float, precision: str) -> None:
             f"grpo.group={grpo.group}, but model.dropout={dropout:g}, without which answers are drawn; use "
             "--model.dropout 0"
         )
-    if precision == FP8:
+    if precision_of(precision) is not None:
         raise UserError(
-            f"grpo.group={grpo.group}, but precision=fp8 draws answers in 16 bits and trains in 8; use --precision bf16"
+            f"grpo.group={grpo.group}, but precision={precision} draws answers in 16 bits and trains in 8; use "
+            "--precision bf16"
         )
 
 

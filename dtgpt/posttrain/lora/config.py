@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from dtgpt.config.checks import check_unused
-from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.sections import Section
+from dtgpt.config.sections import Section, precision_of
 from dtgpt.models.inventory import Parameter
 from dtgpt.models.roles import Role
 from dtgpt.util.errors import UserError
@@ -65,10 +64,10 @@ class LoraConfig(Section):
                 f"lora.rank={rank}, but optimizer.kind={optimizer} is for whole matrices, and AdamW trains adapters; "
                 "use --optimizer.kind adamw or --lora.rank 0"
             )
-        if recipe.precision == FP8:
+        if precision_of(recipe.precision) is not None:
             raise UserError(
-                f"lora.rank={rank}, but adapters are not computed with products in fp8; use --precision bf16 or "
-                "--lora.rank 0"
+                f"lora.rank={rank}, but adapters are not computed with products in {recipe.precision}; use "
+                "--precision bf16 or --lora.rank 0"
             )
         if recipe.reduce == "exact":
             raise UserError(

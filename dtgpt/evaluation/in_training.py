@@ -10,6 +10,7 @@ from dtgpt.evaluation.scoring import Scorer
 from dtgpt.evaluation.tasks import Prepared, Result, TaskOptions
 from dtgpt.inference.finite import NotFinite
 from dtgpt.parallel.context import whole_samples
+from dtgpt.train.observer import AfterStep, Observer, Past, Turn, is_due
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
@@ -29,35 +30,60 @@ def tasks_of(log: LogConfig) -> list[Asked]:
     return asked
 
 
-class TaskEvaluation:
+class TaskEvaluation(Observer):
     """The tasks of a run. Rank 0 alone reads their files."""
 
-    def __init__(self, trainer: Trainer):
-        """Read the files. Raise UserError, on every rank, where that cannot be done."""
-        self.names, self._trainer = [asked.task.name for asked in tasks_of(trainer.log)], trainer
+    turn, title = Turn.MEASURE, "tasks"
+
+    def __init__(self, log: LogConfig, steps: int):
+        """Raise UserError where the log options do not ask for tasks with files."""
+        self._asked, self._steps = tasks_of(log), steps
+        self._interval = log.eval_interval if log.eval_tasks_interval is None else log.eval_tasks_interval
         self._prepared: list[Prepared] = []
-        if self.names:
-            trainer.mesh.on_rank_0(self._read)
 
-    def _read(self) -> None:
-        tokenizer, positions = self._trainer.dataset.tokenizer, self._trainer.settings.model.seq_length
-        self._prepared = [prepare(asked, tokenizer, positions)[1] for asked in tasks_of(self._trainer.log)]
+    def prepare(self, trainer: Trainer) -> None:
+        """Read the files. Raise UserError, on every rank, where that cannot be done."""
+        tokenizer, positions = trainer.dataset.tokenizer, trainer.settings.model.seq_length
 
-    def measure(self, interrupted: Callable[[], bool]) -> list[Result] | None:
+        def read() -> None:
+            self._prepared = [prepare(asked, tokenizer, positions)[1] for asked in self._asked]
+
+        trainer.mesh.on_rank_0(read)
+
+    def due(self, step: int) -> bool:
+        return step == self._steps or is_due(step, self._interval)
+
+    def act(self, after: AfterStep) -> None:
+        results = self.measure(after.trainer, after.interrupted)
+        if results is not None:
+            # The main figure of each task is the first.
+            own = {result.task: result.figures for result in results}
+            figures = {f"{task}/{name}": value for task, named in own.items() for name, value in named.items()}
+            lines = (
+                f"{task}: {'  '.join(f'{name} {value:.4f}' for name, value in named.items())}"
+                for task, named in own.items()
+            )
+            after.report.figures(after.trainer.step, figures, *lines)
+
+    def left(self, past: Past) -> bool:
+        measured = {name.partition("/")[0] for record in past.records for name in record if "/" in name}
+        return not measured.issuperset(asked.task.name for asked in self._asked)
+
+    def measure(self, trainer: Trainer, interrupted: Callable[[], bool]) -> list[Result] | None:
         """Return the results of the tasks on rank 0, nothing on the other ranks; None, on every rank, where
         `interrupted`, which all ranks ask together, became true in between."""
-        trainer, settings, results = self._trainer, self._trainer.settings, []
+        settings, results = trainer.settings, []
         # The memory of a micro-batch in training is enough for as many tokens without gradients.
         tokens = settings.micro_batch_size * settings.seq_length
         scorer = Scorer(trainer.stages, trainer.mesh, settings.model, settings.dtype, tokens)
-        for number in range(len(self.names)):
+        for number, asked in enumerate(self._asked):
             prepared = self._prepared[number] if self._prepared else None
             # Batches of other shapes would be compiled anew.
             try:
                 with torch.compiler.set_stance("force_eager"), trainer.as_loaded(), whole_samples(trainer.stages):
                     scores = scorer.score(prepared and prepared.samples, interrupted=interrupted)
             except NotFinite as error:  # the loss decides whether the run goes on
-                say(f"{self.names[number]} at step {trainer.step} has no result: {error}", warning=True)
+                say(f"{asked.task.name} at step {trainer.step} has no result: {error}", warning=True)
                 continue
             if scores is None:
                 return None

@@ -1,11 +1,9 @@
 """Loss curves as a PNG. matplotlib (extra `plot`) is imported only here."""
 
-import math
 import os
 from pathlib import Path
 from typing import Any
 
-from dtgpt.compare.two_runs import TwoRuns
 from dtgpt.run.folder import EXAMPLE
 from dtgpt.run.sinks import LARGEST_SHOWN, read_records
 from dtgpt.util.errors import UserError, did_you_mean
@@ -13,9 +11,6 @@ from dtgpt.util.storage import atomic_file, cannot_write, check_can_write
 
 CURVES = (("loss", "training", "-"), ("validation_loss", "validation", "o--"))  # metric, name and style
 MOST_TASKS = 12  # whose figures are drawn
-STYLES = {"step_loss": "training", "loss": "training", "validation_loss": "validation", "test_loss": "test"}
-LEAST = 1e-17  # below the distance of any two floats
-LINES = {"training": "-", "validation": "o--", "test": "s"}
 
 
 def plot_runs(runs: list[Path], output: Path) -> None:
@@ -48,42 +43,6 @@ def plot_runs(runs: list[Path], output: Path) -> None:
         panel.grid(alpha=0.3)
         panel.legend()
     panels[-1, 0].set(xlabel="optimizer step")
-    save_picture(picture, output)
-
-
-def plot_two_runs(two: TwoRuns, output: Path) -> None:
-    """Draw training, validation and test losses of both runs over their steps into `output` (.png), and below them, on
-    a log axis, how far they are apart, with the tolerance. Raises UserError if matplotlib is not installed."""
-    pyplot = import_pyplot()
-    options = {"sharex": True, "height_ratios": [3, 2], "figsize": (8, 7), "layout": "constrained"}
-    picture, (losses, distances) = pyplot.subplots(2, **options)
-    names = [plain(str(run.path)) for run in (two.a, two.b)]
-    for run, letter, name, color, width in zip((two.a, two.b), "AB", names, ("C0", "C1"), (3, 1.2), strict=True):
-        training = "step_loss" if run.curves.of.get("step_loss") else "loss"
-        for loss in (training, "validation_loss", "test_loss"):
-            curve, kind = run.curves.of.get(loss, {}), STYLES[loss]
-            if points := [(step, value) for step, value in curve.items() if abs(value) < LARGEST_SHOWN]:
-                style = {"color": color, "lw": width, "ms": 4, "label": f"{letter} {name}, {kind}"}
-                losses.plot(*zip(*points, strict=True), LINES[kind], **style)
-    losses.set(ylabel="loss (nats per token)")
-    distances.set(yscale="log", ylabel="|A - B| / max(|A|, |B|)", xlabel="optimizer step", autoscaley_on=False)
-    heights = [two.tolerance.value] * (two.tolerance.value > 0)
-    for number, metric in enumerate(two.deciding):
-        points = [(p.step, p.distance) for p in metric.points if 0 < p.distance < math.inf]
-        heights += [height for _, height in points]
-        line: Any = zip(*points, strict=True) if points else ((), ())
-        label = f"{metric.title}: equal bit for bit" if metric.is_equal else metric.title
-        distances.plot(*line, "o-", ms=3, color=f"C{number + 2}", label=label)
-    if two.tolerance.value > 0:
-        distances.axhline(two.tolerance.value, color="gray", ls=":", label=f"tolerance {two.tolerance.value:g}")
-    if two.parting is not None:
-        for panel in (losses, distances):
-            panel.axvline(two.parting[1].step, color="red", lw=0.8, label=f"part at step {two.parting[1].step}")
-    if heights:
-        distances.set_ylim(max(min(heights), LEAST) / 3, max(heights) * 3)
-    for panel in (losses, distances):
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize="small")
     save_picture(picture, output)
 
 

@@ -1,8 +1,9 @@
-"""One document from one line or one file: `{key: [pieces of text]}`, or the reason why it is not one."""
+"""Documents in texts and JSON lines. What a line or a file holds is `{key: [pieces of text]}`, or the reason why it is
+no document."""
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import present
@@ -16,6 +17,7 @@ ONE_A_LINE = "dtgpt reads one object a line, as jq -c . writes (jq -c '.[]' of a
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Document = dict[str, list[str]]
+T = TypeVar("T")
 
 
 class Broken(NamedTuple):
@@ -73,6 +75,19 @@ def whole_lines(source: InputFile, pieces: Iterator[bytes]) -> Iterator[tuple[in
 def count_lines(data: bytes) -> int:
     """Return the number of line ends in `data`."""
     return data.count(b"\n") + (data.count(b"\r") - data.count(b"\r\n") if b"\r" in data else 0)
+
+
+def parsed_lines(source: InputFile, first: int, data: bytes, read: Callable[[bytes], T]) -> Iterator[T | Broken]:
+    """Yield what `read`, which may raise Unreadable, makes of each line that is not blank. first: the number of the
+    first line of `data`."""
+    if data.isspace():
+        return
+    for number, line in enumerate(data.splitlines(), first):
+        if line.strip():
+            try:
+                yield read(line)
+            except Unreadable as reason:
+                yield Broken(source.name, number, str(reason))
 
 
 def json_document(line: bytes, keys: tuple[str, ...]) -> Document:

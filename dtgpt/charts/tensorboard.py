@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtgpt.data.dataset import PERPLEXITIES, perplexity
+from dtgpt.run.sinks import Begun, Sink
+from dtgpt.train.observer import Observer
+from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 
 FOLDER = "tensorboard"  # within a run folder
@@ -49,7 +52,17 @@ STARTED = re.compile(r"events\.out\.tfevents\.(\d{1,10})\.")
 LEFT_OUT = ("step", "samples", *PERPLEXITIES)  # the axes, and what follows from losses
 
 
-class TensorBoard:
+class TensorBoardObserver(Observer):
+    """Write what a run records for TensorBoard, too."""
+
+    def __init__(self) -> None:
+        import_tensorboard()
+
+    def sink(self, begun: Begun) -> Sink:
+        return TensorBoard(begun.run, begun.values, begun.records, begun.step)
+
+
+class TensorBoard(Sink):
     """Event files in the folder `tensorboard` of a run, one for each process that trained it."""
 
     def __init__(self, run: Path, recipe: dict[str, Any], records: list[dict[str, Any]], step: int):
@@ -79,6 +92,13 @@ class TensorBoard:
 
     def write(self, record: dict[str, Any]) -> None:
         self._write(list(scalar_events(record)))
+
+    def examples(self, step: int, texts: dict[str, str]) -> None:
+        try:
+            for name, text in texts.items():
+                self.text(step, f"{name} answer", text)
+        except OSError as error:  # a full disk costs a text, not the run
+            say(f"the answers of step {step} are missing from TensorBoard ({error})", warning=True)
 
     def text(self, step: int, name: str, text: str) -> None:
         """Show a text as it is, by its step."""

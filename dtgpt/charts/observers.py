@@ -1,0 +1,57 @@
+"""Which charts a run draws. Every run asks; what needs a package is imported only where it is asked for."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from dtgpt.charts.plot import plot_runs
+from dtgpt.config.sections import LogConfig
+from dtgpt.run.sinks import Begun, Sink
+from dtgpt.train.observer import Observer, Past, Turn
+from dtgpt.util.console import say
+
+
+def observe_by_wandb(log: LogConfig, steps: int) -> Observer | None:
+    if log.wandb == "off":
+        return None
+    from dtgpt.charts.wandb import WandbObserver
+
+    return WandbObserver(log)
+
+
+def observe_by_tensorboard(log: LogConfig, steps: int) -> Observer | None:
+    if not log.tensorboard:
+        return None
+    from dtgpt.charts.tensorboard import TensorBoardObserver
+
+    return TensorBoardObserver()
+
+
+class LossPlot(Observer):
+    """Draw `loss.png` when a run ends. Every run has one, or says why it has none."""
+
+    turn, title = Turn.END, "loss plot"
+
+    def __init__(self, log: LogConfig, steps: int):
+        self._steps = steps
+
+    def due(self, step: int) -> bool:
+        return step == self._steps
+
+    def left(self, past: Past) -> bool:
+        picture, metrics = past.run / "loss.png", past.run / "metrics.jsonl"
+        drawn = picture.is_file() and metrics.is_file() and picture.stat().st_mtime >= metrics.stat().st_mtime
+        return bool(past.left or (past.records and not drawn and find_spec("matplotlib")))
+
+    def sink(self, begun: Begun) -> Sink:
+        return _Picture(begun.run)
+
+
+class _Picture(Sink):
+    def __init__(self, run: Path):
+        self._run = run
+
+    def finish(self) -> None:
+        try:
+            plot_runs([self._run], self._run / "loss.png")
+        except Exception as reason:  # a picture is never worth a run
+            say(f"no loss.png: {reason}")

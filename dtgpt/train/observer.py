@@ -1,0 +1,122 @@
+"""What happens between the steps of a run is done by observers: the progress line, held-out losses, checkpoints,
+generated texts, and what capabilities bring.
+
+The loop asks each after each step whether something is `due`, and lets those `act` that say so, on all ranks together
+and in the order of `Turn`. What a signal or a kill cuts short is not lost: the next start asks what is `left`. So an
+observer whose act takes long, or leaves something in the run folder, has a `title`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dtgpt.config.sections import LogConfig
+from dtgpt.data.dataset import PART_NAMES, Dataset, Part
+from dtgpt.run.report import NullReport, Report
+from dtgpt.run.sinks import Begun, Sink
+from dtgpt.train.interval_loss import check_finite
+from dtgpt.train.trainer import Trainer
+from dtgpt.util import seams
+
+
+class Turn(IntEnum):
+    """The order of what is due after the same step."""
+
+    REPORT = 0
+    VALIDATION = 1
+    SAVE = 2  # before what takes longer, which a kill may cut short
+    MEASURE = 3
+    TEST = 4
+    SAMPLE = 5
+    END = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class AfterStep:
+    """What observers see of a run after a step, or where it goes on and makes up for what was cut short."""
+
+    trainer: Trainer
+    run: Path  # the run folder, in which rank 0 alone writes
+    report: Report | NullReport  # on rank 0, and what takes its place on the others
+    interrupted: Callable[[], bool]  # whether any rank has been asked to end; all ranks call it together
+    must_end: Callable[[], bool]  # whether this rank has
+    stopping: bool = False  # no step comes after this one in this process
+    loss: float | None = None  # of the step; None where no token counted
+    mean_loss: float | None = None  # of the steps of the interval
+    grad_norm: float = 0.0
+
+
+class Past(NamedTuple):
+    """What a run folder holds of the newest step, for observers to find what is missing. Rank 0 alone looks."""
+
+    run: Path
+    step: int
+    records: list[dict[str, Any]]  # of this step
+    left: list[str]  # titles of what was found missing before
+    dataset: Dataset
+    sample_length: int
+
+
+class Observer:
+    """Does something after some of the steps. A class of this one has what it needs of these methods."""
+
+    turn = Turn.MEASURE
+    title = ""  # as a user reads it where a run goes on; empty: there is nothing to make up for
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Get ready, on every rank. Raises UserError, on every rank, before a run folder is made."""
+
+    def due(self, step: int) -> bool:
+        """Return whether something is to be done after this step, the same on every rank."""
+        return False
+
+    def act(self, after: AfterStep) -> None:
+        """Do it, on every rank."""
+
+    def left(self, past: Past) -> bool:
+        """Return whether the run does not hold what was due after its newest step."""
+        return False
+
+    def sink(self, begun: Begun) -> Sink | None:
+        """Return where the records of the run go, beside its metrics.jsonl. Rank 0 alone calls it."""
+        return None
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Return whether the interval, 0: never, divides the step, which is not 0: nothing is due before the first."""
+    return interval > 0 and step > 0 and step % interval == 0
+
+
+def observers_of(log: LogConfig, steps: int) -> list[Observer]:
+    """Return those that capabilities bring, as far as a recipe of so many steps wants them. Raises UserError where one
+    cannot do on this machine what it is asked for: a package or a file is missing."""
+    found = [observe(log, steps) for observe in seams.listed("observers")]
+    return [observer for observer in found if observer is not None]
+
+
+class HeldOutLoss(Observer):
+    """The loss on the part of the data that is for validation, at an interval, or for test, after the last step."""
+
+    def __init__(self, part: Part, interval: int, steps: int):
+        """interval: 0: after the last step only."""
+        self.part, self.turn = part, Turn.VALIDATION if part == "valid" else Turn.TEST
+        self.title = "validation loss" if part == "valid" else "test loss"
+        self._interval, self._steps = interval, steps
+
+    def due(self, step: int) -> bool:
+        return step == self._steps or is_due(step, self._interval)
+
+    def act(self, after: AfterStep) -> None:
+        trainer, name = after.trainer, PART_NAMES[self.part]
+        found = trainer.held_out(self.part, after.interrupted)
+        if found is not None:
+            check_finite(trainer.step, " and ".join(found.finite), *found.finite.values())
+            figures = {f"{name}_{figure}": value for figure, value in found.figures.items()}
+            after.report.figures(trainer.step, figures, f"{name} {found.shown}")
+
+    def left(self, past: Past) -> bool:
+        has_samples = next(past.dataset.held_out(self.part, past.sample_length, 1, 1), None) is not None
+        name = f"{PART_NAMES[self.part]}_loss"
+        return has_samples and all(record.get(name) is None for record in past.records)

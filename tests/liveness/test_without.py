@@ -1,0 +1,70 @@
+"""Without the watch over processes, runs of several train all the same: torch brings them together."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from dtgpt.capabilities import CAPABILITIES
+from dtgpt.util import peers, seams
+from dtgpt.util.process import Process
+from tests.support.runs import losses
+
+PROGRAM = """
+import sys
+from dtgpt.capabilities import CAPABILITIES
+from dtgpt.util import seams
+seams.use(module for module, _ in CAPABILITIES if module != "dtgpt.liveness")
+from dtgpt.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code, end.code
+assert not [name for name in sys.modules if name.startswith("dtgpt.liveness.")]
+"""
+
+
+@pytest.fixture
+def alone():
+    modules = [module for module, _ in CAPABILITIES]
+    seams.use(module for module in modules if module != "dtgpt.liveness")
+    yield
+    seams.use(modules)
+
+
+def test_nobody_watches_over_one_process_or_without_the_capability(alone):
+    for world in (1, 2):
+        with peers.peers(world).watch(Process(rank=0, world=world), 1.0, 1.0) as watch:
+            assert type(watch) is peers.Watch and watch.of_rank_0("plan", "dp2") == "dp2"
+            watch.tell(ValueError("lost"))
+            watch.end_run(3)
+            assert watch.store is None and watch.wait_for_end(lambda: None) == 0
+
+
+def test_one_process_asks_nobody_where_the_capability_is_there():
+    assert type(peers.peers(1)) is peers.Peers and type(peers.peers(2)) is not peers.Peers
+
+
+@pytest.mark.slow(15)
+def test_two_processes_train_without_it(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    words = ["train", "recipes/gpt2_tiny.py", "--steps", "2", "--device", "cpu", "--plan", "tp2", "--log.interval", "1"]
+    words += ["--log.eval_interval", "0", "--log.sample_tokens", "0", "--runs", str(tmp_path / "runs")]
+    several = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", **place}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *words],
+            env={**os.environ, **several, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in started:
+        err = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, err
+    (run,) = (tmp_path / "runs").iterdir()
+    assert list(losses(run)) == [1, 2]
