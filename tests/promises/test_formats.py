@@ -31,8 +31,8 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 # What a run on a text may load of formats that it does not use: what tells them apart by a path.
 LIGHT = r"(formats?|paths|marks|source)"
 HEAVY = (
-    r"dtgpt\.(util\.(unpickler|pickles)|interop\..*|data\.library_tokenizers\..*|"
-    r"data\.megatron\.(prepared|blend|tokenizer_beside)|posttrain\.lora\.source)"
+    r"dtgpt\.(util\.(unpickler|pickles)|interop\..*|data\.(library_tokenizers|megatron)\..*|posttrain\.chats\..*|"
+    r"data\.prepare\.(inputs|parquet|encode|job)|posttrain\.lora\.source)"
 )
 PLAIN = """
 import sys
