@@ -2,7 +2,7 @@
 works as before."""
 
 # The module that describes the capability, and those of the capabilities whose modules it imports. Sections of recipes
-# stand in this order, in `--help` too.
+# stand in this order, in `--help` too, and formats are asked in it: that of library_tokenizers takes every file.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.charts", ()),
     ("dtgpt.liveness", ()),
@@ -22,13 +22,27 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.posttrain.grpo", ("dtgpt.evaluation", "dtgpt.posttrain.chats", "dtgpt.posttrain.lora")),
     (
         "dtgpt.interop",
-        ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.data.prepare", "dtgpt.posttrain.lora"),
+        (
+            "dtgpt.data.library_tokenizers",
+            "dtgpt.data.megatron",
+            "dtgpt.data.prepare",
+            "dtgpt.models.families",
+            "dtgpt.posttrain.lora",
+        ),
     ),
     ("dtgpt.translate", ()),
     ("dtgpt.planning", ("dtgpt.optim.fp8", "dtgpt.posttrain.lora")),
     (
         "dtgpt.compare",
-        ("dtgpt.data.prepare", "dtgpt.optim.fp8", "dtgpt.planning", "dtgpt.posttrain.grpo", "dtgpt.posttrain.lora"),
+        (
+            "dtgpt.charts",
+            "dtgpt.data.prepare",
+            "dtgpt.models.families",
+            "dtgpt.optim.fp8",
+            "dtgpt.planning",
+            "dtgpt.posttrain.grpo",
+            "dtgpt.posttrain.lora",
+        ),
     ),
     (
         "dtgpt.evaluation",

@@ -1,14 +1,9 @@
-"""Commands beside training and generation that belong to no other capability: pictures, recipes, the machine."""
+"""Commands beside training and generation that belong to no other capability: recipes, the machine."""
 
 from dtgpt.util.seams import Capability, CommandEntry
 
 CAPABILITY = Capability(
     commands={
-        "plot": CommandEntry(
-            "dtgpt.commands.plot:command",
-            "dtgpt plot RUN [RUN ...] [--output FILE.png]\n    draw the loss curves of runs into one picture",
-            place=140,
-        ),
         "recipe": CommandEntry(
             "dtgpt.commands.recipe:command",
             "dtgpt recipe [NAME]\n    print a recipe file that comes with dtgpt; without NAME, list them",

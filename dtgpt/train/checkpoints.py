@@ -1,5 +1,6 @@
 """What a checkpoint takes from a trainer, and gives to a trainer under any plan."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,43 @@ from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.state import describe
 from dtgpt.config.batch_size import BatchSizes
+from dtgpt.config.execution import Settings
+from dtgpt.models.source import Source
 from dtgpt.optim.step_state import entries_of
-from dtgpt.posttrain.lora.checkpoint import ADAPTER, check_same_adapter
 from dtgpt.run.starts import describe_run
 from dtgpt.train.trainer import Trainer
+from dtgpt.util import seams
+
+
+class Base(ABC):
+    """The weights that a run freezes, which its checkpoints leave out: these say in an entry which they were, and how
+    what is trained belongs to them. A capability that freezes weights has one."""
+
+    entry: str  # its name
+
+    @abstractmethod
+    def place(self, checkpoint: Checkpoint, init_from: str | None) -> Path | None:
+        """Return where the weights are with which a run goes on, at `init_from` if they have moved. Raise UserError
+        where they are gone, or the checkpoint leaves none out."""
+
+    @abstractmethod
+    def describe(self, settings: Settings, path: Path, source: Source) -> dict[str, Any]:
+        """Return the entry of a run that has begun with the weights of `source` at `path`."""
+
+    @abstractmethod
+    def check(self, checkpoint: Checkpoint, entry: dict[str, Any] | None) -> None:
+        """Raise UserError where a run with this entry cannot go on with a checkpoint. None: the run freezes nothing."""
+
+
+def bases() -> list[Base]:
+    return seams.listed("bases")
 
 
 def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
     """Return what `state.json` says of the steps that are done. `recipe`: its fields."""
     samples = trainer.samples_before(trainer.step)
     state = describe(recipe, trainer.settings, trainer.schedule, trainer.step, samples)
-    if trainer.adapter is not None:
-        state[ADAPTER] = trainer.adapter
+    state |= trainer.bases
     state |= trainer.objective.state(trainer.step)
     return state | {"data_digest": trainer.dataset.digest, **trainer.optimizer.state(), **entries_of(trainer.states)}
 
@@ -39,6 +65,8 @@ def restore(checkpoint: Checkpoint, trainer: Trainer, sizes: Callable[[int, int]
     """Load the weights, the moments and the step of a checkpoint of any plan. `sizes` returns those of the batches of a
     run that goes on at a step, after a number of samples."""
     state = checkpoint.state
-    check_same_adapter(checkpoint, trainer.adapter)
+    for base in bases():
+        if base.entry in state or base.entry in trainer.bases:
+            base.check(checkpoint, trainer.bases.get(base.entry))
     load_training(checkpoint, trainer.shards, trainer.optimizer.rule)
     trainer.restore(state, sizes(state["step"], state["consumed_samples"]))

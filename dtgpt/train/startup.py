@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,8 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.posttrain.lora.checkpoint import base_of, check_same_adapter, describe_adapter
-from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.folder import RunLock, changes_since, create_run
-from dtgpt.train.checkpoints import restore
+from dtgpt.train.checkpoints import bases, restore
 from dtgpt.train.job import Job, ResumePoint, make_job
 from dtgpt.train.objective import objective_of
 from dtgpt.train.own_tokenizer import check_own_tokenizer, model_to_begin_with
@@ -58,23 +57,15 @@ def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
 
 def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Trainer:
     """Return a trainer at its first step. Its weights are random ones, or those that the recipe's `init_from` names; a
-    run that goes on leaves them to the `checkpoint` that is loaded next, or where that holds adapters alone has the
-    weights of their base."""
+    run that goes on leaves them to the `checkpoint` that is loaded next, but for those that it freezes."""
     recipe = job.recipe
-    if checkpoint is not None:
-        begin = base_of(checkpoint) if recipe.freezes_weights else None
-        if begin is not None and recipe.init_from is not None:
-            begin = Path(recipe.init_from)  # the base, at another place: `check_same_adapter` compares fingerprints
-        elif begin is not None and not begin.exists():
-            raise UserError(
-                f"{begin}, the base of the adapters, does not exist; name it where it is: --init_from MODEL"
-            )
-    else:
+    if checkpoint is None:
         begin = model_to_begin_with(recipe.init_from, recipe.resume)
+    else:
+        found = [base.place(checkpoint, recipe.init_from) for base in bases()] if recipe.freezes_weights else []
+        begin = found[0] if found else None
     same = begin is not None and check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
     draw_weights = begin is None and job.resume.run is None
-    if checkpoint is not None and begin is None and recipe.freezes_weights:
-        check_same_adapter(checkpoint, {})  # which it has not
     ends = ends_of(job.resume.run or (begin if same else None), dataset.tokenizer, recipe.model.vocab_size).ids
     objective = objective_of(recipe).make(dataset)
     trainer = Trainer(recipe, group.settings, group.mesh, objective, draw_weights, ends)
@@ -86,7 +77,7 @@ def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoin
 def load_initial_weights(path: Path, trainer: Trainer) -> None:
     """Fill the shards of a new run with the weights at `path`, of another run or of another library. Raises UserError
     where it holds another model."""
-    config, lora = trainer.settings.model, trainer.settings.section(LoraConfig)
+    config = trainer.settings.model
     source = open_source(path, trainer.mesh, own=type(config))
     held = source.config
     if config.seq_length < held.seq_length and held.learns_positions:
@@ -101,9 +92,11 @@ def load_initial_weights(path: Path, trainer: Trainer) -> None:
     check_same_model(path, held, config)
     for note in source.notes:
         say(note, warning=True)
-    load_weights(source, trainer.shards.frozen or trainer.shards)
-    if lora.rank:
-        trainer.adapter = trainer.mesh.on_rank_0(lambda: describe_adapter(lora, path, source))
+    frozen = trainer.shards.frozen
+    load_weights(source, frozen or trainer.shards)
+    if frozen is not None:
+        said = {base.entry: partial(base.describe, trainer.settings, path, source) for base in bases()}
+        trainer.bases = {name: trainer.mesh.on_rank_0(describe) for name, describe in said.items()}
 
 
 def _continued(path: Path, held: ModelConfig, config: ModelConfig) -> ModelConfig:

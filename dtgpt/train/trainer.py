@@ -77,7 +77,7 @@ class Trainer:
             state.attach(self.stages)
         if settings.plan.table:
             smoke_test_table(self.engine, settings)
-        self.adapter: dict[str, Any] | None = None  # what checkpoints say of it, where the run trains one
+        self.bases: dict[str, Any] = {}  # what checkpoints say of the weights that they leave out
         self.step, self.sizes = 0, recipe.batch_sizes()
         self.micro_batches = settings.micro_batches
         self.optimizer = Update(

@@ -55,6 +55,7 @@ class Capability:
     step_states: tuple[str, ...] = ()  # what a step keeps for the next one: a function that makes it, or returns None
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
+    bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.checkpoints.Base`
     observers: tuple[str, ...] = ()  # what happens between steps
     sources: tuple[str, ...] = ()  # weights of other libraries
     datasets: tuple[str, ...] = ()  # data that are no plain text

@@ -6,5 +6,6 @@ CAPABILITY = Capability(
     sections={"lora": "dtgpt.posttrain.lora.config:LoraConfig"},
     added_modules=("dtgpt.posttrain.lora.adapters:add_adapters",),
     initial_values=("dtgpt.posttrain.lora.adapters:initialize_adapters",),
+    bases=("dtgpt.posttrain.lora.base:BASE",),
     sources=("dtgpt.posttrain.lora.source:ADAPTERS",),
 )

@@ -1,0 +1,38 @@
+"""What a checkpoint of adapters says of the weights that it leaves out, as the core asks for it."""
+
+from pathlib import Path
+
+from dtgpt.train.checkpoints import Base
+from dtgpt.util.errors import UserError
+
+
+class AdapterBase(Base):
+    entry = "adapter"
+
+    def place(self, checkpoint, init_from):
+        from dtgpt.posttrain.lora.checkpoint import base_of, check_same_adapter
+
+        begin = base_of(checkpoint)
+        if begin is None:
+            check_same_adapter(checkpoint, {})  # which it has not
+        if begin is not None and init_from is not None:
+            return Path(init_from)  # the base, at another place: `check` compares fingerprints
+        if begin is not None and not begin.exists():
+            raise UserError(
+                f"{begin}, the base of the adapters, does not exist; name it where it is: --init_from MODEL"
+            )
+        return begin
+
+    def describe(self, settings, path, source):
+        from dtgpt.posttrain.lora.checkpoint import describe_adapter
+        from dtgpt.posttrain.lora.config import LoraConfig
+
+        return describe_adapter(settings.section(LoraConfig), path, source)
+
+    def check(self, checkpoint, entry):
+        from dtgpt.posttrain.lora.checkpoint import check_same_adapter
+
+        check_same_adapter(checkpoint, entry)
+
+
+BASE = AdapterBase()
