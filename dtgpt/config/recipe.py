@@ -141,9 +141,10 @@ class Recipe:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The sections that capabilities add."""
-        values = (getattr(self, each.name) for each in fields(self))
-        return tuple(value for value in values if isinstance(value, Section))
+        """The sections that capabilities add, without those whose values are all defaults: these are off."""
+        kinds: dict[str, Any] = {each.name: each.default_factory for each in fields(self)}
+        values = ((kind, getattr(self, name)) for name, kind in kinds.items())
+        return tuple(value for kind, value in values if isinstance(value, Section) and value != kind())
 
     def section(self, kind: type[Added]) -> Added:
         """Return the section of this class, with its defaults where there is none."""

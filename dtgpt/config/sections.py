@@ -34,8 +34,8 @@ class Rows(NamedTuple):
 
 class Section:
     """What the core knows of a section that a capability adds to recipes: a frozen dataclass of this base, whose fields
-    have defaults with which it is off. The core asks all sections, in their order. What raises, raises UserError, one
-    sentence.
+    have defaults with which it is off. The core asks the sections that have other values, in their order. What raises,
+    raises UserError, one sentence.
 
     fixed: whether a run goes on with the values that it began with.
     """

@@ -14,7 +14,7 @@ LAYERS = (
 )  # fmt: skip
 # Rooms that import this capability, which stands above them, until a seam takes its place. None may be added.
 STILL = {
-    "posttrain": {"data", "planning", "interop", "inference", "train", "serve"},
+    "posttrain": {"data", "planning", "interop", "inference", "serve"},
 }
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
