@@ -11,5 +11,6 @@ CAPABILITY = Capability(
             place=40,
         ),
     },
+    state_bytes=("dtgpt.planning.parameters:state_bytes",),
     plan_choices=("dtgpt.planning.auto:settle_plan",),
 )

@@ -11,11 +11,11 @@ from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.planning.parameters import state_bytes
 from dtgpt.run.folder import values_of
 from dtgpt.run.signals import StopRequest
 from dtgpt.train.job import Job
 from dtgpt.train.observer import Observer, observers_of
+from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors
@@ -75,7 +75,8 @@ def check_machine(job: Job, process: Process) -> Settings:
     settings = recipe.settings(job.choice.plan, device)
     if caution := below_ampere(device, settings.dtype, recipe.attention, recipe.model.dropout):
         say(caution, warning=True)
-    check_memory(state_bytes(settings, process.rank), process.local_world, device)
+    for state_bytes in seams.listed("state_bytes"):
+        check_memory(state_bytes(settings, process.rank), process.local_world, device)
     return settings
 
 

@@ -60,6 +60,7 @@ class Capability:
     sources: tuple[str, ...] = ()  # weights of other libraries
     datasets: tuple[str, ...] = ()  # data that are no plain text
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
+    state_bytes: tuple[str, ...] = ()  # of a rank, before it allocates: a function of its settings and its number
     plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes
     explanations: tuple[str, ...] = ()  # `Explanations`
 

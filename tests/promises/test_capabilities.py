@@ -26,8 +26,7 @@ def recipe():
 """
 # Folders that cannot be imported: those of capabilities that no file of the core imports any more.
 REMOVED = (
-    "dtgpt.translate", "dtgpt.serve", "dtgpt.interop", "dtgpt.posttrain.dpo", "dtgpt.posttrain.grpo",
-    "dtgpt.optim.fp8", "dtgpt.optim.z_scores", "dtgpt.optim.muon", "dtgpt.models.families", "dtgpt.data.prepare",
+    "dtgpt.translate", "dtgpt.serve", "dtgpt.interop", "dtgpt.posttrain", "dtgpt.planning", "dtgpt.optim.fp8", "dtgpt.optim.z_scores", "dtgpt.optim.muon", "dtgpt.models.families", "dtgpt.data.prepare",
     "dtgpt.data.megatron", "dtgpt.data.library_tokenizers", "dtgpt.evaluation", "dtgpt.compare", "dtgpt.charts",
     "dtgpt.liveness", "dtgpt.commands.tools",
 )  # fmt: skip
