@@ -26,28 +26,36 @@ def recipe():
 """
 # Folders that cannot be imported: those of capabilities that no file of the core imports any more.
 REMOVED = (
-    "dtgpt.translate", "dtgpt.serve", "dtgpt.interop", "dtgpt.posttrain", "dtgpt.planning", "dtgpt.optim.fp8", "dtgpt.optim.z_scores", "dtgpt.optim.muon", "dtgpt.models.families", "dtgpt.data.prepare",
-    "dtgpt.data.megatron", "dtgpt.data.library_tokenizers", "dtgpt.evaluation", "dtgpt.compare", "dtgpt.charts",
-    "dtgpt.liveness", "dtgpt.commands.tools",
+    "dtgpt.translate", "dtgpt.serve", "dtgpt.interop", "dtgpt.posttrain", "dtgpt.planning", "dtgpt.optim.fp8",
+    "dtgpt.optim.z_scores", "dtgpt.optim.muon", "dtgpt.models.families", "dtgpt.data.prepare", "dtgpt.data.megatron",
+    "dtgpt.data.library_tokenizers", "dtgpt.evaluation", "dtgpt.compare", "dtgpt.charts", "dtgpt.liveness",
+    "dtgpt.commands.tools",
 )  # fmt: skip
-PROGRAM = f"""
-import sys
+BEGIN = """
+import os, sys
 from dtgpt.cli import main
 from dtgpt.util import seams
 
 class Removed:
+    def __init__(self, folders):
+        self.folders = folders
+
     def find_spec(self, name, path, target=None):
-        if name.startswith({REMOVED}):
-            raise ImportError(f"{{name}} is removed")
+        if f"{name}.".startswith(self.folders):
+            raise ImportError(f"{name} is removed")
+
+def remove(folders, left):
+    sys.meta_path.insert(0, Removed(tuple(f"{folder}." for folder in folders)))
+    seams.use(left)
 
 def call(*words):
     try:
         main(list(words))
     except SystemExit as end:
         print("exit", end.code, flush=True)
-
-sys.meta_path.insert(0, Removed())
-seams.use(())
+"""
+PROGRAM = f"""{BEGIN}
+remove({REMOVED}, ())
 call("--help")
 call("train", "plain.py")
 call("train", "plain.py", "--resume", "auto", "--steps", "3")
@@ -57,6 +65,16 @@ call("train", "plain.py", "--lora.rank", "4")
 call("train", "plain.py", "--precision", "fp8")
 call("train", "plain.py", "--plan", "auto")
 call("train", "plain.py", "--num-layers", "2")
+"""
+# Each of some capabilities removed alone, with those that need it, in a child that has torch loaded already.
+EACH = f"""{BEGIN}
+import torch
+for folders, left in CHOICES:
+    if not (child := os.fork()):
+        remove(folders, left)
+        call("train", "plain.py", "--name", folders[0].replace(".", "_"))
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 Def = ast.FunctionDef  # what it imports is imported when it is called
@@ -105,3 +123,25 @@ def test_the_core_trains_resumes_and_generates_without_any_capability(tmp_path):
         "there is no option --num-layers; did you mean --model.num_layers?",
     ):
         assert sentence in done.stderr, done.stderr
+
+
+def without(capability: str) -> tuple[list[str], list[str]]:
+    """Return a capability and those that cannot be without it, and all others."""
+    removed = [capability]
+    for name in removed:
+        removed += [other for other, needs in CAPABILITIES if name in needs and other not in removed]
+    return removed, [name for name, _ in CAPABILITIES if name not in removed]
+
+
+@pytest.mark.long
+def test_each_capability_can_be_removed(tmp_path):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DTGPT_CACHE": str(tmp_path / "cache")}
+    choices = [without(capability) for capability, _ in CAPABILITIES]
+    program = [sys.executable, "-c", f"CHOICES = {choices}\n{EACH}"]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    runs = {path.name.removesuffix("-001").replace("_", ".") for path in (tmp_path / "runs").iterdir()}
+    assert len(list((tmp_path / "runs").glob("*/checkpoints/step_00000002/state.json"))) == len(CAPABILITIES), (
+        {name.replace("_", ".") for name, _ in CAPABILITIES} - runs,
+        done.stdout + done.stderr,
+    )
