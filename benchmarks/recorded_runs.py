@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS = "--steps 4 --device cpu --log.interval 1 --log.eval_interval 2 --checkpoint.interval 2 --model.dropout 0.1"
 GPT2 = f"train recipes/gpt2_tiny.py {STEPS} --log.sample_interval 4 --log.sample_tokens 8"
 LLAMA = f"train recipes/llama_tiny.py {STEPS} --log.sample_tokens 0"
-TUNED = f"train recipes/sft_tiny.py {STEPS} --log.sample_tokens 0 --init_from runs/base-001"
+BASE = "--init_from runs/base-001"
+TUNED = f"train recipes/sft_tiny.py {STEPS} --log.sample_tokens 0 {BASE}"
 CHATS, PAIRS = "--data.path chats_chat_document", "--data.path pairs_preference_document --dpo.beta 0.1"
 TWO = "--nproc 2 --micro_batch_size 8"
 # By name: the commands of `python -m dtgpt`, or programs, the last of which makes the run that is recorded.
@@ -109,7 +110,7 @@ class Checkout:
         before, (command,) = set(self.runs()), CASES[name]
         self.run(f"{command} --exit_interval 2")
         run = self.newest(before)
-        self.run(f"{command} --resume {run}", root)
+        self.run(f"{command.replace(BASE, '')} --resume {run}", root)  # which has weights already
         return recorded(run)
 
     def newest(self, before: set[Path]) -> Path:
@@ -145,7 +146,7 @@ def record_all(root: Path, names: list[str], then: Path | None = None) -> dict[s
     """Return the numbers of the cases. then: the files by which runs go on after step 2."""
     with tempfile.TemporaryDirectory() as folder:
         checkout, found = Checkout(root, Path(folder)), {}
-        if any("runs/base-001" in command for name in names for command in CASES[name]):
+        if any(BASE in command for name in names for command in CASES[name]):
             checkout.prepare_tuning()
         for name in names:
             found[name] = checkout.record_continued(name, then) if then else checkout.record(name)
