@@ -61,7 +61,7 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def first_failure(folder: Path, mark: str) -> str:
-    """Return the first test of a mark that fails, on whichever day it has its turn, empty where none does."""
+    """Return the first test of a mark that fails, empty where none does."""
     options = ["tests", "-q", "-x", "-n", "2", "-m", mark, "-p", "no:cacheprovider", f"--ignore={LIST}"]
     done = run(["-m", "pytest", *options], folder)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
