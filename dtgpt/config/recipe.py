@@ -141,10 +141,11 @@ class Recipe:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The sections that capabilities add, without those whose values are all defaults: these are off."""
-        kinds: dict[str, Any] = {each.name: each.default_factory for each in fields(self)}
-        values = ((kind, getattr(self, name)) for name, kind in kinds.items())
-        return tuple(value for kind, value in values if isinstance(value, Section) and value != kind())
+        """The sections of capabilities, without those that are as their capability has them: these are off."""
+        off = {name: seams.load(part)() for name, part in seams.added("sections").items()}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        # A class of a recipe's own is asked whatever its values are: its defaults may turn it on.
+        return tuple(value for name, value in values.items() if isinstance(value, Section) and value != off.get(name))
 
     def section(self, kind: type[Added]) -> Added:
         """Return the section of this class, with its defaults where there is none."""

@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from dtgpt.posttrain.dpo.config import DpoConfig
+from dtgpt.posttrain.lora.config import LoraConfig
 from tests.promises.test_capabilities import PLAIN
 from tests.support.core import ROOT
 
@@ -60,3 +63,20 @@ def test_a_file_adds_a_section_and_a_command(tmp_path):
     assert "limits.lr=0.0 is out of range" in done.stderr
     assert "the learning rate stays below 0.25" in done.stdout + done.stderr
     assert json.loads((tmp_path / "runs/plain-001/recipe.json").read_text())["limits"] == {"lr": 0.25}
+
+
+def test_sections_as_their_capability_has_them_are_off_and_those_of_a_recipe_are_asked(recipe):
+    @dataclass(frozen=True, kw_only=True)
+    class Preferring(DpoConfig):
+        beta: float = 0.1
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(type(recipe)):
+        dpo: DpoConfig = Preferring()
+        lora: LoraConfig = field(default_factory=lambda: LoraConfig(rank=4))
+
+    values = {name: value for name, value in vars(recipe).items() if name not in ("dpo", "lora")}
+    own = Own(**values)
+    assert recipe.sections == () and own.sections == (own.lora, own.dpo)
+    assert replace(own, lora=LoraConfig()).sections == (own.dpo,)
+    assert recipe.section(LoraConfig) == LoraConfig() and own.section(DpoConfig).beta == 0.1
