@@ -16,9 +16,7 @@ class Batch(NamedTuple):
     targets: Tensor | None = None  # int64 [B, T]: the token after each; None: logits instead of a loss
     positions: Tensor | None = None  # int64 [B, T]; None: 0, 1, ...
     document_bounds: Tensor | None = None  # int32 [B, T, 2]: first position and end of what each token may attend to
-    loss_weights: Tensor | None = (
-        None  # fp32 [B, T]: factor of each token's loss; beside by_token [B, N]: as that means
-    )
+    loss_weights: Tensor | None = None  # fp32 [B, T]: factors of tokens' losses; beside by_token [B, N], of addends
     by_token: Tensor | None = None  # [B, T, ...]: what a `CoupledLoss` knows of tokens, such as what they belong to
     by_sample: Tensor | None = None  # [B, ...]: what a `CoupledLoss` knows of samples
     copies: Tensor | None = None  # int64 [B, G, T]: of rows of S tokens that G samples share, as of `shared_tokens`

@@ -62,8 +62,8 @@ def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoin
     if checkpoint is None:
         begin = model_to_begin_with(recipe.init_from, recipe.resume)
     else:
-        found = [base.place(checkpoint, recipe.init_from) for base in bases()] if recipe.freezes_weights else []
-        begin = found[0] if found else None
+        places = (base.place(checkpoint, recipe.init_from) for base in bases())
+        begin = next(places, None) if recipe.freezes_weights else None
     same = begin is not None and check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
     draw_weights = begin is None and job.resume.run is None
     ends = ends_of(job.resume.run or (begin if same else None), dataset.tokenizer, recipe.model.vocab_size).ids

@@ -51,7 +51,9 @@ class Capability:
     initial_values: tuple[str, ...] = ()
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
-    objectives: Mapping[str, str] = field(default_factory=dict)  # what a run learns, by the option that is not 0 then
+    objectives: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what a run learns: its class, by the option that turns it on
     step_states: tuple[str, ...] = ()  # what a step keeps for the next one: a function that makes it, or returns None
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
