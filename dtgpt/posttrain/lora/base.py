@@ -1,7 +1,11 @@
 """What a checkpoint of adapters says of the weights that it leaves out, as the core asks for it."""
 
 from pathlib import Path
+from typing import Any
 
+from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.config.execution import Settings
+from dtgpt.models.source import Source
 from dtgpt.train.checkpoints import Base
 from dtgpt.util.errors import UserError
 
@@ -9,7 +13,7 @@ from dtgpt.util.errors import UserError
 class AdapterBase(Base):
     entry = "adapter"
 
-    def place(self, checkpoint, init_from):
+    def place(self, checkpoint: Checkpoint, init_from: str | None) -> Path | None:
         from dtgpt.posttrain.lora.checkpoint import base_of, check_same_adapter
 
         begin = base_of(checkpoint)
@@ -23,13 +27,13 @@ class AdapterBase(Base):
             )
         return begin
 
-    def describe(self, settings, path, source):
+    def describe(self, settings: Settings, path: Path, source: Source) -> dict[str, Any]:
         from dtgpt.posttrain.lora.checkpoint import describe_adapter
         from dtgpt.posttrain.lora.config import LoraConfig
 
         return describe_adapter(settings.section(LoraConfig), path, source)
 
-    def check(self, checkpoint, entry):
+    def check(self, checkpoint: Checkpoint, entry: dict[str, Any] | None) -> None:
         from dtgpt.posttrain.lora.checkpoint import check_same_adapter
 
         check_same_adapter(checkpoint, entry)
