@@ -28,9 +28,11 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
-from dtgpt.parallel.between import Layout, sum_parts, sum_rows, whole_input
+from dtgpt.parallel.between import Between, sum_parts, sum_rows, whole_input
 from dtgpt.util.errors import UserError
 
+OUTPUTS: Mapping[str, int] = {"weight": 0, "bias": 0}  # dimensions of a linear map's parameters `[out, in]`, `[out]`
+INPUTS: Mapping[str, int] = {"weight": 1}
 BETWEEN = "what lies between the matrices follows from sequence parallelism"
 FIXED = {  # roles that a plan's table cannot replace, and why
     Role.VOCABULARY: "the loss and the tied table are cut over the vocabulary",
@@ -54,7 +56,7 @@ class Columnwise(ColwiseParallel):
         self.peers = peers
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        bind(module, into=Layout(device_mesh, *self.input_layouts, self.peers))
+        bind(module, into=Between(device_mesh, *self.input_layouts, self.peers))
         return super()._apply(module, device_mesh)
 
     @staticmethod
@@ -79,7 +81,7 @@ class DeferredBiasRowwise(RowwiseParallel):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         bias, module.bias = module.bias, None  # what is there becomes a DTensor
-        bind(module, out=Layout(device_mesh, *self.output_layouts, self.peers))
+        bind(module, out=Between(device_mesh, *self.output_layouts, self.peers))
         super()._apply(module, device_mesh)
         module.bias = bias
         return module
@@ -95,14 +97,14 @@ class SequencePart(ParallelStyle):
 
     def __init__(self, *names: str):
         super().__init__()
-        self.names = names
+        self.sums_over_tp = names
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        bind(module, sums_over_tp=self.names)
+        bind(module, sums_over_tp=self.sums_over_tp)
         return module
 
     def __repr__(self) -> str:  # ranks compare their plans, and a run folder keeps its own, by this
-        return f"{type(self).__name__}({', '.join(map(repr, self.names))})"
+        return f"{type(self).__name__}({', '.join(map(repr, self.sums_over_tp))})"
 
 
 class SequencePositions(SequencePart):
@@ -121,8 +123,10 @@ class SequencePositions(SequencePart):
 class SequenceRowwise(DeferredBiasRowwise):
     """`DeferredBiasRowwise` whose output is reduce-scattered over the sequence; each rank adds the bias to its part."""
 
+    sums_over_tp = ("bias",)
+
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        bind(module, sums_over_tp=("bias",))
+        bind(module, sums_over_tp=self.sums_over_tp)
         return super()._apply(module, device_mesh)
 
 
@@ -136,32 +140,6 @@ class VocabularyRows(RowwiseParallel):
         return sum_rows(outputs, mesh, output_layouts[0])
 
 
-class VocabularyShard(ParallelStyle):
-    """A style for the output layer: its table is cut over the vocabulary, its input gathered. It makes local
-    logits, or a loss that is whole on every rank."""
-
-    def __init__(self, input_layout: Placement):
-        super().__init__()
-        self.input_layout = input_layout
-
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(name: str, module: Any, mesh: DeviceMesh) -> None:
-            for key, whole in list(module.named_parameters(recurse=False)):
-                module.register_parameter(key, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
-
-        def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            x, *targets = inputs
-            x = whole_input(x, Layout(mesh, self.input_layout, None))
-            if any(target is not None for target in targets):  # the loss works on local tensors: its gradients add up
-                x = x.to_local(grad_placements=[Partial()])
-            return (x, *targets)
-
-        def local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-            return output.to_local() if isinstance(output, DTensor) else output
-
-        return distribute_module(module, device_mesh, cut, gather, local)
-
-
 class Partition(ParallelStyle):
     """A style that cuts the parameters of `dims`, by name along a dimension, and leaves the module's forward alone."""
 
@@ -171,10 +149,64 @@ class Partition(ParallelStyle):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         for name, dim in self.dims.items():
-            whole = getattr(module, name)
+            whole = getattr(module, name, None)
             if whole is not None:
                 module.register_parameter(name, nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(dim)])))
         return module
+
+
+class VocabularyShard(Partition):
+    """A style for the output layer: its table is cut over the vocabulary, its input gathered. It makes local
+    logits, or a loss that is whole on every rank."""
+
+    def __init__(self, input_layout: Placement):
+        super().__init__(**OUTPUTS)
+        self.input_layout = input_layout
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            x, *targets = inputs
+            x = whole_input(x, Between(mesh, self.input_layout, None))
+            if any(target is not None for target in targets):  # the loss works on local tensors: its gradients add up
+                x = x.to_local(grad_placements=[Partial()])
+            return (x, *targets)
+
+        def local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local() if isinstance(output, DTensor) else output
+
+        return distribute_module(super()._apply(module, device_mesh), device_mesh, None, gather, local)
+
+
+class ColumnStack(Partition):
+    """A style for a stack `[E, out, in]` of matrices that are cut by their outputs. Its module computes with local
+    tensors, for the whole input."""
+
+    def __init__(self, input_layout: Placement, peers: KernelCollectives | None):
+        super().__init__(weight=1, bias=1)
+        self.input_layout, self.peers = input_layout, peers
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        between = Between(device_mesh, self.input_layout, self.peers)
+
+        def gather(module: nn.Module, inputs: Any) -> Any:
+            return (whole_input(inputs[0], between).to_local(grad_placements=[Partial()]), *inputs[1:])
+
+        module.register_forward_pre_hook(gather)
+        return super()._apply(module, device_mesh)
+
+
+class RowStack(Partition):
+    """A style for a stack `[E, out, in]` of matrices that are cut by their inputs. What its module makes of local
+    tensors is summed over the ranks."""
+
+    def __init__(self, output_layout: Placement, peers: KernelCollectives | None):
+        super().__init__(weight=2)
+        self.output_layout, self.peers = output_layout, peers
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        between = Between(device_mesh, self.output_layout, self.peers)
+        module.register_forward_hook(lambda module, inputs, addend: sum_parts(addend, between))
+        return super()._apply(module, device_mesh)
 
 
 class JointNormShard(Partition):
@@ -225,6 +257,8 @@ def default_table(
         Role.QKV: Columnwise(between, peers),
         Role.COLUMN: Columnwise(between, peers),
         Role.ROW: row(between, peers),
+        Role.COLUMN_STACK: ColumnStack(between, peers),
+        Role.ROW_STACK: RowStack(between, peers),
         Role.OUTPUT: VocabularyShard(between),
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
         Role.HEAD_NORM: SequencePart("weight"),  # each rank has the gradient of its own heads
@@ -341,9 +375,23 @@ def degrees_of_heads(config: ModelConfig, plan: Plan) -> list[int]:
 
 def _leaves_a_part(style: ParallelStyle | None) -> bool:
     """Return whether a linear map of this style leaves each rank its own part of the output's features."""
+    whole = isinstance(style, ColwiseParallel) and any(layout.is_replicate() for layout in style.output_layouts)
+    return dims_of(style).get("weight") == 0 and not whole
+
+
+def dims_of(style: ParallelStyle | None) -> Mapping[str, int]:
+    """Return the dimension of each parameter, by its name in the module, that a style cuts. Styles of torch are known
+    by their class."""
     if isinstance(style, Partition):
-        return style.dims.get("weight") == 0
-    return isinstance(style, ColwiseParallel) and not any(layout.is_replicate() for layout in style.output_layouts)
+        return style.dims
+    if isinstance(style, ColwiseParallel | VocabularyRows):
+        return OUTPUTS
+    return INPUTS if isinstance(style, RowwiseParallel) else {}
+
+
+def sums_of(style: ParallelStyle | None) -> tuple[str, ...]:
+    """Return the names in the module of the parameters of which a style leaves addends of the gradient on the ranks."""
+    return getattr(style, "sums_over_tp", ())
 
 
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:

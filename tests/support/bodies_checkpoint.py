@@ -25,7 +25,7 @@ from dtgpt.checkpoint import staging as host
 from dtgpt.checkpoint.load import find_checkpoint, load_training
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
-from dtgpt.parallel.shards import slices
+from dtgpt.parallel.layout import slices
 from dtgpt.run.folder import RunLock
 from dtgpt.run.report import NullReport
 from dtgpt.train.loop import train
