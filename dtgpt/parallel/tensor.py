@@ -177,35 +177,28 @@ class VocabularyShard(Partition):
         return distribute_module(super()._apply(module, device_mesh), device_mesh, None, gather, local)
 
 
-class ColumnStack(Partition):
-    """A style for a stack `[E, out, in]` of matrices that are cut by their outputs. Its module computes with local
-    tensors, for the whole input."""
+class LocalPart(Partition):
+    """A style for a module that computes with local tensors, such as a stack of matrices: its input, laid out by
+    `into`, becomes whole, or what it makes is summed and laid out by `out`."""
 
-    def __init__(self, input_layout: Placement, peers: KernelCollectives | None):
-        super().__init__(weight=1, bias=1)
-        self.input_layout, self.peers = input_layout, peers
-
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        between = Between(device_mesh, self.input_layout, self.peers)
-
-        def gather(module: nn.Module, inputs: Any) -> Any:
-            return (whole_input(inputs[0], between).to_local(grad_placements=[Partial()]), *inputs[1:])
-
-        module.register_forward_pre_hook(gather)
-        return super()._apply(module, device_mesh)
-
-
-class RowStack(Partition):
-    """A style for a stack `[E, out, in]` of matrices that are cut by their inputs. What its module makes of local
-    tensors is summed over the ranks."""
-
-    def __init__(self, output_layout: Placement, peers: KernelCollectives | None):
-        super().__init__(weight=2)
-        self.output_layout, self.peers = output_layout, peers
+    def __init__(
+        self, peers: KernelCollectives | None, into: Placement | None = None, out: Placement | None = None, **dims: int
+    ):
+        super().__init__(**dims)
+        self.peers, self.into, self.out = peers, into, out
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        between = Between(device_mesh, self.output_layout, self.peers)
-        module.register_forward_hook(lambda module, inputs, addend: sum_parts(addend, between))
+        if self.into is not None:
+            given = Between(device_mesh, self.into, self.peers)
+            module.register_forward_pre_hook(
+                lambda module, inputs: (
+                    whole_input(inputs[0], given).to_local(grad_placements=[Partial()]),
+                    *inputs[1:],
+                )
+            )
+        if self.out is not None:
+            made = Between(device_mesh, self.out, self.peers)
+            module.register_forward_hook(lambda module, inputs, addend: sum_parts(addend, made))
         return super()._apply(module, device_mesh)
 
 
@@ -257,8 +250,8 @@ def default_table(
         Role.QKV: Columnwise(between, peers),
         Role.COLUMN: Columnwise(between, peers),
         Role.ROW: row(between, peers),
-        Role.COLUMN_STACK: ColumnStack(between, peers),
-        Role.ROW_STACK: RowStack(between, peers),
+        Role.COLUMN_STACK: LocalPart(peers, into=between, weight=1, bias=1),
+        Role.ROW_STACK: LocalPart(peers, out=between, weight=2),
         Role.OUTPUT: VocabularyShard(between),
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
         Role.HEAD_NORM: SequencePart("weight"),  # each rank has the gradient of its own heads

@@ -203,7 +203,6 @@ def test_adapters_of_a_stack_have_the_curve_of_one_process(stack, tmp_path):
         optimizer=OptimizerConfig(lr=1e-2, warmup=0, schedule="constant"),
     )
     expected, whole = bodies_lora.train_and_save(recipe, tmp_path / "single", STEPS)
-    assert expected[-1] < expected[0]
     assert whole["blocks.0.mlp.first.lora.a"].shape == (2, 4, 32) and whole["blocks.0.mlp.first.lora.b"].any()
     assert whole["blocks.0.mlp.second.lora.b"].shape == (2, 32, 4)
     for plan in STACK_PLANS:

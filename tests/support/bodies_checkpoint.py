@@ -95,7 +95,8 @@ def load_each(recipe: Recipe, folders: list[Path]) -> dict[str, str]:
                 if shard.low_precision is not None:
                     shard.low_precision.fill_(torch.nan)
             step = max((folder / "checkpoints").glob("step_*"))
-            load_training(find_checkpoint(run.mesh, folder, step), run.shards, run.optimizer.rule)
+            own = type(recipe.model)
+            load_training(find_checkpoint(run.mesh, folder, step, own=own), run.shards, run.optimizer.rule)
             for shard in run.shards:
                 for suffix, value in tensors_of(run):
                     if not torch.equal(value(shard), truth[shard.name + suffix][slices(shard.region)]):
