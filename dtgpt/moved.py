@@ -66,6 +66,9 @@ class _Old(MetaPathFinder, Loader):
         new = MOVED[spec.name]
         warnings.warn(f"{spec.name} is {new} now; the old name ends with the next version", FutureWarning, stacklevel=2)
         module = importlib.import_module(new)
+        # From now on before the search on disk, which would find a module of a moved folder once more, under its old name.
+        sys.meta_path.remove(self)
+        sys.meta_path.insert(0, self)
         self._specs[spec.name] = module.__spec__  # which the import replaces by that of the old name
         return module
 
@@ -76,5 +79,4 @@ class _Old(MetaPathFinder, Loader):
 
 def serve_old_names() -> None:
     """Let the old names be imported."""
-    # Before the search on disk, which would find a module of a moved folder once more, under its old name.
-    sys.meta_path.insert(0, _Old())
+    sys.meta_path.append(_Old())  # after the search on disk, so that an import of today's names does not come here

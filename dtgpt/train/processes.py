@@ -18,9 +18,11 @@ from dtgpt.train.observer import Observer, observers_of
 from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors
+from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors, total_memory
 from dtgpt.util.peers import Watch, peers
 from dtgpt.util.process import Process
+
+MOST_STATE = 128  # bytes of a parameter on a rank: weights, gradients, their sums and moments, of a tied table twice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,11 @@ def check_machine(job: Job, process: Process) -> Settings:
     settings = recipe.settings(job.choice.plan, device)
     if caution := below_ampere(device, settings.dtype, recipe.attention, recipe.model.dropout):
         say(caution, warning=True)
-    for state_bytes in seams.listed("state_bytes"):
-        check_memory(state_bytes(settings, process.rank), process.local_world, device)
+    # Of most models the whole state fits, however the plan cuts it: then nobody has to count what this rank holds.
+    most = settings.model.num_parameters * MOST_STATE * process.local_world
+    if settings.freezes_weights or most > total_memory(device):
+        for state_bytes in seams.listed("state_bytes"):
+            check_memory(state_bytes(settings, process.rank), process.local_world, device)
     return settings
 
 
