@@ -66,7 +66,7 @@ class _Old(MetaPathFinder, Loader):
         new = MOVED[spec.name]
         warnings.warn(f"{spec.name} is {new} now; the old name ends with the next version", FutureWarning, stacklevel=2)
         module = importlib.import_module(new)
-        # From now on before the search on disk, which would find a module of a moved folder once more, under its old name.
+        # From now on before the search on disk, which would find a module of a moved folder again, by its old name.
         sys.meta_path.remove(self)
         sys.meta_path.insert(0, self)
         self._specs[spec.name] = module.__spec__  # which the import replaces by that of the old name
