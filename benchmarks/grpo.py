@@ -28,7 +28,7 @@ from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.config.sections import DataConfig, OptimizerConfig
 from dtgpt.models.batch import Batch
 from dtgpt.posttrain.grpo.config import GrpoConfig
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.hardware import device_name
 

@@ -22,7 +22,7 @@ PUBLIC = {  # name -> module; imported when it is asked for, so that a command a
     "Plan": "dtgpt.config.plan",
     "Recipe": "dtgpt.config.recipe",
     "load": "dtgpt.inference.load",
-    "open_trainer": "dtgpt.train.startup",
+    "open_trainer": "dtgpt.train.setup",
 }
 
 

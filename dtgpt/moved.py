@@ -33,6 +33,8 @@ FOLDERS = {
     ("dtgpt.optim", "dtgpt.optim.fp8"): "fp8_scales>scales",
     ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
+    ("dtgpt.train", "dtgpt.train"): "job>start settle>start startup>setup processes>setup",
+    ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
     ("dtgpt.data.prepare", "dtgpt.data"): "documents",
     (
         "dtgpt.data.tokenizers",

@@ -41,8 +41,8 @@ CORE = {  # rooms, and their files as regular expressions
         r"parallel/graphs"
     ),
     "loop": (
-        r"train/(loop|startup|job|settle|processes|ending|checkpoints|observer|progress|samples|saving|own_tokenizer)|"
-        r"run/(folder|report|sinks|signals|starts)"
+        r"train/(loop|start|setup|ending|checkpoints|observer|progress|samples|saving)|"
+        r"run/(folder|saved_recipe|report|sinks|signals|starts)"
     ),
     "checkpoint": r"checkpoint/(save|load|manifest|shard_file|staging|state|export|open|tokenizer|ends)",
     "data": (
