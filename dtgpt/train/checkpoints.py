@@ -46,6 +46,11 @@ def bases() -> list[Base]:
     return seams.listed("bases")
 
 
+def place_of_frozen(checkpoint: Checkpoint, init_from: str | None) -> Path | None:
+    """Return where the weights are that a run freezes, which goes on with a checkpoint. init_from: of its recipe."""
+    return next((base.place(checkpoint, init_from) for base in bases()), None)
+
+
 def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
     """Return what `state.json` says of the steps that are done. `recipe`: its fields."""
     samples = trainer.samples_before(trainer.step)

@@ -40,7 +40,7 @@ from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, is_due
 from dtgpt.train.progress import Progress
 from dtgpt.train.samples import Samples
 from dtgpt.train.saving import Saving
-from dtgpt.train.setup import Group, join, make_trainer, read_dataset, read_on_every_node, run_watched, wait_for_others
+from dtgpt.train.setup import Setup
 from dtgpt.train.start import Job, find_resume_point, make_job
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say, say_error
@@ -62,15 +62,16 @@ def run(job: Job) -> int:
     or the machine raises UserError before a run folder is made or changed.
     """
     stop = StopRequest(job.recipe.exit_after)  # the time counts from here, reading of data included
-    if Process.from_environment().rank >= job.choice.plan.world:
-        return wait_for_others(job.choice, job.recipe.timeout, job.recipe.lost_after, stop)
+    setup = Setup(job)
+    if setup.is_left_over:
+        return setup.wait_for_others(stop)
     with ExitStack() as stack:
-        group = join(job, stack)
-        return run_watched(group, stop, lambda: _train(job, group, stop))
+        setup.join(stack)
+        return setup.tell_end(stop, lambda: _train(setup, stop))
 
 
-def _train(job: Job, group: Group, stop: StopRequest) -> int:
-    recipe, mesh, resume = job.recipe, group.mesh, job.resume
+def _train(setup: Setup, stop: StopRequest) -> int:
+    recipe, mesh, resume = setup.recipe, setup.mesh, setup.resume
     with ExitStack() as stack:
         lock = stack.enter_context(RunLock())
         former, checkpoint = resume.run, None
@@ -87,9 +88,9 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             if recipe.resume == AUTO:
                 say(why_new_run(Path(recipe.runs), recipe.name))
 
-        dataset = read_on_every_node(lambda: read_dataset(recipe), mesh, group.process)
+        dataset = setup.read_dataset()
         steps, length, left = recipe.num_steps, recipe.sample_length, list[str]()
-        observers = [*observers_of_core(recipe.log, steps), *group.observers]
+        observers = [*observers_of_core(recipe.log, steps), *setup.observers]
         if former and checkpoint:
             done = checkpoint.state["step"]
             left = mesh.on_rank_0(lambda: left_to_do(former, done, steps, length, observers, dataset))
@@ -97,8 +98,8 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
                 return 0
 
         stack.enter_context(stop)
-        trainer = make_trainer(job, group, dataset, checkpoint)
-        loop = Loop(recipe, trainer, lock, stop, observers, group.watch)
+        trainer = setup.make_trainer(dataset, checkpoint)
+        loop = Loop(recipe, trainer, lock, stop, observers, setup.watch)
         if checkpoint:
             loop.resume(checkpoint)
         elif resume.foreign:
