@@ -34,8 +34,8 @@ from train_step import drain, make_recipe
 from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.manifest import Checkpoint, step_folder
 from dtgpt.checkpoint.save import Saver
-from dtgpt.checkpoint.state import describe
 from dtgpt.config.recipe import Recipe
+from dtgpt.train.checkpoints import describe
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 

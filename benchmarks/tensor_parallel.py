@@ -38,7 +38,7 @@ from dtgpt.parallel.shards import Shards
 from dtgpt.train.setup import Setup
 from dtgpt.train.start import ResumePoint, make_job
 from dtgpt.util.errors import UserError
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames them
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import torch
 
-from dtgpt.checkpoint.manifest import file_name, write_state
-from dtgpt.checkpoint.shard_file import Piece, Written, by_size, write_file
-from dtgpt.checkpoint.staging import FILE_LIMIT
-from dtgpt.checkpoint.state import describe_model
+from dtgpt.checkpoint.manifest import write_state
+from dtgpt.checkpoint.shard_file import FILE_LIMIT, Piece, Written, by_size, file_name, write_file
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.source import Source, iterate_shapes
+from dtgpt.train.checkpoints import describe_model
 from dtgpt.util.storage import new_folder
 
 

@@ -26,8 +26,8 @@ from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from dtgpt.config.batch_size import BatchSizes
     from dtgpt.config.recipe import Recipe
+    from dtgpt.config.schedule import BatchSizes
 
     Check = Callable[[Recipe], object]
     Count = Callable[[Recipe, int, int], Recipe]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dtgpt.checkpoint.load import check_optimizer, check_same_model, fill, taken
 from dtgpt.checkpoint.open import ForeignRun, dimensions
-from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.overrides import replace_values, value_text
 from dtgpt.config.recipe import Recipe
+from dtgpt.config.schedule import BatchSizes
 from dtgpt.data.open import format_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Part, Source

@@ -1,8 +1,11 @@
-"""What a checkpoint takes from a trainer, and gives to a trainer under any plan."""
+"""What a checkpoint takes from a trainer, and gives to a trainer under any plan.
+
+The content of `state.json` beside the files: all that is needed to resume a run, and to know what it was.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,16 +13,17 @@ from typing import Any
 from dtgpt.checkpoint.load import check_same_model, load_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.open import open_source
-from dtgpt.checkpoint.state import describe
-from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings
-from dtgpt.models.config import ModelConfig
+from dtgpt.config.schedule import BatchSizes, Schedule
+from dtgpt.models.config import ModelConfig, describe_class
 from dtgpt.models.source import Source
+from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.optim.step_state import entries_of
 from dtgpt.run.starts import describe_run
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
 from dtgpt.util.console import say
+from dtgpt.util.environment import package_versions
 
 
 class Base(ABC):
@@ -114,3 +118,32 @@ def _continued(path: Path, held: ModelConfig, config: ModelConfig) -> ModelConfi
         values = ", ".join(f"model.{name} {getattr(held, name)} -> {getattr(config, name)}" for name in changed)
         say(f"the weights of {path} go on with other positions: {values}")
     return replace(held, **{name: getattr(config, name) for name in changed})
+
+
+KEYS = ("weights", "data", "dropout", "sample")
+
+
+def describe(recipe: dict[str, Any], settings: Settings, schedule: Schedule, step: int, samples: int) -> dict[str, Any]:
+    """Return the state of a run after `step` optimizer steps with `samples` samples. `recipe`: its fields."""
+    config, root = settings.model, root_key(recipe["seed"])
+    return {
+        "step": step,
+        "consumed_samples": samples,
+        "tokens": samples * settings.seq_length,
+        "schedule": schedule.described(),
+        "keys": {"seed": recipe["seed"], **{name: fold(root, name).tolist() for name in KEYS}},
+        "plan": settings.plan.name,
+        "world": settings.plan.world,
+        "recipe": recipe,
+        **describe_model(config),
+    }
+
+
+def describe_model(config: ModelConfig) -> dict[str, Any]:
+    """Return what every checkpoint says of its model and its writer."""
+    return {
+        **describe_class(type(config)),
+        "model": asdict(config),
+        "padded_vocab_size": config.padded_vocab_size,
+        "versions": package_versions(),
+    }

@@ -25,7 +25,12 @@ from dtgpt.run.report import NullReport, Report
 from dtgpt.run.saved_recipe import continue_run
 from dtgpt.run.signals import StopRequest
 from dtgpt.train.checkpoints import restore
-from dtgpt.train.ending import (
+from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
+from dtgpt.train.objective import StepFailed
+from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Progress, is_due
+from dtgpt.train.samples import Samples
+from dtgpt.train.saving import (
+    Saving,
     folder_lost,
     is_over,
     left_to_do,
@@ -34,19 +39,12 @@ from dtgpt.train.ending import (
     tell_other_end,
     to_make_up,
 )
-from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
-from dtgpt.train.objective import StepFailed
-from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, is_due
-from dtgpt.train.progress import Progress
-from dtgpt.train.samples import Samples
-from dtgpt.train.saving import Saving
 from dtgpt.train.setup import Setup
 from dtgpt.train.start import Job, find_resume_point, make_job
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError
-from dtgpt.util.peers import Watch, peers
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process, Watch, peers
 
 
 def train(recipe: Recipe) -> int:

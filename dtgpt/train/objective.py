@@ -18,9 +18,8 @@ from torch import Tensor
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part, perplexity
+from dtgpt.data.dataset import PART_NAMES, Dataset, Part, Prefetcher, perplexity
 from dtgpt.data.document_masks import DocumentMasks
-from dtgpt.data.prefetch import Prefetcher
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.dropout import dropout_keys

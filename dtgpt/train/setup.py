@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dtgpt.checkpoint.ends import ends_of
 from dtgpt.checkpoint.load import find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.checkpoint.tokenizer import check_own_tokenizer, check_size
+from dtgpt.checkpoint.tokenizer import check_own_tokenizer, check_size, ends_of
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import check_counted, check_ends, without_effect
@@ -30,8 +29,7 @@ from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors, total_memory
-from dtgpt.util.peers import Watch, peers
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process, Watch, peers
 
 MOST_STATE = 128  # bytes of a parameter on a rank: weights, gradients, their sums and moments, of a tied table twice
 

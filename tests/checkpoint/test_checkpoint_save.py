@@ -18,7 +18,7 @@ import torch
 import dtgpt.checkpoint.save
 import dtgpt.run.folder
 import dtgpt.run.signals
-from dtgpt.checkpoint import staging as host
+from dtgpt.checkpoint import shard_file as host
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import list_checkpoints, quarantine_newer
 from dtgpt.checkpoint.save import Saver
