@@ -40,7 +40,7 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.local import inference_stages
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.environment import environment
+from dtgpt.util.hardware import environment
 from dtgpt.util.peers import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -35,9 +35,8 @@ from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import load_recipe
 from dtgpt.train.trainer import Trainer
-from dtgpt.util.environment import environment
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import peak_flops, peak_memory
+from dtgpt.util.hardware import environment, peak_flops, peak_memory
 from dtgpt.util.peers import VARIABLES
 
 RECIPES = Path(__file__).parent.parent / "recipes"

@@ -248,10 +248,9 @@ def dimensions(
     return taken
 
 
-def keep_of_model(path: str | None, tokenizer: Tokenizer, own: type[ModelConfig], run: Path) -> None:
+def keep_of_model(path: Path, own: type[ModelConfig], tokenizer: Tokenizer, run: Path) -> None:
     """Write into the folder `run` what a new run with this tokenizer, and a model of the class `own`, keeps of the one
-    at `path` that its weights are from; None: they are its own."""
-    if path is not None:
-        config = open_config(Path(path), own)
-        for form in formats():
-            form.keep(Path(path), config, tokenizer, run)
+    at `path` that its weights are from."""
+    config = open_config(path, own)
+    for form in formats():
+        form.keep(path, config, tokenizer, run)

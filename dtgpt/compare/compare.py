@@ -30,8 +30,8 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.train.start import checked
 from dtgpt.util.console import counted, hanging, say, say_error, terminal_width
-from dtgpt.util.environment import child_environment
 from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import child_environment
 from dtgpt.util.peers import VARIABLES
 
 REFERENCE = SINGLE

@@ -22,12 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.file_array import Array, FileArray, load_or_make
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_content, read_saved
 from dtgpt.data.tokenizers.tokenizer import SpecialNames, Tokenizer, check_opening, warn_of_split_names
-from dtgpt.models.batch import Batch
+from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.ops.random.philox import fold
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError

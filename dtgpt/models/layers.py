@@ -13,7 +13,7 @@ from dtgpt.ops.attention.shared import SharedTokens
 from dtgpt.ops.fast import is_apart
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
-from dtgpt.ops.local_linear import is_dtensor, local, on_local_tensors
+from dtgpt.ops.local_linear import local, on_local_tensors
 from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import Coupled, coupled_loss, head_loss
 from dtgpt.ops.norm.norm import norm, norm_and_pass, residual_norm
@@ -21,6 +21,7 @@ from dtgpt.ops.norm.residual import residual
 from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.linear import linear
 from dtgpt.ops.random.dropout import Site, dropout
+from dtgpt.util.torch_private import is_dtensor
 
 NO_DROPOUT: Site = (None, 0.0)
 LossWeights = Tensor | Coupled | None  # what a head hands on to `Output`

@@ -1,19 +1,16 @@
 """A function of the local tensors of a linear map, where tensor parallelism has cut its weight."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from dtgpt.util.torch_private import is_dtensor
 
 if TYPE_CHECKING:  # half a second to import, which only tensor parallelism and ZeRO need
     from torch.distributed.tensor import DTensor, Placement
 
 Function = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
-    """Return whether this is a DTensor, without an import of its class."""
-    return type(tensor).__name__ == "DTensor"
 
 
 def on_local_tensors(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,21 +1,19 @@
-"""What a checkpoint takes from a trainer, and gives to a trainer under any plan.
-
-The content of `state.json` beside the files: all that is needed to resume a run, and to know what it was.
-"""
+"""What a checkpoint takes from a trainer, and gives to a trainer under any plan."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dtgpt.checkpoint.export import describe_model
 from dtgpt.checkpoint.load import check_same_model, load_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.open import open_source
 from dtgpt.config.execution import Settings
-from dtgpt.config.schedule import BatchSizes, Schedule
-from dtgpt.models.config import ModelConfig, describe_class
+from dtgpt.config.schedule import BatchSizes
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.optim.step_state import entries_of
@@ -23,7 +21,6 @@ from dtgpt.run.starts import describe_run
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
 from dtgpt.util.console import say
-from dtgpt.util.environment import package_versions
 
 
 class Base(ABC):
@@ -57,11 +54,23 @@ def place_of_frozen(checkpoint: Checkpoint, init_from: str | None) -> Path | Non
 
 def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
     """Return what `state.json` says of the steps that are done. `recipe`: its fields."""
-    samples = trainer.samples_before(trainer.step)
-    state = describe(recipe, trainer.settings, trainer.schedule, trainer.step, samples)
-    state |= trainer.bases
-    state |= trainer.objective.state(trainer.step)
-    return state | {"data_digest": trainer.dataset.digest, **trainer.optimizer.state(), **entries_of(trainer.states)}
+    settings, samples, root = trainer.settings, trainer.samples_before(trainer.step), root_key(recipe["seed"])
+    return {
+        "step": trainer.step,
+        "consumed_samples": samples,
+        "tokens": samples * settings.seq_length,
+        "schedule": trainer.schedule.described(),
+        "keys": {"seed": recipe["seed"], **{name: fold(root, name).tolist() for name in KEYS}},
+        "plan": settings.plan.name,
+        "world": settings.plan.world,
+        "recipe": recipe,
+        **describe_model(settings.model),
+        **trainer.bases,
+        **trainer.objective.state(trainer.step),
+        "data_digest": trainer.dataset.digest,
+        **trainer.optimizer.state(),
+        **entries_of(trainer.states),
+    }
 
 
 def begin_run(run: Path, trainer: Trainer, recipe: dict[str, Any]) -> None:
@@ -121,29 +130,3 @@ def _continued(path: Path, held: ModelConfig, config: ModelConfig) -> ModelConfi
 
 
 KEYS = ("weights", "data", "dropout", "sample")
-
-
-def describe(recipe: dict[str, Any], settings: Settings, schedule: Schedule, step: int, samples: int) -> dict[str, Any]:
-    """Return the state of a run after `step` optimizer steps with `samples` samples. `recipe`: its fields."""
-    config, root = settings.model, root_key(recipe["seed"])
-    return {
-        "step": step,
-        "consumed_samples": samples,
-        "tokens": samples * settings.seq_length,
-        "schedule": schedule.described(),
-        "keys": {"seed": recipe["seed"], **{name: fold(root, name).tolist() for name in KEYS}},
-        "plan": settings.plan.name,
-        "world": settings.plan.world,
-        "recipe": recipe,
-        **describe_model(config),
-    }
-
-
-def describe_model(config: ModelConfig) -> dict[str, Any]:
-    """Return what every checkpoint says of its model and its writer."""
-    return {
-        **describe_class(type(config)),
-        "model": asdict(config),
-        "padded_vocab_size": config.padded_vocab_size,
-        "versions": package_versions(),
-    }

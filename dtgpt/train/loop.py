@@ -20,15 +20,14 @@ from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.tokenizer import check_tokenizer
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig
-from dtgpt.run.folder import AUTO, RunLock, check_runs, new_run, values_of, why_new_run
+from dtgpt.run.folder import AUTO, RunLock, check_runs, create_run, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.saved_recipe import continue_run
 from dtgpt.run.signals import StopRequest
 from dtgpt.train.checkpoints import restore
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.objective import StepFailed
-from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Progress, is_due
-from dtgpt.train.samples import Samples
+from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Progress, Samples, is_due
 from dtgpt.train.saving import (
     Saving,
     folder_lost,
@@ -106,8 +105,10 @@ def _train(setup: Setup, stop: StopRequest) -> int:
             return loop.stopped("before the first step")
 
         if former is None:
-            folder = mesh.on_rank_0(lambda: new_run(recipe.runs, recipe.name, lock))
-            mesh.on_rank_0(lambda: keep_of_model(recipe.init_from, dataset.tokenizer, type(recipe.model), folder))
+            folder = mesh.on_rank_0(lambda: lock.take(create_run(Path(recipe.runs), recipe.name)))
+            if (begin := recipe.init_from) is not None:
+                own = type(recipe.model)
+                mesh.on_rank_0(lambda: keep_of_model(Path(begin), own, dataset.tokenizer, folder))
             mesh.on_rank_0(lambda: trainer.objective.save(folder))
             return loop.run_to_end(folder, left)
         values = values_of(recipe.resolved())

@@ -19,8 +19,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import PART_NAMES, Dataset, Part, Prefetcher, perplexity
-from dtgpt.data.document_masks import DocumentMasks
-from dtgpt.models.batch import Batch
+from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key

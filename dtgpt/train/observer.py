@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import PART_NAMES, Dataset, Part
-from dtgpt.run.report import NullReport, Report
+from dtgpt.run.report import NullReport, Report, sample_path
 from dtgpt.run.sinks import Begun, Sink
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
 from dtgpt.train.trainer import Trainer
@@ -168,3 +168,25 @@ class Progress(Observer):
         # Before a checkpoint of this step, which keeps the interval, and after all that reads it.
         if is_due(step, self._every):
             self._interval.restart()
+
+
+class Samples(Observer):
+    """Generate texts, for people to read how far a model is, and keep them in the folder `samples`."""
+
+    turn, title = Turn.SAMPLE, "sample"
+
+    def __init__(self, log: LogConfig, steps: int):
+        self._log, self._steps = log, steps
+
+    def due(self, step: int) -> bool:
+        return step == self._steps or is_due(step, self._log.sample_interval)
+
+    def act(self, after: AfterStep) -> None:
+        from dtgpt.train.samples import generate_text  # a start does not import generation
+
+        if (text := generate_text(after.trainer, after.must_end)) is not None:
+            after.report.sample(after.trainer.step, text)
+
+    def left(self, past: Past) -> bool:
+        wanted = self._log.sample_tokens > 0 and past.dataset.tokenizer.spells
+        return wanted and not sample_path(past.run, past.step).is_file()

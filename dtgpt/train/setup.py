@@ -13,9 +13,8 @@ from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.tokenizer import check_own_tokenizer, check_size, ends_of
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.checks import check_counted, check_ends, without_effect
 from dtgpt.data.dataset import Dataset, default_cache
-from dtgpt.data.open import DataRequest, open_dataset
+from dtgpt.data.open import DataRequest, check_counted, check_ends, open_dataset, without_effect
 from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import values_of

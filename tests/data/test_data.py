@@ -16,9 +16,9 @@ import tiktoken
 import torch
 
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.checks import check_data
 from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
 from dtgpt.data.file_array import load_or_make
+from dtgpt.data.open import check_data
 from dtgpt.data.prepare.inputs import find_sources
 from dtgpt.data.text import read_documents, split_documents
 from dtgpt.data.tokenizers.byte_level import PATTERN

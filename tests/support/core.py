@@ -46,7 +46,7 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "checkpoint": r"checkpoint/(save|load|manifest|shard_file|export|open|tokenizer)",
     "data": (
-        r"data/(dataset|open|text|documents|file_array|checks|document_masks)|"
+        r"data/(dataset|open|text|documents|file_array)|"
         r"data/tokenizers/(tokenizer|char|byte_level|open)"
     ),
     "generate": (
@@ -55,7 +55,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"ops/sampling/(sample|reference|sequences|scores|record)"
     ),
     "util": (
-        r"util/(console|errors|field_types|storage|hardware|environment|peers|threads|timers|torch_private|seams)"
+        r"util/(console|errors|field_types|storage|hardware|peers|threads|timers|torch_private|seams)"
     ),
     "command": r"cli|capabilities|commands/(command|train|generate|help|launcher)|__init__|__main__",
 }  # fmt: skip

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.fast import may_fuse
-from dtgpt.ops.local_linear import is_dtensor
 from dtgpt.ops.pointwise.bias import bias_gradient
 from dtgpt.ops.random.dropout import LANES, dropout
+from dtgpt.util.torch_private import is_dtensor
 
 
 def kernels():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.fast import may_fuse
-from dtgpt.ops.local_linear import is_dtensor
+from dtgpt.util.torch_private import is_dtensor
 
 
 def reference(x: Tensor, bias: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.fast import may_fuse
-from dtgpt.ops.local_linear import is_dtensor, on_local_tensors
+from dtgpt.ops.local_linear import on_local_tensors
 from dtgpt.ops.pointwise.bias import bias_gradient
+from dtgpt.util.torch_private import is_dtensor
 
 FEW = 512  # rows up to which cuBLAS was seen to split K
 
