@@ -1,12 +1,9 @@
-"""safetensors files that hold pieces of larger tensors.
+"""safetensors files that hold pieces of larger tensors, and what a rank copies to the host's memory to write them.
 
 A tensor in a file is a rectangle of a parameter; the file's metadata, under `PIECES`, tells the shape of the whole and
 where the rectangle begins. Any reader of safetensors opens such a file. dtgpt writes and reads them itself, because it
 needs the digest while it writes, a sync at the end, a header that is checked before it is believed, and slices of
-slices straight into their place.
-
-What a rank writes to a checkpoint, file by file, and its copy in the memory of the host.
-"""
+slices straight into their place."""
 
 import hashlib
 import json

@@ -1,9 +1,9 @@
-"""The tokenizer of a model in any format: the one that a run keeps, or files beside the weights. A run that begins with
-the model needs it: the weights were trained on its ids, and not on another one's.
+"""The tokenizer of a model in any format, and the ids at which its texts end: what a run keeps, or files beside the
+weights.
 
-The ids at which the texts of a model end. Most models come from files that name them, in a format which a capability
-reads; the tokenizer's end of text is that of all others.
-"""
+A run that begins with the model needs its tokenizer: the weights were trained on its ids, and not on another one's.
+Ends come from files that name them, in a format which a capability reads; the tokenizer's end of text is that of all
+other models."""
 
 from dataclasses import replace
 from pathlib import Path

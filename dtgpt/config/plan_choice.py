@@ -1,17 +1,13 @@
-"""Plans by the number of processes: `tp8_zero1 | tp4_zero1 | tp2` names alternatives, of which the first that fits the
-processes that are there is used.
+"""Plans by name, and by the number of processes that are there.
 
-Without alternatives, the number of processes must be one that the plan fits. With them, the run uses as many processes
-as any alternative fits, and the ranks that are left over wait for the end of the run.
+Each part of a name says one thing, and "_" joins them: `dp4` (data parallel degree; left out, it fills the processes
+that were started), `cp2` (context parallel), `tp2` (tensor parallel), `sp` (sequence parallel), `pp2` (pipeline
+parallel), `zero3` (ZeRO level), and the pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages
+per rank), `zbv`. `single` is one process. A recipe may define more plans under names of its own.
 
-Names of plans.
-
-Each part says one thing, and "_" joins them: `dp4` (data parallel degree; left out, it fills the processes that were
-started), `cp2` (context parallel), `tp2` (tensor parallel), `sp` (sequence parallel), `pp2` (pipeline parallel),
-`zero3` (ZeRO level), and the pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages per rank),
-`zbv`. `single` is one process. A recipe may define more plans under names of its own. `dtgpt.config.plan_choice` reads
-alternatives, `tp4 | tp2`.
-"""
+`tp8_zero1 | tp4_zero1 | tp2` names alternatives, of which the first that fits the processes is used. Without them, the
+number of processes must be one that the plan fits. With them, the run uses as many processes as any alternative fits,
+and the ranks that are left over wait for the end of the run."""
 
 import difflib
 import re

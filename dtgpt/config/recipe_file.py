@@ -1,7 +1,5 @@
-"""Recipe files: Python, with a function `recipe()`.
-
-The optimizers that `optimizer.kind` names: AdamW, and those of capabilities. Only that of a run is imported.
-"""
+"""Recipe files: Python, with a function `recipe()`. The optimizer that `optimizer.kind` names, AdamW or that of a
+capability, is imported when a recipe has it."""
 
 import sys
 import textwrap

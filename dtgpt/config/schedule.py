@@ -1,11 +1,9 @@
-"""The learning rate as a function of the steps taken, or of the samples seen.
-
-How many samples each step has: the global batch size, or Megatron-LM's ramp up to it.
+"""The learning rate of every step, as a function of the steps taken or of the samples seen, and how many samples each
+step has: the global batch size, or Megatron-LM's ramp up to it.
 
 `--rampup_batch_size "START INCREMENT SAMPLES"` begins with START samples a step and adds INCREMENT at equal distances,
 so that the whole batch is reached after SAMPLES samples (megatron/microbatches.py of 2023). The size is a function of
-the samples that the run has seen, so that a resumed run goes on with the same one.
-"""
+the samples that the run has seen, so that a resumed run goes on with the same one."""
 
 import math
 from bisect import bisect_right

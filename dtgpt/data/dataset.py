@@ -1,10 +1,8 @@
 """Text -> token arrays (cached) -> batches, which are pure functions of (data, key, sample id).
 
 Sample i of a run is a window of T + 1 tokens whose place is drawn from (key, i) alone: the same sample under any
-number of devices, any micro-batch size and after a resume. Validation windows lie side by side and never change.
-
-Batches prepared while the device computes.
-"""
+number of devices, any micro-batch size and after a resume. Validation windows lie side by side and never change. A
+batch is read while the device computes the one before."""
 
 import hashlib
 import json

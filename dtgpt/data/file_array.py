@@ -1,15 +1,13 @@
-"""Arrays in files, of which each access reads what it asks for.
+"""Arrays in files, of which each access reads what it asks for, and folders of them in the cache.
 
 A memory map would do the same with less code. But where its file shrinks, because another program truncates it or
 copies over it, the next access ends the process without a word (SIGBUS) or finds zeros. `pread` returns fewer bytes
 than were asked for instead, which becomes a sentence that names the file. What was read stays in the page cache, which
 all processes share, and does not count as memory of this one.
 
-Folders of arrays in the cache: computed once, and verified whenever they are opened.
-
-A folder holds one .npy per array, perhaps text files, and a list of their sizes and checksums. A folder that does not
-match its list is made again. One process makes a folder at a time; where the file system cannot lock, several may.
-"""
+A folder of the cache is computed once, and verified whenever it is opened. It holds one .npy per array, perhaps text
+files, and a list of their sizes and checksums; one that does not match its list is made again. One process makes a
+folder at a time; where the file system cannot lock, several may."""
 
 import hashlib
 import json

@@ -1,10 +1,8 @@
-"""The data of a run by the options that name them: a text, or a format that a capability knows.
+"""The data of a run by the options that name them, a text or a format that a capability knows, and the checks of these
+options, before any file is read.
 
-A start asks several times which of them it is, before any file is read. Hence the formats of capabilities answer by a
-look at the path, and import what reads files when they are asked for data.
-
-Checks of a recipe's data options against the files that they name, before any of the files is read.
-"""
+A start asks several times which format it is. Hence the formats of capabilities answer by a look at the path, and
+import what reads files when they are asked for data."""
 
 from collections.abc import Iterator
 from dataclasses import replace

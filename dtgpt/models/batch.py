@@ -1,11 +1,8 @@
-"""The inputs of a forward pass.
-
-Positions, attention and loss by document, each as Megatron-LM's option of that name has it
-(megatron/core/datasets/gpt_dataset.py).
+"""The inputs of a forward pass: tokens, and positions, attention and loss by document, each as Megatron-LM's option of
+that name has it (megatron/core/datasets/gpt_dataset.py).
 
 A document's last token is its end of text. That token still belongs to its document; what follows begins a new one. A
-window that starts inside a document counts from its own start.
-"""
+window that starts inside a document counts from its own start."""
 
 from typing import NamedTuple
 

@@ -1,11 +1,9 @@
-"""The shape of a decoder-only transformer, and what follows from it: parameters, FLOPs, dropout sites.
+"""The shape of a decoder-only transformer, what follows from it (parameters, FLOPs, dropout sites), and its class by
+the name in a checkpoint's state.json.
 
-The architectures that dtgpt knows, by the name in a checkpoint's state.json, and classes of users' own.
-
-Here are the core's; capabilities add others. A family is imported where a recipe or a checkpoint has a model of it.
-A checkpoint names a class that is not dtgpt's, and the recipe file that brought it. Nothing executes that file by
-itself: whoever opens the checkpoint gives the class, by a recipe.
-"""
+The core's architectures are here; capabilities add others. A family is imported where a recipe or a checkpoint has a
+model of it. A checkpoint names a class that is not dtgpt's, and the recipe file that brought it. Nothing executes that
+file by itself: whoever opens the checkpoint gives the class, by a recipe."""
 
 import math
 import shlex

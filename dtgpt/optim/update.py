@@ -1,7 +1,5 @@
-"""From gradients to new weights: learning rate, clipping, the optimizer's rule, and what a step keeps for the next.
-
-Which states the steps of a run keep, and what a checkpoint may say of them.
-"""
+"""From gradients to new weights: learning rate, clipping, the optimizer's rule, and the states that a step keeps for
+the next one. A checkpoint has an entry for each, which is checked also where a run has no such state."""
 
 from collections.abc import Sequence
 from functools import reduce

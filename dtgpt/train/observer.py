@@ -4,8 +4,6 @@ generated texts, and what capabilities bring.
 The loop asks each after each step whether something is `due`, and lets those `act` that say so, on all ranks together
 and in the order of `Turn`. What a signal or a kill cuts short is not lost: the next start asks what is `left`. So an
 observer whose act takes long, or leaves something in the run folder, has a `title`.
-
-The progress line of a run, and its record in metrics.jsonl.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,5 @@
-"""When a run saves a checkpoint, and what becomes of it where that fails.
-
-The end of a run, and of an interval: what is left to do after the last step, and why a run ends before.
-"""
+"""When a run saves a checkpoint, and what becomes of it where that fails; how a run ends, and what is left to do
+where it goes on after its last step."""
 
 import signal
 import time

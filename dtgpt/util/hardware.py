@@ -1,9 +1,5 @@
-"""Facts of the hardware: names, peak FLOP/s, memory, compilers.
-
-What the C library's allocator does with the memory of tensors on the CPU.
-
-The environment of a run: versions, device, source revision, command.
-"""
+"""Facts of this machine: devices, their peak FLOP/s and memory, compilers, the allocator of the C library, versions,
+and the source revision."""
 
 import ctypes
 import functools

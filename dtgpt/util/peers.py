@@ -1,10 +1,7 @@
-"""The processes of a run, as one of them sees the others: how they find each other, and what happens when one is lost.
+"""Who this process is among those that torchrun started, how it finds the others, and what happens when one is lost.
 
 By themselves, processes meet in torch's store, and notice a loss where a collective fails. The capability `liveness`
-gives both classes here more to do.
-
-Who this process is among those that torchrun started.
-"""
+gives `Watch` and `Peers` more to do."""
 
 import os
 from collections.abc import Callable

@@ -1,10 +1,8 @@
 """What every tokenizer can do.
 
 A run carries its tokenizer with it: `save` writes plain JSON from which `open.read_saved` makes it again, without the
-files that it once came from. A tokenizer can be pickled, so that workers need not read files again.
-
-Names of special tokens in texts, such as a rendered chat has: unless asked for, they are text as any other.
-"""
+files that it once came from. A tokenizer can be pickled, so that workers need not read files again. Names of special
+tokens in texts, such as a rendered chat has, are text as any other unless they are asked for."""
 
 import hashlib
 import json
