@@ -110,8 +110,9 @@ def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> 
     """Raise UserError, one sentence, on the first data option that does not go with the others or with its files.
     model: where the weights, and so the vocabulary, are from."""
     _check_tokenizer(data, vocab_size, model)
-    for form in formats():
-        form.check_options(data)
+    if changed(data):  # else no format has to say whether it takes its options
+        for form in formats():
+            form.check_options(data)
     if (own := format_of(data.path)) is not None:
         own.check(data)
         return

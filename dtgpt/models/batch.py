@@ -4,6 +4,7 @@ that name has it (megatron/core/datasets/gpt_dataset.py).
 A document's last token is its end of text. That token still belongs to its document; what follows begins a new one. A
 window that starts inside a document counts from its own start."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -56,16 +57,15 @@ class Batch(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
 class DocumentMasks:
     """`reset_position_ids`: positions begin at 0 in every document. `reset_attention_mask`: tokens attend to their own
     document only. `eod_mask_loss`: the token after an end of text need not be predicted."""
 
-    def __init__(
-        self, end_of_text: int | None, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
-    ):
-        self.end_of_text, self.reset_position_ids = end_of_text, reset_position_ids
-        self.reset_attention_mask, self.eod_mask_loss = reset_attention_mask, eod_mask_loss
-        self.wanted = reset_position_ids or reset_attention_mask or eod_mask_loss
+    end_of_text: int | None
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
 
     def batch(self, windows: Tensor, dropout_keys: Tensor | None = None) -> Batch:
         """Return the batch of windows int64 `[B, T + 1]`."""
@@ -75,7 +75,7 @@ class DocumentMasks:
 
     def apply(self, batch: Batch) -> Batch:
         """Return the batch, on any device, with positions, document bounds and loss weights (0 or 1) as wanted."""
-        if not self.wanted:
+        if not (self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss):
             return batch
         ends = torch.eq(batch.tokens, -1 if self.end_of_text is None else self.end_of_text)
         return batch._replace(

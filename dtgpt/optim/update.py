@@ -137,7 +137,7 @@ class EmptySteps(StepState):
 def make_states(recipe: Recipe, settings: Settings, mesh: Mesh) -> list[StepState]:
     """Return the states of a run. A capability has a function of these arguments for each of its own, which returns
     None where the recipe does not ask for the state."""
-    added = (make(recipe, settings, mesh) for make in seams.listed("step_states"))
+    added = (make(recipe, settings, mesh) for make in seams.listed("step_states", recipe))
     states = [state for state in added if state is not None]
     states.append(EmptySteps(mesh.device))
     if settings.dtype == torch.float16:

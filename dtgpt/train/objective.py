@@ -154,8 +154,12 @@ class LanguageModel(Objective):
         super().__init__(given, dataset)
         data, root = given.data, root_key(given.seed)
         self.data_key, self.dropout_key = fold(root, "data"), fold(root, "dropout")
-        options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
-        self.masks = DocumentMasks(dataset.tokenizer.end_of_text, *options)
+        self.masks = DocumentMasks(
+            end_of_text=dataset.tokenizer.end_of_text,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
 
     def bind(self, parts: Parts) -> None:
         model, self.parts = parts.settings.model, parts

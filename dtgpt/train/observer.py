@@ -94,8 +94,7 @@ def is_due(step: int, interval: int) -> bool:
 def observers_of(log: LogConfig, steps: int) -> list[Observer]:
     """Return those that capabilities bring, as far as a recipe of so many steps wants them. Raises UserError where one
     cannot do on this machine what it is asked for: a package or a file is missing."""
-    found = [observe(log, steps) for observe in seams.listed("observers")]
-    return [observer for observer in found if observer is not None]
+    return [observe(log, steps) for observe in seams.listed("observers", log)]
 
 
 class HeldOutLoss(Observer):
