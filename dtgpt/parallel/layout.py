@@ -7,17 +7,16 @@ the same weights.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
-
-from torch.distributed.tensor.parallel import ParallelStyle
+from typing import Any
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.parallel.coordinates import chunk
-from dtgpt.parallel.tensor import Table, dims_of, make_table, style_of, sums_of
 
 Part = tuple[range, ...]  # global indices of a part of a tensor
 ZERO: Mapping[str, int] = {"shard": 0}  # ZeRO cuts the first dimension of every parameter
@@ -39,7 +38,7 @@ class ParameterLayout:
     axes: Mapping[str, int]  # as of `axes_of`
     cuts: Mapping[str, int]  # axis -> the dimension that it cuts; ranks along any other axis hold the same
     sums_over: tuple[str, ...] = ()  # axes whose ranks have addends of the gradient
-    style: ParallelStyle | None = field(default=None, compare=False)  # of the module, in tensor parallelism
+    style: Any = field(default=None, compare=False)  # a `ParallelStyle`, or None
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of a rank along each axis."""
@@ -84,10 +83,14 @@ class ParameterLayout:
 class Layout:
     """The layout of each parameter of a model under a plan."""
 
-    def __init__(self, config: ModelConfig, plan: ResolvedPlan, table: Table | None = None):
+    def __init__(self, config: ModelConfig, plan: ResolvedPlan, table: Mapping[str, Any] | None = None):
         """table: styles of tensor parallelism; None: those of the plan."""
         self.config, self.plan, self.axes = config, plan, axes_of(plan)
-        self.table = make_table(config, plan) if table is None and plan.tp > 1 else table or {}
+        self._describe: Callable[[str], tuple[Any, Mapping[str, int], tuple[str, ...]]] = lambda module: (None, {}, ())
+        if plan.tp > 1:
+            from dtgpt.parallel.tensor import describe_style, make_table  # DTensor, which no other plan needs
+
+            self._describe = partial(describe_style, table=table or make_table(config, plan), roles=config.roles)
         self._examples = inventory(config).examples
         self._known: dict[tuple[int | None, str], ParameterLayout] = {}
 
@@ -104,13 +107,13 @@ class Layout:
 
     def _make(self, parameter: Parameter) -> ParameterLayout:
         module, _, kind = parameter.name.rpartition(".")
-        style = style_of(module, self.table, self.config.roles)
-        dim = dims_of(style).get(kind)
+        style, dims, sums = self._describe(module)
+        dim = dims.get(kind)
         return ParameterLayout(
             shape=parameter.shape,
             axes=self.axes,
             cuts=ZERO if dim is None else {**ZERO, "tp": dim},
-            sums_over=("tp",) if kind in sums_of(style) else (),
+            sums_over=("tp",) if kind in sums else (),
             style=style,
         )
 

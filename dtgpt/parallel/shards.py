@@ -8,12 +8,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Sharded
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import bound_of
@@ -25,6 +24,7 @@ from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Sums, local_gradient
 from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, slices
 from dtgpt.parallel.mesh import DIMENSIONS, Mesh
+from dtgpt.util.torch_private import is_dtensor
 
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it
 
@@ -230,7 +230,7 @@ def _shard(
 ) -> Shard:  # fmt: skip
     layout = layout_of(parameter, place.plan)
     region = layout.region(place.rank)
-    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+    local = (parameter.to_local() if is_dtensor(parameter) else parameter).detach()
     if tuple(local.shape) != tuple(map(len, region)):
         raise ValueError(f"{name}: this rank holds {tuple(local.shape)}, but its region is {tuple(map(len, region))}")
     narrow = local if masters and local.dtype != torch.float32 else None
@@ -257,13 +257,13 @@ def _sums_over_tp(stage: Decoder) -> set[str]:
 def layout_of(parameter: nn.Parameter, plan: ResolvedPlan) -> ParameterLayout:
     """Return the layout of a parameter of the finished model, as its placements say."""
     cuts, own = dict(ZERO), {}
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         mesh = parameter.device_mesh
         for axis, ranks, cut in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True):
             if axis not in DIMENSIONS:
                 own[axis] = ranks
-            if axis != "shard" and isinstance(cut, Sharded):
-                cuts[axis] = cut.dim
+            if axis != "shard" and cut.is_shard():
+                cuts[axis] = cast(Any, cut).dim
     return ParameterLayout(tuple(parameter.shape), axes_of(plan, own), cuts)
 
 

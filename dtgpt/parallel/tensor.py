@@ -28,6 +28,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
+from dtgpt.ops.pointwise.bias import register_rule
 from dtgpt.parallel.between import Between, sum_parts, sum_rows, whole_input
 from dtgpt.util.errors import UserError
 
@@ -382,14 +383,19 @@ def dims_of(style: ParallelStyle | None) -> Mapping[str, int]:
     return INPUTS if isinstance(style, RowwiseParallel) else {}
 
 
-def sums_of(style: ParallelStyle | None) -> tuple[str, ...]:
-    """Return the names in the module of the parameters of which a style leaves addends of the gradient on the ranks."""
-    return getattr(style, "sums_over_tp", ())
+def describe_style(
+    module: str, table: Table, roles: Roles
+) -> tuple[ParallelStyle | None, Mapping[str, int], tuple[str, ...]]:
+    """Return the style of a module, the dimension of each parameter that it cuts, and the parameters of which it leaves
+    addends of the gradient on the ranks, by their names in the module."""
+    style = style_of(module, table, roles)
+    return style, dims_of(style), getattr(style, "sums_over_tp", ())
 
 
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
     `parallelize_module` unties."""
+    register_rule()
     roles = part.config.roles
     styles = {name: style_of(name, table, roles) for name, _ in part.named_modules()}
     parallelize_module(part, mesh, {name: style for name, style in styles.items() if style is not None})
