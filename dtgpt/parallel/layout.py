@@ -35,7 +35,7 @@ class ParameterLayout:
     """How the ranks of a pipeline stage share a parameter, where they are those of `axes`."""
 
     shape: Shape  # of the whole
-    axes: Mapping[str, int]  # as of `axes_of`
+    axes: dict[str, int]  # as of `axes_of`
     cuts: Mapping[str, int]  # axis -> the dimension that it cuts; ranks along any other axis hold the same
     sums_over: tuple[str, ...] = ()  # axes whose ranks have addends of the gradient
     style: Any = field(default=None, compare=False)  # a `ParallelStyle`, or None

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config

@@ -11,6 +11,7 @@ rank, and its gradients are addends.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -119,12 +120,11 @@ class Adapter(nn.Module):
         return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), spread(b, self.matrices, self.count).t()).view(y.shape)
 
 
-def local_adapter(module: nn.Linear, parameter: Parameter, config: ModelConfig, lora: LoraConfig) -> Adapter:
+def local_adapter(module: nn.Module, parameter: Parameter, config: ModelConfig, lora: LoraConfig) -> Adapter:
     """Return the adapter of this rank's part of a matrix, by which planning measures what a block keeps."""
-    count, shape = count_packed(parameter, config), tuple(module.weight.shape)
-    a, b = (module.weight.new_empty(each) for each in _shapes(shape, count, lora.rank))
-    rows = shape[-2]
-    return Adapter(a, b, torch.zeros(rows, dtype=torch.int64, device=a.device), count, lora.scale)
+    count, weight = count_packed(parameter, config), module.get_parameter("weight")
+    a, b = (weight.new_empty(each) for each in _shapes(tuple(weight.shape), count, lora.rank))
+    return Adapter(a, b, torch.zeros(b.shape[-2], dtype=torch.int64, device=a.device), count, lora.scale)
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -140,14 +140,15 @@ def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, devi
         if str(parameter.block) not in part.blocks:
             continue
         module = part.get_submodule(parameter.name.removesuffix(".weight"))
-        layouts = layouts_of(layout_of(module.weight, settings.plan), parameter, config, lora.rank)
+        weight = module.get_parameter("weight")
+        layouts = layouts_of(layout_of(weight, settings.plan), parameter, config, lora.rank)
         factors = []
         for layout in layouts:
             with torch.device("meta"):
                 factors.append(torch.empty(layout.shape, dtype=dtype))
             if "tp" in layout.cuts:
                 cut = Sharded(layout.cuts["tp"])
-                factors[-1] = distribute_tensor(factors[-1], module.weight.device_mesh, [cut])
+                factors[-1] = distribute_tensor(factors[-1], cast(DTensor, weight).device_mesh, [cut])
         a, b = factors
         rows = layouts[1].region(place.rank, without="shard")[-2]
         matrices = matrix_of_rows(parameter, config)[rows.start : rows.stop].to(device)

@@ -118,7 +118,7 @@ class SavedAdapter:
         a, b = self.factors(name)
         matrices = matrix_of_rows(self.weights[name], self.config)
         if part is not None:
-            *stack, rows, columns = slices(part)
+            *stack, rows, columns = slices(tuple(part))
             a, b, matrices = a[(*stack, slice(None), columns)], b[(*stack, rows)], matrices[rows]
         return self.lora.scale * spread(b, matrices, a.shape[-2] // self.lora.rank) @ a
 
