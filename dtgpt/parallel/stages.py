@@ -58,3 +58,16 @@ def keep_stage(model: Decoder, stage: int, plan: Plan) -> Decoder:
     blocks = block_ranges(model.config, plan)[stage]
     model.keep(blocks, embedding=stage == 0, head=stage == plan.num_stages - 1)
     return model
+
+
+def places_of_edge(plan: Plan, micro_batches: int) -> int:
+    """Return the places of an edge between stages with which no message arrives before the last use of the one that has
+    its place. The order of passes keeps that: a stage sends a micro-batch on after it ran earlier ones backward, whose
+    gradients came from the next stage when that had used what it received of them."""
+    if plan.schedule == "1F1B":
+        return min(plan.pp, micro_batches)
+    if plan.schedule == "ZBVZeroBubble":
+        return min(2 * plan.pp, micro_batches)
+    if plan.schedule == "Interleaved1F1B":
+        return min(2 * (micro_batches // max(1, micro_batches // plan.pp)), micro_batches)
+    return micro_batches

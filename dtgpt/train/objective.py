@@ -25,7 +25,7 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
-from dtgpt.parallel.context import slice_of
+from dtgpt.parallel.build import batch_of_rank
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.evaluate import held_out_loss
@@ -190,7 +190,7 @@ class LanguageModel(Objective):
         """Return as `take` does, from what was read, on the device."""
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
         whole = self.add(self.dataset.to_batch(windows, self.masks, keys), windows, sample_ids, *more)
-        batch = slice_of(whole, self.parts.mesh.place)
+        batch = batch_of_rank(whole, self.parts.mesh.place)
         if batch.loss_weights is None:
             return batch, None
         # The mean loss is that over the weights of the whole global batch, of which each rank has a part.

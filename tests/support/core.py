@@ -33,7 +33,7 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "plan": (
         r"config/(plan|plan_names|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|between|fsdp|shards|stages|"
-        r"gradients|engine|pipeline|edges|local)"
+        r"gradients|collectives|transport|engine|pipeline|local)"
     ),
     "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|batch_size|recipe_file)",
     "step": (
@@ -55,7 +55,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"ops/sampling/(sample|reference|sequences|scores|record)"
     ),
     "util": (
-        r"util/(console|errors|field_types|storage|hardware|environment|process|peers|threads|timers|torch_private|seams)"
+        r"util/(console|errors|field_types|storage|hardware|environment|process|peers|threads|timers|torch_private|seams|allocator)"
     ),
     "command": r"cli|commands/(command|train|generate|help|launcher)|__init__|__main__",
 }  # fmt: skip
