@@ -1,4 +1,4 @@
-"""A plan: how one model is spread over processes. `dtgpt.config.plan_names` makes a plan from its name, and
+"""A plan: how one model is spread over processes. `dtgpt.config.plan_choice` makes a plan from its name, and
 `dtgpt.parallel` applies it."""
 
 import math
@@ -221,7 +221,7 @@ class ResolvedPlan(Plan):
     def _validate_context(self, model: ModelConfig, seq_length: int) -> None:
         if self.cp == 1:
             return
-        if not any(capability.batch_cuts for capability in seams.capabilities()):
+        if "cp" not in seams.added("degrees"):
             raise UserError(f"the plan has cp={self.cp}, but no capability here cuts samples; leave cp out")
         pieces, words = self.cp, f"cp={self.cp}"
         if self.sequence_parallel:

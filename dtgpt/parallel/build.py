@@ -17,7 +17,7 @@ Capabilities add entries (`seams`), each behind the one that it names.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,27 +26,28 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.models.batch import Batch
-from dtgpt.models.binding import BoundModule, bind
+from dtgpt.models.binding import BoundModule, bind, on_meta
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.ops.attention.core import operations
+from dtgpt.ops.attention.packed import keep_in_graphs
 from dtgpt.ops.loss.head import CoupledLoss
 from dtgpt.parallel.collectives import Collectives
-from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
 from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.pipeline import PipelineEngine
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
-from dtgpt.parallel.tensor import Table, apply_table, make_table
 from dtgpt.parallel.transport import transport
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
+
+# What a plan alone needs is imported where the plan has it: DTensor, torch's pipelines and its compiler take a second.
+if TYPE_CHECKING:
+    from dtgpt.parallel.tensor import Table
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Building:
     settings: Settings
     mesh: Mesh
     masters: bool = True
-    table: Table | None = None
+    table: "Table | None" = None
     peers: Collectives | None = None
 
 
@@ -77,7 +78,7 @@ class Entry(NamedTuple):
 
 
 def build_stages(
-    settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True, table: Table | None = None
+    settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True, table: "Table | None" = None
 ) -> tuple[list[Decoder], Shards]:
     """Return the pipeline stages of this rank, one without a pipeline, and their shards. No rank holds more than its
     shards at any time. Where other modules than the model's own are trained, the shards are theirs, and `frozen` those
@@ -107,7 +108,7 @@ def lay_out_stage(building: Building, stage: int) -> Decoder:
     settings = building.settings
     narrows = settings.plan.narrows_weights or not building.masters or settings.freezes_weights
     dtype = settings.dtype if narrows else torch.float32
-    with torch.device("meta"):
+    with on_meta():
         part = keep_stage(Decoder(settings.model, settings.dtype), stage, settings.plan).to(dtype)
     build(part, building)
     return part
@@ -115,20 +116,22 @@ def lay_out_stage(building: Building, stage: int) -> Decoder:
 
 def build(part: Decoder, building: Building, again: bool = False) -> None:
     """Do to a stage what BUILD says. again: only how its modules run, but for what compiles them."""
-    for entry in entries():
+    for entry in entries(building):
         if entry.when(building) and (entry.runs or not again):
             entry.deed(part, building)
 
 
-def entries() -> list[Entry]:
+def entries(building: Building) -> list[Entry]:
     """Return BUILD with the entries of capabilities."""
     found = list(BUILD)
-    for entry in seams.listed("build"):
+    for entry in seams.listed("build", building):
         found.insert([one.name for one in found].index(entry.after) + 1, entry)
     return found
 
 
 def cut_over_tp(part: Decoder, building: Building) -> None:
+    from dtgpt.parallel.tensor import apply_table, make_table
+
     settings, table = building.settings, building.table
     if table is None:
         table = make_table(settings.model, settings.plan, settings.local_length, building.peers)
@@ -180,6 +183,7 @@ def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()
 def compile_forward(part: Decoder, whole: bool) -> None:
     """Compile what each block computes, and the embedding where it is a plain module; the hooks of `fully_shard` run
     around it, uncompiled. Blocks of one class and shape share their code: it is compiled once."""
+    keep_in_graphs()
     ends = [part.embedding] if whole and part.embedding is not None else []
     for module in cast(Iterable[BoundModule], (*part.blocks.values(), *ends)):
         bind(module, run=torch.compile(module.runner, fullgraph=True, dynamic=False))
@@ -210,6 +214,8 @@ def make_engine(
     shards.sums.open(stages, shards.mesh)
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
+    from dtgpt.parallel.pipeline import PipelineEngine
+
     return PipelineEngine(stages, shards, graphs, settings, timers)
 
 
@@ -231,13 +237,6 @@ def micro_batch_weight(micro_batches: int, plan: ResolvedPlan) -> float:
     """Return what the gradient of one micro-batch's mean loss counts in the sum over all: the same under every plan, so
     that 16-bit gradients are of the same size, too."""
     return 1 / (micro_batches * plan.data_ranks)
-
-
-def batch_of_rank(whole: Batch, place: RankCoordinates) -> Batch:
-    """Return what the rank at `place` computes of whole samples: all of them, unless a capability cuts samples."""
-    for cut in seams.listed("batch_cuts") if place.plan.cp > 1 else ():
-        whole = cut(whole, place)
-    return whole
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.decoder import Decoder
@@ -25,6 +24,7 @@ from dtgpt.parallel.collectives import FlatSum, NarrowSum, flat_length
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.transport import transport
 from dtgpt.util import seams
+from dtgpt.util.torch_private import is_dtensor
 
 Parameters = Sequence[Any]  # on a rank, by numbers of elements: `planning.parameters.LocalParameter`
 
@@ -254,7 +254,7 @@ class Bucket:
 
 
 def _locals(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return [p.to_local() if is_dtensor(p) else p for p in parameters]
 
 
 def _wire(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> tuple[torch.dtype, int]:
@@ -288,7 +288,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 
 def local_part(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of a gradient of the parameter, as `local_gradient` does."""
-    if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+    if not (is_dtensor(gradient) and is_dtensor(parameter)):
         return gradient
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)

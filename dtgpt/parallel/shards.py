@@ -7,12 +7,11 @@ optimizer, the gradient norm and checkpoints work on these rectangles, and need 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Sharded
 
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
@@ -21,6 +20,7 @@ from dtgpt.ops.optim.gradients import largest_magnitude
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.torch_private import is_dtensor
 
 Part = tuple[range, ...]
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it
@@ -95,6 +95,7 @@ class Shards:
                 self.all.append(
                     _shard(index, name, parameter, mesh.place, addend, is_tied_copy, masters, gathered.get(parameter))
                 )
+        self.parameters = [shard.parameter for shard in self.all]
         self.gradients: list[Tensor] = []  # of each shard, after `take_gradients`
         self._counted = [s.index for s in self.all if not s.is_tied_copy]
         # The ranks that hold a region may share the work of its norm: each then counts other tensors.
@@ -125,8 +126,7 @@ class Shards:
     def take_gradients(self) -> None:
         """Collect the gradients that the passes left: summed over all replicas, over tp where the ranks hold addends,
         and over the stages that hold the tied table."""
-        parameters = [shard.parameter for shard in self.all]
-        self.gradients = self.sums.totals(parameters)
+        self.gradients = self.sums.totals(self.parameters)
         if self.mesh.tp_group is not None and self._partial:
             parts = [self.gradients[i] for i in self._partial]
             whole = torch.cat([part.flatten().to(self.sums.total) for part in parts])
@@ -140,7 +140,7 @@ class Shards:
             first, second = (self.gradients[i] for i in self._tables)
             first += second
             second.copy_(first)
-        self.gradients = self.sums.gradients(parameters, self.gradients)
+        self.gradients = self.sums.gradients(self.parameters, self.gradients)
 
     def drop_gradients(self) -> None:
         self.gradients = []
@@ -208,7 +208,7 @@ def _shard(
     masters: bool, gathered: Tensor | None,
 ) -> Shard:  # fmt: skip
     region, by_tp = region_of(parameter, place), is_cut_over_tp(parameter)
-    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+    local = (parameter.to_local() if is_dtensor(parameter) else parameter).detach()
     if tuple(local.shape) != tuple(map(len, region)):
         raise ValueError(f"{name}: this rank holds {tuple(local.shape)}, but its region is {tuple(map(len, region))}")
     narrow = local if masters and local.dtype != torch.float32 else None
@@ -237,7 +237,7 @@ def region_of(parameter: nn.Parameter, place: RankCoordinates) -> Part:
     """Return the global indices of the part of the rank at `place`. Tensor parallelism cuts first, then ZeRO
     cuts the first dimension of what is left."""
     first, *rest = region_of_tp(parameter, place)
-    return (chunk(first, place.plan.shard, place.shard) if isinstance(parameter, DTensor) else first, *rest)
+    return (chunk(first, place.plan.shard, place.shard) if is_dtensor(parameter) else first, *rest)
 
 
 def region_of_tp(parameter: nn.Parameter, place: RankCoordinates) -> Part:
@@ -255,10 +255,10 @@ def is_cut_over_tp(parameter: nn.Parameter) -> bool:
 
 def _cut_over_tp(parameter: nn.Parameter) -> int | None:
     """Return the dimension that tensor parallelism cuts; None where each tp rank holds all of it."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return None
     named = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-    return next((cut.dim for name, cut in named if name == "tp" and isinstance(cut, Sharded)), None)
+    return next((cast(Any, cut).dim for name, cut in named if name == "tp" and cut.is_shard()), None)
 
 
 def slices(part: Part) -> tuple[slice, ...]:

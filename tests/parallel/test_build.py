@@ -1,10 +1,11 @@
 """The order in which a stage is built, and the core without what capabilities add to it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from dtgpt.parallel.build import BUILD, Entry, entries
+from dtgpt.parallel.build import BUILD, Building, Entry, entries
 from dtgpt.parallel.transport import Transport, transport
 from dtgpt.util import seams
 from tests.support.bodies_exact import bits_of_steps, bits_without_parallel_capabilities
@@ -14,12 +15,14 @@ LAST = Entry("last", lambda made: True, lambda part, made: None, after=BUILD[-1]
 
 
 def test_an_entry_of_a_capability_comes_behind_the_one_that_it_names(monkeypatch):
-    names = [entry.name for entry in entries()]
+    made = Building(settings=None, mesh=SimpleNamespace(cp_group="a group"))
+    names = [entry.name for entry in entries(made)]
     assert names[names.index("added modules") + 1] == "dropout of slices"
     assert names[names.index("attention") + 1] == "heads of slices"
     assert [name for name in names if "slices" not in name] == [entry.name for entry in BUILD]
-    monkeypatch.setattr(seams, "listed", lambda seam: [LAST])
-    assert [entry.name for entry in entries()] == [*(entry.name for entry in BUILD), "last"]
+    assert entries(Building(settings=None, mesh=SimpleNamespace(cp_group=None))) == list(BUILD)
+    monkeypatch.setattr(seams, "listed", lambda seam, given: [LAST])
+    assert [entry.name for entry in entries(made)] == [*(entry.name for entry in BUILD), "last"]
 
 
 def test_without_a_capability_torch_distributed_is_the_way(monkeypatch):

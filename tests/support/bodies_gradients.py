@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.dropout import dropout_keys

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config

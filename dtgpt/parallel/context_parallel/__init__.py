@@ -1,8 +1,11 @@
 """Context parallelism: each rank has a slice of the tokens of every sample."""
 
-from dtgpt.util.seams import Capability
+from dtgpt.util.seams import Capability, When
 
 CAPABILITY = Capability(
-    build=("dtgpt.parallel.context_parallel.entries:DROPOUT", "dtgpt.parallel.context_parallel.entries:HEADS"),
-    batch_cuts=("dtgpt.parallel.context_parallel.slices:slice_of",),
+    degrees={"cp": "dtgpt.parallel.context_parallel.slices:exchange_heads"},
+    build=(
+        When("dtgpt.parallel.context_parallel.slices:DROPOUT", ("mesh.cp_group",)),
+        When("dtgpt.parallel.context_parallel.slices:HEADS", ("mesh.cp_group",)),
+    ),
 )

@@ -8,18 +8,17 @@ rank has all queries of its heads.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import AttentionCore, Dropout
 from dtgpt.models.roles import Role, role_of
+from dtgpt.parallel.build import Building, Entry
 from dtgpt.parallel.context_parallel import exchange
 from dtgpt.parallel.context_parallel.exchange import HeadExchange, QueryExchange
 from dtgpt.parallel.coordinates import RankCoordinates
@@ -28,29 +27,6 @@ from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
 from dtgpt.parallel.shared_memory.arena import share
 from dtgpt.parallel.shared_memory.barrier import Barrier
 from dtgpt.parallel.tensor import degrees_of_heads
-
-
-def slice_of(batch: Batch, place: RankCoordinates) -> Batch:
-    """Return the slice `[B, T / cp]` of the rank at `place` of whole samples. Document bounds stay those of all tokens,
-    as the attention core wants them."""
-    ranks = place.plan.cp
-    if ranks == 1:
-        return batch
-    positions = batch.positions
-    if positions is None:
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-
-    def own(whole: Tensor | None) -> Tensor | None:
-        return None if whole is None else whole.chunk(ranks, dim=1)[place.cp].contiguous()
-
-    return batch._replace(
-        tokens=batch.tokens.chunk(ranks, dim=1)[place.cp].contiguous(),
-        targets=own(batch.targets),
-        positions=own(positions),
-        # Those beside `by_token` are not of tokens.
-        loss_weights=own(batch.loss_weights) if batch.by_token is None else batch.loss_weights,
-        by_token=own(batch.by_token),
-    )
 
 
 def exchange_heads(part: Decoder, group: dist.ProcessGroup | None, plan: ResolvedPlan) -> None:
@@ -130,3 +106,25 @@ def mean_over_slices(mesh: Mesh, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=mesh.cp_group)
         values /= mesh.plan.cp
     return values
+
+
+def _place_heads(part: Decoder, made: Building) -> None:
+    share_exchange(made.settings, made.mesh)
+    exchange_heads(part, made.mesh.cp_group, made.settings.plan)
+
+
+# Behind tensor parallelism, to whose places of dropout it adds.
+DROPOUT = Entry(
+    "dropout of slices",
+    when=lambda made: made.settings.plan.cp > 1,
+    deed=lambda part, made: place_dropout(part, made.settings, made.mesh.place),
+    after="added modules",
+)
+# Around what selective recomputation repeats, so that no message is sent again.
+HEADS = Entry(
+    "heads of slices",
+    when=lambda made: made.settings.plan.cp > 1,
+    deed=_place_heads,
+    after="attention",
+    runs=True,
+)

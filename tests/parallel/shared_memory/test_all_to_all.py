@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shared_memory import all_to_all
 from dtgpt.parallel.shared_memory.all_to_all import ROOM, SMALL, TokenExchange

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from dtgpt.compare.record import Record, record
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.graphs import WARM_UP
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.shared_memory.arena import SWITCH
 from dtgpt.parallel.shared_memory.edges import Edges, most_edges
 from dtgpt.parallel.stages import places_of_edge
-from dtgpt.train.settle import load_recipe
-from dtgpt.train.startup import open_trainer
-from dtgpt.util.process import Process
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import load_recipe
+from dtgpt.util.peers import Process
 from tests.support.gpus import run_on_two_gpus
 from tests.support.pipeline_orders import least_places
 

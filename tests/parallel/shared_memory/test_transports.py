@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.ops.decode.exchange import CAPACITY
 from dtgpt.ops.optim.fixed_point import Range, add_integers, add_rounded
 from dtgpt.parallel.collectives import FlatSum, GroupCollectives, NarrowSum, flat_length
@@ -30,7 +30,7 @@ from dtgpt.parallel.shared_memory.gather import CopyGather
 from dtgpt.parallel.shared_memory.message import open_messages
 from dtgpt.parallel.shared_memory.reduce import CopySum, open_sums
 from dtgpt.parallel.shared_memory.scatter import CopyScatter
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 from tests.support.bodies_pushes import shared_files
 from tests.support.gpus import delay, run_on_two_gpus
 from tests.support.ranks import pool
