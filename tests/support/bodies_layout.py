@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -9,7 +10,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import dtgpt.parallel.shards
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
-from dtgpt.parallel.build import lay_out_stage
+from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.layout import Part, slices
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
@@ -23,14 +25,15 @@ def shards_with_own_axis(
     lie. Return of each shard (name, region, weights, replicas, what it writes), the norm of the gradient
     `whole_gradient`, and the whole weights on rank 0."""
     mesh = Mesh(plan, CPU)
-    stage = lay_out_stage(settings_of(config, plan), mesh, 0)
+    with torch.device("meta"):
+        stage = Decoder(config)
     grid = init_device_mesh("cpu", (plan.world // ranks, ranks), mesh_dim_names=("others", "ep"))
     for name in names:
         module, key = stage.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         whole = module.get_parameter(key)
         setattr(module, key, nn.Parameter(distribute_tensor(whole, grid["ep"], [Shard(0)])))
     stage.allocate(CPU)
-    shards = Shards([stage], mesh)
+    shards = Shards([stage], mesh, sums=Sums(settings_of(config, plan)))  # every rank has the sum over replicas already
     shards.initialize(config, KEY)
     for shard in shards:
         gradient = whole_gradient(shard.name, tuple(shard.parameter.shape))[slices(shard.region)].contiguous()
