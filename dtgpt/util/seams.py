@@ -65,6 +65,8 @@ class Capability:
     state_bytes: tuple[str, ...] = ()  # of a rank, before it allocates: a function of its settings and its number
     plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes
     explanations: tuple[str, ...] = ()  # `Explanations`
+    # What may serve an operation: a sequence of `ops.serve.Kernel`, by the operation's name.
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
 
 _modules: tuple[str, ...] = ()
