@@ -34,6 +34,7 @@ FOLDERS = {
     ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
     ("dtgpt.data.prepare", "dtgpt.data"): "documents",
+    ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices",
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from dtgpt.ops.attention.core import AttentionRule, Backend
-from dtgpt.ops.fast import is_apart
 from dtgpt.ops.fp8.parts import Parts
 from dtgpt.ops.fp8.sites import Sites
 from dtgpt.ops.loss.head import CoupledLoss
+from dtgpt.ops.serve import is_apart
 
 
 class AttentionCache(Protocol):

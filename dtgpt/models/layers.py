@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from dtgpt.models.binding import PLAIN, Binding, BoundModule, exchanges
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.attention.shared import SharedTokens
-from dtgpt.ops.fast import is_apart
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.local_linear import local, on_local_tensors
@@ -22,6 +21,7 @@ from dtgpt.ops.norm.residual import residual
 from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.linear import linear
 from dtgpt.ops.random.dropout import Site, dropout
+from dtgpt.ops.serve import is_apart
 
 NO_DROPOUT: Site = (None, 0.0)
 LossWeights = Tensor | Coupled | None  # what a head hands on to `Output`

@@ -40,16 +40,17 @@ class Operation:
 
     def __call__(self, x: Tensor, *others: Any) -> Any:
         """Return what is computed of the arguments."""
-        return self.choose(x, *others)(x, *others)
+        kernel = self.choose(x, *others)
+        return self.definition(x, *others) if kernel is None else kernel.run(x, *others)
 
-    def choose(self, x: Tensor, *others: Any) -> Callable[..., Any]:
-        """Return what serves these arguments."""
+    def choose(self, x: Tensor, *others: Any) -> Kernel | None:
+        """Return the kernel that serves these arguments, None for the definition."""
         # 16 bits on a CPU: there a definition may keep wider copies for backward than a kernel does.
         if (not x.is_cpu or x.dtype.itemsize == 2) and load_kernels(self.name):
             for kernel in self.kernels:
                 if kernel.serves(x, *others):
-                    return kernel.run
-        return self.definition
+                    return kernel
+        return None
 
 
 OPERATIONS: dict[str, Operation] = {}  # by name, those of the modules that are imported

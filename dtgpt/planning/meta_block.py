@@ -16,8 +16,8 @@ from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Join
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.attention.shared import shared_tokens
-from dtgpt.ops.fast import split_backward
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
+from dtgpt.ops.serve import split_backward
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.planning.alive import Alive
 from dtgpt.posttrain.lora.adapters import local_adapter

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtgpt.data.document_masks import document_bounds
-from dtgpt.ops import fast
+from dtgpt.ops.kernels import devices
 from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.window import spans_of_window
 from tests.support.bodies_flash import gradients, inputs
@@ -26,8 +26,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
     ],
 )  # fmt: skip
 def test_hopper_and_versions_of_triton_that_were_tried_run_gluon(version, capability, expected):
-    assert fast.serves_gluon(version, capability) == expected
-    assert not fast.has_gluon(torch.device("cpu"))
+    assert devices.serves_gluon(version, capability) == expected
+    assert not devices.has_gluon(torch.device("cpu"))
 
 
 @pytest.fixture

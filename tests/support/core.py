@@ -26,7 +26,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"models/(config|inventory|roles|binding|batch|decoder|layers|gpt2|llama|rotary|windows|source|architectures)"
     ),
     "ops": (
-        r"ops/(serve|fast|local_linear|attention/core|attention/window|norm/norm|norm/residual|loss/head|loss/cross_entropy|"
+        r"ops/(serve|local_linear|attention/core|attention/window|norm/norm|norm/residual|loss/head|loss/cross_entropy|"
         r"pointwise/linear|pointwise/gelu|pointwise/swiglu|pointwise/gated|pointwise/activation|pointwise/machine|"
         r"rotary/rotary|rotary/table|rotary/frequencies|random/philox|random/dropout|random/sliced|optim/adamw|"
         r"optim/optimizer|optim/gradients)"

@@ -19,7 +19,7 @@ from torch import Tensor
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule, Backend, causal_attention, softmax_by_rule
 from dtgpt.ops.attention.flash_launch import exact_launch
 from dtgpt.ops.decode.weights import Rotary
-from dtgpt.ops.fast import has_hopper, has_triton, shared_memory
+from dtgpt.ops.kernels.devices import has_hopper, has_triton, shared_memory
 
 SPLIT = 128  # positions that a kernel takes at once, as in `cached_kernels`
 SHORT = 8  # splits of a slot, up to which a program takes splits that follow each other

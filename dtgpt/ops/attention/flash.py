@@ -28,7 +28,7 @@ from dtgpt.ops.attention.flash_launch import (
     sinks_gradient,
 )
 from dtgpt.ops.attention.packed import are_packed
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.random.dropout import (
     LANES,
     attention_dropout,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_gluon, has_hopper, multiprocessors, shared_memory
+from dtgpt.ops.kernels.devices import has_gluon, has_hopper, multiprocessors, shared_memory
 from dtgpt.ops.random.dropout import keep_scale, threshold
 
 LOG2_E = 1 / math.log(2)

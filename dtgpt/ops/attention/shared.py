@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.kernels.devices import has_triton
 
 
 class SharedTokens(NamedTuple):

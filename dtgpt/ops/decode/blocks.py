@@ -19,7 +19,7 @@ from dtgpt.comm.exchange import Exchange
 from dtgpt.ops.attention.cached import decode_attention
 from dtgpt.ops.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
-from dtgpt.ops.fast import has_hopper, multiprocessors, shared_memory
+from dtgpt.ops.kernels.devices import has_hopper, multiprocessors, shared_memory
 
 GROUP = 512  # elements of K in a group, as in `kernels`
 EPILOGUES = ("groups", "logits", "plain", "gelu", "qkv", "swiglu")

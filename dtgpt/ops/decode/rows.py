@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dtgpt.comm.exchange import Exchange, Fields
 from dtgpt.ops.decode.weights import BlockWeights, Rotary
-from dtgpt.ops.fast import has_hopper, multiprocessors
+from dtgpt.ops.kernels.devices import has_hopper, multiprocessors
 from dtgpt.util.extension import library
 
 SOURCE = Path(__file__).with_name("rows.cu")

@@ -9,8 +9,8 @@ column sum. Sharding rule: any dimension may be sharded; amax is then that of th
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
 from dtgpt.ops.fp8.product import ROWS
+from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.pointwise.bias import reference as column_sum
 
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.fast import multiprocessors
 from dtgpt.ops.fp8.product import ROWS
+from dtgpt.ops.kernels.devices import multiprocessors
 from dtgpt.ops.norm.column_kernels import sum_partials
 from dtgpt.ops.pointwise.machine import PTX
 

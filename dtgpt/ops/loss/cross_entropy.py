@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.kernels.devices import has_triton
 
 CHUNK = 1 << 22  # logits that eager code widens to fp32 at a time: 16 MiB
 

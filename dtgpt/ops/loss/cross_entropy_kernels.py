@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.fast import multiprocessors
+from dtgpt.ops.kernels.devices import multiprocessors
 
 BLOCK_BYTES = 16384  # of a row, that a program takes at once
 WARPS = 16

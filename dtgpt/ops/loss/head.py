@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dtgpt.ops.fast import is_apart
 from dtgpt.ops.loss import cross_entropy as passes
 from dtgpt.ops.pointwise.linear import linear, takes_chain
+from dtgpt.ops.serve import is_apart
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.fast import is_apart, may_fuse
+from dtgpt.ops.kernels.devices import may_fuse
 from dtgpt.ops.norm.residual import check_site, kernels, like, residual_reference, whole_bias
 from dtgpt.ops.random.dropout import dropout
+from dtgpt.ops.serve import is_apart
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.fast import multiprocessors
+from dtgpt.ops.kernels.devices import multiprocessors
 from dtgpt.ops.norm.column_kernels import ColumnLaunch, shape_of_tile, sum_partials
 from dtgpt.ops.random.dropout import LANES, keep_scale, threshold
 from dtgpt.ops.random.triton_philox import keep_tile

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtgpt.ops.fast import may_fuse
+from dtgpt.ops.kernels.devices import may_fuse
 from dtgpt.ops.pointwise.bias import bias_gradient
 from dtgpt.ops.random.dropout import LANES, dropout
 

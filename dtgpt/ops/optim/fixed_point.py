@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.optim.gradients import checked
 
 LARGEST = 61  # binary logarithm of the largest sum: the other two bits hold the sign and the head's gradient of a table

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.kernels.devices import has_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients and of weights
 

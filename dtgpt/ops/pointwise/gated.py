@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.fast import takes_custom_op
+from dtgpt.ops.kernels.devices import takes_custom_op
 from dtgpt.ops.pointwise.swiglu import kernels, swiglu, wide_pairs
 
 GatedName = Literal["silu", "gelu_tanh", "gelu", "relu2", "clamped_swiglu"]

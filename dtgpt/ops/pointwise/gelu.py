@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtgpt.ops.fast import may_fuse
+from dtgpt.ops.kernels.devices import may_fuse
 
 
 def reference(x: Tensor, bias: Tensor) -> Tensor:

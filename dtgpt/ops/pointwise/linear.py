@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtgpt.ops.fast import may_fuse
+from dtgpt.ops.kernels.devices import may_fuse
 from dtgpt.ops.local_linear import on_local_tensors
 from dtgpt.ops.pointwise.bias import bias_gradient
 

@@ -8,7 +8,7 @@ Sharding rule: that of `dtgpt.ops.pointwise.gelu`.
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import takes_custom_op
+from dtgpt.ops.kernels.devices import takes_custom_op
 from dtgpt.ops.pointwise.gelu import kernels, local_bias
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.fast import takes_custom_op
+from dtgpt.ops.kernels.devices import takes_custom_op
 
 
 def reference(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.random.few import are_few, few_words
 from dtgpt.ops.random.philox import block_words, covering_blocks, fold
 from dtgpt.ops.random.sliced import keep_words, unpack_words

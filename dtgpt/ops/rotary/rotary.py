@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import takes_custom_op
+from dtgpt.ops.kernels.devices import takes_custom_op
 from dtgpt.ops.norm.norm import norm_reference, reciprocal_root, rms_norm_gradient
 from dtgpt.ops.norm.residual import like
 from dtgpt.ops.rotary.table import Rotation, angle_table, rotation_of

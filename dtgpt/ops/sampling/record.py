@@ -5,7 +5,7 @@ Reference: `record_reference`. Fast path: one Triton kernel, where torch launche
 
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.sampling.sequences import Sequences
 
 

@@ -12,7 +12,7 @@ launches; filters cost three more, rules on logits two. The candidates of beams 
 
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.sampling.reference import sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Sequences, Variant
 

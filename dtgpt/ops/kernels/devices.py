@@ -1,16 +1,14 @@
-"""Which ops take their fast path, and on what hardware."""
+"""What kernels need of a device, and where an op with a gradient of its own may run."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from dtgpt.ops.serve import is_apart
 from dtgpt.util.hardware import FLOAT8, HOPPER, TRITON
 
 GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is experimental, and others have not run the tests on a GPU
-_apart = False
 
 
 @functools.cache
@@ -61,32 +59,19 @@ def shared_memory(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", 232448)
 
 
+def why_no_triton(device: torch.device) -> str | None:
+    """Return why Triton's kernels do not run on a device; None where they do."""
+    if not TRITON:
+        return "Triton is not installed"
+    return None if device.type == "cuda" else "they run on GPUs"
+
+
 def may_fuse(x: Tensor) -> bool:
     """Return `has_triton`, for an op whose backward computes gradients of parameters along with that of `x`."""
-    return has_triton(x) and not _apart
+    return TRITON and x.is_cuda and not is_apart()
 
 
 def takes_custom_op(x: Tensor, has_parameters: bool) -> bool:
     """Return whether an op runs as its custom op: where kernels can work, and on the meta device, where planning
     measures what the op saves on a GPU; an op with parameters not under `split_backward`."""
-    return (x.device.type == "meta" or has_triton(x)) and not (has_parameters and _apart)
-
-
-def is_apart() -> bool:
-    """Return whether `split_backward` is in effect."""
-    return _apart
-
-
-@contextmanager
-def split_backward() -> Iterator[None]:
-    """Leave gradients of parameters to PyTorch's own ops while the context lasts.
-
-    A pipeline schedule that splits backward computes those gradients separately, which torch 2.11 cannot do for an
-    autograd function written in Python.
-    """
-    global _apart
-    _apart = True
-    try:
-        yield
-    finally:
-        _apart = False
+    return (x.is_meta or (TRITON and x.is_cuda)) and not (has_parameters and is_apart())
