@@ -35,6 +35,13 @@ FOLDERS = {
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
     ("dtgpt.data.prepare", "dtgpt.data"): "documents",
     ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices",
+    ("dtgpt.ops.norm", "dtgpt.ops.kernels"): "norm_kernels column_kernels",
+    ("dtgpt.ops.pointwise", "dtgpt.ops.kernels"): "gelu_kernels swiglu_kernels machine bias",
+    ("dtgpt.ops.loss", "dtgpt.ops.kernels"): "cross_entropy_kernels",
+    ("dtgpt.ops.rotary", "dtgpt.ops.kernels"): "rotary_kernels",
+    ("dtgpt.ops.random", "dtgpt.ops.kernels"): "dropout_kernels triton_philox",
+    ("dtgpt.ops.optim", "dtgpt.ops.kernels"): "adamw_kernels fixed_point_kernels",
+    ("dtgpt.ops.fp8", "dtgpt.ops.kernels"): "activation_kernels quantize_kernels",
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",

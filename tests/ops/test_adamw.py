@@ -162,7 +162,7 @@ def interpreted() -> None:
     """Run by the test below in a process of its own: the kernels, on CPU tensors."""
     let_kernels_loop()
     adamw.has_triton = importlib.import_module("dtgpt.ops.optim.gradients").has_triton = lambda x: True
-    kernels = importlib.import_module("dtgpt.ops.optim.adamw_kernels")
+    kernels = importlib.import_module("dtgpt.ops.kernels.adamw_kernels")
     kernels.CHUNK = 1024
     follow_truth(torch.bfloat16, torch.bfloat16, steps=3)
     follow_truth(torch.float32, None, steps=3)

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
-from dtgpt.ops.pointwise import bias, gelu
+from dtgpt.ops.kernels import bias
+from dtgpt.ops.pointwise import gelu
 from dtgpt.ops.pointwise.linear import linear, linear_by_column_sum
 from tests.ops.test_norm import interpret, needs_triton
 from tests.support.bodies_norm import check, check_gelu, custom_ops, cut_linear, draw, results

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dtgpt.data.document_masks import document_bounds
-from dtgpt.ops.kernels import devices
 from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.window import spans_of_window
+from dtgpt.ops.kernels import devices
 from tests.support.bodies_flash import gradients, inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

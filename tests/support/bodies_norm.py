@@ -12,8 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from dtgpt.ops.kernels import bias
 from dtgpt.ops.norm import norm, residual
-from dtgpt.ops.pointwise import bias, gated, gelu, relu2, swiglu
+from dtgpt.ops.pointwise import gated, gelu, relu2, swiglu
 from dtgpt.ops.pointwise.linear import linear_by_column_sum
 from dtgpt.ops.random import dropout
 from dtgpt.ops.random.dropout import keep_mask

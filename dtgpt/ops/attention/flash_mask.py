@@ -13,8 +13,8 @@ column alone is scalar. Reading a decision costs a test and a select. A warp tra
 import triton
 import triton.language as tl
 
+from dtgpt.ops.kernels.triton_philox import philox
 from dtgpt.ops.random import sliced
-from dtgpt.ops.random.triton_philox import philox
 
 WORD = tl.constexpr(64)  # columns or queries that share a word of keep decisions
 DRAWN = tl.constexpr(sliced.SHARING)  # queries whose words a program draws at a time, one a thread

@@ -35,7 +35,7 @@ class Stream(NamedTuple):
         return total
 
     def _norm(self, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor | None, Tensor | None]:
-        from dtgpt.ops.norm import norm_kernels as kernels  # imported on first use, since it needs Triton
+        from dtgpt.ops.kernels import norm_kernels as kernels  # imported on first use, since it needs Triton
 
         arguments = self.x, self.branch, self.bias, weight, bias, eps
         launch = kernels.A_ROW if self.x.shape[-1] >= kernels.FILLS_A_WARP else None  # None: as in training
@@ -71,7 +71,7 @@ def _turned(packed: Tensor, rotary: Rotary | None, positions: Tensor) -> tuple[T
     """Return q `[M, N_kv, R, D]`, k and v `[M, N_kv, D]` of packed `[M, N_kv, R + 2, D]`, rotated where heads are."""
     if rotary is None:
         return packed[:, :, :-2], packed[:, :, -2], packed[:, :, -1]
-    from dtgpt.ops.rotary.rotary_kernels import rotary_forward  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels.rotary_kernels import rotary_forward  # imported on first use, since it needs Triton
 
     q, k, v = rotary_forward(packed[None], positions[None], *rotary)
     return q[0].unflatten(1, (packed.shape[1], -1)), k[0], v[0]

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dtgpt.ops.pointwise.gelu_kernels import cdf
-from dtgpt.ops.pointwise.swiglu_kernels import sigmoid
+from dtgpt.ops.kernels.gelu_kernels import cdf
+from dtgpt.ops.kernels.swiglu_kernels import sigmoid
 
 GROUP = tl.constexpr(512)
 SEGMENT = tl.constexpr(128)

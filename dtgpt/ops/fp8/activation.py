@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.fp8 import quantize
+from dtgpt.ops.kernels.bias import reference as column_sum
 from dtgpt.ops.pointwise import gelu, swiglu
-from dtgpt.ops.pointwise.bias import reference as column_sum
 
 
 def reference_forward(
@@ -38,7 +38,7 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 def kernels():
-    from dtgpt.ops.fp8 import activation_kernels  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels import activation_kernels  # imported on first use, since it needs Triton
 
     return activation_kernels
 

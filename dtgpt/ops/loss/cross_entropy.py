@@ -146,7 +146,7 @@ def row_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float
     """Return `local_terms`, in one pass over the logits."""
     if real == 0 or not has_triton(logits):
         return local_terms(logits, targets, start, real, cap)
-    from dtgpt.ops.loss.cross_entropy_kernels import launch_terms
+    from dtgpt.ops.kernels.cross_entropy_kernels import launch_terms
 
     return launch_terms(logits, targets, start, real, cap)
 
@@ -168,7 +168,7 @@ def to_gradient_(
     result is rounded.
     """
     if has_triton(logits):
-        from dtgpt.ops.loss.cross_entropy_kernels import launch_gradient
+        from dtgpt.ops.kernels.cross_entropy_kernels import launch_gradient
 
         launch_gradient(logits, targets, largest, total, scale, start, real, cap)
         return
@@ -182,7 +182,7 @@ def to_gradient_(
 def to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
     """Return the losses, fp32 `[rows]`, and apply `to_gradient_`, where this rank holds the whole vocabulary."""
     if has_triton(logits):
-        from dtgpt.ops.loss.cross_entropy_kernels import launch_loss
+        from dtgpt.ops.kernels.cross_entropy_kernels import launch_loss
 
         return launch_loss(logits, targets, scale, real, cap)
     terms = local_terms(logits, targets, 0, real, cap)
@@ -201,7 +201,7 @@ def row_losses(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> 
     `to_loss_and_gradient_`."""
     if not has_triton(logits):
         return losses_of(*local_terms(logits, targets, 0, real, cap))
-    from dtgpt.ops.loss.cross_entropy_kernels import launch_loss
+    from dtgpt.ops.kernels.cross_entropy_kernels import launch_loss
 
     return launch_loss(logits, targets, None, real, cap)
 
@@ -218,6 +218,6 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """
     if not has_triton(x) or not x.is_contiguous():
         return x * factor
-    from dtgpt.ops.loss.cross_entropy_kernels import launch_scaled
+    from dtgpt.ops.kernels.cross_entropy_kernels import launch_scaled
 
     return launch_scaled(x, factor)

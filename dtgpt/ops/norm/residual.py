@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtgpt.ops.kernels.bias import bias_gradient
 from dtgpt.ops.kernels.devices import may_fuse
-from dtgpt.ops.pointwise.bias import bias_gradient
 from dtgpt.ops.random.dropout import LANES, dropout
 
 
 def kernels():
-    from dtgpt.ops.norm import norm_kernels  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels import norm_kernels  # imported on first use, since it needs Triton
 
     return norm_kernels
 

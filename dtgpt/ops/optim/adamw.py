@@ -67,7 +67,7 @@ class AdamW:
         self._decays = torch.tensor([beta1, beta2], dtype=torch.float64, device=device)
         self._table = None
         if has_triton(self._masters[0]):
-            from dtgpt.ops.optim import adamw_kernels
+            from dtgpt.ops.kernels import adamw_kernels
 
             addresses = [[t.data_ptr() for t in ts] for ts in (self._masters, self.exp_avg, self.exp_avg_sq)]
             narrow = [0 if n is None else n.data_ptr() for n in self._narrow]
@@ -90,7 +90,7 @@ class AdamW:
         gradients = checked(gradients, self._masters)
         numbers = self._numbers(lr, scale)
         if self._table is not None:
-            from dtgpt.ops.optim import adamw_kernels
+            from dtgpt.ops.kernels import adamw_kernels
 
             dtypes = [None if n is None else n.dtype for n in self._narrow]
             adamw_kernels.adamw(self._table, gradients, dtypes, numbers, skip, self._betas, self._eps)

@@ -51,7 +51,7 @@ class FixedPointSum:
         self.totals, self.misfits, self._range = list(totals), misfits, range_
         self._table = None
         if has_triton(misfits):
-            from dtgpt.ops.optim import adamw_kernels
+            from dtgpt.ops.kernels import adamw_kernels
 
             sizes, addresses = [t.numel() for t in totals], [t.data_ptr() for t in totals]
             self._table = adamw_kernels.Table(sizes, [addresses], misfits.device)
@@ -61,7 +61,7 @@ class FixedPointSum:
         """Add gradients in fp32, bf16 or fp16 to the totals. first: what the totals hold does not count."""
         gradients = checked(gradients, self.totals)
         if self._table is not None:
-            from dtgpt.ops.optim import adamw_kernels
+            from dtgpt.ops.kernels import adamw_kernels
 
             numbers = 2.0**self._range.fraction, self._range.limit
             adamw_kernels.accumulate_fixed(self._table, gradients, self.misfits, *numbers, first)
@@ -79,7 +79,7 @@ def add_rounded(own: Tensor, others: Tensor, out: Tensor, range_: Range) -> None
     each element of the sum has k addends side by side in every row. It is exact but for one rounding; NaN where an
     addend does not fit."""
     if has_triton(out):
-        from dtgpt.ops.optim import fixed_point_kernels
+        from dtgpt.ops.kernels import fixed_point_kernels
 
         fixed_point_kernels.launch_add(own, others, out, None, range_.fraction, range_.limit, first=True)
         return
@@ -94,7 +94,7 @@ def add_integers(own: Tensor, others: Tensor, out: Tensor, misfits: Tensor, rang
     """Add the same sum to int64 `out [n]`, as integers, or set it in the `first` call; count in the int64 scalar
     `misfits` where addends do not fit."""
     if has_triton(out):
-        from dtgpt.ops.optim import fixed_point_kernels
+        from dtgpt.ops.kernels import fixed_point_kernels
 
         fixed_point_kernels.launch_add(own, others, out, misfits, range_.fraction, range_.limit, first)
         return
@@ -131,7 +131,7 @@ def squares_of_rows(x: Tensor) -> Tensor:
     if x.dim() == 1:
         return x.double().square()
     if has_triton(x) and x.numel():
-        from dtgpt.ops.optim import adamw_kernels
+        from dtgpt.ops.kernels import adamw_kernels
 
         return adamw_kernels.squares_of_rows(x)
     sums = x.flatten(1).double().square()

@@ -25,7 +25,7 @@ class Accumulator:
         self.totals = list(totals)
         self._table = None
         if has_triton(self.totals[0]):
-            from dtgpt.ops.optim import adamw_kernels
+            from dtgpt.ops.kernels import adamw_kernels
 
             sizes, addresses = [t.numel() for t in totals], [t.data_ptr() for t in totals]
             self._table = adamw_kernels.Table(sizes, [addresses], self.totals[0].device)
@@ -40,7 +40,7 @@ class Accumulator:
         """Add gradients to the totals in one pass. (PyTorch launches one kernel per tensor where dtypes differ.)"""
         gradients = checked(gradients, self.totals)
         if self._table is not None:
-            from dtgpt.ops.optim import adamw_kernels
+            from dtgpt.ops.kernels import adamw_kernels
 
             adamw_kernels.accumulate(self._table, gradients)
         else:

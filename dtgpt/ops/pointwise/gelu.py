@@ -39,7 +39,7 @@ def local_bias(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def kernels():
-    from dtgpt.ops.pointwise import gelu_kernels  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels import gelu_kernels  # imported on first use, since it needs Triton
 
     return gelu_kernels
 

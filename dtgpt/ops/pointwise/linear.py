@@ -7,7 +7,7 @@ operations, which has the bits of cuBLAS's whole sums (`benchmarks/exact.py` com
 PyTorch's own kernel for the gradient of a bias is far from the memory's bandwidth at GPT-2's sizes. The matrix products
 of many rows stay `aten` operations, visible to the compiler and to DTensor: forward adds the bias in the product's
 epilogue, backward computes dx = dy w and dw = dy^T x. Sharding rule: those of `F.linear` and of
-`dtgpt.ops.pointwise.bias`.
+`dtgpt.ops.kernels.bias`.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtgpt.ops.kernels.bias import bias_gradient
 from dtgpt.ops.kernels.devices import may_fuse
 from dtgpt.ops.local_linear import on_local_tensors
-from dtgpt.ops.pointwise.bias import bias_gradient
 
 FEW = 512  # rows up to which cuBLAS was seen to split K
 

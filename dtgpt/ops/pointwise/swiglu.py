@@ -29,7 +29,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def kernels():
-    from dtgpt.ops.pointwise import swiglu_kernels  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels import swiglu_kernels  # imported on first use, since it needs Triton
 
     return swiglu_kernels
 

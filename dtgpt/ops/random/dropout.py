@@ -127,7 +127,7 @@ def dropout_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:
     micro-batch.
     """
     if has_triton(key):
-        from dtgpt.ops.random.dropout_kernels import launch_keys
+        from dtgpt.ops.kernels.dropout_kernels import launch_keys
 
         return launch_keys(key, sample_ids, sites)
     return fold(key, sample_ids[:, None], torch.arange(sites, device=key.device))
@@ -137,7 +137,7 @@ def dropout_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:
 def _dropout(x: Tensor, key: Tensor, p: float, start: list[int], attention: bool) -> Tensor:
     if not _has_kernel(x, key, start, attention):
         return _apply(x, key, p, start, attention)
-    from dtgpt.ops.random.dropout_kernels import launch_dropout
+    from dtgpt.ops.kernels.dropout_kernels import launch_dropout
 
     return launch_dropout(x.contiguous(), key, threshold(p), keep_scale(p), start)
 

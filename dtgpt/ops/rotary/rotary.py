@@ -81,7 +81,7 @@ def _check_inputs(
 
 
 def kernels():
-    from dtgpt.ops.rotary import rotary_kernels  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels import rotary_kernels  # imported on first use, since it needs Triton
 
     return rotary_kernels
 

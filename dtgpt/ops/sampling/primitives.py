@@ -8,7 +8,7 @@ the largest is the likeliest and the smallest id among equals.
 import triton
 import triton.language as tl
 
-from dtgpt.ops.random.triton_philox import philox
+from dtgpt.ops.kernels.triton_philox import philox
 from dtgpt.ops.sampling.sequences import PARAMETERS, Integers
 
 CHUNK = 1024  # ids that a program takes; each thread has eight

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dtgpt.ops.fp8.product import ROWS
+from dtgpt.ops.kernels.column_kernels import sum_partials
 from dtgpt.ops.kernels.devices import multiprocessors
-from dtgpt.ops.norm.column_kernels import sum_partials
-from dtgpt.ops.pointwise.machine import PTX
+from dtgpt.ops.kernels.machine import PTX
 
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.pointwise.gelu_kernels import cdf
-from dtgpt.ops.pointwise.gelu_kernels import slope as gelu_slope
-from dtgpt.ops.pointwise.machine import power_of_two, reciprocal
+from dtgpt.ops.kernels.gelu_kernels import cdf
+from dtgpt.ops.kernels.gelu_kernels import slope as gelu_slope
+from dtgpt.ops.kernels.machine import power_of_two, reciprocal
 
 
 class SwigluLaunch(NamedTuple):

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtgpt.ops.kernels.triton_philox import keep_tile, philox
 from dtgpt.ops.random.philox import FOLD
-from dtgpt.ops.random.triton_philox import keep_tile, philox
 
 ROWS, BLOCKS = 8, 64  # of a tile: 8 rows of 64 x 8 columns
 

@@ -1,6 +1,6 @@
 """The gradient of a bias: the sum of a gradient over all dimensions but the last, accumulated in fp32.
 
-Reference: `reference`. Fast path: Triton kernels in two stages (`dtgpt.ops.norm.column_kernels`), the same result in
+Reference: `reference`. Fast path: Triton kernels in two stages (`dtgpt.ops.kernels.column_kernels`), the same result in
 every run. Sharding rule: a shard of the rows gives partial sums, a shard of the last dimension its shard of the result.
 """
 
@@ -13,7 +13,7 @@ from dtgpt.ops.kernels.devices import has_triton
 
 
 def kernels():
-    from dtgpt.ops.norm import column_kernels  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels import column_kernels  # imported on first use, since it needs Triton
 
     return column_kernels
 

@@ -1,6 +1,6 @@
 """Triton kernels of `dtgpt.ops.pointwise.gelu` and `relu2`. Needs Triton.
 
-Tiles are taken from the last rows to the first, as in `dtgpt.ops.norm.norm_kernels`.
+Tiles are taken from the last rows to the first, as in `dtgpt.ops.kernels.norm_kernels`.
 """
 
 import math
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.norm.column_kernels import ColumnLaunch, column_grid, sum_partials
-from dtgpt.ops.pointwise.machine import power_of_two, reciprocal
+from dtgpt.ops.kernels.column_kernels import ColumnLaunch, column_grid, sum_partials
+from dtgpt.ops.kernels.machine import power_of_two, reciprocal
 
 FORWARD = ColumnLaunch(rows=4, width=8, occupancy=1 << 20, stages=1)  # a program for each tile
 BACKWARD = ColumnLaunch(rows=2, width=8, occupancy=24, stages=2)

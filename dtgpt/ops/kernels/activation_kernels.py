@@ -5,7 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.fp8.quantize_kernels import (
+from dtgpt.ops.kernels.column_kernels import sum_partials
+from dtgpt.ops.kernels.gelu_kernels import cdf, slope
+from dtgpt.ops.kernels.machine import rounded
+from dtgpt.ops.kernels.quantize_kernels import (
     CELLS,
     QuantizeLaunch,
     empty_orders,
@@ -15,10 +18,7 @@ from dtgpt.ops.fp8.quantize_kernels import (
     tile_grid,
     tile_options,
 )
-from dtgpt.ops.norm.column_kernels import sum_partials
-from dtgpt.ops.pointwise.gelu_kernels import cdf, slope
-from dtgpt.ops.pointwise.machine import rounded
-from dtgpt.ops.pointwise.swiglu_kernels import sigmoid
+from dtgpt.ops.kernels.swiglu_kernels import sigmoid
 
 GELU_FORWARD = QuantizeLaunch(rows=64, columns=128, warps=8, occupancy=4, stages=3)
 GELU_BACKWARD = QuantizeLaunch(rows=64, columns=64, warps=4, occupancy=8, stages=2)

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtgpt.ops.kernels.column_kernels import ColumnLaunch, shape_of_tile, sum_partials
 from dtgpt.ops.kernels.devices import multiprocessors
-from dtgpt.ops.norm.column_kernels import ColumnLaunch, shape_of_tile, sum_partials
+from dtgpt.ops.kernels.triton_philox import keep_tile
 from dtgpt.ops.random.dropout import LANES, keep_scale, threshold
-from dtgpt.ops.random.triton_philox import keep_tile
 
 NORM_FORWARD = ColumnLaunch(rows=4, width=8, occupancy=16, stages=2)
 NORM_BACKWARD = ColumnLaunch(rows=4, width=8, occupancy=12, stages=2)

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtgpt.ops.kernels.column_kernels import sum_partials
 from dtgpt.ops.kernels.devices import multiprocessors
-from dtgpt.ops.norm.column_kernels import sum_partials
 
 
 class RotaryLaunch(NamedTuple):
