@@ -1,4 +1,37 @@
-"""Triton's interpreter, which runs kernels on a CPU where TRITON_INTERPRET=1."""
+"""Kernels on a CPU: which serve there, and Triton's interpreter, which runs them where TRITON_INTERPRET=1."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from dtgpt.ops.serve import Operation, load_kernels
+
+
+@contextmanager
+def first_kernels_of(*names: str) -> Iterator[None]:
+    """Operations of these names take their first kernel, whatever the tensors and the device."""
+    choose = Operation.choose
+
+    def first(self, x, *others):
+        if self.name not in names:
+            return choose(self, x, *others)
+        load_kernels(self.name)
+        return self.kernels[0]
+
+    with mock.patch.object(Operation, "choose", first):
+        yield
+
+
+@contextmanager
+def definitions_of(*names: str) -> Iterator[None]:
+    """Operations of these names take their definition."""
+    choose = Operation.choose
+
+    def none(self, x, *others):
+        return None if self.name in names else choose(self, x, *others)
+
+    with mock.patch.object(Operation, "choose", none):
+        yield
 
 
 def let_kernels_loop() -> None:

@@ -1,11 +1,13 @@
 """What kernels need of a device, and where an op with a gradient of its own may run."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtgpt.ops.serve import is_apart
+from dtgpt.ops.serve import Kernel, is_apart
 from dtgpt.util.hardware import FLOAT8, HOPPER, TRITON
 
 GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is experimental, and others have not run the tests on a GPU
@@ -64,6 +66,16 @@ def why_no_triton(device: torch.device) -> str | None:
     if not TRITON:
         return "Triton is not installed"
     return None if device.type == "cuda" else "they run on GPUs"
+
+
+def on_gpu(x: Tensor, *_: Any) -> bool:
+    """Return `has_triton` of the first of an operation's arguments."""
+    return TRITON and x.is_cuda
+
+
+def by_triton(run: Callable[..., Any], serves: Callable[..., bool] = on_gpu, when: str = "on GPUs") -> Kernel:
+    """Return a kernel that is written in Triton."""
+    return Kernel("Triton", serves, run, why_no_triton, when)
 
 
 def may_fuse(x: Tensor) -> bool:

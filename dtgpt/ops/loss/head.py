@@ -5,8 +5,8 @@ gradient; two matrix products then make the chunk's part of the gradients. Backw
 that of Liger Kernel's linear cross-entropy (Hsu et al. 2024), vocabulary parallelism that of Megatron-LM (Shoeybi et
 al. 2019, section 3).
 
-Reference: `reference`. Fast path: PyTorch's matrix products, and between them the passes of `cross_entropy`,
-which read and write a chunk once on a GPU. A chunk has as many rows as LOGITS_BYTES allow: one chunk is fastest.
+Definition: `reference`. Here are PyTorch's matrix products, and between them the passes of `cross_entropy`, which read
+and write a chunk once on a GPU. A chunk has as many rows as LOGITS_BYTES allow: one chunk is fastest.
 Sharding rule: x `[B, T, H]` is replicated over the group, the weight is sharded over the vocabulary. The gradient of x
 is a partial sum, for the caller to reduce; that of the weight is complete.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dtgpt.ops.loss import cross_entropy as passes
-from dtgpt.ops.pointwise.linear import linear, takes_chain
+from dtgpt.ops.pointwise.linear import LINEAR_INTO, linear
 from dtgpt.ops.serve import is_apart
 
 if TYPE_CHECKING:
@@ -156,13 +156,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int, gro
     chunks = _chunks(len(x), len(weight), vocab_size, group, x.element_size())
     memory = x.new_empty(chunks[0].stop, len(weight))
     for rows in chunks:
-        place = memory[: rows.stop - rows.start]
-        if takes_chain(x[rows], weight):
-            yield rows, linear(x[rows], weight, bias)
-        elif bias is None:
-            yield rows, torch.mm(x[rows], weight.t(), out=place)
-        else:
-            yield rows, torch.addmm(bias, x[rows], weight.t(), out=place)
+        yield rows, LINEAR_INTO(x[rows], weight, bias, memory[: rows.stop - rows.start])
 
 
 @torch.no_grad()

@@ -1,0 +1,130 @@
+"""What serves the linear map: products whose bits do not depend on the number of rows, and a bias gradient by sums in
+two stages.
+
+cuBLAS splits the dimension that it sums over, K, where there are few rows: then the order of the sums, and the last
+bits, would differ from those of a larger batch. Products of few rows therefore sum K in one chain of tensor-core
+operations, which has the bits of cuBLAS's whole sums (`benchmarks/exact.py` compares them).
+
+PyTorch's own kernel for the gradient of a bias is far from the memory's bandwidth at GPT-2's sizes. The matrix products
+of many rows stay `aten` operations, visible to the compiler and to DTensor: forward adds the bias in the product's
+epilogue, backward computes dx = dy w and dw = dy^T x. Sharding rule: those of `F.linear` and of
+`dtgpt.ops.kernels.bias`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtgpt.ops.kernels.bias import bias_gradient
+from dtgpt.ops.kernels.devices import may_fuse, why_no_triton
+from dtgpt.ops.local_linear import on_local_tensors
+from dtgpt.ops.pointwise.linear import linear, may_split
+from dtgpt.ops.serve import Kernel
+
+FEW = 512  # rows up to which cuBLAS was seen to split K
+
+
+def _has_few_rows(x: Tensor) -> bool:
+    return may_fuse(x) and 0 < x.numel() // max(x.shape[-1], 1) <= FEW and not may_split()
+
+
+def _splits(x: Tensor, bias: Tensor | None) -> bool:
+    """Return whether cuBLAS would split K with any number of rows."""
+    return bias is None and may_fuse(x) and x.dtype == torch.float32
+
+
+def linear_by_column_sum(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return `F.linear`, with a bias gradient by `bias_gradient`."""
+    return _BiasGradient.apply(F.linear(x, weight, bias.detach()), bias)
+
+
+class _BiasGradient(torch.autograd.Function):
+    """Return `y`, to which the detached bias has been added already, and differentiate it in the bias."""
+
+    @staticmethod
+    def forward(y: Tensor, bias: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, bias_gradient(grad) if ctx.needs_input_grad[1] else None
+
+
+@torch.library.custom_op("dtgpt::chain_product", mutates_args=(), device_types="cuda")
+def _chain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from dtgpt.ops.decode.blocks import product  # imported on first use, since it needs Triton
+
+    made = product(x.flatten(0, -2).contiguous(), weight.contiguous(), bias, "plain", exact=True)
+    return made.view(*x.shape[:-1], len(weight))
+
+
+@_chain.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _differentiate(ctx, grad: Tensor):
+    x, weight = ctx.saved_tensors
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+    dweight = grad.flatten(0, -2).t() @ x.flatten(0, -2) if wants_weight else None
+    return grad @ weight if wants_x else None, dweight, bias_gradient(grad) if wants_bias else None
+
+
+_chain.register_autograd(_differentiate, setup_context=_save)
+
+
+def _needs_local_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return isinstance(weight, DTensor) and (_splits(x, bias) or _has_few_rows(x))
+
+
+def _by_local_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return on_local_tensors(linear, x, weight, bias)
+
+
+def _by_whole_sums(x: Tensor, weight: Tensor, bias: None) -> Tensor:
+    return F.linear(x, weight, weight.new_zeros(len(weight)))  # with a bias cuBLAS does not split K
+
+
+CHAIN = "of up to 512 rows on a GPU, where cuBLAS would split the sums"
+LINEAR = (
+    Kernel(
+        "one of these, of local tensors",
+        _needs_local_tensors,
+        _by_local_tensors,
+        why_no_triton,
+        "where tensor parallelism has cut the weight",
+    ),
+    Kernel("Triton: one chain of sums", lambda x, *_: _has_few_rows(x), _chain, why_no_triton, CHAIN),
+    Kernel(
+        "cuBLAS, with a bias of zeros",
+        lambda x, weight, bias: _splits(x, bias),
+        _by_whole_sums,
+        why_no_triton,
+        "in fp32 without a bias, where cuBLAS would split the sums",
+    ),
+    Kernel(
+        "cuBLAS, with Triton for the gradient of the bias",
+        lambda x, weight, bias: bias is not None and may_fuse(x),
+        linear_by_column_sum,
+        why_no_triton,
+        "with a bias, of more rows",
+    ),
+)
+LINEAR_INTO = (
+    Kernel(
+        "Triton: one chain of sums",
+        lambda x, weight, bias, memory: _has_few_rows(x),
+        lambda x, weight, bias, memory: _chain(x, weight, bias),
+        why_no_triton,
+        CHAIN,
+    ),
+)
