@@ -234,7 +234,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "causal mask: a query sees the next token",
-            "dtgpt/ops/attention/flash.py",
+            "dtgpt/ops/kernels/attention/flash.py",
             "hidden = column > position\n",
             "hidden = column > position + 1\n",
         ),

@@ -16,10 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dtgpt.data.document_masks import document_bounds
-from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
-from dtgpt.ops.attention.packed import split_qkv
 from dtgpt.ops.attention.window import spans_of_window
+from dtgpt.ops.kernels.attention import flash, flash_launch
+from dtgpt.ops.kernels.attention.packed import split_qkv
 from dtgpt.ops.random.philox import fold, root_key
 
 LENGTH, WIDTH, P = 1024, 64, 0.1

@@ -34,7 +34,16 @@ FOLDERS = {
     ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
     ("dtgpt.data.prepare", "dtgpt.data"): "documents",
-    ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices",
+    ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",
+    ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",
+    ("dtgpt.ops.attention", "dtgpt.ops.kernels.attention"): (
+        "flash flash_kernels flash_launch flash_mask flash_tiles descriptor_kernels warp_kernels warp_tiles "
+        "cached_kernels exact_kernels shared_kernels packed"
+    ),
+    ("dtgpt.ops.decode", "dtgpt.ops.kernels.decode"): "blocks exact kernels rows",
+    ("dtgpt.ops.sampling", "dtgpt.ops.kernels.sampling"): (
+        "edit_kernels filter_kernels kernels primitives record_kernels"
+    ),
     ("dtgpt.ops.norm", "dtgpt.ops.kernels"): "norm_kernels column_kernels",
     ("dtgpt.ops.pointwise", "dtgpt.ops.kernels"): "gelu_kernels swiglu_kernels machine bias",
     ("dtgpt.ops.loss", "dtgpt.ops.kernels"): "cross_entropy_kernels",

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dtgpt.comm.exchange import Exchange, make_exchange
 from dtgpt.config.plan_names import parse_plan
-from dtgpt.ops.decode.blocks import run_blocks
 from dtgpt.ops.decode.weights import BlockWeights
+from dtgpt.ops.kernels.decode.blocks import run_blocks
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.process import Process

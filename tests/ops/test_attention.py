@@ -10,9 +10,9 @@ import torch
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.data.document_masks import document_bounds
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.core import Backend, causal_attention, check_backend, choose, in_kernels
-from dtgpt.ops.attention.packed import split_qkv
+from dtgpt.ops.kernels.attention import flash, flash_launch
+from dtgpt.ops.kernels.attention.packed import split_qkv
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.planning.activations import core_bytes
 from dtgpt.util.errors import UserError

@@ -17,8 +17,8 @@ from dtgpt.data.document_masks import document_bounds
 from dtgpt.models import layers
 from dtgpt.models.gpt2 import GPT2_345M
 from dtgpt.models.llama import LLAMA2_7B, LLAMA32_1B, QWEN3_0_6B
-from dtgpt.ops.attention import flash, flash_launch
-from dtgpt.ops.attention.packed import are_packed, split_qkv
+from dtgpt.ops.kernels.attention import flash, flash_launch
+from dtgpt.ops.kernels.attention.packed import are_packed, split_qkv
 from dtgpt.ops.random.dropout import attention_mask
 from tests.support.bodies_flash import TOLERANCE, check, error, gradients, inputs, keys_of, truth
 

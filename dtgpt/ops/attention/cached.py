@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule, Backend, causal_attention, softmax_by_rule
-from dtgpt.ops.attention.flash_launch import exact_launch
 from dtgpt.ops.decode.weights import Rotary
+from dtgpt.ops.kernels.attention.flash_launch import exact_launch
 from dtgpt.ops.kernels.devices import has_hopper, has_triton, shared_memory
 
 SPLIT = 128  # positions that a kernel takes at once, as in `cached_kernels`
@@ -70,7 +70,7 @@ def write_prompts(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Ten
         for kept, new in ((keys, k), (values, v)):
             kept[:, :, : new.shape[1]].index_copy_(0, slots, new.transpose(1, 2))
         return
-    from dtgpt.ops.attention import cached_kernels as kernels  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels.attention import cached_kernels as kernels  # imported on first use, since it needs Triton
 
     size, (batch, length, heads, _) = k.shape[-1], k.shape
     if k.stride() != v.stride() or k.stride(-1) != 1:
@@ -108,7 +108,7 @@ def decode_attention(
     rotary: normalise and rotate q first, and write k, likewise, and v of the new tokens, which lie behind the q of
     their group as in a packed projection `[B, N_kv, N / N_kv + 2, D]`. rule: its scale and its sinks count here.
     """
-    from dtgpt.ops.attention import cached_kernels as kernels  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels.attention import cached_kernels as kernels  # imported on first use, since it needs Triton
 
     rows, kv_heads, group, size = q.shape
     length, heads = keys.shape[2], kv_heads * group
@@ -148,7 +148,7 @@ def exact_attention(
 ) -> Tensor:
     """Write k and v `[B, N_kv, D]` as `attend_rows` does, and return the attention `[B, N, D]` of q
     `[B, N_kv, N / N_kv, D]`, with the bits that `flash_attention` gives the last query of each sequence."""
-    from dtgpt.ops.attention.exact_kernels import exact_kernel  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels.attention.exact_kernels import exact_kernel  # imported on first use, since it needs Triton
 
     (rows, kv_heads, group, size), length = q.shape, keys.shape[2]
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))

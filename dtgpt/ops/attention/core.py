@@ -23,11 +23,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtgpt.ops.attention.flash import LARGEST_HEAD, by_heads, check_inputs, flash_attention, hidden_columns
-from dtgpt.ops.attention.flash_launch import largest_head
 from dtgpt.ops.attention.window import spans_of_window
-from dtgpt.ops.fused_softmax.softmax import scaled_masked_softmax
+from dtgpt.ops.kernels.attention.flash import LARGEST_HEAD, by_heads, check_inputs, flash_attention, hidden_columns
+from dtgpt.ops.kernels.attention.flash_launch import largest_head
 from dtgpt.ops.kernels.devices import has_triton
+from dtgpt.ops.kernels.fused_softmax.softmax import scaled_masked_softmax
 from dtgpt.ops.random.dropout import attention_dropout
 from dtgpt.util.errors import UserError
 

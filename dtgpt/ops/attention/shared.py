@@ -84,7 +84,9 @@ def sum_rows(x: Tensor, table: Tensor) -> Tensor:
     """Return `[M, F]`: for each row of the table int64 `[M, K]` the sum of the rows of x `[N, F]` that it names, in its
     order; -1: none."""
     if has_triton(x):
-        from dtgpt.ops.attention.shared_kernels import launch_sum  # imported on first use, since it needs Triton
+        from dtgpt.ops.kernels.attention.shared_kernels import (
+            launch_sum,  # imported on first use, since it needs Triton
+        )
 
         return launch_sum(x.contiguous(), table)
     found = x.index_select(0, table.clamp(min=0).flatten()).view(*table.shape, -1) * (table >= 0)[..., None]

@@ -14,7 +14,7 @@ def record(sequences: Sequences, slots: Tensor, tokens: Tensor) -> None:
     stays, and a further token overwrites the last."""
     if not has_triton(tokens):
         return record_reference(sequences, slots, tokens)
-    from dtgpt.ops.sampling.record_kernels import launch_record
+    from dtgpt.ops.kernels.sampling.record_kernels import launch_record
 
     launch_record(sequences, slots, tokens)
 

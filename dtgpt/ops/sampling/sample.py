@@ -29,8 +29,8 @@ def sample(
     """
     if variant.beams or not has_triton(logits):  # a beam search draws nothing
         return sample_reference(logits, sequences, slots, vocab_size, variant, columns)
-    from dtgpt.ops.sampling.edit_kernels import launch_edits
-    from dtgpt.ops.sampling.kernels import launch_sample
+    from dtgpt.ops.kernels.sampling.edit_kernels import launch_edits
+    from dtgpt.ops.kernels.sampling.kernels import launch_sample
 
     measured = logits if logits.stride(1) == 1 else logits.contiguous()
     edited = launch_edits(measured, sequences, slots, variant) if variant.edits or variant.ngram else measured

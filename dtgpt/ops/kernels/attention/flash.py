@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from dtgpt.ops.attention.flash_launch import (
+from dtgpt.ops.kernels.attention.flash_launch import (
     LOG2_E,
     largest_head,
     launch_backward,
@@ -27,7 +27,7 @@ from dtgpt.ops.attention.flash_launch import (
     mask_words,
     sinks_gradient,
 )
-from dtgpt.ops.attention.packed import are_packed
+from dtgpt.ops.kernels.attention.packed import are_packed
 from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.random.dropout import (
     LANES,

@@ -1,4 +1,4 @@
-"""How the kernels of `dtgpt.ops.attention.flash` are launched: which, with which tiles, and on what memory.
+"""How the kernels of `flash` are launched: which, with which tiles, and on what memory.
 
 `descriptor_kernels` serve training without dropout where the GPU copies whole tiles: 16-bit heads of 64 that share keys
 and heads of 128 and 256. On Hopper GPUs, `warp_kernels` take from them heads of 128, with documents or windows in long
@@ -87,7 +87,7 @@ class Call:
         scale: float | None,
     ):  # fmt: skip
         """words: keep decisions in the layout of `flash_mask`, or None."""
-        from dtgpt.ops.attention import descriptor_kernels, flash_kernels
+        from dtgpt.ops.kernels.attention import descriptor_kernels, flash_kernels
 
         self.kernels, self.descriptor_kernels = flash_kernels, descriptor_kernels
         self.q, self.k, self.v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
@@ -110,7 +110,7 @@ class Call:
 
     def draw(self, key: Tensor, p: float, head_start: int) -> None:
         """Draw the keep decisions."""
-        from dtgpt.ops.attention.flash_mask import draw_kernel
+        from dtgpt.ops.kernels.attention.flash_mask import draw_kernel
 
         assert self.words is not None
         grid = (self.places, math.ceil(self.columns / WORD))
@@ -162,7 +162,7 @@ class Call:
         grid, places, constants = self._tiles(name)
         rest = self.spans, *made.stride()[:3], self.length, self.heads, places, LOG2_E * self.scale, *scale
         if self.by_warps:
-            from dtgpt.ops.attention import warp_kernels
+            from dtgpt.ops.kernels.attention import warp_kernels
 
             described = (_describe(t, WARP_ROWS, True) for t in sources)
             shared = {key: constants[key] for key in ("GROUP", "BLOCK_M", "BLOCK_N", "BAND", "num_warps")}

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.sampling.filter_kernels import is_filtered, launch_filters, load_choice
-from dtgpt.ops.sampling.primitives import (
+from dtgpt.ops.kernels.sampling.filter_kernels import is_filtered, launch_filters, load_choice
+from dtgpt.ops.kernels.sampling.primitives import (
     CHUNK,
     COLON,
     LAST,

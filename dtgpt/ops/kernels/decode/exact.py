@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dtgpt.ops.attention.cached import exact_attention
-from dtgpt.ops.decode.blocks import product
 from dtgpt.ops.decode.weights import BlockWeights, HeadWeights, Rotary
+from dtgpt.ops.kernels.decode.blocks import product
 
 
 class Stream(NamedTuple):
@@ -48,7 +48,7 @@ def run_blocks(
 ) -> Stream:  # fmt: skip
     """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, and write the new tokens' k and v. add: from
     addends `[M, H]` of tensor-parallel ranks their sum, rounded as training rounds it. Other arguments are those of
-    `dtgpt.ops.decode.blocks.run_blocks`."""
+    `dtgpt.ops.kernels.decode.blocks.run_blocks`."""
 
     def branch(x: Tensor, weight: Tensor) -> Tensor:
         part = product(x, weight, None, "plain", exact=True)

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fused_softmax.softmax_kernels import BACKWARD, FORWARD, SoftmaxLaunch, launch, serves
 from dtgpt.ops.kernels.devices import has_triton
+from dtgpt.ops.kernels.fused_softmax.softmax_kernels import BACKWARD, FORWARD, SoftmaxLaunch, launch, serves
 from dtgpt.ops.random.dropout import attention_dropout, attention_mask, keep_scale
 
 LOG2_E = 1 / math.log(2)

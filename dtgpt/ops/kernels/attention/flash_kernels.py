@@ -1,4 +1,4 @@
-"""Triton kernels of `dtgpt.ops.attention.flash`. Needs Triton.
+"""Triton kernels of `flash`. Needs Triton.
 
 Scores are in base 2: exp(s / sqrt(D)) = exp2(s c) with c = log2(e) / sqrt(D), one multiply-add and one exponential per
 element. A program computes a tile of queries (forward, dq) or of keys (dk and dv) of one head. It goes over the tiles
@@ -20,8 +20,8 @@ inverse of the share that dropout keeps.
 import triton
 import triton.language as tl
 
-from dtgpt.ops.attention.flash_mask import WORD, first_word, first_word_of_columns, kept, zero_dropped
-from dtgpt.ops.attention.flash_tiles import (
+from dtgpt.ops.kernels.attention.flash_mask import WORD, first_word, first_word_of_columns, kept, zero_dropped
+from dtgpt.ops.kernels.attention.flash_tiles import (
     first_sums,
     load,
     load_pairs,

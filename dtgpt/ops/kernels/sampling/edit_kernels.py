@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.sampling.primitives import COLON, NEWLINE, PROMPT_LENGTH, ROW, load_float
+from dtgpt.ops.kernels.sampling.primitives import COLON, NEWLINE, PROMPT_LENGTH, ROW, load_float
 from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_ENDINGS, SIZES, Floats, Integers, Sequences, Variant
 
 WARPS = 8

@@ -1,4 +1,4 @@
-"""Gluon kernels of `dtgpt.ops.attention.flash` whose warps have tasks of their own. Needs Triton and a Hopper GPU.
+"""Gluon kernels of `flash` whose warps have tasks of their own. Needs Triton and a Hopper GPU.
 
 They compute what `descriptor_kernels` does, for heads of 128, with the same bits, since every sum has the same order.
 One warp of a program loads tiles; each group of four warps computes a tile of its own. The groups share what is loaded:
@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from dtgpt.ops.attention.flash_tiles import LOG2_E, LOWEST, program_tile
-from dtgpt.ops.attention.warp_tiles import (
+from dtgpt.ops.kernels.attention.flash_tiles import LOG2_E, LOWEST, program_tile
+from dtgpt.ops.kernels.attention.warp_tiles import (
     COLUMN,
     LEFT,
     ROW,

@@ -1,4 +1,4 @@
-"""Triton kernels of `dtgpt.ops.attention.flash` that read tiles through tensor descriptors. Needs Triton.
+"""Triton kernels of `flash` that read tiles through tensor descriptors. Needs Triton.
 
 They compute what `flash_kernels` does without dropout and with S = T, for 16-bit heads on GPUs whose copy engine (TMA)
 moves whole tiles. Threads then hold no addresses, which leaves registers for larger tiles and deeper pipelines.
@@ -12,7 +12,7 @@ BOUND: tiles do not divide T.
 import triton
 import triton.language as tl
 
-from dtgpt.ops.attention.flash_tiles import (
+from dtgpt.ops.kernels.attention.flash_tiles import (
     first_sums,
     load,
     load_pairs,

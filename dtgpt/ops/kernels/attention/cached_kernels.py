@@ -10,8 +10,8 @@ Slots and positions are read before the wait for the kernel before: no kernel th
 import triton
 import triton.language as tl
 
-from dtgpt.ops.attention.flash_tiles import LOG2_E
-from dtgpt.ops.decode.kernels import begin
+from dtgpt.ops.kernels.attention.flash_tiles import LOG2_E
+from dtgpt.ops.kernels.decode.kernels import begin
 
 SPLIT = tl.constexpr(128)
 

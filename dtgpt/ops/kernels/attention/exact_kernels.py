@@ -7,8 +7,8 @@ that a query's sums have the order that they have there. Needs Triton.
 import triton
 import triton.language as tl
 
-from dtgpt.ops.attention.flash_kernels import forward_tiles
-from dtgpt.ops.attention.flash_tiles import LOWEST
+from dtgpt.ops.kernels.attention.flash_kernels import forward_tiles
+from dtgpt.ops.kernels.attention.flash_tiles import LOWEST
 
 
 @triton.jit

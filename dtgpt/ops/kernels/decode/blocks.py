@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dtgpt.comm.exchange import Exchange
 from dtgpt.ops.attention.cached import decode_attention
-from dtgpt.ops.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
+from dtgpt.ops.kernels.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of
 from dtgpt.ops.kernels.devices import has_hopper, multiprocessors, shared_memory
 
 GROUP = 512  # elements of K in a group, as in `kernels`
@@ -121,7 +121,7 @@ def described(x: Tensor, rows: int, columns: int) -> Any:
 
 @functools.cache
 def kernels():
-    from dtgpt.ops.decode import kernels  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels.decode import kernels  # imported on first use, since it needs Triton
 
     return kernels
 

@@ -1,4 +1,4 @@
-"""Triton kernels of top-k, top-p and min-p, for `dtgpt.ops.sampling.kernels`. Needs Triton.
+"""Triton kernels of top-k, top-p and min-p, for `kernels`. Needs Triton.
 
 Nothing is sorted. Chunks of a row count their logits, and sum their probabilities, in bins of the distance from the
 largest logit. One program a row then knows the bins where top-k and top-p end, copies the few logits in them, and finds
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.sampling.primitives import (
+from dtgpt.ops.kernels.sampling.primitives import (
     CHUNK,
     PROMPT_LENGTH,
     ROW,
