@@ -1,24 +1,20 @@
 """Modules that architectures share. Each owns its fusion, so that a model file shows the transformer alone."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtgpt.models.binding import PLAIN, Binding, BoundModule, exchanges
+from dtgpt.models.binding import PLAIN, Binding, BoundModule, QuantisedProduct, exchanges
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.attention.shared import SharedTokens
-from dtgpt.ops.fp8.linear import fp8_linear
-from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.local_linear import local, on_local_tensors
 from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import Coupled, coupled_loss, head_loss
 from dtgpt.ops.norm.norm import norm, norm_and_pass, residual_norm
 from dtgpt.ops.norm.residual import residual
-from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.linear import linear
 from dtgpt.ops.random.dropout import Site, dropout
 from dtgpt.ops.serve import is_apart
@@ -50,8 +46,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        if self.bound.sites is not None:
-            return _in_8_bits(self.bound, x, weight, bias)
+        if self.bound.quantised is not None:
+            return _quantised(self.bound, self.bound.quantised, x, weight, bias)
         if self.bound.product is not None:
             return on_local_tensors(self.bound.product, x, weight, bias)
         return linear(x, weight, bias)
@@ -64,47 +60,45 @@ class DeferredBiasLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
-        if self.bound.sites is not None:
-            return _in_8_bits(self.bound, x, weight, None)
+        if self.bound.quantised is not None:
+            return _quantised(self.bound, self.bound.quantised, x, weight, None)
         if self.bound.product is not None:
             return on_local_tensors(self.bound.product, x, weight, None)
         return linear(x, weight, None)
 
 
-def _in_8_bits(bound: Binding, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x w^T + bias of a module that is bound to sites; x: whole, or this rank's where the matrix sends it."""
-    assert bound.sites is not None
+def _quantised(bound: Binding, product: QuantisedProduct, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x w^T + bias by the product that is bound; x: whole, or this rank's where the matrix sends it."""
     if not exchanges(bound) or (bound.into is not None and isinstance(x, DTensor)):
-        return on_local_tensors(partial(fp8_linear, sites=bound.sites), x, weight, bias)
+        return on_local_tensors(product.linear, x, weight, bias)
     own_bias = None if bias is None else local(bias)
-    return fp8_linear(local(x), local(weight), own_bias, bound.sites, bound.into, bound.out)
+    return product.linear(local(x), local(weight), own_bias, bound.into, bound.out)
 
 
 def observes(part: nn.Module) -> bool:
-    """Return whether a pass through `part` takes the largest values of products that are of 8 bits from the next step
+    """Return whether a pass through `part` takes the largest values of products that are quantised from the next step
     on."""
     linears = (module for module in part.modules() if isinstance(module, Linear | DeferredBiasLinear))
-    sites = (each.bound.sites for each in linears)
-    return any(each is not None and each.record and not each.quantise for each in sites)
+    products = (each.bound.quantised for each in linears)
+    return any(each is not None and each.observes for each in products)
 
 
 def mlp(
     x: Tensor, first: Linear | DeferredBiasLinear, second: DeferredBiasLinear, activation: Callable[..., Tensor]
 ) -> Tensor:
     """Return second(activation(first(x))), or with first.bias, which first leaves to the activation, as its second
-    argument. In a run in fp8, where kernels know the activation, what lies between the matrices is in 8 bits only,
-    unless a plan's own table cuts them."""
-    one, two = first.bound.sites, second.bound.sites
+    argument. Where both products are quantised and know the activation, what lies between the matrices is, too, unless
+    a plan's own table cuts them."""
+    one, two = first.bound.quantised, second.bound.quantised
     into, out = first.bound.into, second.bound.out
     whole = not isinstance(first.weight, DTensor) and not isinstance(second.weight, DTensor)
     fits = whole or (into is not None and out is not None)
-    bias = () if first.bias is None else (first.bias,)
-    name = fused_name(activation, first.bias is not None)
-    if one is None or two is None or not fits or not one.quantise or is_apart() or name is None:
-        return second(activation(first(x), *bias))
+    has_bias = first.bias is not None
+    if one is None or two is None or not fits or not one.known or is_apart() or not one.computes(activation, has_bias):
+        return second(activation(first(x), *([first.bias] if has_bias else [])))
     weights = [local(module.weight.to(x.dtype)) for module in (first, second)]
     own_bias = None if first.bias is None else local(first.bias)
-    return fp8_mlp(x, weights[0], own_bias, weights[1], one, two, name, into, out)
+    return one.mlp(x, weights[0], own_bias, weights[1], two, activation, into, out)
 
 
 class LayerNorm(nn.LayerNorm):

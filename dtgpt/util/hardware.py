@@ -1,5 +1,6 @@
 """Facts of the hardware: names, peak FLOP/s, memory, compilers."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -88,6 +89,12 @@ def what_runs_on(
         f"{name} has compute capability {capability[0]}.{capability[1]}, and bf16 and flash attention need 8.0 (A100): "
         f"use {' '.join(wanted)}"
     )
+
+
+@functools.cache
+def has_float8(device: torch.device) -> bool:
+    """Return whether a GPU multiplies 8-bit floats, as those from compute capability 8.9 on do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from dtgpt.models import layers
 from dtgpt.models.binding import bind
 from dtgpt.ops.fp8 import activation, quantize
+from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.pointwise import gelu, swiglu
 
@@ -109,8 +110,8 @@ def assert_fused_mlp(rows: int, width: int, inner: int, gated: bool, device: tor
 
     def run(function, keeps_weights: bool) -> list[Tensor]:
         made = make_sites(device, keeps_weights), make_sites(device, keeps_weights)
-        bind(first, sites=made[0])
-        bind(second, sites=made[1])
+        bind(first, quantised=Fp8Product(made[0]))
+        bind(second, quantised=Fp8Product(made[1]))
         inputs = [x.clone().requires_grad_(), first.weight, second.weight, *([] if gated else [first.bias])]
         kept: list[int] = []
         with saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.serve import Kernel, is_apart
-from dtgpt.util.hardware import FLOAT8, HOPPER, TRITON
+from dtgpt.util.hardware import HOPPER, TRITON
 
 GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is experimental, and others have not run the tests on a GPU
 
@@ -45,12 +45,6 @@ def serves_gluon(version: str, capability: tuple[int, int]) -> bool:
     """Return whether that is so with a version of Triton and on a compute capability: such kernels call instructions
     that only Hopper GPUs have (wgmma)."""
     return version.startswith(GLUON_VERSIONS) and capability[0] == HOPPER[0]
-
-
-@functools.cache
-def has_float8(device: torch.device) -> bool:
-    """Return whether a GPU multiplies 8-bit floats, as those from compute capability 8.9 on do."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8
 
 
 @functools.cache

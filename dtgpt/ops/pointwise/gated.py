@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.pointwise.swiglu import check_pairs, swiglu, wide_pairs
+from dtgpt.ops.pointwise.swiglu import check_even, swiglu, wide_pairs
 from dtgpt.ops.serve import Operation
 
 GatedName = Literal["silu", "gelu_tanh", "gelu", "relu2", "clamped_swiglu"]
@@ -60,7 +60,7 @@ def gated(x: Tensor, name: str) -> Tensor:
 
     Raises ValueError for an odd number of columns, KeyError for an unknown name.
     """
-    check_pairs(x)
+    check_even(x)
     return GATED_BY_NAME(x, name)
 
 

@@ -25,11 +25,11 @@ def swiglu(x: Tensor) -> Tensor:
 
     x: `[.., 2 F]`, whose columns are gate 0, up 0, gate 1, up 1, ... Raises ValueError where their number is odd.
     """
-    check_pairs(x)
+    check_even(x)
     return SWIGLU(x)
 
 
-def check_pairs(x: Tensor) -> None:
+def check_even(x: Tensor) -> None:
     """Raise ValueError for an odd number of columns."""
     if x.shape[-1] % 2:
         raise ValueError(f"x of shape {tuple(x.shape)} has an odd number of columns; each gate needs its factor")
