@@ -31,8 +31,8 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles
+from dtgpt.ops.attention.core import split_qkv
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
-from dtgpt.ops.kernels.attention.packed import split_qkv
 from dtgpt.ops.pointwise.activation import BIASED, PlainName, fused_name
 from dtgpt.util.field_types import Bounds
 

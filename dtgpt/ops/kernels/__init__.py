@@ -8,6 +8,9 @@ from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
     kernels={
+        "attention": "dtgpt.ops.kernels.attention.serve:ATTENTION",
+        "flash": "dtgpt.ops.kernels.attention.flash_launch:FLASH",
+        "split_qkv": "dtgpt.ops.kernels.attention.serve:SPLIT_QKV",
         "norm_and_pass": "dtgpt.ops.kernels.norm:NORM_AND_PASS",
         "residual_norm": "dtgpt.ops.kernels.norm:RESIDUAL_NORM",
         "residual": "dtgpt.ops.kernels.norm:RESIDUAL",

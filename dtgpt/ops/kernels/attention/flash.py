@@ -8,8 +8,7 @@ documents of their queries are skipped, so that time falls with the length of do
 such bounds, too (`dtgpt.ops.attention.window`). An attention sink begins the running sums of its head, as a first
 column without a value: backward needs nothing else for the others, and its own gradient follows from saved sums.
 
-Reference: `reference`. Fast path: Triton kernels (`flash_kernels`), for heads of up to `largest_head`; otherwise the
-reference.
+Reference: `reference`, which computes where the kernels of `flash_launch` do not, as for heads beyond `largest_head`.
 Sharding rule: samples and heads may be sharded, each shard a plain tensor. A shard of the heads passes the global index
 of its first head as `head_start`; it holds all heads of q that share its heads of k and v.
 """
@@ -19,6 +18,7 @@ import math
 import torch
 from torch import Tensor
 
+from dtgpt.ops.attention.core import by_heads, hidden_columns
 from dtgpt.ops.kernels.attention.flash_launch import (
     LOG2_E,
     largest_head,
@@ -38,29 +38,7 @@ from dtgpt.ops.random.dropout import (
     threshold,
     unpack_bytes,
 )
-
-LARGEST_HEAD = 256  # D that the kernels hold in registers; fewer in fp32 and on smaller GPUs: `largest_head`
-
-
-def hidden_columns(
-    queries: int, columns: int, device: torch.device, spans: Tensor | None = None, window: int | None = None
-) -> Tensor:
-    """Return bool `[T, S]`, or `[B, 1, T, S]` with spans, True where a query may not attend: to columns after its
-    position, which is i + S - T for query i, before its document, or further back than `window` columns. spans: as of
-    `flash_attention`."""
-    column = torch.arange(columns, device=device)
-    position = torch.arange(columns - queries, columns, device=device)[:, None]
-    hidden = column > position
-    if window is not None:
-        hidden = hidden | (column <= position - window)
-    return hidden if spans is None else (hidden | (column < spans[:, columns - queries :, :1]))[:, None]
-
-
-def by_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v as `[B, N, T, D]` and twice `[B, N, S, D]`: heads of k and v are repeated for their queries."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    return (q, k, v) if group == 1 else (q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
+from dtgpt.ops.serve import Operation
 
 
 def _scores(
@@ -92,6 +70,9 @@ def reference(
     return (probabilities @ values).to(q.dtype).transpose(1, 2)
 
 
+FLASH = Operation("flash", reference, "softmax(q k^T / sqrt(D)) v over tiles of the scores (Dao et al. 2022; Dao 2023)")
+
+
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor | None = None, p: float = 0.0, head_start: int = 0,
     spans: Tensor | None = None, scale: float | None = None, sinks: Tensor | None = None,
@@ -106,35 +87,13 @@ def flash_attention(
     sees, and the end, at most S, of the queries that see the column there, neither falling from one position to the
     next; None: all. scale: factor of q k^T; None: 1 / sqrt(D). sinks: `[N]`, logits that take part in the softmax of
     each head without a value; None: none. Saves q, k, v, the output, 4 bytes per head and query and, with dropout, bits
-    per head, query and column: about one in the kernels, where S = T. Raises ValueError where shapes do not fit.
+    per head, query and column: about one in the kernels, where S = T. Shapes fit, as `check_inputs` has it.
     """
-    check_inputs(q, k, v, key, spans, sinks)
     if threshold(p) == 0:
         key = None
     if has_triton(q) and q.shape[-1] <= largest_head(q.dtype, q.device):
         return _forward(q, k, v, key, p, head_start, spans, scale, sinks)[0]
     return reference(q, k, v, key, p, head_start, spans, scale, sinks)
-
-
-def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, spans: Tensor | None, sinks: Tensor | None = None
-) -> None:
-    """Raise ValueError where shapes do not fit."""
-    if not (q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3] and _covers(q, k)):
-        raise ValueError(
-            f"q, k, v have the shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; they need to be "
-            "[B, T, N, D] and twice [B, S, N_kv, D], where S >= T and N_kv divides N"
-        )
-    if key is not None and key.shape != (len(q), 2):
-        raise ValueError(f"keys have the shape {tuple(key.shape)}; {len(q)} samples need [{len(q)}, 2]")
-    if spans is not None and (spans.shape != (*k.shape[:2], 2) or spans.dtype != torch.int32):
-        raise ValueError(f"spans are {spans.dtype} {tuple(spans.shape)}; they need to be int32 [B, S, 2]")
-    if sinks is not None and sinks.shape != q.shape[2:3]:
-        raise ValueError(f"sinks have the shape {tuple(sinks.shape)}; {q.shape[2]} heads need [{q.shape[2]}]")
-
-
-def _covers(q: Tensor, k: Tensor) -> bool:
-    return k.shape[1] >= q.shape[1] and 0 < k.shape[2] <= q.shape[2] and q.shape[2] % k.shape[2] == 0
 
 
 @torch.library.custom_op("dtgpt::flash_forward", mutates_args=(), device_types="cpu")

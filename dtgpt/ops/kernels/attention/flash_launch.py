@@ -1,20 +1,20 @@
 """How the kernels of `flash` are launched: which, with which tiles, and on what memory.
 
-`descriptor_kernels` serve training without dropout where the GPU copies whole tiles: 16-bit heads of 64 that share keys
-and heads of 128 and 256. On Hopper GPUs, `warp_kernels` take from them heads of 128, with documents or windows in long
-samples only, and give the same bits. `flash_kernels` serve all else, heads of 64 that share no keys as fast. The choice
-depends on the model, the GPU and the version of Triton, never on the number of samples and heads, and on T only where
-no bits do.
+`FLASH` has them in order of preference. The choice depends on the model, the GPU and the version of Triton, never on
+the number of samples and heads, and on T only where no bits do.
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtgpt.ops.kernels.devices import has_gluon, has_hopper, multiprocessors, shared_memory
+from dtgpt.ops.kernels.devices import GLUON_VERSIONS, has_gluon, has_hopper, multiprocessors, shared_memory, why_below
 from dtgpt.ops.random.dropout import keep_scale, threshold
+from dtgpt.ops.serve import Kernel
+from dtgpt.util.hardware import HOPPER, SIXTEEN_BITS, TRITON
 
 LOG2_E = 1 / math.log(2)
 WORD = 64  # decisions of dropout in a word, as in `flash_mask`
@@ -101,8 +101,8 @@ class Call:
         self.spans = None if spans is None else spans.contiguous()
         self.scale = 1 / math.sqrt(self.size) if scale is None else scale
         gains = words is None and gains_by_tiles(q.dtype, self.heads, self.kv_heads, self.size, q.device)
-        self.by_tiles = words is None and takes_tiles(q, k)
-        self.by_warps = words is None and takes_warps(q, k, spans)
+        served = next(kernel for kernel in FLASH if kernel.serves(q, k, words is not None, spans))
+        self.by_warps, self.by_tiles = served is FLASH[0], served is not FLASH[-1]
         launches = launches_of(q.dtype, self.size, self.by_tiles, gains, words is not None)
         if self.by_warps:
             launches = WARPS_OF_SHORT if self.length < SHORT else WARPS
@@ -185,16 +185,50 @@ class Call:
         return (tiles * places,), places, constants | {"SPANS": self.spans is not None}
 
 
-def takes_tiles(q: Tensor, k: Tensor) -> bool:
-    """Return whether `descriptor_kernels` serve q `[B, T, N, D]` and k `[B, S, N_kv, D]` without dropout."""
+def takes_tiles(q: Tensor, k: Tensor, drops: bool = False, spans: Tensor | None = None) -> bool:
+    """Return whether `descriptor_kernels` serve q `[B, T, N, D]` and k `[B, S, N_kv, D]`."""
     (_, length, heads, size), (_, columns, kv_heads, _) = q.shape, k.shape
-    return length == columns and gains_by_tiles(q.dtype, heads, kv_heads, size, q.device)
+    return not drops and length == columns and gains_by_tiles(q.dtype, heads, kv_heads, size, q.device)
 
 
-def takes_warps(q: Tensor, k: Tensor, spans: Tensor | None) -> bool:
-    """Return whether `warp_kernels` take the place of `descriptor_kernels`."""
+def takes_warps(q: Tensor, k: Tensor, drops: bool, spans: Tensor | None) -> bool:
+    """Return whether `warp_kernels` take the place of `descriptor_kernels`, with the same bits."""
     fits = q.shape[-1] == 128 and (spans is None or q.shape[1] >= BOUNDED)
-    return fits and takes_tiles(q, k) and has_gluon(q.device)
+    return fits and takes_tiles(q, k, drops) and has_gluon(q.device)
+
+
+def why_no_warps(device: torch.device) -> str | None:
+    """Return why `warp_kernels` do not run on a device; None where they do."""
+    reason = why_below(HOPPER, device)
+    if reason is None and not has_gluon(device):
+        return f"they need a Hopper GPU (9.0) and Triton {GLUON_VERSIONS[0]}x"
+    return reason
+
+
+FLASH = (
+    Kernel(
+        name="warp_kernels",
+        serves=takes_warps,
+        run=Call._run_tiles,
+        why_not=why_no_warps,
+        when="what descriptor_kernels serve, with heads of 128: faster, with the same bits; documents and windows from "
+        "8,192 tokens on",
+    ),
+    Kernel(
+        name="descriptor_kernels",
+        serves=takes_tiles,
+        run=Call._run_tiles,
+        why_not=partial(why_below, HOPPER),
+        when="16 bits, no dropout, as many queries as columns; heads of 128 and 256, and those of 64 that share keys",
+    ),
+    Kernel(  # heads of 64 that share no keys are as fast by these
+        name="flash_kernels",
+        serves=lambda q, k, drops, spans: True,
+        run=Call._run,
+        why_not=partial(why_below, SIXTEEN_BITS),
+        when="all else",
+    ),
+)
 
 
 def gains_by_tiles(dtype: torch.dtype, heads: int, kv_heads: int, size: int, device: torch.device) -> bool:
@@ -218,7 +252,9 @@ def launches_of(dtype: torch.dtype, size: int, by_tiles: bool, gains: bool, drop
 @torch.compiler.assume_constant_result
 def largest_head(dtype: torch.dtype, device: torch.device) -> int:
     """Return the largest D that the kernels take: 256 in 16 bits where a program may use as much shared memory as on a
-    Hopper GPU, else 128."""
+    Hopper GPU, else 128. 0: a GPU is here without Triton; a plan for other machines supposes that they have it."""
+    if not TRITON and torch.cuda.is_available():
+        return 0
     return 256 if dtype.itemsize == 2 and shared_memory(device) >= LARGE_MEMORY else 128
 
 

@@ -1,16 +1,16 @@
 """Split a packed QKV projection into q, k and v, and merge their gradients without a copy.
 
 `flash_attention` reads views in place, and writes the gradients of views that `are_packed` into one buffer of the
-packed layout. `split_qkv` recognises such gradients in backward and returns the buffer; it stacks others, as autograd
-does for `unbind`.
+packed layout. `split` recognises such gradients in backward and returns the buffer; it stacks others, as autograd does
+for `unbind`.
 """
 
 import torch
 from torch import Tensor
 
 
-def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, views `[B, T, N, D]` of qkv `[B, T, N, 3, D]`."""
+def split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `dtgpt.ops.attention.core.split_qkv` does."""
     return _Split.apply(qkv)
 
 
