@@ -14,7 +14,7 @@ from dtgpt.models.binding import bound_of
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import attention_cores
 from dtgpt.models.layers import Context
-from dtgpt.ops.attention.cached import HEAD_SIZES
+from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
 from dtgpt.ops.kernels.decode import exact as exact_blocks
 from dtgpt.ops.kernels.decode.blocks import embed, kernels_of_few_rows, run_blocks, run_head
 from dtgpt.ops.kernels.devices import has_triton

@@ -38,8 +38,8 @@ class QuantisedProduct(Protocol):
     ) -> Tensor:
         """Return x w^T + bias of local tensors. into, out: where x and the result are parts of ranks, how they lie."""
 
-    def computes(self, activation: Callable[..., Tensor], has_bias: bool) -> bool:
-        """Return whether `mlp` knows the activation, with a bias or without."""
+    def name_of(self, activation: Callable[..., Tensor], has_bias: bool) -> Any:
+        """Return what `mlp` calls the activation, with a bias or without; None where it does not know it."""
 
     def mlp(
         self,
@@ -48,7 +48,7 @@ class QuantisedProduct(Protocol):
         bias: Tensor | None,
         weight_2: Tensor,
         second: Any,
-        activation: Callable[..., Tensor],
+        activation: Any,
         into: Parts | None,
         out: Parts | None,
     ) -> Tensor:

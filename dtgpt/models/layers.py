@@ -93,12 +93,13 @@ def mlp(
     into, out = first.bound.into, second.bound.out
     whole = not isinstance(first.weight, DTensor) and not isinstance(second.weight, DTensor)
     fits = whole or (into is not None and out is not None)
-    has_bias = first.bias is not None
-    if one is None or two is None or not fits or not one.known or is_apart() or not one.computes(activation, has_bias):
-        return second(activation(first(x), *([first.bias] if has_bias else [])))
+    bias = () if first.bias is None else (first.bias,)
+    name = None if one is None or two is None else one.name_of(activation, first.bias is not None)
+    if one is None or name is None or not fits or not one.known or is_apart():
+        return second(activation(first(x), *bias))
     weights = [local(module.weight.to(x.dtype)) for module in (first, second)]
     own_bias = None if first.bias is None else local(first.bias)
-    return one.mlp(x, weights[0], own_bias, weights[1], two, activation, into, out)
+    return one.mlp(x, weights[0], own_bias, weights[1], two, name, into, out)
 
 
 class LayerNorm(nn.LayerNorm):

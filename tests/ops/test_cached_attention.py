@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtgpt.ops.attention.cached import SPLIT, attend_chunk, attend_rows, spread_splits
+from dtgpt.ops.attention.cached import attend_chunk, attend_rows
 from dtgpt.ops.attention.core import Backend, causal_attention
+from dtgpt.ops.kernels.attention.cached import SPLIT, spread_splits
 from dtgpt.ops.kernels.attention.flash import reference
 from dtgpt.ops.kernels.decode.blocks import choose_tile
 

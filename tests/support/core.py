@@ -27,8 +27,8 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "ops": (
         r"ops/(serve|local_linear|attention/core|attention/window|norm/norm|norm/residual|loss/head|loss/cross_entropy|"
-        r"pointwise/linear|pointwise/gelu|pointwise/swiglu|pointwise/gated|pointwise/activation|pointwise/machine|"
-        r"rotary/rotary|rotary/table|rotary/frequencies|random/philox|random/dropout|random/sliced|optim/adamw|"
+        r"pointwise/linear|pointwise/gelu|pointwise/swiglu|pointwise/gated|pointwise/activation|pointwise/relu2|"
+        r"rotary/rotary|rotary/table|random/few|random/philox|random/dropout|random/sliced|optim/adamw|"
         r"optim/optimizer|optim/gradients)"
     ),
     "plan": (

@@ -116,12 +116,8 @@ def hidden_by(q: Tensor, k: Tensor, spans: Tensor | None, rule: AttentionRule) -
     return hidden_columns(q.shape[1], k.shape[1], q.device, spans, rule.window)
 
 
-SPLIT_QKV = Operation("split_qkv", lambda qkv: qkv.unbind(3), "q, k, v = qkv[..., i, :], i = 0, 1, 2")
-
-
-def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, views `[B, T, N, D]` of qkv `[B, T, N, 3, D]`."""
-    return SPLIT_QKV(qkv)
+# q, k and v, views [B, T, N, D], of qkv [B, T, N, 3, D].
+split_qkv = Operation("split_qkv", lambda qkv: qkv.unbind(3), "q, k, v = qkv[..., i, :], i = 0, 1, 2")
 
 
 def positions_of(q: Tensor, k: Tensor, start: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.sites import Sites
 from dtgpt.ops.local_linear import Parts
-from dtgpt.ops.pointwise.activation import fused_name
+from dtgpt.ops.pointwise.activation import Name, fused_name
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Fp8Product:
     ) -> Tensor:
         return fp8_linear(x, weight, bias, self.sites, into, out)
 
-    def computes(self, activation: Callable[..., Tensor], has_bias: bool) -> bool:
-        return fused_name(activation, has_bias) is not None
+    def name_of(self, activation: Callable[..., Tensor], has_bias: bool) -> Name | None:
+        return fused_name(activation, has_bias)
 
     def mlp(
         self,
@@ -41,10 +41,8 @@ class Fp8Product:
         bias: Tensor | None,
         weight_2: Tensor,
         second: "Fp8Product",
-        activation: Callable[..., Tensor],
+        activation: Name,
         into: Parts | None,
         out: Parts | None,
     ) -> Tensor:
-        name = fused_name(activation, bias is not None)
-        assert name is not None
-        return fp8_mlp(x, weight_1, bias, weight_2, self.sites, second.sites, name, into, out)
+        return fp8_mlp(x, weight_1, bias, weight_2, self.sites, second.sites, activation, into, out)

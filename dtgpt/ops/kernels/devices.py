@@ -20,8 +20,8 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def has_triton(x: Tensor) -> bool:
-    """Return whether Triton's kernels can work on `x`."""
+def has_triton(x: Tensor, *_: Any) -> bool:
+    """Return whether Triton's kernels can work on `x`, the first of an operation's arguments."""
     return TRITON and x.is_cuda
 
 
@@ -85,12 +85,7 @@ def why_no_build(device: torch.device) -> str | None:
     return f"{' and '.join(lacking)} not found" if lacking else None
 
 
-def on_gpu(x: Tensor, *_: Any) -> bool:
-    """Return `has_triton` of the first of an operation's arguments."""
-    return TRITON and x.is_cuda
-
-
-def by_triton(run: Callable[..., Any], serves: Callable[..., bool] = on_gpu, when: str = "on GPUs") -> Kernel:
+def by_triton(run: Callable[..., Any], serves: Callable[..., bool] = has_triton, when: str = "on GPUs") -> Kernel:
     """Return a kernel that is written in Triton."""
     return Kernel("Triton", serves, run, why_no_triton, when)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from dtgpt.ops.kernels.devices import by_triton, has_triton
-from dtgpt.ops.optim.adamw import Update, Weights
+from dtgpt.ops.optim.adamw import Slot, Update
 from dtgpt.ops.optim.fixed_point import Range
 
 
@@ -25,11 +25,19 @@ def _table(like: Tensor, tensors: Sequence[Tensor], *columns: Sequence[int]):
     return kernels().Table(sizes, [addresses, *columns], like.device)
 
 
-def _adamw(first: Tensor, weights: Weights, betas: tuple[float, float], eps: float) -> Update:
-    moments = [[t.data_ptr() for t in tensors] for tensors in (weights.exp_avg, weights.exp_avg_sq)]
-    narrow = [0 if n is None else n.data_ptr() for n in weights.narrow]
-    table = _table(first, weights.masters, *moments, narrow, [int(decay) for decay in weights.decay])
-    dtypes, launch = [None if n is None else n.dtype for n in weights.narrow], kernels().adamw
+def _adamw(
+    first: Tensor,
+    slots: Sequence[Slot],
+    exp_avg: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    betas: tuple[float, float],
+    eps: float,
+) -> Update:
+    moments = [[t.data_ptr() for t in tensors] for tensors in (exp_avg, exp_avg_sq)]
+    narrow = [slot.low_precision for slot in slots]
+    addresses = [0 if n is None else n.data_ptr() for n in narrow]
+    table = _table(first, [s.master for s in slots], *moments, addresses, [int(slot.decay) for slot in slots])
+    dtypes, launch = [None if n is None else n.dtype for n in narrow], kernels().adamw
     return lambda gradients, numbers, skip: launch(table, gradients, dtypes, numbers, skip, betas, eps)
 
 

@@ -194,11 +194,6 @@ def to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: 
     return WHOLE_LOSSES(logits, targets, scale, real, cap)
 
 
-@to_loss_and_gradient_.register_fake
-def _(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
-    return logits.new_empty(len(logits), dtype=torch.float32)
-
-
 @torch.library.custom_op("dtgpt::cross_entropy_losses", mutates_args=())
 def row_losses(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> Tensor:
     """Return the losses, fp32 `[rows]`, where this rank holds the whole vocabulary, with the bits of
@@ -206,18 +201,8 @@ def row_losses(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> 
     return WHOLE_LOSSES(logits, targets, None, real, cap)
 
 
-@row_losses.register_fake
-def _(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> Tensor:
-    return logits.new_empty(len(logits), dtype=torch.float32)
+for _op in (to_loss_and_gradient_, row_losses):
+    _op.register_fake(lambda logits, *_: logits.new_empty(len(logits), dtype=torch.float32))
 
-
-def _times(x: Tensor, factor: Tensor) -> Tensor:
-    return x * factor
-
-
-SCALED = Operation("scaled", _times, "x factor")
-
-
-def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """Return x times a scalar fp32 tensor, rounded once."""
-    return SCALED(x, factor)
+# x, factor: x times a scalar fp32 tensor, rounded once.
+scaled = Operation("scaled", torch.mul, "x factor")

@@ -36,13 +36,15 @@ def residual_norm_reference(
     return total, norm_reference(total, weight, bias, eps)
 
 
-def _passed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _norm_and_pass(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (x, `norm` of x), for a residual stream that also bypasses its norm: a kernel's backward adds the two
+    gradients of x in the pass that makes that of the norm."""
     return x, norm_reference(x, weight, bias, eps)
 
 
-NORM_AND_PASS = Operation(
+norm_and_pass = Operation(
     "norm_and_pass",
-    _passed,
+    _norm_and_pass,
     "x, and (x - mean) / sqrt(variance + eps) weight + bias or x / sqrt(mean(x^2) + eps) weight",
 )
 RESIDUAL_NORM = Operation("residual_norm", residual_norm_reference, "s = x + dropout(branch + bias), and the norm of s")
@@ -52,14 +54,6 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Normalise x `[.., H]` to `[.., H]` in x's dtype; weight and bias: `[H]` in x's dtype or fp32. LayerNorm, or
     RMSNorm x / sqrt(mean(x^2) + eps) * weight without a bias."""
     return norm_and_pass(x, weight, bias, eps)[1]
-
-
-def norm_and_pass(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (x, `norm` of x), for a residual stream that also bypasses its norm.
-
-    A kernel's backward adds the two gradients of x in the pass that makes that of the norm.
-    """
-    return NORM_AND_PASS(x, weight, bias, eps)
 
 
 def residual_norm(

@@ -13,7 +13,6 @@ Sharding rule: everything is elementwise, so a rank passes its shard of each ten
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,25 +43,24 @@ def reference(
     return master * kept - rate * (exp_avg / (exp_avg_sq.sqrt() / root + eps)), exp_avg, exp_avg_sq
 
 
-class Weights(NamedTuple):
-    """What a rule updates in place, each in the order of the slots."""
-
-    masters: Sequence[Tensor]
-    narrow: Sequence[Tensor | None]
-    exp_avg: Sequence[Tensor]
-    exp_avg_sq: Sequence[Tensor]
-    decay: Sequence[bool]
-
-
 Update = Callable[[list[Tensor], Tensor, Tensor | None], None]  # of gradients, `AdamW._numbers` and `skip`
 
 
-def _plain_update(_: Tensor, weights: Weights, betas: tuple[float, float], eps: float) -> Update:
-    return partial(_update, weights, betas, eps)
+def _plain_update(
+    _: Tensor,
+    slots: Sequence[Slot],
+    exp_avg: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    betas: tuple[float, float],
+    eps: float,
+) -> Update:
+    return partial(_update, slots, exp_avg, exp_avg_sq, betas, eps)
 
 
 def _update(
-    weights: Weights,
+    slots: Sequence[Slot],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
     betas: tuple[float, float],
     eps: float,
     gradients: list[Tensor],
@@ -71,14 +69,14 @@ def _update(
 ) -> None:
     no_decay = numbers.clone()
     no_decay[1] = 1
-    for gradient, master, narrow, exp_avg, exp_avg_sq, decay in zip(gradients, *weights, strict=True):
-        factors = numbers if decay else no_decay
-        new = reference(master, exp_avg, exp_avg_sq, gradient, factors, betas, eps)
-        for old, value in zip((master, exp_avg, exp_avg_sq), new, strict=True):
+    for slot, exp_avg, exp_avg_sq, gradient in zip(slots, exp_avgs, exp_avg_sqs, gradients, strict=True):
+        factors = numbers if slot.decay else no_decay
+        new = reference(slot.master, exp_avg, exp_avg_sq, gradient, factors, betas, eps)
+        for old, value in zip((slot.master, exp_avg, exp_avg_sq), new, strict=True):
             old.copy_(value if skip is None else torch.where(skip, old, value))
-        if narrow is not None:
-            rounded = master.to(narrow.dtype)
-            narrow.copy_(rounded if skip is None else torch.where(skip, narrow, rounded))
+        if slot.low_precision is not None:
+            rounded = slot.master.to(slot.low_precision.dtype)
+            slot.low_precision.copy_(rounded if skip is None else torch.where(skip, slot.low_precision, rounded))
 
 
 ADAMW = Operation("adamw", _plain_update, "the rule of AdamW, for all weights of a run")
@@ -106,9 +104,8 @@ class AdamW:
         device = self._masters[0].device
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # an exponent: counts exactly up to 2^53
         self._decays = torch.tensor([beta1, beta2], dtype=torch.float64, device=device)
-        narrow = [None if slot.low_precision is None else slot.low_precision.detach() for slot in slots]
-        weights = Weights(self._masters, narrow, self.exp_avg, self.exp_avg_sq, [slot.decay for slot in slots])
-        self._update: Update = ADAMW(self._masters[0], weights, (beta1, beta2), eps)
+        rest = (self.slots, self.exp_avg, self.exp_avg_sq, (beta1, beta2), eps)
+        self._update: Update = ADAMW(self._masters[0], *rest)
 
     def state(self, index: int) -> dict[str, Tensor]:
         """Return the moments of slot `index`, by their names in checkpoints."""

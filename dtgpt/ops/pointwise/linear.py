@@ -31,16 +31,12 @@ def may_split() -> bool:
     return _may_split
 
 
-LINEAR = Operation("linear", F.linear, "x w^T + bias")
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x w^T + bias `[.., out]`. x: `[.., in]`; weight: `[out, in]`; bias: `[out]` or None; all of one dtype."""
-    return LINEAR(x, weight, bias)
+# x, weight, bias: x w^T + bias `[.., out]` of x `[.., in]`, weight `[out, in]` and bias `[out]` or None, of one dtype.
+linear = Operation("linear", F.linear, "x w^T + bias")
 
 
 def _linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor) -> Tensor:
     return torch.mm(x, weight.t(), out=memory) if bias is None else torch.addmm(bias, x, weight.t(), out=memory)
 
 
-LINEAR_INTO = Operation("linear_into", _linear_into, "x w^T + bias, in the memory given where nothing else serves")
+linear_into = Operation("linear_into", _linear_into, "x w^T + bias, in the memory given where nothing else serves")

@@ -117,20 +117,16 @@ def _dropped(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None, atte
     return torch.ops.dtgpt.dropout(x, key, p, first, attention)
 
 
-def dropout_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:
+def _dropout_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:
     """Return int64 `[B, sites, 2]`: the key of every dropout site for the samples `sample_ids` int64 `[B]`.
 
     key: int64 `[2]`, that of a step. A mask depends on the sample's index in the run, never on its place in a
     micro-batch.
     """
-    return DROPOUT_KEYS(key, sample_ids, sites)
-
-
-def _folded_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:
     return fold(key, sample_ids[:, None], torch.arange(sites, device=key.device))
 
 
-DROPOUT_KEYS = Operation("dropout_keys", _folded_keys, "fold(key, sample, site)")
+dropout_keys = Operation("dropout_keys", _dropout_keys, "fold(key, sample, site)")
 
 
 @torch.library.custom_op("dtgpt::dropout", mutates_args=())

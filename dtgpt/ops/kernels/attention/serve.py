@@ -32,10 +32,9 @@ def _fused_softmax(
     hidden, start = hidden_by(q, k, spans, rule), positions_of(q, k, start)
     q, k, v = by_heads(q, k, v)
     mask = "causal" if hidden is None else _of_samples(hidden, len(q))
-    scores = q @ k.transpose(-2, -1)
-    return (scaled_masked_softmax(scores, rule.factor(q.shape[-1]), mask, key=key, p=p, start=start) @ v).transpose(
-        1, 2
-    )
+    scale = rule.factor(q.shape[-1])
+    out = scaled_masked_softmax(q @ k.transpose(-2, -1), scale, mask, key=key, p=p, start=start) @ v
+    return out.transpose(1, 2)
 
 
 def _of_samples(hidden: Tensor, batch: int) -> Tensor:

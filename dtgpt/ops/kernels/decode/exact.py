@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dtgpt.ops.attention.cached import exact_attention
 from dtgpt.ops.decode.weights import BlockWeights, HeadWeights, Rotary
+from dtgpt.ops.kernels.attention.cached import exact_attention
 from dtgpt.ops.kernels.decode.blocks import product
 
 
