@@ -13,6 +13,8 @@ CAPABILITY = Capability(
         "split_qkv": "dtgpt.ops.kernels.attention.serve:SPLIT_QKV",
         "attend_rows": "dtgpt.ops.kernels.attention.cached:ATTEND_ROWS",
         "write_prompts": "dtgpt.ops.kernels.attention.cached:WRITE_PROMPTS",
+        "sample": "dtgpt.ops.kernels.sampling.serve:SAMPLE",
+        "record": "dtgpt.ops.kernels.sampling.serve:RECORD",
         "norm_and_pass": "dtgpt.ops.kernels.norm:NORM_AND_PASS",
         "residual_norm": "dtgpt.ops.kernels.norm:RESIDUAL_NORM",
         "residual": "dtgpt.ops.kernels.norm:RESIDUAL",
