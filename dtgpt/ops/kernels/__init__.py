@@ -15,6 +15,7 @@ CAPABILITY = Capability(
         "write_prompts": "dtgpt.ops.kernels.attention.cached:WRITE_PROMPTS",
         "sample": "dtgpt.ops.kernels.sampling.serve:SAMPLE",
         "record": "dtgpt.ops.kernels.sampling.serve:RECORD",
+        "sum_rows": "dtgpt.ops.kernels.attention.serve:SUM_ROWS",
         "norm_and_pass": "dtgpt.ops.kernels.norm:NORM_AND_PASS",
         "residual_norm": "dtgpt.ops.kernels.norm:RESIDUAL_NORM",
         "residual": "dtgpt.ops.kernels.norm:RESIDUAL",

@@ -71,4 +71,13 @@ ATTENTION = (
         when="by --attention fused_softmax alone",
     ),
 )
+
+
+def _sum_rows(x: Tensor, table: Tensor) -> Tensor:
+    from dtgpt.ops.kernels.attention.shared_kernels import launch_sum  # imported on first use, since it needs Triton
+
+    return launch_sum(x.contiguous(), table)
+
+
+SUM_ROWS = (by_triton(_sum_rows, when="on GPUs: each number is read and written once"),)
 SPLIT_QKV = (by_triton(split, lambda qkv: True, "always: backward returns the buffer that `flash` writes"),)
