@@ -16,6 +16,7 @@ CAPABILITY = Capability(
         "sample": "dtgpt.ops.kernels.sampling.serve:SAMPLE",
         "record": "dtgpt.ops.kernels.sampling.serve:RECORD",
         "sum_rows": "dtgpt.ops.kernels.attention.serve:SUM_ROWS",
+        "decode_blocks": "dtgpt.ops.kernels.decode.blocks:BLOCKS",
         "norm_and_pass": "dtgpt.ops.kernels.norm:NORM_AND_PASS",
         "residual_norm": "dtgpt.ops.kernels.norm:RESIDUAL_NORM",
         "residual": "dtgpt.ops.kernels.norm:RESIDUAL",

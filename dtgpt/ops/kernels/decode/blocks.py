@@ -18,8 +18,9 @@ from torch import Tensor
 from dtgpt.comm.exchange import Exchange
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.kernels.attention.cached import decode_attention
-from dtgpt.ops.kernels.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of
-from dtgpt.ops.kernels.devices import has_hopper, multiprocessors, shared_memory
+from dtgpt.ops.kernels.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of, why_no_rows
+from dtgpt.ops.kernels.devices import has_hopper, has_triton, multiprocessors, shared_memory, why_no_triton
+from dtgpt.ops.serve import Kernel, Operation
 
 GROUP = 512  # elements of K in a group, as in `kernels`
 EPILOGUES = ("groups", "logits", "plain", "gelu", "qkv", "swiglu")
@@ -240,20 +241,20 @@ def kernels_of_few_rows(blocks: Sequence[BlockWeights], keys: Sequence[Tensor], 
     return kernels_for(*sizes, keys[0].device)
 
 
-def run_blocks(
-    x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
-    slots: Tensor, positions: Tensor, all_reduce: AllReduce | None = None, exchange: Exchange | None = None,
+def _run_few_rows(
+    x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor,
+    positions: Tensor, all_reduce: AllReduce | None, exchange: Exchange | None,
 ) -> Residual:  # fmt: skip
-    """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, and write the new tokens' k and v.
+    few = kernels_of_few_rows(blocks, keys, exchange.ranks if exchange else 1)
+    if few is None or len(x) > few.most_rows:
+        return _run_rows(x, blocks, keys, values, slots, positions, all_reduce, exchange)
+    return Residual(few.run(x.contiguous(), blocks, keys, values, slots, positions, exchange))
 
-    keys, values: of each block, `[slots, N_kv, P, D]`. slots, positions: int64 `[M]`.
-    """
 
-    if (all_reduce is None or exchange is not None) and len(x) <= MOST_ROWS:
-        few = kernels_of_few_rows(blocks, keys, exchange.ranks if exchange else 1)
-        if few is not None and len(x) <= few.most_rows:
-            return Residual(few.run(x.contiguous(), blocks, keys, values, slots, positions, exchange))
-
+def _run_rows(
+    x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor,
+    positions: Tensor, all_reduce: AllReduce | None, exchange: Exchange | None,
+) -> Residual:  # fmt: skip
     def branch_of(h: Tensor, weight: Tensor) -> Tensor:
         branch = product(h, weight, None, "groups")
         return branch if all_reduce is None else all_reduce(branch)
@@ -267,6 +268,56 @@ def run_blocks(
         inner = product(h, block.fc, block.fc_bias, str(block.activation))
         stream = Residual(x, branch_of(inner, block.out), block.out_bias)
     return stream
+
+
+def _is_few(
+    x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor,
+    positions: Tensor, all_reduce: AllReduce | None, exchange: Exchange | None,
+) -> bool:  # fmt: skip
+    return len(x) <= MOST_ROWS and (all_reduce is None or exchange is not None)
+
+
+def _no_modules(*_: Any) -> Residual:
+    raise NotImplementedError("these blocks have kernels alone; on other devices the modules of the model compute them")
+
+
+DECODE_BLOCKS = Operation("decode_blocks", _no_modules, "blocks of a model for one token each of M sequences")
+BLOCKS = (
+    Kernel(
+        name="rows.cu",
+        serves=_is_few,
+        run=_run_few_rows,
+        why_not=why_no_rows,
+        when="16 bits, up to 4 rows, of large models 2: a step takes as long as it takes to read its weights. Heads of "
+        "64 or 128, blocks of one size; H and F: multiples of 64, up to 8,192; slots of up to 8,192 positions. Else "
+        "Triton's",
+    ),
+    Kernel(
+        name="Triton",
+        serves=has_triton,
+        run=_run_rows,
+        why_not=why_no_triton,
+        when="16 bits, heads of 16, 32, 64 or 128; GPT-2 and LLaMA blocks with tanh-GELU or SwiGLU that see all tokens",
+    ),
+    Kernel(
+        name="Triton, exact",
+        serves=lambda *_: False,
+        run=_no_modules,
+        why_not=why_no_triton,
+        when="by exact=True alone, in fp32, too: the bits of training",
+    ),
+)
+
+
+def run_blocks(
+    x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
+    slots: Tensor, positions: Tensor, all_reduce: AllReduce | None = None, exchange: Exchange | None = None,
+) -> Residual:  # fmt: skip
+    """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, and write the new tokens' k and v.
+
+    keys, values: of each block, `[slots, N_kv, P, D]`. slots, positions: int64 `[M]`.
+    """
+    return DECODE_BLOCKS(x, blocks, keys, values, slots, positions, all_reduce, exchange)
 
 
 def run_head(stream: Residual, head: HeadWeights) -> Tensor:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from dtgpt.comm.exchange import Exchange, Fields
 from dtgpt.ops.decode.weights import BlockWeights, Rotary
-from dtgpt.ops.kernels.devices import has_hopper, multiprocessors
+from dtgpt.ops.kernels.devices import has_hopper, multiprocessors, why_below, why_no_build
 from dtgpt.util.extension import library
+from dtgpt.util.hardware import HOPPER
 
 SOURCE = Path(__file__).with_name("rows.cu")
 MOST_ROWS, MOST_ROWS_OF_LARGE = 4, 2  # beyond, the kernels of `kernels.py` are as fast; large: not all weights are kept
@@ -140,6 +141,11 @@ def sizes_of(block: BlockWeights, keys: Tensor, ranks: int = 1) -> Sizes:
         rms=int(block.norm_1_bias is None), gated=int(block.activation == "swiglu"),
         rotary=0 if rotary is None else 1 + rotary.normalises(), biases=any(there) + all(there),
     )  # fmt: skip
+
+
+def why_no_rows(device: torch.device) -> str | None:
+    """Return why the kernels do not run on a device; None where they do."""
+    return why_below(HOPPER, device) or why_no_build(device)
 
 
 @functools.cache
