@@ -51,8 +51,8 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "generate": (
         r"inference/(engine|generator|session|scheduler|request|runner|step|cache|sampling|model|load|text|options|"
-        r"results|slot_state|completion|prompts|memory|messages|leader|prefill)|ops/attention/cached|"
-        r"ops/sampling/(sample|reference|sequences|scores|record)"
+        r"results|slot_state|completion|prompts|memory|messages|leader|prefill)|ops/attention/cached|ops/decode/weights|"
+        r"ops/sampling/(sample|reference|edits|sequences|scores|record)"
     ),
     "util": (
         r"util/(console|errors|field_types|storage|hardware|environment|process|peers|threads|timers|torch_private|seams)"

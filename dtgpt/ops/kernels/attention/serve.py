@@ -37,6 +37,11 @@ def _fused_softmax(
     return out.transpose(1, 2)
 
 
+def _why_not_built(device: torch.device) -> str | None:
+    reason = why_no_build(device)
+    return reason if reason is None or device.type != "cuda" else f"{reason}: torch.compile makes the kernel, slower"
+
+
 def _of_samples(hidden: Tensor, batch: int) -> Tensor:
     """Return a mask as one `[B, 1, T, S]` for samples."""
     return hidden if hidden.dim() == 4 else hidden.expand(batch, 1, -1, -1).contiguous()
@@ -67,7 +72,7 @@ ATTENTION = (
         name="fused_softmax",
         serves=lambda case: False,
         run=_fused_softmax,
-        why_not=why_no_build,
+        why_not=_why_not_built,
         when="by --attention fused_softmax alone",
     ),
 )
@@ -80,4 +85,12 @@ def _sum_rows(x: Tensor, table: Tensor) -> Tensor:
 
 
 SUM_ROWS = (by_triton(_sum_rows, when="on GPUs: each number is read and written once"),)
-SPLIT_QKV = (by_triton(split, lambda qkv: True, "always: backward returns the buffer that `flash` writes"),)
+SPLIT_QKV = (
+    Kernel(
+        name="PyTorch, without a copy",
+        serves=lambda qkv: True,
+        run=split,
+        why_not=lambda device: None,
+        when="backward returns the buffer of gradients that flash writes",
+    ),
+)
