@@ -36,9 +36,13 @@ _column_sum.register_fake(lambda x: x.new_empty(x.shape[-1]))
 
 
 @constant_result  # Dynamo cannot trace it
-@cache
 def register_rule() -> None:
     """Tell DTensor the sharding rule, before the first gradient of a cut bias: other runs need no DTensor."""
+    _register_rule()
+
+
+@cache
+def _register_rule() -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
