@@ -94,6 +94,7 @@ def _by_whole_sums(x: Tensor, weight: Tensor, bias: None) -> Tensor:
     return F.linear(x, weight, weight.new_zeros(len(weight)))  # with a bias cuBLAS does not split K
 
 
+CHAIN_NAME = "Triton: one chain of sums"
 CHAIN = "of up to 512 rows on a GPU, where cuBLAS would split the sums"
 LINEAR = (
     Kernel(
@@ -103,7 +104,7 @@ LINEAR = (
         why_no_triton,
         "where tensor parallelism has cut the weight",
     ),
-    Kernel("Triton: one chain of sums", lambda x, *_: _has_few_rows(x), _chain, why_no_triton, CHAIN),
+    Kernel(CHAIN_NAME, lambda x, *_: _has_few_rows(x), _chain, why_no_triton, CHAIN),
     Kernel(
         "cuBLAS, with a bias of zeros",
         lambda x, weight, bias: _splits(x, bias),
@@ -121,7 +122,7 @@ LINEAR = (
 )
 LINEAR_INTO = (
     Kernel(
-        "Triton: one chain of sums",
+        CHAIN_NAME,
         lambda x, weight, bias, memory: _has_few_rows(x),
         lambda x, weight, bias, memory: _chain(x, weight, bias),
         why_no_triton,
