@@ -36,7 +36,7 @@ from dtgpt.checkpoint.manifest import Checkpoint, step_folder
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
 from dtgpt.config.recipe import Recipe
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 
 OURS = "dtgpt, background"

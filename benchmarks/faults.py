@@ -255,7 +255,7 @@ FAULTS = [
     ),
     Fault(
         "start: a run that was found is not resumed",
-        "dtgpt/train/job.py",
+        "dtgpt/train/start.py",
         "return ResumePoint(run=run, checkpoint=checkpoint)",
         "return ResumePoint()",
     ),
@@ -267,9 +267,9 @@ FAULTS = [
     ),
     Fault(
         "cp: documents are not kept apart",
-        "dtgpt/parallel/context.py",
-        "        by_token=own(batch.by_token),",
-        "        by_token=own(batch.by_token),\n        document_bounds=None,",
+        "dtgpt/models/batch.py",
+        "            by_token=own(self.by_token),",
+        "            by_token=own(self.by_token),\n            document_bounds=None,",
     ),
     Fault(
         "cp: a rank whose tokens are all masked divides by its own weights",

@@ -35,8 +35,8 @@ from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
-from dtgpt.train.job import ResumePoint, make_job
-from dtgpt.train.processes import join
+from dtgpt.train.setup import join
+from dtgpt.train.start import ResumePoint, make_job
 from dtgpt.util.errors import UserError
 from dtgpt.util.process import Process
 

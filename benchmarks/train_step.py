@@ -32,8 +32,8 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M
 from dtgpt.optim.kinds import named_kind, of_kind
-from dtgpt.train.settle import load_recipe
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import load_recipe
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.environment import environment
 from dtgpt.util.errors import UserError

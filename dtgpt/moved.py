@@ -33,6 +33,8 @@ FOLDERS = {
     ("dtgpt.optim", "dtgpt.optim.fp8"): "fp8_scales>scales",
     ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
+    ("dtgpt.train", "dtgpt.train"): "job>start settle>start startup>setup processes>setup",
+    ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
     ("dtgpt.data.prepare", "dtgpt.data"): "documents",
     ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",
     ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",
@@ -83,6 +85,9 @@ class _Old(MetaPathFinder, Loader):
         new = MOVED[spec.name]
         warnings.warn(f"{spec.name} is {new} now; the old name ends with the next version", FutureWarning, stacklevel=2)
         module = importlib.import_module(new)
+        # From now on before the search on disk, which would find a module of a moved folder again, by its old name.
+        sys.meta_path.remove(self)
+        sys.meta_path.insert(0, self)
         self._specs[spec.name] = module.__spec__  # which the import replaces by that of the old name
         return module
 
@@ -93,5 +98,4 @@ class _Old(MetaPathFinder, Loader):
 
 def serve_old_names() -> None:
     """Let the old names be imported."""
-    # Before the search on disk, which would find a module of a moved folder once more, under its old name.
-    sys.meta_path.insert(0, _Old())
+    sys.meta_path.append(_Old())  # after the search on disk, so that an import of today's names does not come here

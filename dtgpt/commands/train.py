@@ -15,8 +15,7 @@ from dtgpt.config.overrides import Options, explain_for, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
 from dtgpt.optim.kinds import named_kind, of_kind
-from dtgpt.train.job import Job, find_resume_point, make_job
-from dtgpt.train.settle import settle_at
+from dtgpt.train.start import Job, find_resume_point, make_job, settle_at
 from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError

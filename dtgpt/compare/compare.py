@@ -28,7 +28,7 @@ from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.posttrain.grpo.config import GrpoConfig
-from dtgpt.train.job import checked
+from dtgpt.train.start import checked
 from dtgpt.util.console import counted, hanging, say, say_error, terminal_width
 from dtgpt.util.environment import child_environment
 from dtgpt.util.errors import UserError

@@ -3,12 +3,19 @@
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from dtgpt.config.checks import changed
 from dtgpt.config.sections import DataConfig
+from dtgpt.data.dataset import Dataset
 from dtgpt.data.open import format_of, formats
 from dtgpt.data.tokenizers.open import check_named_once
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.gpt2 import GPT2_124M
+from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util.errors import UserError
+
+LOOKED_AT = 64  # samples that are read at a time
 
 
 def with_tokenizer(data: DataConfig, vocab_size: int) -> DataConfig:
@@ -79,3 +86,28 @@ def _check_tokenizer(data: DataConfig, vocab_size: int, model: Path | None) -> N
             f"data.bpe_vocab_size={data.bpe_vocab_size} is more than {given}; use --data.bpe_vocab_size {vocab_size}, "
             f"or {other}"
         )
+
+
+def check_ends(data: DataConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError for an option about documents where the tokenizer has no end of text between them."""
+    asked = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, n)]
+    if asked and tokenizer.end_of_text is None:
+        raise UserError(
+            f"data.{asked[0]}=on needs an end of text between documents, which the tokenizer {tokenizer.name} does not "
+            "have; leave it out"
+        )
+
+
+def check_counted(dataset: Dataset, samples: int, seq_length: int, seed: int) -> None:
+    """Raise UserError where all tokens of so many samples are ends of text, after which nothing counts."""
+    end = dataset.tokenizer.end_of_text
+    assert end is not None  # as `check_ends` found
+    key = fold(root_key(seed), "data")
+    for first in range(0, samples, LOOKED_AT):  # of which the first ones say so for nearly all texts
+        windows = dataset.windows(torch.arange(first, min(first + LOOKED_AT, samples)), seq_length, key)
+        if windows[:, :-1].ne(end).any():
+            return
+    raise UserError(
+        f"all tokens of {dataset.source} are ends of text, after which data.eod_mask_loss lets nothing count; leave it "
+        "out, or give another text"
+    )

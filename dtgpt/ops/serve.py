@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dtgpt.util import seams
+from dtgpt.util.torch_private import constant_result
 
 
 class Kernel(NamedTuple):
@@ -59,7 +60,7 @@ OPERATIONS: dict[str, Operation] = {}  # by name, those of the modules that are 
 _loaded: set[str] = set()
 
 
-@torch.compiler.assume_constant_result  # Dynamo cannot trace an import
+@constant_result  # Dynamo cannot trace an import
 def load_kernels(name: str) -> bool:
     """Import the kernels of an operation, if this was not done before, and return True."""
     if name not in _loaded:
@@ -67,6 +68,17 @@ def load_kernels(name: str) -> bool:
         OPERATIONS[name].kernels[:] = [kernel for place in places for kernel in seams.load(place)]
         _loaded.add(name)
     return True
+
+
+def plain_on_cpu(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a custom op, but in eager execution on a CPU the function that it is made of: at the first call
+    of an op that is written in Python, torch imports its compiler, which takes a second."""
+
+    def call(x: Tensor, *more: Any) -> Any:
+        is_op = x.is_cuda or type(x) is not Tensor or torch.compiler.is_compiling()
+        return op(x, *more) if is_op else function(x, *more)
+
+    return call
 
 
 _apart = False

@@ -18,7 +18,6 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.parallel import mesh as mesh_module
 from dtgpt.parallel.mesh import Mesh, agree
-from dtgpt.parallel.tensor import make_table
 from dtgpt.util.console import say
 from dtgpt.util.peers import Watch, peers
 from dtgpt.util.process import Process
@@ -43,6 +42,8 @@ def open_mesh(
     processes, which meet in its store, and are told of an exception that leaves the context."""
     plan, device = settings.plan, settings.device
     if plan.tp > 1:
+        from dtgpt.parallel.tensor import make_table  # DTensor takes half a second to import
+
         make_table(settings.model, plan)  # a wrong pattern shows before anything is started
     started, mesh, watch = plan.world > 1 and not dist.is_initialized(), None, watch or Watch()
     if started:

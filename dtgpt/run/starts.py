@@ -21,7 +21,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.data.dataset import Dataset
 from dtgpt.parallel.launch import code_digests
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.run.folder import read_recipe
+from dtgpt.run.saved_recipe import read_recipe
 from dtgpt.run.sinks import has_step
 from dtgpt.util.environment import environment
 from dtgpt.util.errors import UserError

@@ -15,13 +15,15 @@ from typing import Any
 
 from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
+from dtgpt.checkpoint.open import keep_of_model
 from dtgpt.checkpoint.save import Saver
+from dtgpt.checkpoint.tokenizer import check_tokenizer
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig
-from dtgpt.run.folder import AUTO, RunLock, check_runs, values_of, why_new_run
+from dtgpt.run.folder import AUTO, RunLock, check_runs, new_run, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
+from dtgpt.run.saved_recipe import continue_run
 from dtgpt.run.signals import StopRequest
-from dtgpt.train import startup
 from dtgpt.train.checkpoints import restore
 from dtgpt.train.ending import (
     folder_lost,
@@ -33,13 +35,13 @@ from dtgpt.train.ending import (
     to_make_up,
 )
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
-from dtgpt.train.job import Job, find_resume_point, make_job
 from dtgpt.train.objective import StepFailed
 from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, is_due
-from dtgpt.train.processes import Group, join, run_watched, wait_for_others
 from dtgpt.train.progress import Progress
 from dtgpt.train.samples import Samples
 from dtgpt.train.saving import Saving
+from dtgpt.train.setup import Group, join, make_trainer, read_dataset, read_on_every_node, run_watched, wait_for_others
+from dtgpt.train.start import Job, find_resume_point, make_job
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError
@@ -61,7 +63,7 @@ def run(job: Job) -> int:
     """
     stop = StopRequest(job.recipe.exit_after)  # the time counts from here, reading of data included
     if Process.from_environment().rank >= job.choice.plan.world:
-        return wait_for_others(job, stop)
+        return wait_for_others(job.choice, job.recipe.timeout, job.recipe.lost_after, stop)
     with ExitStack() as stack:
         group = join(job, stack)
         return run_watched(group, stop, lambda: _train(job, group, stop))
@@ -85,7 +87,7 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             if recipe.resume == AUTO:
                 say(why_new_run(Path(recipe.runs), recipe.name))
 
-        dataset = startup.read_on_every_node(lambda: startup.read_dataset(recipe), mesh, group.process)
+        dataset = read_on_every_node(lambda: read_dataset(recipe), mesh, group.process)
         steps, length, left = recipe.num_steps, recipe.sample_length, list[str]()
         observers = [*observers_of_core(recipe.log, steps), *group.observers]
         if former and checkpoint:
@@ -95,22 +97,22 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
                 return 0
 
         stack.enter_context(stop)
-        trainer = startup.make_trainer(job, group, dataset, checkpoint)
+        trainer = make_trainer(job, group, dataset, checkpoint)
         loop = Loop(recipe, trainer, lock, stop, observers, group.watch)
         if checkpoint:
             loop.resume(checkpoint)
         elif resume.foreign:
-            startup.take_over(resume.foreign, trainer, recipe.batch_sizes)
+            resume.foreign.hand_over(trainer, recipe.batch_sizes)
         if not trainer.objective.prepare(trainer.step, former, loop.interrupted) or loop.interrupted():
             return loop.stopped("before the first step")
 
         if former is None:
-            begun = recipe.runs, recipe.name, lock, recipe.init_from, dataset.tokenizer, type(recipe.model)
-            folder = mesh.on_rank_0(lambda: startup.new_run(*begun))
+            folder = mesh.on_rank_0(lambda: new_run(recipe.runs, recipe.name, lock))
+            mesh.on_rank_0(lambda: keep_of_model(recipe.init_from, dataset.tokenizer, type(recipe.model), folder))
             mesh.on_rank_0(lambda: trainer.objective.save(folder))
             return loop.run_to_end(folder, left)
         values = values_of(recipe.resolved())
-        mesh.on_rank_0(lambda: startup.continue_run(former, values, trainer.step))
+        mesh.on_rank_0(lambda: continue_run(former, values, trainer.step))
         return loop.run_to_end(former, left)
 
 
@@ -141,7 +143,7 @@ class Loop:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint of any plan."""
         run, trainer = checkpoint.folder.parents[1], self.trainer
-        startup.check_tokenizer(run, trainer.dataset.tokenizer)
+        check_tokenizer(run, trainer.dataset.tokenizer)
         restore(checkpoint, trainer, self.recipe.batch_sizes)
         if checkpoint.state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)

@@ -25,7 +25,6 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
-from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.evaluate import held_out_loss
@@ -189,8 +188,9 @@ class LanguageModel(Objective):
     def make(self, windows: Tensor, sample_ids: Tensor, step_key: Tensor, *more: Tensor) -> tuple[Batch, Tensor | None]:
         """Return as `take` does, from what was read, on the device."""
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
-        whole = self.add(self.dataset.to_batch(windows, self.masks, keys), windows, sample_ids, *more)
-        batch = slice_of(whole, self.parts.mesh.place)
+        batch = self.add(self.dataset.to_batch(windows, self.masks, keys), windows, sample_ids, *more)
+        if (ranks := self.parts.mesh.plan.cp) > 1:
+            batch = batch.slice(self.parts.mesh.place.cp, ranks)
         if batch.loss_weights is None:
             return batch, None
         # The mean loss is that over the weights of the whole global batch, of which each rank has a part.

@@ -1,6 +1,7 @@
 """Texts that a run generates between its steps, with the stages that it trains."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -73,7 +74,8 @@ def _generate(trainer: Trainer, jobs: list[PromptJob], prompt: str | None, inter
     sequences. They end early when `interrupted` is true on rank 0."""
     mesh, settings, tokenizer = trainer.mesh, trainer.settings, trainer.dataset.tokenizer
     vocab_size = min(tokenizer.vocab_size, settings.model.vocab_size)
-    with torch.compiler.set_stance("force_eager"):  # single tokens would be compiled anew
+    # Single tokens would be compiled anew. Without a compiled block, nothing imports the compiler.
+    with torch.compiler.set_stance("force_eager") if settings.compile else nullcontext():
         engine = Engine(trainer.stages, mesh, settings.model, settings.dtype, slots=1, vocab_size=vocab_size)
         if mesh.rank:
             engine.follow()

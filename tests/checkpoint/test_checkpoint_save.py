@@ -320,7 +320,7 @@ def test_links_planted_among_checkpoints_are_replaced_and_not_followed(recipe, t
         planted(run / "checkpoints", target)
         return run
 
-    monkeypatch.setattr("dtgpt.train.startup.create_run", create_run)
+    monkeypatch.setattr("dtgpt.run.folder.create_run", create_run)
     run = run_of(recipe, checkpoint={"keep_last": 1})
     assert names_in(run) == [".latest.new", "latest", "step_00000008"]
     assert not any(p.is_symlink() for p in (run / "checkpoints").iterdir() if p.name != ".latest.new")

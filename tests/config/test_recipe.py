@@ -14,7 +14,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import with_tokenizer
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.train.job import checked
+from dtgpt.train.start import checked
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, annotations, kinds_of
 

@@ -16,7 +16,7 @@ from dtgpt.planning.activations import block_activations
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.traffic import collectives_of
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 from dtgpt.util.errors import UserError
 from tests.support import bodies_dryrun
 from tests.support.ranks import pool

@@ -25,8 +25,8 @@ from dtgpt.optim.muon import MuonConfig
 from dtgpt.planning.memory import memory_of
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.loop import train
-from dtgpt.train.settle import override
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import override
 from dtgpt.util.errors import UserError
 from tests.support.bodies_lora import train_and_save
 from tests.support.disks import files_of_at_most

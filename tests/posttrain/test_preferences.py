@@ -27,7 +27,7 @@ from dtgpt.posttrain.dpo.preferences import read_pair
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.startup import open_trainer, read_dataset
+from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError
 from tests.support.bodies_preferences import train_pairs, train_without_room_for_its_reference
 from tests.support.chats import text, write_tokenizer

@@ -17,7 +17,7 @@ from dtgpt.planning.traffic import sent_bytes
 from dtgpt.planning.work import Operations
 from dtgpt.posttrain.grpo.answers import Answer, shared_rows, weighted_rows
 from dtgpt.posttrain.grpo.config import GrpoConfig, shares_prompts, why_not_shared
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_grpo import Low, train_answers
 from tests.support.families import OURS

@@ -92,7 +92,7 @@ def test_a_run_that_cannot_save_is_refused_before_data_are_read(recipe, monkeypa
     train(change(recipe, steps=5))
     run, access = newest_run(recipe), os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "checkpoints" and access(path, mode))
-    monkeypatch.setattr("dtgpt.train.startup.read_dataset", lambda recipe: pytest.fail("data were read"))
+    monkeypatch.setattr("dtgpt.train.setup.read_dataset", lambda recipe: pytest.fail("data were read"))
     with pytest.raises(UserError, match=r"/checkpoints cannot be written, where the run saves; make it writable"):
         train(change(recipe, resume=str(run)))
 

@@ -30,7 +30,7 @@ from dtgpt.run.folder import RunLock
 from dtgpt.run.report import NullReport
 from dtgpt.train.loop import train
 from dtgpt.train.saving import Saving
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 
 

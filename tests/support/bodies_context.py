@@ -20,7 +20,7 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.context import exchange_heads, whole_samples
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.samples import generate_text
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from tests.support.bodies_engine import resolve
 from tests.support.bodies_exact import losses_kept, products_by_rows
 from tests.support.bodies_pushes import shared_files

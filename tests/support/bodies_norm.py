@@ -245,5 +245,6 @@ def cut_linear(x: Tensor, weight: Tensor, shift: Tensor) -> list[list]:
     def square(function: Function) -> Function:  # outputs of x's shape
         return lambda x, weight, shift: function(x, weight, shift).redistribute(placements=[Replicate()])
 
+    bias.register_rule()
     placements = [Replicate(), Shard(0), Shard(0)]
     return [cut_results(square(f), [x, weight, shift], placements, 1) for f in (linear_by_column_sum, F.linear)]

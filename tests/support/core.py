@@ -41,8 +41,8 @@ CORE = {  # rooms, and their files as regular expressions
         r"parallel/graphs"
     ),
     "loop": (
-        r"train/(loop|startup|job|settle|processes|ending|checkpoints|observer|progress|samples|saving|own_tokenizer)|"
-        r"run/(folder|report|sinks|signals|starts)"
+        r"train/(loop|start|setup|ending|checkpoints|observer|progress|samples|saving)|"
+        r"run/(folder|saved_recipe|report|sinks|signals|starts)"
     ),
     "checkpoint": r"checkpoint/(save|load|manifest|shard_file|staging|state|export|open|tokenizer|ends)",
     "data": (
@@ -57,7 +57,7 @@ CORE = {  # rooms, and their files as regular expressions
     "util": (
         r"util/(console|errors|field_types|storage|hardware|environment|process|peers|threads|timers|torch_private|seams)"
     ),
-    "command": r"cli|commands/(command|train|generate|help|launcher)|__init__|__main__",
+    "command": r"cli|capabilities|commands/(command|train|generate|help|launcher)|__init__|__main__",
 }  # fmt: skip
 # Words of identifiers that name what is no part of the core.
 CAPABILITIES = {

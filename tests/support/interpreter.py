@@ -1,24 +1,42 @@
 """Kernels on a CPU: which serve there, and Triton's interpreter, which runs them where TRITON_INTERPRET=1."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
+
+from torch import Tensor
 
 from dtgpt.ops.serve import Operation, load_kernels
 
 
 @contextmanager
-def first_kernels_of(*names: str) -> Iterator[None]:
-    """Operations of these names take their first kernel, whatever the tensors and the device."""
+def first_kernels_of(*names: str, where: Callable[[Tensor], bool] = lambda x: True) -> Iterator[None]:
+    """Operations of these names take their first kernel, whatever the device, for the tensors of which `where` says
+    so."""
     choose = Operation.choose
 
     def first(self, x, *others):
-        if self.name not in names:
+        if self.name not in names or not where(x):
             return choose(self, x, *others)
         load_kernels(self.name)
         return self.kernels[0]
 
     with mock.patch.object(Operation, "choose", first):
+        yield
+
+
+@contextmanager
+def kernels_asked_of(*names: str) -> Iterator[None]:
+    """Operations of these names ask their kernels on a CPU in fp32, too."""
+    choose = Operation.choose
+
+    def ask(self, x, *others):
+        if self.name not in names:
+            return choose(self, x, *others)
+        load_kernels(self.name)
+        return next((kernel for kernel in self.kernels if kernel.serves(x, *others)), None)
+
+    with mock.patch.object(Operation, "choose", ask):
         yield
 
 

@@ -12,7 +12,7 @@ from dtgpt.models import layers
 from dtgpt.models.layers import AttentionCore
 from dtgpt.ops.attention.core import PLAIN_RULE, causal_attention, operations
 from dtgpt.ops.kernels.attention import flash
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.ranks import pool
 from tests.support.runs import change, record, training

@@ -15,7 +15,7 @@ from dtgpt.models.architectures import architectures
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.optim.kinds import kinds
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.train.settle import override
+from dtgpt.train.start import override
 from dtgpt.translate import llmc, nanogpt
 from dtgpt.translate.megatron_table import OPTIONS, entries_of
 from dtgpt.translate.megatron_tools import PROGRAMS

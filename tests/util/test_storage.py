@@ -179,7 +179,7 @@ def planting(request, monkeypatch, tmp_path):
             special(run / "samples" / f"step_{step:08d}.txt", request.param, precious)
         return run
 
-    monkeypatch.setattr("dtgpt.train.startup.create_run", create_run)
+    monkeypatch.setattr("dtgpt.run.folder.create_run", create_run)
     return precious
 
 
@@ -203,7 +203,7 @@ def test_samples_are_not_written_through_a_link(recipe, tmp_path, monkeypatch, c
         (run / "samples").symlink_to(tmp_path / "elsewhere")
         return run
 
-    monkeypatch.setattr("dtgpt.train.startup.create_run", create_run)
+    monkeypatch.setattr("dtgpt.run.folder.create_run", create_run)
     assert train(change(recipe, steps=1)) == 0
     assert list((tmp_path / "elsewhere").iterdir()) == [] and "is a link" in capsys.readouterr().err
 

@@ -28,7 +28,7 @@ from dtgpt.models.olmo3 import Olmo3Config
 from dtgpt.models.roles import Role, patterns_of
 from dtgpt.optim.kinds import kinds, of_kind
 from dtgpt.parallel.tensor import make_table
-from dtgpt.train.job import checked
+from dtgpt.train.start import checked
 from dtgpt.util import seams
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown

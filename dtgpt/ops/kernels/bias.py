@@ -4,12 +4,13 @@ Reference: `reference`. Fast path: Triton kernels in two stages (`dtgpt.ops.kern
 every run. Sharding rule: a shard of the rows gives partial sums, a shard of the last dimension its shard of the result.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 
 from dtgpt.ops.kernels.devices import has_triton
+from dtgpt.util.torch_private import constant_result
 
 
 def kernels():
@@ -34,8 +35,19 @@ _column_sum.register_kernel("cuda", lambda x: kernels().column_sum(x))
 _column_sum.register_fake(lambda x: x.new_empty(x.shape[-1]))
 
 
-@register_sharding(torch.ops.dtgpt.column_sum.default)
-def _(x):
-    rows = [([Partial()], [Shard(dim)]) for dim in range(x.ndim - 1)]
-    whole = [([Replicate()], [Replicate()]), ([Partial()], [Partial()])]
-    return [*whole, ([Shard(0)], [Shard(x.ndim - 1)]), *rows]
+@constant_result  # Dynamo cannot trace it
+def register_rule() -> None:
+    """Tell DTensor the sharding rule, before the first gradient of a cut bias: other runs need no DTensor."""
+    _register_rule()
+
+
+@cache
+def _register_rule() -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    @register_sharding(torch.ops.dtgpt.column_sum.default)
+    def _(x):
+        rows = [([Partial()], [Shard(dim)]) for dim in range(x.ndim - 1)]
+        whole = [([Replicate()], [Replicate()]), ([Partial()], [Partial()])]
+        return [*whole, ([Shard(0)], [Shard(x.ndim - 1)]), *rows]

@@ -14,11 +14,10 @@ epilogue, backward computes dx = dy w and dw = dy^T x. Sharding rule: those of `
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from dtgpt.ops.kernels.bias import bias_gradient
+from dtgpt.ops.kernels.bias import bias_gradient, register_rule
 from dtgpt.ops.kernels.devices import may_fuse, why_no_triton
-from dtgpt.ops.local_linear import on_local_tensors
+from dtgpt.ops.local_linear import is_dtensor, on_local_tensors
 from dtgpt.ops.pointwise.linear import linear, may_split
 from dtgpt.ops.serve import Kernel
 
@@ -82,28 +81,30 @@ def _differentiate(ctx, grad: Tensor):
 _chain.register_autograd(_differentiate, setup_context=_save)
 
 
-def _needs_local_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return isinstance(weight, DTensor) and (_splits(x, bias) or _has_few_rows(x))
-
-
-def _by_local_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return on_local_tensors(linear, x, weight, bias)
+def _of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if _splits(x, bias) or _has_few_rows(x):
+        return on_local_tensors(linear, x, weight, bias)
+    if bias is None:
+        return F.linear(x, weight, bias)
+    register_rule()
+    return linear_by_column_sum(x, weight, bias)
 
 
 def _by_whole_sums(x: Tensor, weight: Tensor, bias: None) -> Tensor:
     return F.linear(x, weight, weight.new_zeros(len(weight)))  # with a bias cuBLAS does not split K
 
 
+CHAIN_NAME = "Triton: one chain of sums"
 CHAIN = "of up to 512 rows on a GPU, where cuBLAS would split the sums"
 LINEAR = (
     Kernel(
-        "one of these, of local tensors",
-        _needs_local_tensors,
-        _by_local_tensors,
+        "one of these, of local tensors where it is not PyTorch's",
+        lambda x, weight, bias: is_dtensor(weight) and may_fuse(x),
+        _of_dtensors,
         why_no_triton,
         "where tensor parallelism has cut the weight",
     ),
-    Kernel("Triton: one chain of sums", lambda x, *_: _has_few_rows(x), _chain, why_no_triton, CHAIN),
+    Kernel(CHAIN_NAME, lambda x, *_: _has_few_rows(x), _chain, why_no_triton, CHAIN),
     Kernel(
         "cuBLAS, with a bias of zeros",
         lambda x, weight, bias: _splits(x, bias),
@@ -121,7 +122,7 @@ LINEAR = (
 )
 LINEAR_INTO = (
     Kernel(
-        "Triton: one chain of sums",
+        CHAIN_NAME,
         lambda x, weight, bias, memory: _has_few_rows(x),
         lambda x, weight, bias, memory: _chain(x, weight, bias),
         why_no_triton,

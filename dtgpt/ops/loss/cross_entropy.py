@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.serve import Operation
+from dtgpt.ops.serve import Operation, plain_on_cpu
 
 CHUNK = 1 << 22  # logits that eager code widens to fp32 at a time: 16 MiB
 
@@ -163,19 +163,12 @@ GRADIENT = Operation("cross_entropy_gradient", _terms_to_gradient_, "(softmax(z)
 WHOLE_LOSSES = Operation("cross_entropy_losses", _whole_losses, "log(sum(exp(z))) - z[target]; the gradient in place")
 
 
-@torch.library.custom_op("dtgpt::cross_entropy_terms", mutates_args=())
-def row_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
+def _row_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
     """Return `local_terms`, in one pass over the logits."""
     return TERMS(logits, targets, start, real, cap)
 
 
-@row_terms.register_fake
-def _(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
-    return logits.new_empty(3, len(logits), dtype=torch.float32)
-
-
-@torch.library.custom_op("dtgpt::cross_entropy_gradient_", mutates_args=("logits",))
-def to_gradient_(
+def _to_gradient_(
     logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
     cap: float = 0.0,
 ) -> None:  # fmt: skip
@@ -188,21 +181,30 @@ def to_gradient_(
     GRADIENT(logits, targets, largest, total, scale, start, real, cap)
 
 
-@torch.library.custom_op("dtgpt::cross_entropy_", mutates_args=("logits",))
-def to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
+def _to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
     """Return the losses, fp32 `[rows]`, and apply `to_gradient_`, where this rank holds the whole vocabulary."""
     return WHOLE_LOSSES(logits, targets, scale, real, cap)
 
 
-@torch.library.custom_op("dtgpt::cross_entropy_losses", mutates_args=())
-def row_losses(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> Tensor:
+def _row_losses(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> Tensor:
     """Return the losses, fp32 `[rows]`, where this rank holds the whole vocabulary, with the bits of
     `to_loss_and_gradient_`."""
     return WHOLE_LOSSES(logits, targets, None, real, cap)
 
 
-for _op in (to_loss_and_gradient_, row_losses):
+_terms_op = torch.library.custom_op("dtgpt::cross_entropy_terms", _row_terms, mutates_args=())
+_gradient_op = torch.library.custom_op("dtgpt::cross_entropy_gradient_", _to_gradient_, mutates_args=("logits",))
+_loss_op = torch.library.custom_op("dtgpt::cross_entropy_", _to_loss_and_gradient_, mutates_args=("logits",))
+_losses_op = torch.library.custom_op("dtgpt::cross_entropy_losses", _row_losses, mutates_args=())
+_terms_op.register_fake(lambda logits, *_: logits.new_empty(3, len(logits), dtype=torch.float32))
+for _op in (_loss_op, _losses_op):
     _op.register_fake(lambda logits, *_: logits.new_empty(len(logits), dtype=torch.float32))
+row_terms, to_gradient_ = plain_on_cpu(_row_terms, _terms_op), plain_on_cpu(_to_gradient_, _gradient_op)
+to_loss_and_gradient_, row_losses = (
+    plain_on_cpu(_to_loss_and_gradient_, _loss_op),
+    plain_on_cpu(_row_losses, _losses_op),
+)
+
 
 # x, factor: x times a scalar fp32 tensor, rounded once.
 scaled = Operation("scaled", torch.mul, "x factor")

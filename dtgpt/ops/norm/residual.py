@@ -7,8 +7,8 @@ passes the global index of its first element as `start`; its gradient of the bra
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from dtgpt.ops.local_linear import is_dtensor
 from dtgpt.ops.random.dropout import LANES, dropout
 from dtgpt.ops.serve import Operation
 
@@ -37,7 +37,7 @@ def residual(
 
 def whole_bias(x: Tensor, branch: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return the bias, gathered where it is a DTensor. Raises ValueError where shapes do not fit."""
-    if isinstance(bias, DTensor):
+    if is_dtensor(bias):
         bias = bias.full_tensor()
     if branch.shape != x.shape or (bias is not None and bias.shape != x.shape[-1:]):
         raise ValueError(f"a branch of shape {tuple(branch.shape)} does not fit x of shape {tuple(x.shape)}")

@@ -6,8 +6,8 @@ gives a partial sum of the bias's gradient.
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from dtgpt.ops.local_linear import is_dtensor
 from dtgpt.ops.serve import Operation
 
 
@@ -30,7 +30,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 def local_bias(x: Tensor, bias: Tensor) -> Tensor:
     """Return the bias as a plain tensor that fits x, as `bias_gelu` says. Raises ValueError."""
-    if isinstance(bias, DTensor):
+    if is_dtensor(bias):
         bias = bias.full_tensor() if len(bias) == x.shape[-1] else bias.to_local()
     if bias.shape != x.shape[-1:]:  # the kernels do not check
         raise ValueError(f"a bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from dtgpt.ops.norm.norm import norm_reference
 from dtgpt.ops.rotary.table import Rotation, angle_table, rotation_of
 from dtgpt.ops.serve import Operation
+from dtgpt.util.torch_private import constant_result
 
 
 def reference(
@@ -92,7 +93,7 @@ def angles_of(table: Tensor, positions: Tensor | None, length: int) -> tuple[Ten
     return cosine, sine
 
 
-@torch.compiler.assume_constant_result  # Dynamo looks through caches, and would trace how the table is made
+@constant_result  # Dynamo looks through caches, and would trace how the table is made
 def table_of(head_dim: int, rotation: Sequence[float], num_positions: int, device: torch.device) -> Tensor:
     """Return `angle_table`. The ops take the numbers that it follows from, so that they neither save nor trace it."""
     return angle_table(rotation_of(rotation), head_dim, num_positions, device)

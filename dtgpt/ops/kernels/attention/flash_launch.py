@@ -15,6 +15,7 @@ from dtgpt.ops.kernels.devices import GLUON_VERSIONS, has_gluon, has_hopper, mul
 from dtgpt.ops.random.dropout import keep_scale, threshold
 from dtgpt.ops.serve import Kernel
 from dtgpt.util.hardware import HOPPER, SIXTEEN_BITS, TRITON
+from dtgpt.util.torch_private import constant_result
 
 LOG2_E = 1 / math.log(2)
 WORD = 64  # decisions of dropout in a word, as in `flash_mask`
@@ -249,7 +250,7 @@ def launches_of(dtype: torch.dtype, size: int, by_tiles: bool, gains: bool, drop
     return NARROW_DROPPING if drops else NARROW_GROUPED if gains else NARROW
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def largest_head(dtype: torch.dtype, device: torch.device) -> int:
     """Return the largest D that the kernels take: 256 in 16 bits where a program may use as much shared memory as on a
     Hopper GPU, else 128. 0: a GPU is here without Triton; a plan for other machines supposes that they have it."""

@@ -8,10 +8,25 @@ for `unbind`.
 import torch
 from torch import Tensor
 
+from dtgpt.util.torch_private import constant_result
+
 
 def split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `dtgpt.ops.attention.core.split_qkv` does."""
     return _Split.apply(qkv)
+
+
+@constant_result
+def keep_in_graphs() -> bool:
+    """Let torch.compile keep the merge of gradients as it is, so that AOTAutograd runs it on tensors that know their
+    base. To be called before `split` is compiled: it imports the compiler, which takes a second. Return True."""
+    torch.compiler.allow_in_graph(_merge)
+    return True
+
+
+def takes_split(qkv: Tensor) -> bool:
+    """Return True, and let torch.compile keep the merge where it compiles the split."""
+    return not torch.compiler.is_compiling() or keep_in_graphs()
 
 
 def are_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -37,7 +52,6 @@ class _Split(torch.autograd.Function):
         return _merge(dq, dk, dv)
 
 
-@torch.compiler.allow_in_graph  # Dynamo does not trace it, so that AOTAutograd runs it on tensors that know their base
 def _merge(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
     """Return the gradient of qkv: the buffer that the three are views of, if there is one, or a copy."""
     base = dq._base

@@ -9,7 +9,7 @@ from dtgpt.ops.attention.core import AttentionRule, Case, by_heads, hidden_by, p
 from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.ops.kernels.attention.flash import flash_attention
 from dtgpt.ops.kernels.attention.flash_launch import largest_head
-from dtgpt.ops.kernels.attention.packed import split
+from dtgpt.ops.kernels.attention.packed import split, takes_split
 from dtgpt.ops.kernels.devices import by_triton, why_below, why_no_build
 from dtgpt.ops.kernels.fused_softmax.softmax import scaled_masked_softmax
 from dtgpt.ops.serve import Kernel
@@ -88,7 +88,7 @@ SUM_ROWS = (by_triton(_sum_rows, when="on GPUs: each number is read and written 
 SPLIT_QKV = (
     Kernel(
         name="PyTorch, without a copy",
-        serves=lambda qkv: True,
+        serves=takes_split,
         run=split,
         why_not=lambda device: None,
         when="backward returns the buffer of gradients that flash writes",
