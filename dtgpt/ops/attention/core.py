@@ -98,9 +98,15 @@ def causal_attention(
 
 
 def defined(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...], spans: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    p: float,
+    start: tuple[int, ...],
+    spans: Tensor | None,
     rule: AttentionRule,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return what `causal_attention` does, from inputs that fit, by `explicit`."""
     hidden, start = hidden_by(q, k, spans, rule), positions_of(q, k, start)
     return explicit(*by_heads(q, k, v), key, p, start, hidden, rule).transpose(1, 2)

@@ -17,18 +17,30 @@ from dtgpt.util.hardware import SIXTEEN_BITS
 
 
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...], spans: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    p: float,
+    start: tuple[int, ...],
+    spans: Tensor | None,
     rule: AttentionRule,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if rule.window is not None:
         spans = spans_of_window(rule.window, len(q), k.shape[1], q.device, spans)
     return flash_attention(q, k, v, key, p, start[0], spans, rule.scale, rule.sinks)
 
 
 def _fused_softmax(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...], spans: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    p: float,
+    start: tuple[int, ...],
+    spans: Tensor | None,
     rule: AttentionRule,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     hidden, start = hidden_by(q, k, spans, rule), positions_of(q, k, start)
     q, k, v = by_heads(q, k, v)
     mask = "causal" if hidden is None else _of_samples(hidden, len(q))

@@ -242,9 +242,15 @@ def kernels_of_few_rows(blocks: Sequence[BlockWeights], keys: Sequence[Tensor], 
 
 
 def _run_few_rows(
-    x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor,
-    positions: Tensor, all_reduce: AllReduce | None, exchange: Exchange | None,
-) -> Residual:  # fmt: skip
+    x: Tensor,
+    blocks: Sequence[BlockWeights],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    slots: Tensor,
+    positions: Tensor,
+    all_reduce: AllReduce | None,
+    exchange: Exchange | None,
+) -> Residual:
     few = kernels_of_few_rows(blocks, keys, exchange.ranks if exchange else 1)
     if few is None or len(x) > few.most_rows:
         return _run_rows(x, blocks, keys, values, slots, positions, all_reduce, exchange)
@@ -252,9 +258,15 @@ def _run_few_rows(
 
 
 def _run_rows(
-    x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor,
-    positions: Tensor, all_reduce: AllReduce | None, exchange: Exchange | None,
-) -> Residual:  # fmt: skip
+    x: Tensor,
+    blocks: Sequence[BlockWeights],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    slots: Tensor,
+    positions: Tensor,
+    all_reduce: AllReduce | None,
+    exchange: Exchange | None,
+) -> Residual:
     def branch_of(h: Tensor, weight: Tensor) -> Tensor:
         branch = product(h, weight, None, "groups")
         return branch if all_reduce is None else all_reduce(branch)
@@ -271,9 +283,15 @@ def _run_rows(
 
 
 def _is_few(
-    x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor,
-    positions: Tensor, all_reduce: AllReduce | None, exchange: Exchange | None,
-) -> bool:  # fmt: skip
+    x: Tensor,
+    blocks: Sequence[BlockWeights],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    slots: Tensor,
+    positions: Tensor,
+    all_reduce: AllReduce | None,
+    exchange: Exchange | None,
+) -> bool:
     return len(x) <= MOST_ROWS and (all_reduce is None or exchange is not None)
 
 
