@@ -21,7 +21,7 @@ FAULTS = [
     ),
     Fault(
         "ramp: samples are counted as if each step had the whole batch",
-        "dtgpt/config/batch_size.py",
+        "dtgpt/config/schedule.py",
         "return seen + (step - first) * size if step >= first",
         "return seen + (step - first) * self.whole if step >= first",
     ),
@@ -159,7 +159,7 @@ FAULTS = [
     ),
     Fault(
         "masks: a document ends one token early",
-        "dtgpt/data/document_masks.py",
+        "dtgpt/models/batch.py",
         "stops = torch.where(ends, torch.arange(1, length + 1, device=ends.device), length)",
         "stops = torch.where(ends, torch.arange(length, device=ends.device), length)",
     ),
@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "rates: the recorded one is that of the first step",
-        "dtgpt/train/progress.py",
+        "dtgpt/train/observer.py",
         '"lr": trainer.optimizer.lr.item(),',
         '"lr": trainer.optimizer.schedule[0].item(),',
     ),
