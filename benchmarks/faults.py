@@ -21,7 +21,7 @@ FAULTS = [
     ),
     Fault(
         "ramp: samples are counted as if each step had the whole batch",
-        "dtgpt/config/batch_size.py",
+        "dtgpt/config/schedule.py",
         "return seen + (step - first) * size if step >= first",
         "return seen + (step - first) * self.whole if step >= first",
     ),
@@ -159,7 +159,7 @@ FAULTS = [
     ),
     Fault(
         "masks: a document ends one token early",
-        "dtgpt/data/document_masks.py",
+        "dtgpt/models/batch.py",
         "stops = torch.where(ends, torch.arange(1, length + 1, device=ends.device), length)",
         "stops = torch.where(ends, torch.arange(length, device=ends.device), length)",
     ),
@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "rates: the recorded one is that of the first step",
-        "dtgpt/train/progress.py",
+        "dtgpt/train/observer.py",
         '"lr": trainer.optimizer.lr.item(),',
         '"lr": trainer.optimizer.schedule[0].item(),',
     ),
@@ -285,9 +285,9 @@ FAULTS = [
     ),
     Fault(
         "fp8: an activation that no fused kernel knows is replaced by SwiGLU",
-        "dtgpt/models/layers.py",
-        "    name = fused_name(activation, first.bias is not None)",
-        '    name = fused_name(activation, first.bias is not None) or "swiglu"',
+        "dtgpt/ops/fp8/products.py",
+        "        return fused_name(activation, has_bias)",
+        '        return fused_name(activation, has_bias) or "swiglu"',
     ),
     Fault(
         "tp: the mean square of all heads is that of a rank's own",

@@ -274,9 +274,9 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp: positions begin at 0 in each slice",
-            "dtgpt/parallel/context.py",
+            "dtgpt/models/batch.py",
             "positions=own(positions),",
-            "positions=own(batch.positions),",
+            "positions=own(self.positions),",
         ),
         "--plans cp2",
         "embedding.wpe",
@@ -346,9 +346,10 @@ LOCATED = [
         Fault(
             "replicas halve the second moment from step 3 on",
             "dtgpt/ops/optim/adamw.py",
-            "            factors = numbers if slot.decay else no_decay\n",
-            "            factors = numbers if slot.decay else no_decay\n"
-            "            exp_avg_sq.mul_(0.5 if torch.distributed.is_initialized() and self.updates >= 2 else 1.0)\n",
+            "        self._update(gradients, self._numbers(lr, scale), skip)\n",
+            "        halved = torch.distributed.is_initialized() and self.updates >= 2\n"
+            "        torch._foreach_mul_(self.exp_avg_sq, 0.5 if halved else 1.0)\n"
+            "        self._update(gradients, self._numbers(lr, scale), skip)\n",
         ),
         "--plans dp2 --steps 5",
         "embedding.wpe",

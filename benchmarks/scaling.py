@@ -27,7 +27,7 @@ from dtgpt.parallel import mesh
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import StepResult
-from dtgpt.util.process import VARIABLES, Process
+from dtgpt.util.peers import VARIABLES, Process
 
 WARM_UP = 5  # steps, within which a step is captured
 

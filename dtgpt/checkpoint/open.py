@@ -9,16 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dtgpt.checkpoint.load import FREE, Saved, check_same_architecture, find_checkpoint
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
-from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.recipe import Recipe
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
@@ -27,9 +25,14 @@ from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, did_you_mean
 
+if TYPE_CHECKING:
+    from dtgpt.config.recipe import Recipe
+    from dtgpt.config.schedule import BatchSizes
+
+    Check = Callable[[Recipe], object]
+    Count = Callable[[Recipe, int, int], Recipe]
+
 Own = type[ModelConfig] | None  # class of the model of a recipe, for a checkpoint of a class that is not dtgpt's
-Check = Callable[[Recipe], object]
-Count = Callable[[Recipe, int, int], Recipe]
 
 
 class ForeignRun(ABC):
@@ -38,7 +41,7 @@ class ForeignRun(ABC):
     path: Path
 
     @abstractmethod
-    def recipe(self, asked: Recipe, given: Collection[str], check: Check, count: Count) -> Recipe:
+    def recipe(self, asked: "Recipe", given: Collection[str], check: "Check", count: "Count") -> "Recipe":
         """Return the recipe with which the run goes on, `asked` with the options `given`: with the dimensions of its
         model and the order of its samples. Say what else it was asked for. check: raises UserError for a value that
         cannot be trained with. count: returns a recipe with `steps` in place of `train_samples`, for a run that goes on
@@ -49,7 +52,7 @@ class ForeignRun(ABC):
         """Raise UserError where the run is of another model, or has done all `steps`."""
 
     @abstractmethod
-    def hand_over(self, trainer: Any, sizes: Callable[[int, int], BatchSizes]) -> None:
+    def hand_over(self, trainer: Any, sizes: "Callable[[int, int], BatchSizes]") -> None:
         """Give a `Trainer` the weights, the optimizer's state and the counters. sizes: returns those of the batches of
         a run that goes on at a step, after a number of samples."""
 
@@ -245,10 +248,9 @@ def dimensions(
     return taken
 
 
-def keep_of_model(path: str | None, tokenizer: Tokenizer, own: type[ModelConfig], run: Path) -> None:
+def keep_of_model(path: Path, own: type[ModelConfig], tokenizer: Tokenizer, run: Path) -> None:
     """Write into the folder `run` what a new run with this tokenizer, and a model of the class `own`, keeps of the one
-    at `path` that its weights are from; None: they are its own."""
-    if path is not None:
-        config = open_config(Path(path), own)
-        for form in formats():
-            form.keep(Path(path), config, tokenizer, run)
+    at `path` that its weights are from."""
+    config = open_config(path, own)
+    for form in formats():
+        form.keep(path, config, tokenizer, run)

@@ -1,8 +1,13 @@
-"""The tokenizer of a model in any format: the one that a run keeps, or files beside the weights. A run that begins with
-the model needs it: the weights were trained on its ids, and not on another one's."""
+"""The tokenizer of a model in any format, and the ids at which its texts end: what a run keeps, or files beside the
+weights.
+
+A run that begins with the model needs its tokenizer: the weights were trained on its ids, and not on another one's.
+Ends come from files that name them, in a format which a capability reads; the tokenizer's end of text is that of all
+other models."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from dtgpt.checkpoint.manifest import STATE
 from dtgpt.checkpoint.open import formats, run_of
@@ -12,6 +17,7 @@ from dtgpt.data.text import EMBEDDED
 from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer, tokenizer_file
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 
@@ -116,3 +122,28 @@ def check_tokenizer(run: Path, ours: Tokenizer) -> None:
     """Raise UserError where `run`, which goes on, was trained with another tokenizer than `ours`."""
     if not load_tokenizer(run).is_same(ours):
         raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
+
+
+class Ends(NamedTuple):
+    """Ids at which texts end. `source`: what names them; None: nothing does. `ignored`: ids that the files name beside
+    these, or in vain, and that the model does not have: nothing ever meets them."""
+
+    ids: tuple[int, ...]
+    source: str | None
+    ignored: tuple[int, ...] = ()
+
+
+def ends_of(path: Path | None, tokenizer: Tokenizer | None, vocab_size: int) -> Ends:
+    """Return the ends of the model at `path`, of any format: what its files name, or those of the model that it came
+    from. Where none does, it is the tokenizer's end of text, or that of GPT-2's own vocabulary. Raise UserError where a
+    file names what is not an id."""
+    found = [] if path is None else [form.ends(path) for form in formats()]
+    source, named = next(filter(None, found), (None, []))
+    ids = tuple(i for i in named if 0 <= i < vocab_size)
+    ignored = tuple(i for i in named if i not in ids)
+    if ids:
+        return Ends(ids, source, ignored)
+    if tokenizer is None and vocab_size == GPT2_124M.vocab_size:
+        return Ends((vocab_size - 1,), "GPT-2's vocabulary", ignored)
+    own = None if tokenizer is None or not tokenizer.spells else tokenizer.end_of_text
+    return Ends((), None, ignored) if own is None else Ends((own,), "its tokenizer", ignored)

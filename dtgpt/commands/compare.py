@@ -10,7 +10,7 @@ from dtgpt.commands import compare_runs
 from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.commands.results import check_output, write_results
 from dtgpt.config.overrides import Options, as_words, take
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory

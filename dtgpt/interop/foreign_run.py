@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from dtgpt.checkpoint.load import check_optimizer, check_same_model, fill, taken
-from dtgpt.checkpoint.open import Check, Count, ForeignRun, dimensions
-from dtgpt.config.batch_size import BatchSizes
+from dtgpt.checkpoint.open import ForeignRun, dimensions
 from dtgpt.config.overrides import replace_values, value_text
 from dtgpt.config.recipe import Recipe
+from dtgpt.config.schedule import BatchSizes
 from dtgpt.data.open import format_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Part, Source
@@ -40,7 +40,13 @@ class TrainingSource(Source, ForeignRun):
     def read_moment(self, name: str, moment: str, part: Part) -> Tensor:
         """Return the elements `part` of the optimizer's state `moment` of the parameter `name`: fp32 on the CPU."""
 
-    def recipe(self, asked: Recipe, given: Collection[str], check: Check, count: Count) -> Recipe:
+    def recipe(
+        self,
+        asked: Recipe,
+        given: Collection[str],
+        check: Callable[[Recipe], object],
+        count: Callable[[Recipe, int, int], Recipe],
+    ) -> Recipe:
         recipe = replace_values(asked, dimensions(self.path, self.config, asked.model, given, exact=True))
         check(recipe)
         self._tell_values({name: attrgetter(name)(recipe) for name in self.values.keys() - set(given)})

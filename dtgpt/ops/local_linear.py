@@ -2,9 +2,11 @@
 at the outer ends of a pair of matrices, the first cut by outputs, the second alike by inputs."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+from dtgpt.util.torch_private import is_dtensor
 
 if TYPE_CHECKING:  # half a second to import, which only tensor parallelism and ZeRO need
     from torch.distributed.tensor import DTensor, Placement
@@ -24,11 +26,6 @@ class Parts(Protocol):
 
     def sum(self, whole: Tensor) -> Tensor:
         """Return the sum of the ranks' `whole` `[B, T, H]`, of which each rank gets its own; maybe in place."""
-
-
-def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
-    """Return whether this is a DTensor, without an import of its class."""
-    return type(tensor).__name__ == "DTensor"
 
 
 def on_local_tensors(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from dtgpt.comm.reduce import FlatSum, flat_length, open_sums
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.local_linear import is_dtensor
 from dtgpt.ops.optim.gradients import Accumulator
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.torch_private import is_dtensor
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:

@@ -19,8 +19,7 @@ from dtgpt.config.plan import Plan
 from dtgpt.parallel import mesh as mesh_module
 from dtgpt.parallel.mesh import Mesh, agree
 from dtgpt.util.console import say
-from dtgpt.util.peers import Watch, peers
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process, Watch, peers
 from dtgpt.util.torch_private import set_group_timeout
 
 # NCCL's watchdog then names the rank and the collective that hangs, and keeps the last ones for a post-mortem.

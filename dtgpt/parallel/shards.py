@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
-from dtgpt.ops.local_linear import is_dtensor
 from dtgpt.ops.optim.fixed_point import exact_sum, rounded, squares_of_rows
 from dtgpt.ops.optim.gradients import largest_magnitude, squared_norm
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Sums, local_gradient
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.torch_private import is_dtensor
 
 Part = tuple[range, ...]
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it

@@ -127,8 +127,8 @@ class RunLock(ExitStack):
         self._lock: FileLock | None = None
         self._next, self._lost = 0.0, False  # when to look again, and what was seen
 
-    def take(self, folder: Path) -> None:
-        """Lock `folder`. Raise UserError where another process has it."""
+    def take(self, folder: Path) -> Path:
+        """Lock `folder`, and return it. Raise UserError where another process has it."""
         lock = FileLock(folder / "lock")
         try:
             self._lock = self.enter_context(lock)
@@ -148,6 +148,7 @@ class RunLock(ExitStack):
         else:
             for written in (folder, folder / "samples", folder / "checkpoints"):
                 remove_leftovers(written)
+        return folder
 
     def lost(self, at_once: bool = False) -> bool:
         """Return whether the folder was moved, removed or replaced. Looks once a second, unless `at_once`."""
@@ -160,10 +161,3 @@ class RunLock(ExitStack):
 def values_of(recipe: Any) -> dict[str, Any]:
     """Return the value of every field, by dotted name."""
     return {name: value for name, _, _, value in leaves(recipe)}
-
-
-def new_run(runs: str, name: str, lock: RunLock) -> Path:
-    """Return a new run folder, locked by `lock`."""
-    run = create_run(Path(runs), name)
-    lock.take(run)
-    return run

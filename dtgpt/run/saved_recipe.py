@@ -16,9 +16,9 @@ from dtgpt.checkpoint.load import FREE, check_optimizer
 from dtgpt.checkpoint.manifest import STATE, as_tuple, quarantine_newer
 from dtgpt.config.overrides import LARGEST, leaves, replace_values, value_text
 from dtgpt.config.recipe import Recipe
+from dtgpt.config.recipe_file import kinds, of_kind
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.data.open import format_of
-from dtgpt.optim.kinds import kinds, of_kind
 from dtgpt.run.folder import AUTO
 from dtgpt.util.console import hanging, say
 from dtgpt.util.errors import UserError, shown, shown_name

@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dtgpt.checkpoint.export import describe_model
 from dtgpt.checkpoint.load import check_same_model, load_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.open import open_source
-from dtgpt.checkpoint.state import describe
-from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings
+from dtgpt.config.schedule import BatchSizes
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
+from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.optim.step_state import entries_of
 from dtgpt.run.starts import describe_run
 from dtgpt.train.trainer import Trainer
@@ -46,13 +47,30 @@ def bases() -> list[Base]:
     return seams.listed("bases")
 
 
+def place_of_frozen(checkpoint: Checkpoint, init_from: str | None) -> Path | None:
+    """Return where the weights are that a run freezes, which goes on with a checkpoint. init_from: of its recipe."""
+    return next((base.place(checkpoint, init_from) for base in bases()), None)
+
+
 def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
     """Return what `state.json` says of the steps that are done. `recipe`: its fields."""
-    samples = trainer.samples_before(trainer.step)
-    state = describe(recipe, trainer.settings, trainer.schedule, trainer.step, samples)
-    state |= trainer.bases
-    state |= trainer.objective.state(trainer.step)
-    return state | {"data_digest": trainer.dataset.digest, **trainer.optimizer.state(), **entries_of(trainer.states)}
+    settings, samples, root = trainer.settings, trainer.samples_before(trainer.step), root_key(recipe["seed"])
+    return {
+        "step": trainer.step,
+        "consumed_samples": samples,
+        "tokens": samples * settings.seq_length,
+        "schedule": trainer.schedule.described(),
+        "keys": {"seed": recipe["seed"], **{name: fold(root, name).tolist() for name in KEYS}},
+        "plan": settings.plan.name,
+        "world": settings.plan.world,
+        "recipe": recipe,
+        **describe_model(settings.model),
+        **trainer.bases,
+        **trainer.objective.state(trainer.step),
+        "data_digest": trainer.dataset.digest,
+        **trainer.optimizer.state(),
+        **entries_of(trainer.states),
+    }
 
 
 def begin_run(run: Path, trainer: Trainer, recipe: dict[str, Any]) -> None:
@@ -109,3 +127,6 @@ def _continued(path: Path, held: ModelConfig, config: ModelConfig) -> ModelConfi
         values = ", ".join(f"model.{name} {getattr(held, name)} -> {getattr(config, name)}" for name in changed)
         say(f"the weights of {path} go on with other positions: {values}")
     return replace(held, **{name: getattr(config, name) for name in changed})
+
+
+KEYS = ("weights", "data", "dropout", "sample")

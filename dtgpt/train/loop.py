@@ -20,12 +20,16 @@ from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.tokenizer import check_tokenizer
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig
-from dtgpt.run.folder import AUTO, RunLock, check_runs, new_run, values_of, why_new_run
+from dtgpt.run.folder import AUTO, RunLock, check_runs, create_run, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.saved_recipe import continue_run
 from dtgpt.run.signals import StopRequest
 from dtgpt.train.checkpoints import restore
-from dtgpt.train.ending import (
+from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
+from dtgpt.train.objective import StepFailed
+from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Progress, Samples, is_due
+from dtgpt.train.saving import (
+    Saving,
     folder_lost,
     is_over,
     left_to_do,
@@ -34,19 +38,12 @@ from dtgpt.train.ending import (
     tell_other_end,
     to_make_up,
 )
-from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
-from dtgpt.train.objective import StepFailed
-from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, is_due
-from dtgpt.train.progress import Progress
-from dtgpt.train.samples import Samples
-from dtgpt.train.saving import Saving
-from dtgpt.train.setup import Group, join, make_trainer, read_dataset, read_on_every_node, run_watched, wait_for_others
+from dtgpt.train.setup import Setup
 from dtgpt.train.start import Job, find_resume_point, make_job
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError
-from dtgpt.util.peers import Watch, peers
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process, Watch, peers
 
 
 def train(recipe: Recipe) -> int:
@@ -62,15 +59,16 @@ def run(job: Job) -> int:
     or the machine raises UserError before a run folder is made or changed.
     """
     stop = StopRequest(job.recipe.exit_after)  # the time counts from here, reading of data included
-    if Process.from_environment().rank >= job.choice.plan.world:
-        return wait_for_others(job.choice, job.recipe.timeout, job.recipe.lost_after, stop)
+    setup = Setup(job)
+    if setup.is_left_over:
+        return setup.wait_for_others(stop)
     with ExitStack() as stack:
-        group = join(job, stack)
-        return run_watched(group, stop, lambda: _train(job, group, stop))
+        setup.join(stack)
+        return setup.tell_end(stop, lambda: _train(setup, stop))
 
 
-def _train(job: Job, group: Group, stop: StopRequest) -> int:
-    recipe, mesh, resume = job.recipe, group.mesh, job.resume
+def _train(setup: Setup, stop: StopRequest) -> int:
+    recipe, mesh, resume = setup.recipe, setup.mesh, setup.resume
     with ExitStack() as stack:
         lock = stack.enter_context(RunLock())
         former, checkpoint = resume.run, None
@@ -87,9 +85,9 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             if recipe.resume == AUTO:
                 say(why_new_run(Path(recipe.runs), recipe.name))
 
-        dataset = read_on_every_node(lambda: read_dataset(recipe), mesh, group.process)
+        dataset = setup.read_dataset()
         steps, length, left = recipe.num_steps, recipe.sample_length, list[str]()
-        observers = [*observers_of_core(recipe.log, steps), *group.observers]
+        observers = [*observers_of_core(recipe.log, steps), *setup.observers]
         if former and checkpoint:
             done = checkpoint.state["step"]
             left = mesh.on_rank_0(lambda: left_to_do(former, done, steps, length, observers, dataset))
@@ -97,8 +95,8 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
                 return 0
 
         stack.enter_context(stop)
-        trainer = make_trainer(job, group, dataset, checkpoint)
-        loop = Loop(recipe, trainer, lock, stop, observers, group.watch)
+        trainer = setup.make_trainer(dataset, checkpoint)
+        loop = Loop(recipe, trainer, lock, stop, observers, setup.watch)
         if checkpoint:
             loop.resume(checkpoint)
         elif resume.foreign:
@@ -107,8 +105,10 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             return loop.stopped("before the first step")
 
         if former is None:
-            folder = mesh.on_rank_0(lambda: new_run(recipe.runs, recipe.name, lock))
-            mesh.on_rank_0(lambda: keep_of_model(recipe.init_from, dataset.tokenizer, type(recipe.model), folder))
+            folder = mesh.on_rank_0(lambda: lock.take(create_run(Path(recipe.runs), recipe.name)))
+            if (begin := recipe.init_from) is not None:
+                own = type(recipe.model)
+                mesh.on_rank_0(lambda: keep_of_model(Path(begin), own, dataset.tokenizer, folder))
             mesh.on_rank_0(lambda: trainer.objective.save(folder))
             return loop.run_to_end(folder, left)
         values = values_of(recipe.resolved())

@@ -18,10 +18,8 @@ from torch import Tensor
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part, perplexity
-from dtgpt.data.document_masks import DocumentMasks
-from dtgpt.data.prefetch import Prefetcher
-from dtgpt.models.batch import Batch
+from dtgpt.data.dataset import PART_NAMES, Dataset, Part, Prefetcher, perplexity
+from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
@@ -156,8 +154,12 @@ class LanguageModel(Objective):
         super().__init__(given, dataset)
         data, root = given.data, root_key(given.seed)
         self.data_key, self.dropout_key = fold(root, "data"), fold(root, "dropout")
-        options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
-        self.masks = DocumentMasks(dataset.tokenizer.end_of_text, *options)
+        self.masks = DocumentMasks(
+            end_of_text=dataset.tokenizer.end_of_text,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
 
     def bind(self, parts: Parts) -> None:
         model, self.parts = parts.settings.model, parts

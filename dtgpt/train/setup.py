@@ -4,26 +4,22 @@ Processes that the plan leaves over wait for the end of the run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from dtgpt.checkpoint.ends import ends_of
 from dtgpt.checkpoint.load import find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.checkpoint.tokenizer import check_own_tokenizer, check_size
+from dtgpt.checkpoint.tokenizer import check_own_tokenizer, check_size, ends_of
 from dtgpt.config.execution import Settings, choose_device
-from dtgpt.config.plan_choice import PlanChoice
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.checks import check_counted, check_ends, without_effect
 from dtgpt.data.dataset import Dataset, default_cache
-from dtgpt.data.open import DataRequest, open_dataset
+from dtgpt.data.open import DataRequest, check_counted, check_ends, open_dataset, without_effect
 from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import values_of
 from dtgpt.run.signals import StopRequest
-from dtgpt.train.checkpoints import bases, load_initial_weights, restore
+from dtgpt.train.checkpoints import load_initial_weights, place_of_frozen, restore
 from dtgpt.train.objective import objective_of
 from dtgpt.train.observer import Observer, observers_of
 from dtgpt.train.start import Job, ResumePoint, make_job, model_to_begin_with
@@ -32,46 +28,133 @@ from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors, total_memory
-from dtgpt.util.peers import Watch, peers
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process, Watch, peers
 
 MOST_STATE = 128  # bytes of a parameter on a rank: weights, gradients, their sums and moments, of a tied table twice
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The processes of a run once they have met, as one of them sees them."""
+class Setup:
+    """A job on this machine, and what its processes make of it, in this order."""
 
     settings: Settings
-    mesh: Mesh
-    process: Process  # this one among those that the plan uses
     observers: list[Observer]  # that capabilities bring
     watch: Watch  # over the other processes, those that wait too
+    mesh: Mesh
+
+    def __init__(self, job: Job):
+        self.recipe, self.resume, self.choice = job.recipe, job.resume, job.choice
+        self.everyone = Process.from_environment()
+        self.process = self.everyone.among(job.choice.plan.world)  # this one among those that the plan uses
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether the plan does not use this process."""
+        return self.everyone.rank >= self.choice.plan.world
+
+    def join(self, stack: ExitStack) -> None:
+        """Check the job against this machine, then bring the processes of its plan together; `stack` ends the process
+        group. Raises UserError in a process that the plan leaves over."""
+        recipe, rank = self.recipe, self.everyone.rank
+        if self.is_left_over:
+            raise UserError(f"the plan {self.choice.plan.name} leaves rank {rank} over; only dtgpt train lets it wait")
+        for line in self.choice.describe():
+            say(line)
+        self.observers = observers_of(recipe.log, recipe.num_steps)  # each of which can do its part here
+        self.settings = self.settings_here()
+        check_state_fits(self.settings, self.process)
+        stack.enter_context(memory_errors_as_user_errors(_remedy_for_memory(self.settings)))
+        self.watch = Watch()
+        if self.everyone.world > 1 and not dist.is_initialized():
+            self.watch = stack.enter_context(self.watch_over())
+        others = peers(self.everyone.world)
+        stack.enter_context(others.losses_as_user_errors(recipe.timeout, lambda: "start the run again"))
+        values = self.what_ranks_agree_on()
+        self.mesh = stack.enter_context(open_mesh(self.settings, recipe.timeout, self.process, values, self.watch))
+
+    def settings_here(self) -> Settings:
+        """Return the settings of the job on this machine. Raises UserError where a device is missing."""
+        recipe = self.recipe
+        device = choose_device(recipe.device, self.process.local_rank)
+        check_kernels(device)
+        for note in recipe.notes(self.choice, device.type):
+            say(note, warning=True)
+        settings = recipe.settings(self.choice.plan, device)
+        if caution := below_ampere(device, settings.dtype, recipe.attention, recipe.model.dropout):
+            say(caution, warning=True)
+        return settings
+
+    def what_ranks_agree_on(self) -> dict[str, str]:
+        """Return the values of the recipe by name; as `resume`, the checkpoint or run that was found."""
+        values = {name: str(value) for name, value in values_of(self.recipe).items()}
+        found = self.resume.checkpoint or self.resume.run
+        return values if found is None else {**values, "resume": str(found)}
+
+    @contextmanager
+    def watch_over(self) -> Iterator[Watch]:
+        """Yield the watch over all processes, which have agreed on the plan; those that wait are not in the process
+        group. Raises UserError where they do not meet within the recipe's `timeout`, or this one differs from rank
+        0."""
+        everyone, recipe, plan = self.everyone, self.recipe, self.choice.plan.name
+        with peers(everyone.world).watch(everyone, recipe.timeout, recipe.lost_after) as watch:
+            theirs = watch.of_rank_0("plan", plan)
+            if len(self.choice.fits) > 1 and theirs != plan:
+                raise UserError(
+                    f"rank {everyone.rank} differs from rank 0 in the plan: {plan} there, {theirs} on rank 0; start "
+                    "every rank with the same command on the same code"
+                )
+            yield watch
+
+    def wait_for_others(self, stop: StopRequest) -> int:
+        """Return the exit code of the run, for which a process that the plan leaves over waits without memory of a GPU.
+        It ends like the others where a process is lost, and passes a signal that it gets on to rank 0."""
+        with self.watch_over() as watch, stop:
+            watch.remedy = lambda: "go on with --resume if the run has a checkpoint, else start it again"
+            return watch.wait_for_end(lambda: stop.requested)
+
+    def tell_end(self, stop: StopRequest, work: Callable[[], int]) -> int:
+        """Return the exit code that `work` returns, and tell it to the processes that wait. A signal that one of these
+        gets reaches rank 0 as a request to its `stop`."""
+        self.watch.on_stop = stop.ask
+        code = work()
+        if self.process.rank == 0:
+            self.watch.end_run(code)
+        return code
+
+    def read_dataset(self) -> Dataset:
+        """Return the data. One process of each node reads them first and fills the node's cache, from which the others
+        read."""
+        return read_on_every_node(lambda: read_dataset(self.recipe), self.mesh, self.process)
+
+    def make_trainer(self, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Trainer:
+        """Return a trainer at its first step. Its weights are random ones, or those that the recipe's `init_from`
+        names; a run that goes on leaves them to the `checkpoint` that is loaded next, but for those that it freezes."""
+        recipe, resume = self.recipe, self.resume
+        begin = model_to_begin_with(recipe.init_from, recipe.resume)
+        if checkpoint is not None:
+            begin = place_of_frozen(checkpoint, recipe.init_from) if recipe.freezes_weights else None
+        same = begin is not None and check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
+        ends = ends_of(resume.run or (begin if same else None), dataset.tokenizer, recipe.model.vocab_size).ids
+        objective = objective_of(recipe).make(dataset)
+        draw_weights = begin is None and resume.run is None
+        trainer = Trainer(recipe, self.settings, self.mesh, objective, draw_weights, ends)
+        if begin is not None and resume.foreign is None:
+            load_initial_weights(begin, trainer)
+        return trainer
 
 
-def join(job: Job, stack: ExitStack) -> Group:
-    """Check the job against this machine, then bring the processes of its plan together; `stack` ends the process
-    group. Raises UserError in a process that the plan leaves over."""
-    recipe, choice, everyone = job.recipe, job.choice, Process.from_environment()
-    check_is_used(everyone, choice)
-    for line in choice.describe():
-        say(line)
-    process = everyone.among(choice.plan.world)
-    observers = observers_of(recipe.log, recipe.num_steps)  # each of which can do its part here
-    settings = settings_here(job, process)
-    stack.enter_context(memory_errors_as_user_errors(_remedy_for_memory(settings)))
-    watch = Watch()
-    if everyone.world > 1 and not dist.is_initialized():
-        watch = stack.enter_context(watch_over(everyone, choice, recipe.timeout, recipe.lost_after))
-    stack.enter_context(peers(everyone.world).losses_as_user_errors(recipe.timeout, lambda: "start the run again"))
-    mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, what_ranks_agree_on(job), watch))
-    return Group(settings=settings, mesh=mesh, process=process, observers=observers, watch=watch)
-
-
-def check_is_used(process: Process, choice: PlanChoice) -> None:
-    """Raise UserError where the plan leaves this process over."""
-    if process.rank >= choice.plan.world:
-        raise UserError(f"the plan {choice.plan.name} leaves rank {process.rank} over; only dtgpt train lets it wait")
+@contextmanager
+def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
+    """Yield a trainer of the recipe without a run of its own: processes, data, model, optimizer. It is at its first
+    step, or at that of the newest checkpoint in the folder of `run`."""
+    setup = Setup(make_job(recipe, ResumePoint(run=run), Process.from_environment().world))
+    with ExitStack() as stack:
+        setup.join(stack)
+        checkpoint = None if run is None else find_checkpoint(setup.mesh, run, own=type(recipe.model))
+        trainer = setup.make_trainer(setup.read_dataset(), checkpoint)
+        if checkpoint is not None:
+            restore(checkpoint, trainer, setup.recipe.batch_sizes)
+        trainer.objective.prepare(trainer.step, run)
+        yield trainer
 
 
 def _remedy_for_memory(settings: Settings) -> str:
@@ -85,20 +168,6 @@ def _remedy_for_memory(settings: Settings) -> str:
     return "use a plan that cuts the model over more processes (dtgpt plan shows them)"
 
 
-def settings_here(job: Job, process: Process) -> Settings:
-    """Return the settings of the job on this machine. Raises UserError where a device or its memory is missing."""
-    recipe, choice = job.recipe, job.choice
-    device = choose_device(recipe.device, process.local_rank)
-    check_kernels(device)
-    for note in recipe.notes(choice, device.type):
-        say(note, warning=True)
-    settings = recipe.settings(choice.plan, device)
-    if caution := below_ampere(device, settings.dtype, recipe.attention, recipe.model.dropout):
-        say(caution, warning=True)
-    check_state_fits(settings, process)
-    return settings
-
-
 def check_state_fits(settings: Settings, process: Process) -> None:
     """Raise UserError where weights, gradients and the optimizer's state do not fit into the device's memory. Of most
     models all of it fits, however the plan cuts it: then nobody has to count what this rank holds."""
@@ -106,81 +175,6 @@ def check_state_fits(settings: Settings, process: Process) -> None:
     if settings.freezes_weights or most > total_memory(settings.device):
         for state_bytes in seams.listed("state_bytes"):
             check_memory(state_bytes(settings, process.rank), process.local_world, settings.device)
-
-
-def what_ranks_agree_on(job: Job) -> dict[str, str]:
-    """Return the values of the recipe by name; as `resume`, the checkpoint or run that was found."""
-    values = {name: str(value) for name, value in values_of(job.recipe).items()}
-    found = job.resume.checkpoint or job.resume.run
-    return values if found is None else {**values, "resume": str(found)}
-
-
-def wait_for_others(choice: PlanChoice, timeout: float, lost_after: float, stop: StopRequest) -> int:
-    """Return the exit code of the run, for which a process that the plan leaves over waits without memory of a GPU. It
-    ends like the others where a process is lost, and passes a signal that it gets on to rank 0."""
-    with watch_over(Process.from_environment(), choice, timeout, lost_after) as watch, stop:
-        watch.remedy = lambda: "go on with --resume if the run has a checkpoint, else start it again"
-        return watch.wait_for_end(lambda: stop.requested)
-
-
-def run_watched(group: Group, stop: StopRequest, work: Callable[[], int]) -> int:
-    """Return the exit code that `work` returns, and tell it to the processes that wait. A signal that one of these gets
-    reaches rank 0 as a request to its `stop`."""
-    group.watch.on_stop = stop.ask
-    code = work()
-    if group.process.rank == 0:
-        group.watch.end_run(code)
-    return code
-
-
-@contextmanager
-def watch_over(process: Process, choice: PlanChoice, timeout: float, lost_after: float) -> Iterator[Watch]:
-    """Yield the watch over all processes, which have agreed on the plan; those that wait are not in the process group.
-    Raises UserError where they do not meet within `timeout` seconds, or this one differs from rank 0."""
-    with peers(process.world).watch(process, timeout, lost_after) as watch:
-        plan = choice.plan.name
-        theirs = watch.of_rank_0("plan", plan)
-        if len(choice.fits) > 1 and theirs != plan:
-            raise UserError(
-                f"rank {process.rank} differs from rank 0 in the plan: {plan} there, {theirs} on rank 0; start every "
-                "rank with the same command on the same code"
-            )
-        yield watch
-
-
-@contextmanager
-def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
-    """Yield a trainer of the recipe without a run of its own: processes, data, model, optimizer. It is at its first
-    step, or at that of the newest checkpoint in the folder of `run`."""
-    job = make_job(recipe, ResumePoint(run=run), Process.from_environment().world)
-    with ExitStack() as stack:
-        group = join(job, stack)
-        checkpoint = None if run is None else find_checkpoint(group.mesh, run, own=type(recipe.model))
-        dataset = read_on_every_node(lambda: read_dataset(job.recipe), group.mesh, group.process)
-        trainer = make_trainer(job, group, dataset, checkpoint)
-        if checkpoint is not None:
-            restore(checkpoint, trainer, job.recipe.batch_sizes)
-        trainer.objective.prepare(trainer.step, run)
-        yield trainer
-
-
-def make_trainer(job: Job, group: Group, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Trainer:
-    """Return a trainer at its first step. Its weights are random ones, or those that the recipe's `init_from` names; a
-    run that goes on leaves them to the `checkpoint` that is loaded next, but for those that it freezes."""
-    recipe = job.recipe
-    if checkpoint is None:
-        begin = model_to_begin_with(recipe.init_from, recipe.resume)
-    else:
-        places = (base.place(checkpoint, recipe.init_from) for base in bases())
-        begin = next(places, None) if recipe.freezes_weights else None
-    same = begin is not None and check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
-    draw_weights = begin is None and job.resume.run is None
-    ends = ends_of(job.resume.run or (begin if same else None), dataset.tokenizer, recipe.model.vocab_size).ids
-    objective = objective_of(recipe).make(dataset)
-    trainer = Trainer(recipe, group.settings, group.mesh, objective, draw_weights, ends)
-    if begin is not None and job.resume.foreign is None:
-        load_initial_weights(begin, trainer)
-    return trainer
 
 
 def read_dataset(recipe: Recipe) -> Dataset:

@@ -16,10 +16,8 @@ from dtgpt.checkpoint.tokenizer import named_in, with_own_tokenizer
 from dtgpt.config.overrides import Options, explain_for, read_words, replace_values, take
 from dtgpt.config.plan_choice import AUTO, OR, PlanChoice
 from dtgpt.config.recipe import RUN_NAME, Recipe
-from dtgpt.config.recipe_file import call_recipe, load_module
-from dtgpt.data.checks import check_data, with_tokenizer
-from dtgpt.data.open import format_of
-from dtgpt.optim.kinds import named_kind, of_kind
+from dtgpt.config.recipe_file import call_recipe, load_module, named_kind, of_kind
+from dtgpt.data.open import check_data, format_of, with_tokenizer
 from dtgpt.run.folder import run_to_resume
 from dtgpt.run.saved_recipe import check_data_of_run, read_recipe, recipe_of_run, saved_value
 from dtgpt.util import seams

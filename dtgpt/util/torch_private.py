@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,11 @@ def __getattr__(name: str) -> Any:
     from torch.distributed.fsdp._fully_shard import _fsdp_api
 
     return getattr(_fsdp_api, name)
+
+
+def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
+    """Return whether this is a DTensor, without an import of its class."""
+    return type(tensor).__name__ == "DTensor"
 
 
 def constant_result(function: Function) -> Function:

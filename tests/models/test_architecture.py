@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.models.binding import BoundModule

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.megatron.samples import Samples, sequential_index
 from dtgpt.data.megatron.token_shards import TokenShards
 from dtgpt.models.decoder import build_model, unique_parameters

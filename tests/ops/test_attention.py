@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.data.document_masks import document_bounds
+from dtgpt.models.batch import document_bounds
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.attention.core import Backend, Case, backend_for, causal_attention, check_backend, split_qkv
 from dtgpt.ops.kernels.attention import flash, flash_launch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtgpt.checkpoint.manifest import Checkpoint, step_folder
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.llama import LlamaConfig

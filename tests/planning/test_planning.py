@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import Context
 from dtgpt.ops.random.philox import fold, root_key

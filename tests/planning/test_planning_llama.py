@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LLAMA3_8B, LLAMA31_405B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig

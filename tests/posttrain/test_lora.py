@@ -18,7 +18,7 @@ from dtgpt.compare.gate import Reference
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.trace import Key
 from dtgpt.config.fp8 import FP8
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.interop.inspect import inspect
 from dtgpt.optim.muon import MuonConfig

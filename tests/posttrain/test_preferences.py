@@ -15,7 +15,7 @@ from dtgpt.compare.gate import Reference, locate, problem_of_reference
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.verdict import difference, limits_between, problems
 from dtgpt.config.fp8 import FP8
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare

@@ -10,7 +10,7 @@ import torch
 from dtgpt.checkpoint.open import open_config
 from dtgpt.compare.compare import compare
 from dtgpt.config.fp8 import FP8
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.chat import ChatPrompts
 from dtgpt.models.decoder import unique_parameters

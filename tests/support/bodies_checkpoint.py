@@ -21,7 +21,7 @@ from torch import Tensor
 
 import dtgpt.parallel.shards
 from dtgpt.checkpoint import load, save
-from dtgpt.checkpoint import staging as host
+from dtgpt.checkpoint import shard_file as host
 from dtgpt.checkpoint.load import find_checkpoint, load_training
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe

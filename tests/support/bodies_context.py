@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtgpt.comm import all_to_all
-from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer
-from dtgpt.models.batch import Batch
+from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.models.binding import bind
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dtgpt.data.document_masks import document_bounds
+from dtgpt.models.batch import document_bounds
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
 from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.ops.kernels.attention import flash, flash_launch

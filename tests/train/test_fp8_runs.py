@@ -9,7 +9,7 @@ import torch
 
 from dtgpt.checkpoint.manifest import read_state, write_state
 from dtgpt.checkpoint.shard_file import Damaged
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.optim.fp8.scales import STATE
 from dtgpt.planning.memory import fullest, memory_by_rank

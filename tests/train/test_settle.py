@@ -12,7 +12,7 @@ from dtgpt.checkpoint.open import open_source
 from dtgpt.cli import main
 from dtgpt.config.overrides import leaves
 from dtgpt.config.plan import Plan
-from dtgpt.data.checks import with_tokenizer
+from dtgpt.data.open import with_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.folder import values_of

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dtgpt.ops.local_linear import is_dtensor
 from dtgpt.ops.random.dropout import LANES, dropout
 from dtgpt.ops.serve import Operation
+from dtgpt.util.torch_private import is_dtensor
 
 
 def residual_reference(

@@ -7,8 +7,8 @@ gives a partial sum of the bias's gradient.
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.local_linear import is_dtensor
 from dtgpt.ops.serve import Operation
+from dtgpt.util.torch_private import is_dtensor
 
 
 def reference(x: Tensor, bias: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.hardware import TRITON
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 REWARD = attrgetter("reward")
 LARGEST_REWARD = 1e15  # gradients in fp32 have room for it
