@@ -267,7 +267,7 @@ class AttentionCore(BoundModule):
         """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T. first_head: the head of this
         rank's parameters that is the first of q, where context parallelism gives some heads only."""
         if seen is not None and not isinstance(seen, Tensor):
-            return seen.attend(lambda *each: self.compute(*each, site, None, first_head), q, k, v)
+            return seen.attend(lambda q, k, v: self.compute(q, k, v, site, None, first_head), q, k, v)
         sinks: Tensor | None = self.sinks
         if sinks is not None:
             local = sinks.to_local() if is_dtensor(sinks) else sinks
