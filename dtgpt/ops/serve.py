@@ -43,12 +43,16 @@ class Operation:
 
     def __call__(self, x: Tensor, *others: Any) -> Any:
         """Return what is computed of the arguments."""
-        kernel = self.choose(x, *others)
-        return self.definition(x, *others) if kernel is None else kernel.run(x, *others)
+        # As `choose`, without its call: this is on the way of each operation of a step.
+        # 16 bits on a CPU: there a definition may keep wider copies for backward than a kernel does.
+        if (not x.is_cpu or x.dtype.itemsize == 2) and load_kernels(self.name):
+            for kernel in self.kernels:
+                if kernel.serves(x, *others):
+                    return kernel.run(x, *others)
+        return self.definition(x, *others)
 
     def choose(self, x: Tensor, *others: Any) -> Kernel | None:
         """Return the kernel that serves these arguments, None for the definition."""
-        # 16 bits on a CPU: there a definition may keep wider copies for backward than a kernel does.
         if (not x.is_cpu or x.dtype.itemsize == 2) and load_kernels(self.name):
             for kernel in self.kernels:
                 if kernel.serves(x, *others):

@@ -1,5 +1,8 @@
 """What serves an operation: kernels in their order, else its definition; and when kernels are imported."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -52,3 +55,34 @@ def test_a_compiled_function_has_what_serves_it(example):
         assert compiled(*numbers(8)).tolist() == [2] * 8
     assert compiled(*numbers(8)).tolist() == [4] * 8
     assert compiled(*numbers(8, torch.float32)).tolist() == [2] * 8
+
+
+PROGRAM = """
+import sys, torch
+from dtgpt.ops.norm.norm import norm
+from dtgpt.ops.pointwise.gelu import bias_gelu
+from dtgpt.ops.pointwise.linear import linear
+
+def layer(x, weight, gain, bias):
+    return bias_gelu(linear(norm(x, gain, bias, 1e-5), weight, None), bias)
+
+def kernels():
+    return sorted(name for name in sys.modules if name.startswith("dtgpt.ops.kernels."))
+
+inputs = torch.randn(2, 8), torch.randn(8, 8), torch.ones(8), torch.zeros(8)
+layer(*inputs)
+assert not kernels(), kernels()
+inputs = [each.bfloat16().requires_grad_() for each in inputs]
+compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs)
+assert "dtgpt.ops.kernels.norm" in kernels()
+eager = layer(*inputs)
+gradients = [torch.autograd.grad(made.sum(), inputs) for made in (compiled, eager)]
+assert torch.equal(compiled, eager) and all(map(torch.equal, *gradients))
+"""
+
+
+@pytest.mark.slow(6)
+@pytest.mark.compiler
+def test_a_run_in_fp32_imports_no_kernels_and_a_first_compiled_call_imports_them():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

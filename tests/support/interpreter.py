@@ -6,7 +6,19 @@ from unittest import mock
 
 from torch import Tensor
 
-from dtgpt.ops.serve import Operation, load_kernels
+from dtgpt.ops.serve import Kernel, Operation, load_kernels
+
+
+@contextmanager
+def chosen_by(choose: Callable[..., Kernel | None]) -> Iterator[None]:
+    """Operations are served by what `choose` returns in place of `Operation.choose`."""
+
+    def call(self, x, *others):
+        kernel = self.choose(x, *others)
+        return self.definition(x, *others) if kernel is None else kernel.run(x, *others)
+
+    with mock.patch.object(Operation, "choose", choose), mock.patch.object(Operation, "__call__", call):
+        yield
 
 
 @contextmanager
@@ -21,7 +33,7 @@ def first_kernels_of(*names: str, where: Callable[[Tensor], bool] = lambda x: Tr
         load_kernels(self.name)
         return self.kernels[0]
 
-    with mock.patch.object(Operation, "choose", first):
+    with chosen_by(first):
         yield
 
 
@@ -36,7 +48,7 @@ def kernels_asked_of(*names: str) -> Iterator[None]:
         load_kernels(self.name)
         return next((kernel for kernel in self.kernels if kernel.serves(x, *others)), None)
 
-    with mock.patch.object(Operation, "choose", ask):
+    with chosen_by(ask):
         yield
 
 
@@ -48,7 +60,7 @@ def definitions_of(*names: str) -> Iterator[None]:
     def none(self, x, *others):
         return None if self.name in names else choose(self, x, *others)
 
-    with mock.patch.object(Operation, "choose", none):
+    with chosen_by(none):
         yield
 
 

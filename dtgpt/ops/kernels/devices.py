@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.ops.serve import Kernel, is_apart
+from dtgpt.ops import serve
+from dtgpt.ops.serve import Kernel
 from dtgpt.util.hardware import HOPPER, TRITON
 
 GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is experimental, and others have not run the tests on a GPU
@@ -90,12 +91,12 @@ def by_triton(run: Callable[..., Any], serves: Callable[..., bool] = has_triton,
     return Kernel("Triton", serves, run, why_no_triton, when)
 
 
-def may_fuse(x: Tensor) -> bool:
+def may_fuse(x: Tensor, *_: Any) -> bool:
     """Return `has_triton`, for an op whose backward computes gradients of parameters along with that of `x`."""
-    return TRITON and x.is_cuda and not is_apart()
+    return TRITON and x.is_cuda and not serve._apart
 
 
 def takes_custom_op(x: Tensor, has_parameters: bool) -> bool:
     """Return whether an op runs as its custom op: where kernels can work, and on the meta device, where planning
     measures what the op saves on a GPU; an op with parameters not under `split_backward`."""
-    return (x.is_meta or (TRITON and x.is_cuda)) and not (has_parameters and is_apart())
+    return (x.is_meta or (TRITON and x.is_cuda)) and not (has_parameters and serve._apart)

@@ -11,6 +11,8 @@ epilogue, backward computes dx = dy w and dw = dy^T x. Sharding rule: those of `
 `dtgpt.ops.kernels.bias`.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,13 +27,14 @@ from dtgpt.util.torch_private import is_dtensor
 FEW = 512  # rows up to which cuBLAS was seen to split K
 
 
-def _has_few_rows(x: Tensor) -> bool:
-    return may_fuse(x) and 0 < x.numel() // max(x.shape[-1], 1) <= FEW and not may_split()
+# What tells most quickly is asked first: this is on the way of each operation of a step.
+def _has_few_rows(x: Tensor, *_: Any) -> bool:
+    return 0 < x.numel() // max(x.shape[-1], 1) <= FEW and may_fuse(x) and not may_split()
 
 
-def _splits(x: Tensor, bias: Tensor | None) -> bool:
+def _splits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether cuBLAS would split K with any number of rows."""
-    return bias is None and may_fuse(x) and x.dtype == torch.float32
+    return bias is None and x.dtype == torch.float32 and may_fuse(x)
 
 
 def linear_by_column_sum(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -83,7 +86,7 @@ _chain.register_autograd(_differentiate, setup_context=_save)
 
 
 def _of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _splits(x, bias) or _has_few_rows(x):
+    if _splits(x, weight, bias) or _has_few_rows(x):
         return on_local_tensors(linear, x, weight, bias)
     if bias is None:
         return F.linear(x, weight, bias)
@@ -100,15 +103,15 @@ CHAIN = "of up to 512 rows on a GPU, where cuBLAS would split the sums"
 LINEAR = (
     Kernel(
         "one of these, of local tensors where it is not PyTorch's",
-        lambda x, weight, bias: is_dtensor(weight) and may_fuse(x),
+        lambda x, weight, bias: type(weight) is not Tensor and is_dtensor(weight) and may_fuse(x),
         _of_dtensors,
         why_no_triton,
         "where tensor parallelism has cut the weight",
     ),
-    Kernel(CHAIN_NAME, lambda x, *_: _has_few_rows(x), _chain, why_no_triton, CHAIN),
+    Kernel(CHAIN_NAME, _has_few_rows, _chain, why_no_triton, CHAIN),
     Kernel(
         "cuBLAS, with a bias of zeros",
-        lambda x, weight, bias: _splits(x, bias),
+        _splits,
         _by_whole_sums,
         why_no_triton,
         "in fp32 without a bias, where cuBLAS would split the sums",
@@ -124,7 +127,7 @@ LINEAR = (
 LINEAR_INTO = (
     Kernel(
         CHAIN_NAME,
-        lambda x, weight, bias, memory: _has_few_rows(x),
+        _has_few_rows,
         lambda x, weight, bias, memory: _chain(x, weight, bias),
         why_no_triton,
         CHAIN,

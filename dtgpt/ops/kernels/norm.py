@@ -222,7 +222,7 @@ def _residual_normed(*inputs) -> tuple[Tensor, Tensor]:
     return _residual_norm(*inputs)[:2]
 
 
-def _runs(x: Tensor, bias: Tensor | None) -> bool:
+def _runs(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> bool:
     """Return whether kernels can work on x; on the meta device, where planning measures activations, the definition of
     an RMSNorm keeps several tensors, and these ops x alone."""
     return may_fuse(x) or (bias is None and x.is_meta and not is_apart())
@@ -243,11 +243,11 @@ def _serves_residual(x: Tensor, branch: Tensor, branch_bias: Tensor | None, key:
 
 SIXTEEN_BITS = "on CPUs, LayerNorm in 16 bits: backward computes in fp32, and keeps 16 bits"
 NORM_AND_PASS = (
-    by_triton(_passed, lambda x, weight, bias, eps: _runs(x, bias)),
+    by_triton(_passed, _runs),
     Kernel("PyTorch", lambda x, weight, bias, eps: _runs_on_a_cpu(x, bias), _passed, _on_a_cpu, SIXTEEN_BITS),
 )
 RESIDUAL_NORM = (
-    by_triton(_residual_normed, lambda x, *others: _runs(x, others[3])),
+    by_triton(_residual_normed, lambda x, branch, shift, weight, bias, *_: _runs(x, weight, bias)),
     Kernel("PyTorch", lambda x, *others: _runs_on_a_cpu(x, others[3]), _residual_normed, _on_a_cpu, SIXTEEN_BITS),
 )
 RESIDUAL = (by_triton(_residual, _serves_residual, "on GPUs, with a bias or dropout"),)

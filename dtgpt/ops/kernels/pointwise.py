@@ -144,7 +144,7 @@ _gated.register_autograd(
 )
 
 
-BIAS_GELU = (by_triton(_bias_gelu, lambda x, bias: may_fuse(x)),)
+BIAS_GELU = (by_triton(_bias_gelu, may_fuse),)
 BIAS_RELU2 = (by_triton(_bias_relu2, lambda x, bias: takes_custom_op(x, has_parameters=True)),)
 SWIGLU = (by_triton(_swiglu, lambda x: takes_custom_op(x, has_parameters=False)),)
 GATED = (
