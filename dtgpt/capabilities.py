@@ -4,6 +4,7 @@ works as before."""
 # The module that describes the capability, and those of the capabilities whose modules it imports. Sections of recipes
 # stand in this order, in `--help` too, and formats are asked in it: that of library_tokenizers takes every file.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
     ("dtgpt.liveness", ()),
     ("dtgpt.parallel.shared_memory", ()),

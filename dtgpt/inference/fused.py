@@ -12,11 +12,11 @@ from dtgpt.models.binding import bound_of
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import attention_cores
 from dtgpt.models.layers import Context
-from dtgpt.ops.attention.cached import HEAD_SIZES
-from dtgpt.ops.decode import exact as exact_blocks
-from dtgpt.ops.decode.blocks import embed, kernels_of_few_rows, run_blocks, run_head
-from dtgpt.ops.decode.exchange import MOST_RANKS, Exchange
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
+from dtgpt.ops.kernels.decode import exact as exact_blocks
+from dtgpt.ops.kernels.decode.blocks import embed, kernels_of_few_rows, run_blocks, run_head
+from dtgpt.ops.kernels.decode.exchange import MOST_RANKS, Exchange
+from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.transport import transport

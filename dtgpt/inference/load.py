@@ -28,8 +28,8 @@ from dtgpt.inference.step import NO_KERNELS
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Source
-from dtgpt.ops.attention.cached import HEAD_SIZES
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
+from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import say

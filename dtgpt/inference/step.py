@@ -18,7 +18,7 @@ from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.decode.blocks import next_rows
+from dtgpt.ops.kernels.decode.blocks import next_rows
 from dtgpt.ops.pointwise.linear import split_sums
 from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.scores import Scores, as_in_training, token_scores

@@ -16,8 +16,9 @@ from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Join
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.attention.shared import shared_tokens
-from dtgpt.ops.fast import split_backward
+from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
+from dtgpt.ops.serve import split_backward
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.planning.alive import Alive
 from dtgpt.posttrain.lora.adapters import local_adapter
@@ -113,7 +114,7 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
         if isinstance(module, AttentionCore):
             bind(module, cache=recorder)
         elif isinstance(module, Linear | DeferredBiasLinear) and kind.fp8:
-            bind(module, sites=_known_sites(kind.keeps_weights))
+            bind(module, quantised=_known_product(kind.keeps_weights))
     return block
 
 
@@ -153,10 +154,10 @@ class _SequenceParts(NamedTuple):
         return whole.chunk(self.ranks, dim=1)[0].clone()
 
 
-def _known_sites(keeps_weights: bool) -> Sites:
-    """Return sites whose scales are known, without memory."""
+def _known_product(keeps_weights: bool) -> Fp8Product:
+    """Return a product whose scales are known, without memory."""
     site = Site(*(torch.empty((), device="meta") for _ in Site._fields))
-    return Sites(site, site, site, Calibration(known=True, keeps_weights=keeps_weights))
+    return Fp8Product(Sites(site, site, site, Calibration(known=True, keeps_weights=keeps_weights)))
 
 
 class _Recorder:

@@ -22,7 +22,8 @@ from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.pointwise.linear import FEW, linear, split_sums
+from dtgpt.ops.kernels.linear import FEW
+from dtgpt.ops.pointwise.linear import linear, split_sums
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel import local
 from dtgpt.parallel.build import build_stages, compile_forward
