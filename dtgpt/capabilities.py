@@ -48,6 +48,8 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "dtgpt.evaluation",
         ("dtgpt.data.library_tokenizers", "dtgpt.data.prepare", "dtgpt.interop", "dtgpt.posttrain.lora"),
     ),
-    ("dtgpt.serve", ("dtgpt.posttrain.chats",)),
+    ("dtgpt.inference.beams", ()),
+    ("dtgpt.inference.kernels", ()),
+    ("dtgpt.serve", ("dtgpt.inference.beams", "dtgpt.posttrain.chats")),
     ("dtgpt.commands.tools", ()),
 )

@@ -29,7 +29,7 @@ from dtgpt.evaluation.files import DataFile
 from dtgpt.evaluation.report import Measured, as_json, megatron_lines, table, task_lines
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.evaluation.tasks import Prepared, TaskOptions
-from dtgpt.inference.broadcast import from_rank_0
+from dtgpt.inference.broadcast import told_by_rank_0
 from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model
 from dtgpt.inference.prompts import tokenizer_of
@@ -97,11 +97,11 @@ def evaluate(path: Path, options: EvalOptions) -> None:
     )  # fmt: skip
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
-    prepared: list[tuple[DataFile, Prepared]] = []  # on rank 0
     positions = settings.model.seq_length
-    from_rank_0(mesh, lambda: prepared.extend(prepare(one, tokenizer, positions) for one in asked))
+    _, kept = told_by_rank_0(mesh, lambda: (None, [prepare(one, tokenizer, positions) for one in asked]))
+    prepared = kept[0] if kept else []
     scorer = scorer_of(
-        Model(source, settings, mesh, path, tokenizer=tokenizer, exact=options.exact), options.batch_tokens
+        Model.read(source, settings, mesh, path, tokenizer=tokenizer, exact=options.exact), options.batch_tokens
     )
     with Threads(1) as threads:  # a digest takes seconds, in which the device works
         digest = threads.submit(model_digest, source) if mesh.rank == 0 else None

@@ -19,12 +19,11 @@ from dtgpt.commands.model_options import (
     TokenizerName,
     VocabFile,
 )
-from dtgpt.commands.prompts import Line, read_prompts_file
+from dtgpt.commands.prompts import NOT_OPTIONS, Line, read_prompts_file
 from dtgpt.config.execution import MOST_SLOTS
-from dtgpt.inference.generator import Need, need_of
 from dtgpt.inference.load import open_model
-from dtgpt.inference.model import Model
-from dtgpt.inference.options import OPTIONS, biases, read_options
+from dtgpt.inference.model import Model, Need, need_of
+from dtgpt.inference.options import INITIAL, OPTIONS, biases, read_options
 from dtgpt.inference.prompts import encode, tokenizer_of
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.util import seams
@@ -32,7 +31,9 @@ from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
 
-NEW_TOKENS = OPTIONS["max_new_tokens"].offer.initial  # where nothing is said of it
+NEW_TOKENS = INITIAL["max_new_tokens"]  # where nothing is said of it
+NOT_WORDS = ("do_sample", *NOT_OPTIONS)  # options that the command does not have
+RENAMED = {"num_return_sequences": "num_samples"}
 
 
 def sampling_words() -> Any:
@@ -40,19 +41,19 @@ def sampling_words() -> Any:
     `max_new_tokens` stands for the initial number, or for as many as the model has positions for."""
     found = []
     for option in OPTIONS.values():
-        offer, type_, default = option.offer, option.kind, option.default
-        if offer.command is None:
+        type_, default = option.kind, option.default
+        if option.name in NOT_WORDS:
             continue
         if type_ not in (bool, int, float):
             type_, default = tuple[str, ...], ()
-        default, text = default if offer.initial is None else offer.initial, option.help
+        default, text = INITIAL.get(option.name, default), option.help
         if option.name == "logit_bias":
             text = f"{text}, as ID:NUMBER"
         if option.name == "max_new_tokens":
             type_, default, text = int | None, None, f"{text}; none: {NEW_TOKENS}"
         bounds = Bounds(option.least, option.most)
         rules = (bounds,) if option.kind in (int, float) else ()
-        found.append((offer.command, Annotated[type_, text, *rules], field(default=default)))
+        found.append((RENAMED.get(option.name, option.name), Annotated[type_, text, *rules], field(default=default)))
     return make_dataclass("SamplingWords", found, frozen=True, kw_only=True)
 
 
@@ -119,7 +120,7 @@ def generate(path: Path, options: GenerateOptions) -> None:
     )  # fmt: skip
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
-    model = Model(source, settings, mesh, path, options.slots, tokenizer, options.exact)
+    model = Model.read(source, settings, mesh, path, options.slots, tokenizer, options.exact)
     if options.interactive:
         _converse(model, base)
     elif options.prompts_file or options.output:
@@ -140,11 +141,10 @@ def check_modes(options: GenerateOptions) -> None:
 
 def sampling_of(options: GenerateOptions) -> dict[str, Any]:
     """Return the options of the command line that `read_options` knows."""
-    names = {one.name: one.offer.command for one in OPTIONS.values() if one.offer.command is not None}
-    given = {name: getattr(options, word) for name, word in names.items()}
+    given = {name: getattr(options, RENAMED.get(name, name)) for name in OPTIONS if name not in NOT_WORDS}
     given["stop_token_ids"] = [_number(word, int, "--stop-token-ids") for word in given["stop_token_ids"]]
-    pairs = [word.partition(":") for word in given["logit_bias"]]
-    numbers = [(_number(i, int, "--logit-bias"), _number(x, float, "--logit-bias")) for i, _, x in pairs]
+    split = [word.partition(":") for word in given["logit_bias"]]
+    numbers = [(_number(i, int, "--logit-bias"), _number(x, float, "--logit-bias")) for i, _, x in split]
     given["logit_bias"] = biases(numbers)
     return given
 
@@ -163,37 +163,35 @@ def make_job(model: Model, line: Line, base: dict[str, Any], index: int) -> Prom
     OPTIONS["split_special_tokens"].check(given["split_special_tokens"])
     ids = encode(line.prompt, model.tokenizer, model.config, given["split_special_tokens"])
     job = PromptJob(ids, read_options(given, len(ids), model.config, NEW_TOKENS), index)
-    model.generator.check(job)
+    model.check(job)
     return job
 
 
 def _show(model: Model, base: dict[str, Any], prompt: str) -> None:
-    jobs: list[PromptJob] = []
+    def prepare() -> tuple[Need, PromptJob]:
+        job = make_job(model, Line(1, prompt, {}), base, 0)
+        return need_of([job]), job
 
-    def prepare() -> Need:
-        jobs.append(make_job(model, Line(1, prompt, {}), base, 0))
-        return need_of(jobs)
+    def work(session: Session, job: PromptJob) -> None:
+        model.describe()
+        show(session, prompt, job)
 
-    def work(session: Session) -> None:
-        model.generator.describe()
-        show(session, prompt, jobs[0])
-
-    model.generator.run(prepare, work)
+    model.run(prepare, work)
 
 
 def _converse(model: Model, base: dict[str, Any]) -> None:
-    def work(session: Session) -> None:
-        model.generator.describe()
+    def prepare() -> tuple[Need, None]:
+        model.tokenizer  # noqa: B018  # which says why there is none
+        shortest = PromptJob([0], read_options(base, 1, model.config, NEW_TOKENS))
+        model.check(shortest)  # options that are wrong for any prompt
+        return Need(shortest.rows, shortest.rows), None
+
+    def work(session: Session, _: None) -> None:
+        model.describe()
         with Keyboard() as keyboard:
             converse(session, keyboard, lambda prompt, turn: make_job(model, Line(1, prompt, {}), base, turn))
 
-    def prepare() -> Need:
-        model.tokenizer  # noqa: B018  # which says why there is none
-        shortest = PromptJob([0], read_options(base, 1, model.config, NEW_TOKENS))
-        model.generator.check(shortest)  # options that are wrong for any prompt
-        return Need(shortest.rows, shortest.rows)
-
-    model.generator.run(prepare, work)
+    model.run(prepare, work)
 
 
 def _lines(options: GenerateOptions) -> list[Line]:
@@ -202,26 +200,23 @@ def _lines(options: GenerateOptions) -> list[Line]:
 
 
 def _write_results(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
-    lines: list[Line] = []
-    jobs: list[PromptJob] = []
     results = ResultFile(Path(options.output) if options.output else None)
 
-    def prepare() -> Need:
+    def prepare() -> tuple[Need, list[tuple[Line, PromptJob]]]:
         results.check()
-        path = options.prompts_file
-        lines.extend(_lines(options))
-        for index, line in enumerate(lines):
+        path, found = options.prompts_file, []
+        for index, line in enumerate(_lines(options)):
             try:
-                jobs.append(make_job(model, line, base, index))
+                found.append((line, make_job(model, line, base, index)))
             except UserError as error:
                 raise UserError(f"{path}, line {line.number}: {error}" if path else str(error)) from None
-        return need_of(jobs)
+        return need_of([job for _, job in found]), found
 
-    def work(session: Session) -> None:
-        model.generator.describe()
-        results.write(lines, session.run(jobs))
+    def work(session: Session, asked: list[tuple[Line, PromptJob]]) -> None:
+        model.describe()
+        results.write([line for line, _ in asked], session.run(job for _, job in asked))
 
-    model.generator.run(prepare, work)
+    model.run(prepare, work)
 
 
 command = Command(

@@ -23,10 +23,9 @@ from dtgpt.commands.model_options import (
 )
 from dtgpt.inference.broadcast import true_everywhere
 from dtgpt.inference.finite import WEIGHTS, has_finite_weights
-from dtgpt.inference.generator import Need
 from dtgpt.inference.load import open_model
 from dtgpt.inference.memory import MOST_SLOTS
-from dtgpt.inference.model import Model
+from dtgpt.inference.model import Model, Need
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import Session
 from dtgpt.serve.explanations import KEY
@@ -103,7 +102,7 @@ def serve(path: Path, options: ServeOptions) -> None:
     )  # fmt: skip
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
-    model = Model(source, settings, mesh, path, slots, tokenizer, options.exact)
+    model = Model.read(source, settings, mesh, path, slots, tokenizer, options.exact)
     if not true_everywhere(mesh, has_finite_weights(model.stages, mesh, model.config)):
         raise UserError(f"{path}: {WEIGHTS}")
     need = Need(rows=slots or MOST_SLOTS, at_once=1)
@@ -117,12 +116,12 @@ def serve(path: Path, options: ServeOptions) -> None:
 def _lead(model: Model, need: Need, server: "Server", options: ServeOptions) -> None:
     """Serve, on rank 0."""
 
-    def work(session: Session) -> None:
-        model.generator.describe()
+    def work(session: Session, _: None) -> None:
+        model.describe()
         server.serve(session, options.warm_up, options.drain)
 
     try:
-        model.generator.run(lambda: need, work)
+        model.run(lambda: (need, None), work)
     finally:
         server.close()
 
@@ -132,7 +131,7 @@ def _follow(model: Model, need: Need, seconds: float) -> None:
     from dtgpt.serve.life import EndBySignal
 
     EndBySignal(None, seconds).install()
-    model.generator.run(lambda: need, lambda session: None)
+    model.run(lambda: (need, None), lambda session, _: None)
 
 
 def _server(model: Model, name: str, options: ServeOptions, listener: socket.socket, key: str | None) -> "Server":
@@ -142,11 +141,10 @@ def _server(model: Model, name: str, options: ServeOptions, listener: socket.soc
     from dtgpt.serve.service import Service
     from dtgpt.serve.worker import EngineWorker
 
-    generator = model.generator
     limits = RequestLimits(queue=options.queue, seconds=options.seconds)
-    worker = EngineWorker(generator.check, lambda: generator.slots, limits)
+    worker = EngineWorker(model.check, lambda: model.slots, limits)
     service = Service(
-        generator, worker, name, api_key=key, hosts=names_of(options.host, listener),
+        model, worker, name, api_key=key, hosts=names_of(options.host, listener),
         log_prompts=options.log_prompts,
     )  # fmt: skip
     return Server(service, listener, options.host)

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.beam import Beams
 from dtgpt.inference.completion import Alternatives, Completion, Score
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.finite import NotFinite
@@ -24,25 +23,14 @@ class PromptJob(NamedTuple):
     ids: list[int]
     options: Options
     prompt_index: int = 0  # enters the draws: equal prompts get different texts
-    rules: Beams | None = None  # of a search, in place of the options' own; one beam is a search, too
     client: str = ""  # who shares the slots fairly with others
     stops: tuple[str, ...] = ()  # of a chat's template, besides those of the options
 
     @property
-    def beams(self) -> Beams | None:
-        """The rules of the beam search; None: no search."""
-        options = self.options
-        if self.rules is not None or options.num_beams == 1:
-            return self.rules
-        return Beams(
-            width=options.num_beams, length_penalty=options.length_penalty, early_stopping=options.early_stopping
-        )
-
-    @property
     def rows(self) -> int:
         """The slots of the cache that it takes."""
-        beams = self.beams
-        return self.options.num_return_sequences if beams is None else beams.width
+        options = self.options
+        return options.num_return_sequences if options.search is None else options.search.rows
 
     def request(self, special: SpecialIds) -> Request:
         """Return what the engine is asked for. `special`: the tokenizer's."""
@@ -50,7 +38,7 @@ class PromptJob(NamedTuple):
         return Request(
             ids=self.ids, sampling=options, special=special, prompt_index=self.prompt_index,
             choices=options.num_return_sequences, score_prompt=options.prompt_logprobs,
-            alternatives=options.top_logprobs, beams=self.beams, client=self.client,
+            alternatives=options.top_logprobs, search=options.search, client=self.client,
         )  # fmt: skip
 
 

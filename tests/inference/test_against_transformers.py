@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.inference.beam import Beams
+from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.models.decoder import build_model

@@ -13,7 +13,7 @@ from dtgpt.config.plan import Plan
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import scorer_of
-from dtgpt.inference.beam import Beams
+from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.finite import LOGITS, NotFinite, has_finite_weights
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import NOT_FINITE, Event, Request

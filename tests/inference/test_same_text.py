@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtgpt.inference.beam import Beams
+from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.request import PROMPT, Request
 from dtgpt.inference.sampling import Sampling, SpecialIds
 from dtgpt.models.gpt2 import GPT2Config

@@ -66,7 +66,7 @@ def test_a_prompt_is_that_of_transformers_in_every_door(model, folder, text):
 
 
 def test_completions_take_the_same_ids_and_the_switch(model, folder):
-    with served(model.generator) as service, client(make_app(service)) as http:
+    with served(model) as service, client(make_app(service)) as http:
 
         def prompt_tokens(path="/v1/completions", **keys) -> int:
             answer = http.post(path, json={"max_tokens": 1, **keys})

@@ -17,7 +17,7 @@ import torch
 
 from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.beam import BeamSearch
+from dtgpt.inference.beams.search import BeamSearch
 from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.request import Request
 from dtgpt.inference.session import PromptJob, Session

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dtgpt.inference.request import Candidates, Request, SearchedRows
 from dtgpt.util.errors import UserError, shown
-
-Candidates = Sequence[tuple[int, float]]  # (id, log-probability) of the likeliest tokens of a row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,35 @@ class Beams:
     # does, those that end included, which goes on longer (Megatron-LM of 2023, transformers before 4.50).
     ended_bound: bool = False
 
-    def validate(self, vocab_size: int, choices: int = 1) -> None:
+    row = "beam"  # in messages
+
+    @property
+    def rows(self) -> int:
+        """The number of slots that it needs at once."""
+        return self.width
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """The option that asks for the search, and the one that does not, for messages."""
+        return f"num_beams={self.width}", "num_beams=1"
+
+    def validate(self, request: Request, vocab_size: int) -> None:
+        """Raise UserError, one sentence, for a request that cannot be searched like this."""
+        self.check(vocab_size, request.choices)
+        if request.sampling.max_new_tokens == 0:
+            raise UserError("max_new_tokens=0 leaves nothing to search; use 1 or more")
+        if request.alternatives:
+            raise UserError("a beam search does not return likeliest tokens; use alternatives=0, or no beams")
+        if request.sampling.stop_on_double_eol:
+            raise UserError("a beam search cannot stop at two newlines; leave stop_on_double_eol out, or use no beams")
+
+    def begin(self, request: Request, slots: list[int]) -> SearchedRows:
+        """Return the search for a request whose first slot has read the prompt."""
+        from dtgpt.inference.beams.slots import BeamSlots
+
+        return BeamSlots(self, request, slots)
+
+    def check(self, vocab_size: int, choices: int = 1) -> None:
         """Raise UserError, one sentence, if no model of `vocab_size` tokens can be searched like this, or if fewer than
         `choices` hypotheses are kept."""
         largest = vocab_size // 2

@@ -1,24 +1,28 @@
 """A beam search in slots of the cache: one for each row, which are copied as the search chooses."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from dtgpt.inference.beam import BeamSearch, Candidates
-from dtgpt.inference.leader import Leader
-from dtgpt.inference.request import Event, Request
+from dtgpt.inference.beams.search import Beams, BeamSearch
+from dtgpt.inference.commands import Assign, Copy
+from dtgpt.inference.request import Candidates, Event, Request
 
 
 class BeamSlots:
     """The rows of a request's beam search. `slots[i]` is that of the request's choice i, of which some may be idle."""
 
-    def __init__(self, asked: Request, slots: list[int]):
-        if asked.beams is None:
-            raise ValueError("the request asks for no beams")
+    def __init__(self, beams: Beams, asked: Request, slots: list[int]):
         self.asked, self.slots = asked, slots
-        self.search = BeamSearch(asked.beams, asked.sampling.max_new_tokens, asked.stop_ids)
+        self.search = BeamSearch(beams, asked.sampling.max_new_tokens, asked.stop_ids)
         self._choices = [0]  # of the rows of the search, in their order
 
-    def advance(self, candidates: Mapping[int, Candidates], commands: Leader) -> list[int]:
+    @property
+    def alternatives(self) -> int:
+        """The number of likeliest tokens of each row that `advance` needs."""
+        return self.search.alternatives
+
+    def advance(self, candidates: Mapping[int, Candidates], command: Callable[[Any], Any]) -> list[int]:
         """Choose the rows of the next step from the likeliest tokens of each choice, and put them into slots. Return
         their choices; none: the search is over.
 
@@ -37,9 +41,9 @@ class BeamSlots:
             chosen.append(target)
         if copies:
             filled = len(self.asked.ids) + self.search.length - 1  # the last token is not in the cache yet
-            commands.copy(self._slots(copies.values()), self._slots(copies), filled)
+            command(Copy(self._slots(copies.values()), self._slots(copies), filled))
         if rows:
-            commands.assign(self._slots(chosen), [row.token for row in rows])
+            command(Assign(self._slots(chosen), [row.token for row in rows]))
         self._choices = chosen
         return chosen
 
