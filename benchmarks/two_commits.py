@@ -31,6 +31,7 @@ CASES = {  # name -> (ranks, kind of step, options)
     "dp2_zero3": (2, "train", ["dp2_zero3", "--precision", "bf16"]),
     "decode1": (1, "decode", ["1"]),
     "decode64": (1, "decode", ["64"]),
+    "decode256": (1, "decode", ["256"]),
     "grpo": (1, "grpo", []),
 }
 SAYS = "TWO_COMMITS "  # before each answer of a worker, among what libraries print
