@@ -33,6 +33,11 @@ FOLDERS = {
     ("dtgpt.optim", "dtgpt.optim.fp8"): "fp8_scales>scales",
     ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
+    (
+        "dtgpt.inference",
+        "dtgpt.inference",
+    ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>forward "
+    "beam>beams.search beam_slots>beams.search fused>kernels.stages",
     ("dtgpt.data.prepare", "dtgpt.data"): "documents",
     (
         "dtgpt.data.tokenizers",

@@ -51,7 +51,7 @@ class Step:
         graphs on a GPU; not for stages that are sharded over replicas. exact: as of `Forward`."""
         self.stages, self.mesh, self.slots = stages, mesh, slots
         self.cache = Cache(stages, config, mesh.plan, slots, dtype, mesh.device)
-        self.forward = Forward(stages, mesh, dtype, self.cache, vocab_size or config.vocab_size, exact)
+        self.passes = Forward(stages, mesh, dtype, self.cache, vocab_size or config.vocab_size, exact)
         self._graphs = StepGraphs() if graphs and mesh.device.type == "cuda" else None
         batched = self._graphs is not None and dtype.itemsize == 2 and not mesh.plan.sequence_parallel
         self.batch_tokens = BATCH_TOKENS if batched else 0
@@ -68,7 +68,7 @@ class Step:
         self._attach()
         length, *others = {padded_length(len(ids), self.cache.state.positions) for ids in prompts}
         if len(prompts) == 1 and (self._graphs is None or first or length is None):
-            return self.forward.fill(self._tensor(prompts[0]), Chunk(slots[0], first, len(prompts[0])))
+            return self.passes.fill(self._tensor(prompts[0]), Chunk(slots[0], first, len(prompts[0])))
         if length is None or others:
             raise ValueError(f"prompts of {[len(ids) for ids in prompts]} tokens cannot be read in one pass")
         shape = padded_size(len(prompts), length, self.batch_tokens), length
@@ -90,14 +90,14 @@ class Step:
         places, lengths = [*slots, *[self.slots] * missing], [*map(len, prompts), *[0] * missing]
         inputs = self._tensor(padded), self._tensor(places), self._tensor(lengths)
         if self._graphs is None:
-            return self.forward.fill_padded(*inputs)
+            return self.passes.fill_padded(*inputs)
 
         def idle() -> tuple[Tensor, ...]:
             return torch.zeros_like(inputs[0]), torch.full_like(inputs[1], self.slots), torch.zeros_like(inputs[2])
 
         def work(tokens: Tensor, slots: Tensor, lengths: Tensor) -> None:
-            with without_split_k(tokens.device) if self.batch_tokens and not self.forward.exact else nullcontext():
-                self.forward.fill_padded(tokens, slots, lengths)
+            with without_split_k(tokens.device) if self.batch_tokens and not self.passes.exact else nullcontext():
+                self.passes.fill_padded(tokens, slots, lengths)
 
         self._graphs.run(("prefill", *shape), work, inputs, idle)
 
@@ -124,7 +124,7 @@ class Step:
         self._attach()
         tokens = self._tensor(ids)
         chunk = Chunk(slot, first, len(ids) - 1)
-        return Pending(self.forward.score(tokens[:-1], tokens[1:], chunk, alternatives))
+        return Pending(self.passes.score(tokens[:-1], tokens[1:], chunk, alternatives))
 
     @torch.no_grad()
     def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending[Sampled]:
@@ -156,19 +156,19 @@ class Step:
         return graphs.run(name, lambda slots: self._steps(slots, steps, variant), (rows,), idle)
 
     def _steps(self, rows: Tensor, steps: int, variant: Variant) -> Sampled:
-        drawn = [self.forward.draw(rows, variant) for _ in range(steps)]
+        drawn = [self.passes.draw(rows, variant) for _ in range(steps)]
         return Sampled(*(torch.stack(values, dim=1) for values in zip(*drawn, strict=True)))
 
     def detach(self) -> None:
         """Leave the stages as they were, until the next command."""
         if self._attached:
-            self.forward.detach()
+            self.passes.detach()
             reshard(*self.stages)
             self._attached = False
 
     def _attach(self) -> None:
         if not self._attached:
-            self.forward.attach()
+            self.passes.attach()
             self._attached = True
 
     def _bucket(self, rows: int) -> int:

@@ -108,7 +108,7 @@ def step_with_graphs(change: Callable | None = None) -> tuple[Step, list[int]]:
     called after each pass with its size and the cache."""
     stages, mesh = bodies.inference_stages(CONFIG, "single")
     step = Step(stages, mesh, CONFIG, torch.float32, len(PROMPTS))
-    sizes, plain = [], step.forward.fill_padded
+    sizes, plain = [], step.passes.fill_padded
 
     def read(tokens, slots, lengths):
         sizes.append(len(slots))
@@ -116,7 +116,7 @@ def step_with_graphs(change: Callable | None = None) -> tuple[Step, list[int]]:
         if change:
             change(len(slots), step.cache)
 
-    step.forward.fill_padded = read
+    step.passes.fill_padded = read
     step._graphs = mock.Mock(run=lambda name, work, inputs, idle: work(*inputs))
     step.batch_tokens = 256
     return step, sizes

@@ -58,7 +58,7 @@ def requests(draw) -> Request:
         choices=draw(st.integers(1, beams.width if beams else 3)),
         score_prompt=draw(st.booleans()),
         alternatives=0 if beams else draw(st.integers(0, 3)),
-        beams=beams,
+        search=beams,
     )
 
 
