@@ -51,5 +51,6 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.inference.beams", ()),
     ("dtgpt.inference.kernels", ()),
     ("dtgpt.serve", ("dtgpt.inference.beams", "dtgpt.posttrain.chats")),
+    ("dtgpt.commands.prompt_files", ()),
     ("dtgpt.commands.tools", ()),
 )

@@ -33,6 +33,7 @@ FOLDERS = {
     ("dtgpt.optim", "dtgpt.optim.fp8"): "fp8_scales>scales",
     ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
+    ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
     (
         "dtgpt.inference",
         "dtgpt.inference",

@@ -5,16 +5,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from dtgpt.checkpoint.tokenizer import named_tokenizer, tokenizer_beside
+from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.commands.command import Command
 from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
 from dtgpt.commands.generated import Keyboard
+from dtgpt.commands.model_options import open_as_asked
 from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model, Need
 from dtgpt.inference.options import read_options
-from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.posttrain.chats.template import Message, keep_template, template_of
 from dtgpt.util.console import say_error, write
@@ -79,12 +78,7 @@ def chat(path: Path, options: ChatOptions) -> None:
     if options.split_special_tokens:
         raise UserError("a chat is rendered with special tokens; leave --split-special-tokens out")
     base = sampling_of(options)
-    source, settings, mesh = open_model(
-        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
-        options.recipe,
-    )  # fmt: skip
-    named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
-    tokenizer = named or tokenizer_of(path, source.config)
+    source, settings, mesh, tokenizer = open_as_asked(path, options)
     if template_of(tokenizer) is None and options.adapter is not None:
         trained = tokenizer_beside(Path(options.adapter))
         keep_template(tokenizer, None if trained is None else template_of(trained))

@@ -1,14 +1,14 @@
 """`dtgpt generate`: continue texts with a model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from dtgpt.checkpoint.tokenizer import named_tokenizer
 from dtgpt.commands.command import Command
-from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
+from dtgpt.commands.generated import Keyboard, converse, show
 from dtgpt.commands.model_options import (
-    Adapter,
+    Addend,
     Device,
     Exact,
     MaxLength,
@@ -18,21 +18,20 @@ from dtgpt.commands.model_options import (
     RecipeFile,
     TokenizerName,
     VocabFile,
+    open_as_asked,
 )
-from dtgpt.commands.prompts import NOT_OPTIONS, Line, read_prompts_file
 from dtgpt.config.execution import MOST_SLOTS
-from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model, Need, need_of
 from dtgpt.inference.options import INITIAL, OPTIONS, biases, read_options
-from dtgpt.inference.prompts import encode, tokenizer_of
+from dtgpt.inference.prompts import encode
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.field_types import PATH, Bounds
+from dtgpt.util.field_types import Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
 
-NEW_TOKENS = INITIAL["max_new_tokens"]  # where nothing is said of it
-NOT_WORDS = ("do_sample", *NOT_OPTIONS)  # options that the command does not have
+NEW_TOKENS: int = INITIAL["max_new_tokens"]  # where nothing is said of it
+NOT_WORDS = "do_sample", "top_logprobs", "prompt_logprobs"  # options that the command does not have
 RENAMED = {"num_return_sequences": "num_samples"}
 
 
@@ -62,10 +61,12 @@ class PromptOptions:
     """Where prompts come from and where texts go."""
 
     prompt: Annotated[str, "text to continue; empty: begin a document"] = ""
-    prompts_file: Annotated[
-        str | None, "file with a prompt in each line; .jsonl: objects with a prompt, and options of its own", PATH
-    ] = None
-    output: Annotated[str | None, "new file for the results, as JSON lines; none: the terminal", PATH] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interactive:
+    """Whether a user types the prompts."""
+
     interactive: Annotated[bool, "read prompts from the terminal, until Ctrl-D; Ctrl-C ends a text"] = False
 
 
@@ -77,7 +78,7 @@ class Execution:
     device: Device = "auto"
     precision: Precision = "auto"
     exact: Exact = False
-    adapter: Adapter = None
+    adapter: Addend = None
     recipe: RecipeFile = None
     slots: Annotated[
         int | None, f"texts at the same time; none: as many as needed, up to {MOST_SLOTS}", Bounds(1, MOST_SLOTS)
@@ -89,10 +90,12 @@ class Execution:
 
 
 SamplingWords: Any = sampling_words()
+MORE = seams.listed("prompt_options")  # dataclasses of more options, whose `chosen` returns what generates by them
+MoreOptions: Any = type("MoreOptions", (*MORE, PromptOptions), {})
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(Execution, SamplingWords, PromptOptions):  # fields are listed from the last base on
+class GenerateOptions(Execution, SamplingWords, Interactive, MoreOptions):  # fields are listed from the last base on
     """Continue texts with a model. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
     convert` reads. Under torchrun, the processes share the model by a plan.
 
@@ -109,34 +112,22 @@ class GenerateOptions(Execution, SamplingWords, PromptOptions):  # fields are li
 
 @memory_errors_as_user_errors("ask for fewer texts at the same time (--slots) or shorter ones (--max-length)")
 def generate(path: Path, options: GenerateOptions) -> None:
-    check_modes(options)
+    work = chosen(options)
     base = sampling_of(options)
     for explanations in seams.listed("explanations"):
         if sentence := explanations.of_model(path, options):
             raise UserError(sentence)
-    source, settings, mesh = open_model(
-        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
-        options.recipe,
-    )  # fmt: skip
-    named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
-    tokenizer = named or tokenizer_of(path, source.config)
+    source, settings, mesh, tokenizer = open_as_asked(path, options)
     model = Model.read(source, settings, mesh, path, options.slots, tokenizer, options.exact)
-    if options.interactive:
-        _converse(model, base)
-    elif options.prompts_file or options.output:
-        _write_results(model, base, options)
-    else:
-        _show(model, base, options.prompt)
+    work(model, base, options)
 
 
-def check_modes(options: GenerateOptions) -> None:
-    """Raise UserError for options that contradict each other."""
-    sources = [name for name in ("prompt", "prompts_file", "interactive") if getattr(options, name)]
-    if len(sources) > 1:
-        one, other = (name.replace("_", "-") for name in sources[:2])
-        raise UserError(f"--{one} and --{other} both say where prompts come from; leave one out")
-    if options.interactive and options.output:
-        raise UserError("--interactive writes to the terminal; leave --output out")
+def chosen(options: GenerateOptions) -> Callable[..., None]:
+    """Return what generates as the options want it. Raise UserError where they contradict each other."""
+    if options.prompt and options.interactive:
+        raise UserError("--prompt and --interactive both say where prompts come from; leave one out")
+    found = [more.chosen(options) for more in MORE]
+    return next(filter(None, found), _converse if options.interactive else _show)
 
 
 def sampling_of(options: GenerateOptions) -> dict[str, Any]:
@@ -157,29 +148,28 @@ def _number(word: str, kind: type, option: str) -> Any:
         raise UserError(f"{option} takes words such as {example}, and {shown(word)} is not a number") from None
 
 
-def make_job(model: Model, line: Line, base: dict[str, Any], index: int) -> PromptJob:
-    """Return the job of a prompt whose options are `base` and its own. Raise UserError where it cannot be done."""
-    given = base | {name: value for name, value in line.options.items() if value is not None}
+def make_job(model: Model, prompt: str, given: dict[str, Any], index: int) -> PromptJob:
+    """Return the job of a prompt with the options `given` by name. Raise UserError where it cannot be done."""
     OPTIONS["split_special_tokens"].check(given["split_special_tokens"])
-    ids = encode(line.prompt, model.tokenizer, model.config, given["split_special_tokens"])
+    ids = encode(prompt, model.tokenizer, model.config, given["split_special_tokens"])
     job = PromptJob(ids, read_options(given, len(ids), model.config, NEW_TOKENS), index)
     model.check(job)
     return job
 
 
-def _show(model: Model, base: dict[str, Any], prompt: str) -> None:
+def _show(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
     def prepare() -> tuple[Need, PromptJob]:
-        job = make_job(model, Line(1, prompt, {}), base, 0)
+        job = make_job(model, options.prompt, base, 0)
         return need_of([job]), job
 
     def work(session: Session, job: PromptJob) -> None:
         model.describe()
-        show(session, prompt, job)
+        show(session, options.prompt, job)
 
     model.run(prepare, work)
 
 
-def _converse(model: Model, base: dict[str, Any]) -> None:
+def _converse(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
     def prepare() -> tuple[Need, None]:
         model.tokenizer  # noqa: B018  # which says why there is none
         shortest = PromptJob([0], read_options(base, 1, model.config, NEW_TOKENS))
@@ -189,32 +179,7 @@ def _converse(model: Model, base: dict[str, Any]) -> None:
     def work(session: Session, _: None) -> None:
         model.describe()
         with Keyboard() as keyboard:
-            converse(session, keyboard, lambda prompt, turn: make_job(model, Line(1, prompt, {}), base, turn))
-
-    model.run(prepare, work)
-
-
-def _lines(options: GenerateOptions) -> list[Line]:
-    """Return the prompts of the file, or of the command line."""
-    return read_prompts_file(Path(options.prompts_file)) if options.prompts_file else [Line(1, options.prompt, {})]
-
-
-def _write_results(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
-    results = ResultFile(Path(options.output) if options.output else None)
-
-    def prepare() -> tuple[Need, list[tuple[Line, PromptJob]]]:
-        results.check()
-        path, found = options.prompts_file, []
-        for index, line in enumerate(_lines(options)):
-            try:
-                found.append((line, make_job(model, line, base, index)))
-            except UserError as error:
-                raise UserError(f"{path}, line {line.number}: {error}" if path else str(error)) from None
-        return need_of([job for _, job in found]), found
-
-    def work(session: Session, asked: list[tuple[Line, PromptJob]]) -> None:
-        model.describe()
-        results.write([line for line, _ in asked], session.run(job for _, job in asked))
+            converse(session, keyboard, lambda prompt, turn: make_job(model, prompt, base, turn))
 
     model.run(prepare, work)
 

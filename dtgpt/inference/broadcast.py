@@ -47,12 +47,3 @@ def told_by_rank_0(mesh: Mesh, work: Callable[[], tuple[Any, K]]) -> tuple[Any, 
     if sentence is not None:
         raise UserError(sentence)
     return told, kept
-
-
-def true_everywhere(mesh: Mesh, value: bool) -> bool:
-    """Return on every rank whether `value` is true on all of them."""
-    if mesh.world == 1:
-        return value
-    least = torch.tensor(int(value))
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.commands)
-    return bool(least)

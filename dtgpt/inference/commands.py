@@ -143,7 +143,7 @@ def decode(kind: Any, numbers: Iterator[int]) -> Any:
     if hasattr(kind, "_fields"):
         return kind(*(decode(part, numbers) for part in _parts(kind)))
     item, count = (int,) if kind is Tensor else get_args(kind), next(numbers)
-    parts = list(islice(numbers, count)) if item == (int,) else [decode(*item, numbers) for _ in range(count)]
+    parts = list(islice(numbers, count)) if item == (int,) else [decode(item[0], numbers) for _ in range(count)]
     return torch.tensor(parts, dtype=torch.int64) if kind is Tensor else parts
 
 

@@ -79,10 +79,10 @@ def load(
 
 def open_model(
     path: Path, plan: Plan | str | None, device: str, precision: str, max_length: int | None = None,
-    exact: bool = False, adapter: str | PathLike | None = None, recipe: Recipe | str | PathLike | None = None,
+    exact: bool = False, addend: str | PathLike | None = None, recipe: Recipe | str | PathLike | None = None,
 ) -> tuple[Source, Settings, Mesh]:  # fmt: skip
-    """Return what a `Model` is made of, with the processes together, before weights are read. Arguments and errors are
-    those of `load`. The settings' model has `max_length` positions, the source's its own."""
+    """Return what a `Model` is made of, with the processes together, before weights are read. `addend`: the adapter.
+    Other arguments and errors are those of `load`. The settings' model has `max_length` positions, the source's all."""
     for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise UserError(f"{name}={shown(value)} is not known; use {', '.join(known)}")
@@ -104,8 +104,8 @@ def open_model(
         say(note, warning=True)
     source = open_source(path, mesh, own=own)
     check_recipe(path, source.config, own)
-    if adapter is not None:
-        source = with_addend(source, path, Path(adapter), mesh)
+    if addend is not None:
+        source = with_addend(source, path, Path(addend), mesh)
     for note in source.notes:
         say(note, warning=True)
     source.config.validate()

@@ -75,7 +75,11 @@ def _in_order() -> dict[str, Option]:
 
 OPTIONS = _in_order()
 NAMES = tuple(OPTIONS)
-INITIAL = {"max_new_tokens": 200, "temperature": 0.8, "top_k": 50}  # where a person asks: on a terminal or a page
+INITIAL: dict[str, Any] = {
+    "max_new_tokens": 200,
+    "temperature": 0.8,
+    "top_k": 50,
+}  # where a person asks: on a terminal or a page
 
 
 def read_options(given: Mapping[str, Any], prompt_length: int, config: ModelConfig, most: int = NEW_TOKENS) -> Options:

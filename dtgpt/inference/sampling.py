@@ -88,7 +88,8 @@ class Sampling:
 
     def validate(self, vocab_size: int, positions: int) -> None:
         """Raise UserError for a value that a model of these sizes cannot work with."""
-        for option in declared(type(self)).values():
+        kind: Any = type(self)
+        for option in declared(kind).values():
             option.check(getattr(self, option.name), vocab_size, positions)
         for name, most in (("min_new_tokens", "max_new_tokens"), ("top_p_bound", "top_p")):
             if getattr(self, name) > getattr(self, most):

@@ -60,25 +60,25 @@ class Session:
     """Jobs in an engine, on rank 0."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, special: SpecialIds):
-        self._engine, self._tokenizer, self._special = engine, tokenizer, special
+        self.engine, self._tokenizer, self._special = engine, tokenizer, special
         self._open: dict[int, _OpenJob] = {}
         self._closed = False
 
     def submit(self, job: PromptJob) -> int:
         """Hand a job to the engine; return its number."""
-        handle = self._engine.submit(job.request(self._special))
+        handle = self.engine.submit(job.request(self._special))
         self._open[handle] = _OpenJob(job, self._tokenizer, self._special)
         return handle
 
     def cancel(self, number: int) -> None:
         """End a job with what it has."""
-        self._engine.cancel(number)
+        self.engine.cancel(number)
 
     def step(self) -> list[SequenceUpdate]:
         """Let the engine work; return what it has made since. Raise UserError where the session was closed."""
         if self._closed:
             raise UserError("the model was used again before a stream had ended; read it to its end, or close it first")
-        return [update for event in self._engine.step() if (update := self._take(event)) is not None]
+        return [update for event in self.engine.step() if (update := self._take(event)) is not None]
 
     def finite_step(self) -> list[SequenceUpdate]:
         """Do what `step` does. Raise NotFinite where logits that are not finite end a job."""
@@ -87,30 +87,17 @@ class Session:
             raise NotFinite
         return updates
 
-    def has_finite_weights(self) -> bool:
-        """Return whether the weights of this rank are finite."""
-        return self._engine.has_finite_weights()
-
-    def ping(self) -> None:
-        """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""
-        self._engine.ping()
-
     def close(self) -> None:
         """End all jobs, and let the other ranks go on without the engine."""
         self._closed = True
         for number in self._open:
-            self._engine.cancel(number)
-        self._engine.release()
+            self.engine.cancel(number)
+        self.engine.release()
 
     def fail(self) -> None:
         """Let the other ranks fail, too."""
         self._closed = True
-        self._engine.fail()
-
-    @property
-    def batch_tokens(self) -> int:
-        """The most tokens of prompts that are read in one pass; 0: each prompt has a pass of its own."""
-        return self._engine.batch_tokens
+        self.engine.fail()
 
     @property
     def busy(self) -> bool:
@@ -127,7 +114,7 @@ class Session:
         """Yield the sequences of each job, in the order of the jobs, as they are finished."""
         source, order, done = iter(jobs), deque[int](), {}
         while True:
-            while len(self._open) < AHEAD * self._engine.slots and (job := next(source, None)) is not None:
+            while len(self._open) < AHEAD * self.engine.slots and (job := next(source, None)) is not None:
                 order.append(self.submit(job))
             if not order:
                 return
@@ -150,7 +137,7 @@ class Session:
         before = len(sequence.ids)
         text = sequence.take(event)
         if sequence.finish is not None and event.finish is None:
-            self._engine.cancel(event.request, event.choice)
+            self.engine.cancel(event.request, event.choice)
         completions = job.completions() if all(s.finish is not None for s in job.sequences) else None
         if completions is not None:
             del self._open[event.request]

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from dtgpt.inference.broadcast import true_everywhere
 from dtgpt.inference.cache import Cache, Chunk
 from dtgpt.inference.forward import Forward, Pending
 from dtgpt.inference.graphs import StepGraphs
@@ -109,7 +108,7 @@ class Step:
         together = self._last_layer(slots, length)
         self._read_alone(slots, prompts, length)
         alone = self._last_layer(slots, length)
-        return true_everywhere(self.mesh, torch.equal(together, alone))
+        return all(self.mesh.gather(torch.equal(together, alone)))
 
     def _last_layer(self, slots: Sequence[int], length: int) -> Tensor:
         """Return a copy of what the last layer's cache has of the slots, as bytes; empty on a rank without one."""

@@ -24,7 +24,7 @@ def warm_up(session: Session, slots: int, positions: int, graphs: bool) -> None:
         return
     for length in [size for size in PROMPT_LENGTHS if size <= positions]:
         prompt = _job(min(length + 1, positions - 1), 1)  # all of it but its last token is prefilled
-        for size in batch_sizes(length, session.batch_tokens):
+        for size in batch_sizes(length, session.engine.batch_tokens):
             if size <= slots:
                 _run(session, [prompt] * size)
     rows = sorted({min(size, slots) for size in BUCKETS})

@@ -68,8 +68,8 @@ def test_prompts_are_read_in_batches_of_every_size(monkeypatch):
         read(step, slots, prompts, first)
 
     def work(session, _):
-        session._engine._rank_step.batch_tokens = 512
-        session._engine._forget()
+        session.engine._rank_step.batch_tokens = 512
+        session.engine._forget()
         warm_up(session, 20, 64, graphs=True)
 
     monkeypatch.setattr(Step, "read", seen)

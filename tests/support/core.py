@@ -57,7 +57,7 @@ CORE = {  # rooms, and their files as regular expressions
     "util": (
         r"util/(console|errors|field_types|storage|hardware|environment|process|peers|threads|timers|torch_private|seams|matmul)"
     ),
-    "command": r"cli|commands/(command|train|generate|generated|model_options|prompts|help|launcher)|__init__|__main__",
+    "command": r"cli|commands/(command|train|generate|generated|model_options|help|launcher)|__init__|__main__",
 }  # fmt: skip
 # Words of identifiers that name what is no part of the core.
 CAPABILITIES = {
