@@ -66,24 +66,18 @@ class Begin(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy the first `length` positions, and the state, of slots to others, all at once."""
+    """Copy the first `length` positions, and the state, of slots to others, all at once. keys: two words for each of
+    the targets, whose draws belong to them from now on; none: to the key that was copied."""
 
     sources: Sequence[int]
     targets: Sequence[int]
     length: int
+    keys: Sequence[Sequence[int]] = ()
 
     def execute(self, step: Step) -> None:
         step.cache.copy(self.sources, self.targets, self.length)
-
-
-class SetKeys(NamedTuple):
-    """Let the draws of each slot be those of a key of two words."""
-
-    slots: Sequence[int]
-    keys: Sequence[Sequence[int]]
-
-    def execute(self, step: Step) -> None:
-        step.cache.state.set_keys(self.slots, self.keys)
+        if self.keys:
+            step.cache.state.set_keys(self.targets, self.keys)
 
 
 class Assign(NamedTuple):
@@ -121,7 +115,7 @@ class Release(NamedTuple):
         step.detach()
 
 
-COMMANDS: tuple[type[Any], ...] = (Read, Score, Begin, Copy, SetKeys, Assign, Decode, Ping, Release)
+COMMANDS: tuple[type[Any], ...] = (Read, Score, Begin, Copy, Assign, Decode, Ping, Release)
 
 
 def encode(value: Any) -> list[int]:

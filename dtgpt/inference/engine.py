@@ -21,7 +21,6 @@ from dtgpt.inference.commands import (
     Read,
     Release,
     Score,
-    SetKeys,
     follow,
 )
 from dtgpt.inference.completion import Alternatives
@@ -55,12 +54,10 @@ class _Active:
 class _Launched(NamedTuple):
     """A round whose results have not been read."""
 
+    work: Round
     scores: list[tuple[int, Pending[Scores]]]  # by request
-    starts: list[Start]
-    rows: list[Row]
-    drawn: Pending[Sampled] | None
-    searched: tuple[Row, ...]
-    candidates: Pending[Sampled] | None  # for the next tokens of `searched`
+    drawn: Pending[Sampled] | None  # for its rows
+    candidates: Pending[Sampled] | None  # for those of searches
 
 
 class Engine:
@@ -175,7 +172,7 @@ class Engine:
         scores = self._read(work.chunks)
         self._start(work.starts)
         drawn, candidates = self._decode(work.rows, work.steps), self._decode(work.searched, steps=1)
-        return _Launched(scores, work.starts, work.rows, drawn, work.searched, candidates)
+        return _Launched(work, scores, drawn, candidates)
 
     def _read(self, chunks: Sequence[PromptChunk]) -> list[tuple[int, Pending[Scores]]]:
         """Read chunks of prompts, several in a pass where these ask for no scores. Return the scores, by request."""
@@ -222,8 +219,7 @@ class Engine:
         """Copy the first `length` positions and the state of slots; copies: (source, target, key of the target)."""
         if copies:
             sources, targets, keys = zip(*copies, strict=True)
-            self.command(Copy(sources, targets, length))
-            self.command(SetKeys(targets, keys))
+            self.command(Copy(sources, targets, length, keys))
 
     def _variant(self, rows: Sequence[Row]) -> Variant:
         """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""
@@ -235,17 +231,17 @@ class Engine:
         return variant._replace(beams=bool(searches))
 
     def _collect(self, launched: _Launched) -> list[Event]:
-        events = []
+        events, work = list[Event](), launched.work
         for request, pending in launched.scores:
             if request in self._requests:
                 self._requests[request].scores.append(pending.wait())
-        for start in launched.starts:
+        for start in work.starts:
             if start.request in self._requests:
                 events += self._begin(start)
         if launched.drawn is not None:
             results = launched.drawn.wait()
             tokens, logprobs = results.tokens.tolist(), results.logprobs.tolist()  # of all rows at once
-            for index, row in enumerate(launched.rows):
+            for index, row in enumerate(work.rows):
                 active = self._requests.get(row.request)
                 if active is not None and row.choice in active.live:
                     count = active.request.alternatives
@@ -253,9 +249,9 @@ class Engine:
                     events += self._extend(row, tokens[index], logprobs[index], likeliest)
         if launched.candidates is not None:
             results = launched.candidates.wait()
-            for request in dict.fromkeys(row.request for row in launched.searched):
+            for request in dict.fromkeys(row.request for row in work.searched):
                 if request in self._requests:
-                    own = {row.choice: index for index, row in enumerate(launched.searched) if row.request == request}
+                    own = {row.choice: index for index, row in enumerate(work.searched) if row.request == request}
                     events += self._search(request, own, results)
         return events
 

@@ -19,7 +19,6 @@ from dtgpt.inference.cache import Cache, Chunk, DecodeRows, PromptRows
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.fast import has_triton
 from dtgpt.ops.pointwise.linear import split_sums
 from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.scores import Scores, token_scores
@@ -88,7 +87,7 @@ class Forward:
         self.cache, self.vocab_size, self.exact = cache, vocab_size, exact
         self._config, self._state = stages[0].config, cache.state
         self._decoders: Decoders | None = None
-        if exact or all(has_triton(parameter) for stage in stages for parameter in stage.parameters()):
+        if exact or mesh.device.type == "cuda":
             self._decoders = decode_kernels().serve(stages, mesh, cache, exact)
         self._head_rows = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []

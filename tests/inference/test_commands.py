@@ -17,7 +17,6 @@ from dtgpt.inference.commands import (
     Read,
     Release,
     Score,
-    SetKeys,
     decode,
     encode,
     follow,
@@ -55,11 +54,22 @@ def test_a_ping_waits_for_the_answer_of_every_rank():
     assert pool().run(3, ping, 3)[0] > HELD / 2
 
 
-@pytest.mark.parametrize("command", [
-    Read([3, 1], [[5, 6, 7], [8]]), Read([0], [list(range(100))], first=4), Score(2, 0, 5, [9, 8]), Copy([1], [2], 3),
-    Begin(1, torch.tensor([-1, 2**62])), SetKeys([4, 5], [[1, 2], [3, 4]]), Assign([7], [9]), Assign([], []),
-    Decode([0, 2], 8, Variant(filters=True, ngram=4, alternatives=2)), Ping(), Release(),
-])  # fmt: skip
+EXAMPLES = (
+    Read([3, 1], [[5, 6, 7], [8]]),
+    Read([0], [list(range(100))], first=4),
+    Score(2, 0, 5, [9, 8]),
+    Begin(1, torch.tensor([-1, 2**62])),
+    Copy([1], [2], 3, []),
+    Copy([1, 2], [4, 5], 3, [[1, 2], [3, 4]]),
+    Assign([7], [9]),
+    Assign([], []),
+    Decode([0, 2], 8, Variant(filters=True, ngram=4, alternatives=2)),
+    Ping(),
+    Release(),
+)
+
+
+@pytest.mark.parametrize("command", EXAMPLES, ids=lambda command: type(command).__name__)
 def test_a_command_comes_back_from_its_numbers(command):
     numbers = iter(encode(command))
     found = decode(type(command), numbers)
