@@ -29,7 +29,7 @@ REMOVED = (
     "dtgpt.translate", "dtgpt.serve", "dtgpt.interop", "dtgpt.posttrain", "dtgpt.planning", "dtgpt.optim.fp8",
     "dtgpt.optim.z_scores", "dtgpt.optim.muon", "dtgpt.models.families", "dtgpt.data.prepare", "dtgpt.data.megatron",
     "dtgpt.data.library_tokenizers", "dtgpt.evaluation", "dtgpt.compare", "dtgpt.charts", "dtgpt.liveness",
-    "dtgpt.commands.tools",
+    "dtgpt.inference.beams", "dtgpt.inference.kernels", "dtgpt.commands.prompt_files", "dtgpt.commands.tools",
 )  # fmt: skip
 BEGIN = """
 import os, sys
