@@ -64,7 +64,7 @@ class Chat:
                     pieces.append(update.text)
                     write(update.text)
                 if stopped() and not asked:
-                    session.cancel(number)
+                    session.engine.cancel(number)
                     asked = True
         finally:
             write("\n")

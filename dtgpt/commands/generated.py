@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Self
@@ -28,22 +28,17 @@ def show(session: Session, prompt: str, job: PromptJob, stopped: Callable[[], bo
                 if not several:
                     write(update.text)
             if stopped() and not asked:
-                session.cancel(number)
+                session.engine.cancel(number)
                 asked = True
     finally:
         if not several:
             write("\n")
     if several:
-        write_several(prompt, [(one.text or "", one.score) for one in found])
+        for place, one in enumerate(found, 1):
+            scored = "" if one.score is None else f", score {one.score:.4f}"
+            write(f"--- {place} of {len(found)}{scored}\n{prompt}{one.text or ''}\n")
     if any(one.finish_reason == "length" and len(one.ids) < job.options.max_new_tokens for one in found):
         say_error("the text ends early: the options, such as --no-repeat-ngram-size, left no token to draw")
-
-
-def write_several(prompt: str, found: Sequence[tuple[str, float | None]]) -> None:
-    """Write several continuations of a prompt to stdout, beams with their scores."""
-    for number, (text, score) in enumerate(found, 1):
-        scored = "" if score is None else f", score {score:.4f}"
-        write(f"--- {number} of {len(found)}{scored}\n{prompt}{text}\n")
 
 
 class Keyboard:

@@ -111,9 +111,14 @@ class Engine:
         handle, self._submitted = self._submitted, self._submitted + 1
         choices = range(request.choices)
         self._requests[handle] = _Active(request, set(choices), {choice: [] for choice in choices})
-        new = request.sampling.max_new_tokens
-        searches = request.search is not None
-        self._scheduler.add(handle, len(request.ids) - 1, request.rows, new, searches, request.client)
+        self._scheduler.add(
+            request=handle,
+            prefill=len(request.ids) - 1,
+            choices=request.rows,
+            new_tokens=request.sampling.max_new_tokens,
+            searches=request.search is not None,
+            client=request.client,
+        )
         return handle
 
     def cancel(self, handle: int, choice: int | None = None) -> None:
@@ -259,8 +264,7 @@ class Engine:
         """Let a search choose from the results of its choices, whose `rows` those are. Return the events of its
         sequences where it is over."""
         active = self._requests[request]
-        if active.search is None:
-            raise ValueError(f"request {request} has no search")
+        assert active.search is not None
         if results.logprobs[list(rows.values())].isnan().any():
             return self._break_off(request)
         ids, logprobs = results.top_ids[:, 0].tolist(), results.top_logprobs[:, 0].tolist()

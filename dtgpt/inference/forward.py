@@ -7,7 +7,7 @@ a position. They differ in the rows that the head computes and in the use of the
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,6 @@ DTYPES = {
     Sampled: (torch.int64, torch.float32, torch.int64, torch.float32),
     Scores: (torch.float32, torch.bool, torch.int64, torch.float32),
 }
-NOT_EXACT = "exact=True needs kernels of its own, and this dtgpt has none; leave exact out"
 R = TypeVar("R", Sampled, Scores)
 
 
@@ -44,35 +43,31 @@ class Decoders(NamedTuple):
     next_rows: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (slots, tokens, positions) -> those of slots
 
 
-class DecodeKernels:
-    """What a capability has for decode steps, at the seam `decoders`. Here: nothing."""
+class DecodeKernels(Protocol):
+    """What a capability has for decode steps, at the seam `decoders`."""
 
     def serve(self, stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool) -> Decoders | None:
         """Return what serves these stages; None: their modules do. All ranks of the mesh take part. exact: for steps
         with the bits of training's forward pass. Raise UserError where these cannot be."""
-        if exact:
-            raise UserError(NOT_EXACT)
-        return None
 
     def check_exact(self, device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
         """Raise UserError where generation cannot have the bits of training's forward pass."""
-        raise UserError(NOT_EXACT)
 
     def check_blocks(self, config: ModelConfig) -> None:
         """Raise UserError for a model whose blocks cannot have them."""
-        raise UserError(NOT_EXACT)
 
     def exact_scores(
         self, logits: Tensor, ids: Tensor, top_ids: Tensor, mesh: Mesh, config: ModelConfig
     ) -> dict[str, Tensor]:
         """Return "logprobs" of ids `[M]` and "top_logprobs" of top_ids `[M, n]` with those bits, from this rank's
         columns of the logits `[M, V_local]`."""
-        raise NotImplementedError
 
 
 def decode_kernels() -> DecodeKernels:
-    """Return what there is for decode steps."""
-    return next(iter(seams.listed("decoders")), DecodeKernels())
+    """Return what there is for decode steps. Raise UserError where there is nothing."""
+    for found in seams.listed("decoders"):
+        return found
+    raise UserError("exact=True needs kernels of its own, and this dtgpt has none; leave exact out")
 
 
 class Forward:
@@ -87,7 +82,7 @@ class Forward:
         self.cache, self.vocab_size, self.exact = cache, vocab_size, exact
         self._config, self._state = stages[0].config, cache.state
         self._decoders: Decoders | None = None
-        if exact or mesh.device.type == "cuda":
+        if exact or (mesh.device.type == "cuda" and seams.listed("decoders")):
             self._decoders = decode_kernels().serve(stages, mesh, cache, exact)
         self._head_rows = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []

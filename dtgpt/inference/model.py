@@ -258,7 +258,7 @@ class Model:
         options = job.options
         job.request(self.special).validate(self.vocab_size, self.config.seq_length, MOST_SLOTS)
         if self.exact and options.search is not None:
-            asked, without = options.search.words
+            _, asked, without = options.search.words
             raise UserError(
                 f"{asked} searches, and exact log-probabilities are those of sampled tokens; use {without}, or load "
                 "the model without exact"
@@ -282,19 +282,12 @@ class Model:
         """The bytes of a sequence in the cache, on the rank that holds most of it."""
         return bytes_per_slot(self.config, self.mesh.plan, self.dtype)
 
-    @property
-    def weight_bytes(self) -> int:
-        """The bytes of the weights on this rank."""
-        unique = {parameter for stage in self.stages for parameter in stage.parameters()}
-        return sum(parameter.nbytes for parameter in unique)
-
     def describe(self) -> None:
         """Print the memory of weights and slots on this rank to stderr."""
         model = f"{parameters(self.config.num_parameters)}, {str(self.dtype).removeprefix('torch.')}"
+        weights = sum(one.nbytes for one in {one for stage in self.stages for one in stage.parameters()})
         slots = f"{counted(self.slots, 'slot')} of {byte_size(self.bytes_per_slot)}"
-        say_error(
-            f"{model}, {self.mesh.plan.name}: {byte_size(self.weight_bytes)} of weights and {slots} on each device"
-        )
+        say_error(f"{model}, {self.mesh.plan.name}: {byte_size(weights)} of weights and {slots} on each device")
 
     def run(self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Session, P], Any]) -> Any:
         """Call `prepare` on rank 0, and `work` with the value that it returned beside its need of the cache. Return on

@@ -49,8 +49,7 @@ class Options(Sampling):
     def settled(self) -> "Options":
         """Return these options with a temperature of 0 where they leave the likeliest token alone: without draws, and
         with a top_p of 0, which `Sampling` takes for no filter, as Megatron-LM does."""
-        draws = self.do_sample and self.top_p > 0
-        return self if draws else replace(self, temperature=0.0, top_p=1.0)
+        return self if self.do_sample and self.top_p > 0 else replace(self, temperature=0.0, top_p=1.0)
 
 
 class SearchKind(Protocol):

@@ -58,7 +58,7 @@ class Request:
         if self.search is not None:
             self.search.validate(self, vocab_size)
         if not 1 <= self.rows <= slots:
-            what = "choice" if self.search is None else self.search.row
+            what = "choice" if self.search is None else self.search.words[0]
             raise UserError(
                 f"{counted(self.rows, what)} of a prompt need as many slots of the cache, which has "
                 f"{slots}; use 1 to {slots}, or more slots"
@@ -140,12 +140,8 @@ class Search(Protocol):
         """The number of slots that it needs at once."""
 
     @property
-    def row(self) -> str:
-        """What a row is called in messages."""
-
-    @property
-    def words(self) -> tuple[str, str]:
-        """The option that asks for the search, and the one that does not, for messages."""
+    def words(self) -> tuple[str, str, str]:
+        """What a row is called in messages, the option that asks for the search, and the one that does not."""
 
     def validate(self, request: Request, vocab_size: int) -> None:
         """Raise UserError for a request that cannot be searched like this."""

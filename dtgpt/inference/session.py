@@ -70,10 +70,6 @@ class Session:
         self._open[handle] = _OpenJob(job, self._tokenizer, self._special)
         return handle
 
-    def cancel(self, number: int) -> None:
-        """End a job with what it has."""
-        self.engine.cancel(number)
-
     def step(self) -> list[SequenceUpdate]:
         """Let the engine work; return what it has made since. Raise UserError where the session was closed."""
         if self._closed:

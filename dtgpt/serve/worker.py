@@ -204,7 +204,7 @@ class EngineWorker:
         self._take_commands(session)
         if self._deadline is not None and time.monotonic() >= self._deadline:
             for number in list(self._places):
-                session.cancel(number)
+                session.engine.cancel(number)
         if session.busy:
             begin = self._since = time.monotonic()
             updates = session.step()
@@ -240,7 +240,7 @@ class EngineWorker:
     def _stop(self, session: Session, ticket: Ticket) -> None:
         for number in self._numbers.get(ticket, []):
             if number in self._places:
-                session.cancel(number)
+                session.engine.cancel(number)
 
     def _drain(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

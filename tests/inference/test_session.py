@@ -163,7 +163,7 @@ def test_a_cancelled_job_has_what_it_has():
     session, _ = session_of(LONG, steps=4)
     number = session.submit(job())
     assert "".join(update.text for update in session.step()) == LONG[:4]
-    session.cancel(number)
+    session.engine.cancel(number)
     (update,) = [update for update in session.step() if update.completions]
     assert update.completions[0].text == LONG[:4] and update.completions[0].finish_reason == "cancelled"
     assert not session.busy

@@ -29,17 +29,15 @@ class Beams:
     # does, those that end included, which goes on longer (Megatron-LM of 2023, transformers before 4.50).
     ended_bound: bool = False
 
-    row = "beam"  # in messages
-
     @property
     def rows(self) -> int:
         """The number of slots that it needs at once."""
         return self.width
 
     @property
-    def words(self) -> tuple[str, str]:
-        """The option that asks for the search, and the one that does not, for messages."""
-        return f"num_beams={self.width}", "num_beams=1"
+    def words(self) -> tuple[str, str, str]:
+        """What a row is called in messages, the option that asks for the search, and the one that does not."""
+        return "beam", f"num_beams={self.width}", "num_beams=1"
 
     def validate(self, request: Request, vocab_size: int) -> None:
         """Raise UserError, one sentence, for a request that cannot be searched like this."""

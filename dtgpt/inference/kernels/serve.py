@@ -27,7 +27,7 @@ NO_KERNELS = (
 )
 
 
-class _Kernels(DecodeKernels):
+class _Kernels:
     def serve(self, stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool) -> Decoders | None:
         fused = fuse(stages, mesh, cache, exact)
         if fused is not None:
@@ -70,7 +70,7 @@ class _Kernels(DecodeKernels):
         return as_in_training(logits, ids, top_ids, config.vocab_size, first, mesh.tp_group)
 
 
-KERNELS = _Kernels()
+KERNELS: DecodeKernels = _Kernels()
 
 
 def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -> list[FusedStage] | None:
