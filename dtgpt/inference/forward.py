@@ -24,7 +24,7 @@ from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.pipeline import run_in_turn
+from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.ends import ends_of
 from dtgpt.checkpoint.load import load_weights
-from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.checkpoint.tokenizer import ends_of, tokenizer_beside
 from dtgpt.config.execution import Settings
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.broadcast import broadcast_json, told_by_rank_0
@@ -44,10 +43,10 @@ from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Source
 from dtgpt.parallel.local import inference_stages
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.pipeline import run_in_turn
+from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # types of tokens
 GPT2_IDS = SpecialIds(newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
