@@ -139,8 +139,9 @@ class Forward:
         that does not hold the head."""
         state, decoders = self._state, self._decoders
         if decoders is None:
-            rows = DecodeRows(slots, state.position[slots])
-            return self._logits(Batch(state.token[slots][None], positions=rows.positions[None]), rows, len(slots))
+            tokens, positions = state.token[slots], state.position[slots]
+            rows = DecodeRows(slots, positions)
+            return self._logits(Batch(tokens[None], positions=positions[None]), rows, len(slots))
         tokens, positions = decoders.next_rows(slots, state.token, state.position)
         logits = run_in_turn(decoders.stages, self.mesh, (tokens[None], DecodeRows(slots, positions)), self.dtype)
         return None if logits is None else logits[0]
