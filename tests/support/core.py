@@ -32,7 +32,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"optim/optimizer|optim/gradients)"
     ),
     "plan": (
-        r"config/(plan|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|between|fsdp|shards|stages|"
+        r"config/(plan|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|layout|between|fsdp|shards|stages|"
         r"gradients|collectives|transport|engine|pipeline|local)"
     ),
     "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|recipe_file)",
