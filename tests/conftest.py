@@ -21,6 +21,7 @@ from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.environment import child_environment
 from dtgpt.util.hardware import why_no_compiler
+from tests.support import recorded_map
 from tests.support.budgets import asks_for_all, budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures
 
@@ -53,6 +54,19 @@ QUICK_THOUGH_SLOW = {
     "test_uneven_parts_of_three_ranks_are_pushed[dp3_zero3]",
     "test_every_plan_follows_one_process[pp2_zbv]",
 }
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("dtgpt")
+    group.addoption("--record-map", action="store_true", help=recorded_map.HELP)
+
+
+def pytest_configure(config):
+    recorded_map.configure(config)
+
+
+def pytest_unconfigure(config):
+    recorded_map.finish(config)
 
 
 def pytest_collection_modifyitems(items):
