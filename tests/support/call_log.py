@@ -60,7 +60,7 @@ class CallLog:
         if self._imports and self._imports[-1][0] == threading.get_ident():
             number = self._imports[-1][1]
         last = self._last.get(id(code))
-        if last == number or last == FOREIGN:
+        if last in (number, FOREIGN):
             return None
         own = code.co_filename.startswith(ROOT)
         if last is None:
@@ -136,10 +136,11 @@ class CallLog:
         self.note(self._number[0], f"{kind} {name}")
 
 
-def write_hook(folder: str) -> None:
-    """Make `folder` an entry of PYTHONPATH with which Python processes write to it from their start on."""
+def write_hook(folder: str, root: str = ROOT) -> None:
+    """Make `folder` an entry of PYTHONPATH with which Python processes write to it from their start on. root: of the
+    tree whose functions are of interest, with a slash."""
     Path(folder, "calls_of_tests.py").write_bytes(Path(__file__).read_bytes())
-    text = f"import calls_of_tests\n\ncalls_of_tests.ROOT = {ROOT!r}\ncalls_of_tests.start({folder!r})\n"
+    text = f"import calls_of_tests\n\ncalls_of_tests.ROOT = {root!r}\ncalls_of_tests.start({folder!r})\n"
     Path(folder, "sitecustomize.py").write_text(text)
 
 

@@ -23,7 +23,7 @@ import pytest
 
 from tests.support import call_log
 from tests.support.budgets import asks_for_all
-from tests.support.cpu_seconds import CpuSeconds
+from tests.support.cpu_seconds import clock
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "recorded_map.xz"
@@ -47,7 +47,9 @@ class Record:
         used = defaultdict(set, {words: set(tests) for words, tests in newer.used.items()})
         for words, tests in self.used.items():
             used[words] |= {test for test in tests if test not in newer.seconds}
-        return Record(newer.commit, self.seconds | newer.seconds, {words: tests for words, tests in used.items() if tests})
+        return Record(
+            newer.commit, self.seconds | newer.seconds, {words: tests for words, tests in used.items() if tests}
+        )
 
     def save(self, path: Path) -> None:
         """Write the record: each set of tests that occurs is kept once, as runs of numbers of tests."""
@@ -59,8 +61,8 @@ class Record:
             text = " ".join(_runs(sorted(numbers[test] for test in self.used[words])))
             used[words] = sets.setdefault(text, len(sets))
         tenths = [round(10 * self.seconds[name]) if name in self.seconds else -1 for name in names]
-        content = {"commit": self.commit, "names": _fold(names), "tenths": tenths, "sets": list(sets)}
-        content |= {"words": _fold(list(used)), "set_of": list(used.values())}
+        content = {"commit": self.commit, "names": names, "tenths": tenths, "sets": list(sets)}
+        content |= {"words": list(used), "set_of": list(used.values())}
         text = json.dumps(content, separators=(",", ":"))
         path.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
@@ -69,10 +71,12 @@ def load_record(path: Path) -> Record | None:
     """Return the record of a file; None where there is none that can be read."""
     try:
         content = json.loads(lzma.decompress(path.read_bytes()))
-        names, words = _unfold(content["names"]), _unfold(content["words"])
+        names, words = content["names"], content["words"]
         sets = [{names[number] for number in _numbers(text)} for text in content["sets"]]
         seconds = {name: tenths / 10 for name, tenths in zip(names, content["tenths"], strict=True) if tenths >= 0}
-        return Record(content["commit"], seconds, {word: sets[i] for word, i in zip(words, content["set_of"], strict=True)})
+        return Record(
+            content["commit"], seconds, {word: sets[i] for word, i in zip(words, content["set_of"], strict=True)}
+        )
     except (OSError, lzma.LZMAError, ValueError, KeyError, IndexError):
         return None
 
@@ -97,20 +101,6 @@ def _numbers(text: str) -> Iterator[int]:
         yield from range(begin, end)
 
 
-def _fold(words: list[str]) -> list[str]:
-    """Return sorted words, of each what the one before does not begin with, after the number of characters shared."""
-    return [f"{len(os.path.commonprefix([a, b]))} {b[len(os.path.commonprefix([a, b])):]}" for a, b in zip(["", *words], words)]  # noqa
-
-
-def _unfold(folded: Iterable[str]) -> list[str]:
-    words, last = [], ""
-    for text in folded:
-        shared, _, rest = text.partition(" ")
-        last = last[: int(shared)] + rest
-        words.append(last)
-    return words
-
-
 class Recorder:
     """In the process that runs tests: number the tests, and let descendants know which one runs."""
 
@@ -122,7 +112,7 @@ class Recorder:
         self._log = call_log.start(str(self.folder))
         self._numbers: dict[str, int] = {}
         self._now = 0
-        self._cpu = CpuSeconds()
+        clock()
 
     def _number(self, name: str) -> int:
         if name not in self._numbers:
@@ -133,7 +123,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
-        before = self._cpu.now()
+        before = clock().now()
         self._now = self._number(item.nodeid)
         with (self.folder / "fixtures").open("a") as file:
             shared = [name_of(fixture) for fixture in shared_fixtures(item)]
@@ -145,7 +135,7 @@ class Recorder:
             self._log.begin(0)
             self._now = 0
             with (self.folder / "seconds").open("a") as file:
-                file.write(json.dumps([item.nodeid, round(self._cpu.now() - before, 3)]) + "\n")
+                file.write(json.dumps([item.nodeid, round(clock().now() - before, 3)]) + "\n")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Any:
