@@ -60,7 +60,7 @@ class CallLog:
         if self._imports and self._imports[-1][0] == threading.get_ident():
             number = self._imports[-1][1]
         last = self._last.get(id(code))
-        if last in (number, FOREIGN):
+        if last in (number, FOREIGN) or ROOT is None:  # None: the interpreter ends
             return None
         own = code.co_filename.startswith(ROOT)
         if last is None:

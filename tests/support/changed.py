@@ -7,11 +7,8 @@ read it. Without a record, all tests whose imports reach a changed file are chos
 
 import json
 import os
-import re
-import subprocess
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,8 @@ import pytest
 
 from tests.support.budgets import LIMIT
 from tests.support.recorded_map import RECORD, ROOT, Record, load_record
-from tests.support.source_units import EFFECT, Source, differences, read_source
+from tests.support.source_tree import Graph, NoCommit, Tree, main_branch, module_of, parse
+from tests.support.source_units import EFFECT, Source, differences
 
 STALE = 0.25  # of the package's files changed since the record: it is not used
 KERNELS = (".cu", ".cuh")
@@ -28,10 +26,6 @@ PROMISES = "tests/promises/"  # those that take less than a second are chosen wi
 CHOICE = "DTGPT_CHOSEN_TESTS"  # environment variable: the file that says to workers what was chosen
 KEY = pytest.StashKey["Choice"]()
 HELP = "run the tests that the changes since COMMIT concern (default: where HEAD left the main branch)"
-
-
-class NoCommit(ValueError):
-    """What a change is compared with is no commit."""
 
 
 @dataclass
@@ -51,139 +45,6 @@ class Choice:
         return self.tests.get(test) or self.files.get(file) or ("imports" if is_new else None)
 
 
-class Tree:
-    """The working tree of a repository, and the commit with which it is compared."""
-
-    def __init__(self, root: Path, commit: str):
-        self.root = root
-        done = self._git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
-        if done is None:
-            raise NoCommit(f"--changed={commit} names no commit; write paths before --changed")
-        self.base = done.strip()
-
-    def _git(self, *words: str) -> str | None:
-        done = subprocess.run(["git", *words], cwd=self.root, capture_output=True, text=True, errors="replace")
-        return done.stdout if done.returncode == 0 else None
-
-    def changes(self, since: str, until: str | None = None) -> list[tuple[str | None, str | None]]:
-        """Return (old path, new path) of files that differ; None where there is none. until: the working tree."""
-        words = ["diff", "--name-status", "-M", "-z", since, *([until] if until else [])]
-        parts = iter((self._git(*words) or "").split("\0")[:-1])
-        found: list[tuple[str | None, str | None]] = []
-        for status in parts:
-            path = next(parts)
-            if status[0] == "R":
-                found.append((path, next(parts)))
-            else:
-                found.append((None if status == "A" else path, None if status == "D" else path))
-        if until is None:
-            new = (self._git("ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")
-            found += [(None, path) for path in new if path]
-        return found
-
-    def old(self, path: str, commit: str = "") -> str:
-        return self._git("show", f"{commit or self.base}:{path}") or ""
-
-    def new(self, path: str) -> str:
-        try:
-            return (self.root / path).read_text(errors="replace")
-        except OSError:
-            return ""
-
-    def knows(self, commit: str) -> bool:
-        return bool(commit) and self._git("merge-base", "--is-ancestor", commit, "HEAD") is not None
-
-    def python_files(self) -> list[str]:
-        """Return the Python files of the tree, untracked ones included."""
-        names = self._git("ls-files", "-co", "--exclude-standard", "-z", "*.py") or ""
-        return sorted(name for name in set(names.split("\0")) if name and (self.root / name).exists())
-
-
-def main_branch(root: Path) -> str:
-    """Return the commit at which HEAD has left the main branch."""
-    for branch in ("main", "origin/main", "master"):
-        done = subprocess.run(["git", "merge-base", "HEAD", branch], cwd=root, capture_output=True, text=True)
-        if done.returncode == 0:
-            return done.stdout.strip()
-    return "HEAD"
-
-
-def module_of(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-class Graph:
-    """The sources of a tree, parsed where they are needed."""
-
-    def __init__(self, tree: Tree):
-        self.tree, self.paths = tree, tree.python_files()
-        self._texts: dict[str, str] = {}
-        self._sources: dict[str, Source] = {}
-
-    def text(self, path: str) -> str:
-        if path not in self._texts:
-            self._texts[path] = self.tree.new(path) or self.tree.old(path)
-        return self._texts[path]
-
-    def source(self, path: str) -> Source:
-        if path not in self._sources:
-            self._sources[path] = parse(self.text(path), path)
-        return self._sources[path]
-
-    def users_of(self, path: str, name: str) -> Iterator[tuple[str, str]]:
-        """Yield (file, the name there) of the files that can use a name of `path`, itself included."""
-        yield path, name
-        module, last = module_of(path), module_of(path).rpartition(".")[2]
-        word = re.compile(rf"\b{re.escape(name)}\b")
-        for other in self.paths:
-            text = self.text(other)
-            if other == path or last not in text or not word.search(text):
-                continue
-            source = self.source(other)
-            if module in source.modules:
-                yield from ((other, alias) for alias, of in source.aliases.items() if of == (module, name))
-                yield other, name
-
-    def reached_from(self, changed: Iterable[str]) -> set[str]:
-        """Return the files whose imports reach one of these, by imports in functions and names in texts, too."""
-        paths = {module_of(path): path for path in self.paths}
-        importers: dict[str, set[str]] = defaultdict(set)
-        for path in self.paths:
-            for module in imported(self.text(path)):
-                parts = module.split(".")
-                for length in range(1, len(parts) + 1):  # the packages, whose code runs first
-                    if found := paths.get(".".join(parts[:length])):
-                        importers[found].add(path)
-        reached, waiting = set(), list(changed)
-        while waiting:
-            path = waiting.pop()
-            if path not in reached:
-                reached.add(path)
-                waiting += importers[path]
-                if path.endswith("conftest.py"):
-                    waiting += [other for other in self.paths if other.startswith(os.path.dirname(path) + "/")]
-        return reached
-
-
-def imported(text: str) -> set[str]:
-    """Return the modules that a source imports or names in a text, and names that may be modules, without a parser."""
-    found = set(re.findall(r"""["']((?:dtgpt|tests)[.][\w.]+)""", text))
-    for names in re.findall(r"^\s*import\s+([\w., ]+)", text, re.MULTILINE):
-        found |= {name.split()[0] for name in names.split(",") if name.strip()}
-    for module, names in re.findall(r"^\s*from\s+([\w.]+)\s+import\s+(\([^)]*\)|[^\n]*)", text, re.MULTILINE):
-        found |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))}
-    return found
-
-
-def parse(text: str, path: str) -> Source:
-    try:
-        return read_source(
-            text, module_of(path) if path.endswith("__init__.py") else module_of(path).rpartition(".")[0]
-        )
-    except SyntaxError:
-        return Source()
-
-
 class Selection:
     """The search for tests that a change concerns."""
 
@@ -192,6 +53,7 @@ class Selection:
         self.graph = Graph(tree)
         self.choice = Choice(known=set(record.seconds))
         self._then = {new: old for old, new in tree.changes(record.commit) if old and new} if record.commit else {}
+        self._later = self._changed_later()
         self._used_in: dict[str, list[str]] = defaultdict(list)  # words of the functions of a file
         for words in record.used:
             self._used_in[words.partition(":")[0]].append(words)
@@ -233,7 +95,24 @@ class Selection:
                 self.choice.tests.setdefault(test, reason)
 
     def _function(self, path: str, name: str, reason: str) -> None:
-        self._add(f"{self._then.get(path, path)}:{name}", reason)
+        """Choose the tests that executed a function, or one that has begun to use it after the record."""
+        waiting, seen = [(path, name)], {(path, name)}
+        while waiting:
+            path, name = waiting.pop()
+            self._add(f"{self._then.get(path, path)}:{name}", reason)
+            users = {user for user, used in self._later.items() if name.rpartition(".")[2] in used} - seen
+            seen |= users
+            waiting += users
+
+    def _changed_later(self) -> dict[tuple[str, str], set[str]]:
+        """Return what the functions use that have changed between the record and the commit of the comparison."""
+        found = {}
+        for old, new in self.tree.changes(self.record.commit, self.tree.base) if self.record.commit else ():
+            if new and new.endswith(".py") and not os.path.basename(new).startswith("test_"):
+                before = parse(self.tree.old(old, self.record.commit), old) if old else Source()
+                after = parse(self.tree.old(new), new)
+                found |= {(new, name): after.used.get(name, set()) for name in differences(before, after)[0]}
+        return found
 
     def _file(self, path: str, reason: str) -> None:
         """Choose the tests that executed any function of a file."""
@@ -281,9 +160,7 @@ class Selection:
             for function in self.graph.source(path).functions:
                 if function == name or function.startswith(f"{name}."):
                     self._function(path, function, "module level")
-            address = f"{module_of(path)}:{name}"
-            if any(address in self.graph.text(other) for other in self.graph.paths):
-                self._file(path, "module level")
+            self._by_text(path, name)
             for holder, local in self.graph.users_of(path, name):
                 source = self.graph.source(holder)
                 for function, used in source.used.items():
@@ -296,6 +173,17 @@ class Selection:
                     if other not in source.aliases and other not in source.functions
                 ):
                     self.choice.files.setdefault(holder, "module level")
+
+    def _by_text(self, path: str, name: str) -> None:
+        """Choose the tests of a file that is imported by a text which names this object or, with its folder, the
+        module: seams of capabilities do."""
+        texts = [self.graph.text(other) for other in self.graph.paths if other.startswith("dtgpt/")]
+        if any(f"{module_of(path)}:{name}" in text for text in texts):
+            self._file(path, "module level")
+        if any(f'"{module_of(path)}"' in text for text in texts):
+            for other in self.graph.paths:
+                if other.startswith(os.path.dirname(path) + "/"):
+                    self._file(other, "module level")
 
     def _readers(self, old: str | None, new: str | None) -> None:
         """Choose the tests that read the file, and those that list its folder where a name came or went."""
@@ -330,7 +218,7 @@ def why_no_record(tree: Tree, record: Record | None) -> str:
     if not tree.knows(record.commit):
         return f"the record is of {record.commit[:8]}, which is no ancestor"
     package = [path for path in tree.python_files() if path.startswith("dtgpt/")]
-    since = [new for _, new in tree.changes(record.commit, tree.base) if new in set(package)]
+    since = [new for old, new in tree.changes(record.commit, tree.base) if old in (None, new) and new in set(package)]
     if len(since) > STALE * len(package):
         return f"the record is stale: {len(since)} of {len(package)} files have changed since {record.commit[:8]}"
     return ""
@@ -356,10 +244,10 @@ def choose(root: Path, commit: str, record: Record | None) -> Choice:
     reasons = Counter(filter(None, map(choice.reason, record.seconds)))
     said = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common())
     choice.lines.append(f"by the record of {record.commit[:8]}: {said or 'none'}")
-    seconds, whole = seconds_of(choice, record), sum(record.seconds.values())
+    share = 100 * seconds_of(choice, record) / max(0.1, sum(record.seconds.values()))
     choice.lines.append(
-        f"chosen: {reasons.total()} of {len(record.seconds)} tests, {100 * seconds / max(whole, 0.1):.0f} % of their CPU"
-        " seconds, and of tests that the record lacks what imports reach"
+        f"chosen: {reasons.total()} of {len(record.seconds)} recorded tests, {share:.0f} % of their CPU seconds, and of"
+        " others those whose imports reach the change"
     )
     return choice
 

@@ -20,7 +20,7 @@ class Source:
 
     functions: dict[str, str] = field(default_factory=dict)  # "function", "Class.method" -> text
     names: dict[str, str] = field(default_factory=dict)  # bound at module level: also the decorators of each function
-    used: dict[str, set[str]] = field(default_factory=dict)  # identifiers and texts, by function
+    used: dict[str, set[str]] = field(default_factory=dict)  # identifiers, by function
     used_by_names: dict[str, set[str]] = field(default_factory=dict)  # likewise, in what binds a name
     aliases: dict[str, tuple[str, str]] = field(default_factory=dict)  # `from MODULE import NAME as alias`
     modules: set[str] = field(default_factory=set)  # imported anywhere in the file, or named in a text
@@ -75,6 +75,11 @@ def _add_statements(source: Source, body: Iterable[ast.stmt], prefix: str, condi
             if heads:
                 for name in {bound for part in _blocks(node) for each in part for bound in _bound(each)}:
                     _bind(source, prefix.partition(".")[0] or name, "", heads)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                name = (alias.asname or alias.name).partition(".")[0]
+                module = getattr(node, "module", "") or ""
+                _bind(source, prefix.partition(".")[0] or name, f"{condition}{module} ", [alias])
         else:
             for name in _bound(node) or {EFFECT}:
                 _bind(source, prefix.partition(".")[0] or name, condition, [node])
@@ -118,7 +123,7 @@ def _dump(node: ast.AST) -> str:
 
 
 def identifiers(node: ast.AST, annotations: bool = False) -> set[str]:
-    """Return the identifiers that a piece of syntax uses, and its texts. annotations: those in annotations, too."""
+    """Return the identifiers that a piece of syntax uses. annotations: those in annotations, too."""
     found, waiting = set(), [node]
     while waiting:
         each = waiting.pop()
@@ -128,8 +133,6 @@ def identifiers(node: ast.AST, annotations: bool = False) -> set[str]:
             found.add(each.attr)
         elif isinstance(each, ast.alias):
             found |= set(each.name.split("."))
-        elif isinstance(each, ast.Constant) and isinstance(each.value, str) and len(each.value) < 200:
-            found.add(each.value)
         for name, value in ast.iter_fields(each):
             if annotations or name not in ("annotation", "returns"):
                 waiting += [
