@@ -68,8 +68,9 @@ class CallLog:
         self._last[id(code)] = number if own else FOREIGN
         if own:
             file = code.co_filename[len(ROOT) :]
-            self.note(number, f"{file}:{code.co_qualname.partition('.<locals>')[0]}")
-            if code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__":
+            if code.co_name != "<module>":
+                self.note(number, f"{file}:{code.co_qualname.partition('.<locals>')[0]}")
+            elif frame.f_globals.get("__name__") != "__main__":
                 return self._begin_import(frame, file)
         return None
 

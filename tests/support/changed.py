@@ -117,8 +117,7 @@ class Selection:
     def _file(self, path: str, reason: str) -> None:
         """Choose the tests that executed any function of a file."""
         for words in self._used_in[self._then.get(path, path)]:
-            if not words.endswith(":<module>"):
-                self._add(words, reason)
+            self._add(words, reason)
 
     def _python(self, old: str | None, new: str | None) -> None:
         path = new or old or ""
