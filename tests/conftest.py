@@ -96,7 +96,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say which marks `slow` are missing or wrong, after all tests or the quick ones."""
+    """Say what `--changed` chose where `-q` has hidden it, and, after all tests or the quick ones, which marks `slow`
+    are missing or wrong."""
+    if config.option.verbose < 0 and config.option.changed is not None:
+        for line in config.stash[changed.KEY].lines:
+            terminalreporter.write_line(line)
     if asks_for_all(config) and config.option.markexpr in ("not long", "quick"):
         reports = [report for kind in terminalreporter.stats.values() for report in kind]
         found = [

@@ -60,6 +60,7 @@ def again():
     "dtgpt/fast/kernel.py": "import triton\n\n\n@triton.jit\ndef double(x):\n    return x * 2\n",
     "dtgpt/fast/sums.cu": "__global__ void sums() {}\n",
     "recipes/tiny.py": "STEPS = 3\n",
+    "page.md": "Read me.\n",
     "tests/__init__.py": "",
     "tests/test_sums.py": """from dtgpt.sums import Counter, add
 
@@ -83,6 +84,7 @@ USED = {
     "dtgpt/again.py:again": {"tests/test_user.py::test_again"},
     "dtgpt/fast/launch.py:launch": {"tests/test_fast.py::test_launch"},
     "read recipes/tiny.py": {"tests/test_user.py::test_recipe"},
+    "read page.md": {"import tests/test_sums.py"},
     "list recipes": {"tests/test_user.py::test_all_recipes"},
     "read dtgpt/sums.py": {"tests/test_walk.py::test_walk"},
     "unseen": {"tests/test_user.py::test_program"},
@@ -140,6 +142,8 @@ def chosen(tree: Path, record: Record) -> set[str]:
         ("dtgpt/sums.py", "return 1\n\n\nMADE", "return 2\n\n\nMADE", {"test_made"}),
         ("dtgpt/fast/kernel.py", "x * 2", "x + x", {"test_launch"}),
         ("dtgpt/fast/sums.cu", "sums()", "sums(int n)", {"test_launch"}),
+        # read when the file of tests was imported
+        ("page.md", "me", "it", {"test_add", "test_limit", "test_count", "test_made"}),
         ("recipes/tiny.py", "STEPS = 3", "STEPS = 4", {"test_recipe"}),
         ("tests/test_sums.py", "RIGHT = 2", "RIGHT = 1 + 1", {"test_add", "test_limit", "test_count", "test_made"}),
     ],

@@ -58,6 +58,8 @@ import multiprocessing, os, subprocess, sys, threading
 from pathlib import Path
 from dtgpt import sums
 
+PAGE = Path(__file__).parents[1].joinpath("page.md").read_text()
+
 def test_add(): assert sums.add(1, 2) == 3
 def test_first(shared): assert shared == 1
 def test_second(shared): assert shared == 1
@@ -82,7 +84,7 @@ def test_read(): assert Path(__file__).parents[1].joinpath("recipes", "tiny.txt"
 """
 FILES = {
     "dtgpt/__init__.py": "", "dtgpt/sums.py": SUMS, "tests/__init__.py": "", "tests/conftest.py": CONFTEST,
-    "tests/test_sums.py": TESTS, "recipes/tiny.txt": "a", "pytest.ini": "[pytest]\ntestpaths = tests\n",
+    "tests/test_sums.py": TESTS, "recipes/tiny.txt": "a", "page.md": "b", "pytest.ini": "[pytest]\ntestpaths = tests\n",
 }  # fmt: skip
 
 
@@ -115,6 +117,7 @@ def test_each_process_of_a_test_is_recorded_and_a_change_runs_what_executed_it(t
     assert tests_of("dtgpt/sums.py:share") == {"first", "second"}
     assert tests_of("dtgpt/sums.py:made") == {"import dtgpt/sums.py"}
     assert tests_of("read recipes/tiny.txt") == {"read"} and tests_of("unseen") == {"alone"}
+    assert tests_of("read page.md") == {"import tests/test_sums.py"}
     seconds = (tmp_path / "seconds.txt").read_text()
     assert re.search(r"(?m)^ +\d+\.\d  tests/test_sums.py$", seconds), seconds
 

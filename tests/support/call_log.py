@@ -53,12 +53,16 @@ class CallLog:
         """Let what is called from now on belong to a test, or 0: to none."""
         self._number[0] = number
 
+    def _current(self) -> int:
+        """Return the number of the test, or of the import that this thread is in."""
+        if self._imports and self._imports[-1][0] == threading.get_ident():
+            return self._imports[-1][1]
+        return self._number[0]
+
     def trace(self, frame: FrameType, event: str, _: Any) -> Any:
         """Note the call of a function; the trace function of Python, which asks for no lines."""
         code = frame.f_code
-        number = self._number[0]
-        if self._imports and self._imports[-1][0] == threading.get_ident():
-            number = self._imports[-1][1]
+        number = self._current()
         last = self._last.get(id(code))
         if last in (number, FOREIGN) or ROOT is None:  # None: the interpreter ends
             return None
@@ -112,7 +116,7 @@ class CallLog:
             if "python" in os.path.basename(os.fsdecode(program or words[0])) and (
                 not has_hook or {"-I", "-E", "-S"} & set(words)
             ):
-                self.note(self._number[0], "unseen")
+                self.note(self._current(), "unseen")
 
     def _audit_path(self, kind: str, path: Any) -> None:
         if not isinstance(path, str | bytes | os.PathLike):
@@ -134,7 +138,7 @@ class CallLog:
         reader = frame.f_code.co_filename[len(ROOT) :] if frame else ""
         if reader.startswith("dtgpt") and name.startswith("dtgpt"):
             return  # a start of several processes compares their sources, whatever these say
-        self.note(self._number[0], f"{kind} {name}")
+        self.note(self._current(), f"{kind} {name}")
 
 
 def write_hook(folder: str, root: str = ROOT) -> None:

@@ -89,6 +89,8 @@ class Selection:
         for test in self.record.used.get(words, ()):
             if test.startswith("import "):
                 file = test.removeprefix("import ")
+                if os.path.basename(file).startswith("test_"):
+                    self.choice.files.setdefault(file, reason)
                 for name in self.graph.source(file).called:
                     self._name(file, name)
             else:
