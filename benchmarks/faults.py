@@ -21,7 +21,7 @@ FAULTS = [
     ),
     Fault(
         "ramp: samples are counted as if each step had the whole batch",
-        "dtgpt/config/batch_size.py",
+        "dtgpt/config/schedule.py",
         "return seen + (step - first) * size if step >= first",
         "return seen + (step - first) * self.whole if step >= first",
     ),
@@ -159,7 +159,7 @@ FAULTS = [
     ),
     Fault(
         "masks: a document ends one token early",
-        "dtgpt/data/document_masks.py",
+        "dtgpt/models/batch.py",
         "stops = torch.where(ends, torch.arange(1, length + 1, device=ends.device), length)",
         "stops = torch.where(ends, torch.arange(length, device=ends.device), length)",
     ),
@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "rates: the recorded one is that of the first step",
-        "dtgpt/train/progress.py",
+        "dtgpt/train/observer.py",
         '"lr": trainer.optimizer.lr.item(),',
         '"lr": trainer.optimizer.schedule[0].item(),',
     ),
@@ -255,7 +255,7 @@ FAULTS = [
     ),
     Fault(
         "start: a run that was found is not resumed",
-        "dtgpt/train/job.py",
+        "dtgpt/train/start.py",
         "return ResumePoint(run=run, checkpoint=checkpoint)",
         "return ResumePoint()",
     ),
@@ -267,9 +267,9 @@ FAULTS = [
     ),
     Fault(
         "cp: documents are not kept apart",
-        "dtgpt/parallel/context.py",
-        "        by_token=own(batch.by_token),",
-        "        by_token=own(batch.by_token),\n        document_bounds=None,",
+        "dtgpt/models/batch.py",
+        "            by_token=own(self.by_token),",
+        "            by_token=own(self.by_token),\n            document_bounds=None,",
     ),
     Fault(
         "cp: a rank whose tokens are all masked divides by its own weights",

@@ -274,9 +274,9 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp: positions begin at 0 in each slice",
-            "dtgpt/parallel/context.py",
+            "dtgpt/models/batch.py",
             "positions=own(positions),",
-            "positions=own(batch.positions),",
+            "positions=own(self.positions),",
         ),
         "--plans cp2",
         "embedding.wpe",

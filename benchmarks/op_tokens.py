@@ -23,12 +23,12 @@ from torch import Tensor
 from dtgpt.comm.all_to_all import TokenExchange
 from dtgpt.comm.arena import share
 from dtgpt.comm.barrier import Barrier
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.parallel import exchange
 from dtgpt.parallel.exchange import HeadExchange
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 ROUNDS, RUNS = 7, 10
 CASES = {  # heads of queries, of keys and values, numbers of a head, tokens of a sample

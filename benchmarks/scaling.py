@@ -25,9 +25,9 @@ from dtgpt.comm.arena import SWITCH
 from dtgpt.config.execution import choose_device
 from dtgpt.parallel import mesh
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import StepResult
-from dtgpt.util.process import VARIABLES, Process
+from dtgpt.util.peers import VARIABLES, Process
 
 WARM_UP = 5  # steps, within which a step is captured
 

@@ -35,10 +35,10 @@ from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
-from dtgpt.train.job import ResumePoint, make_job
-from dtgpt.train.processes import join
+from dtgpt.train.setup import Setup
+from dtgpt.train.start import ResumePoint, make_job
 from dtgpt.util.errors import UserError
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames them
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -258,8 +258,9 @@ def main() -> int:
         with ExitStack() as stack:
             for plan in args.plans:
                 job = make_job(make_recipe(args, overrides, plan)[0], ResumePoint(), Process.from_environment().world)
-                group = join(job, stack)
-                agreed = compare(group.settings, group.mesh, job.recipe.seed, args.steps, args.warmup) and agreed
+                setup = Setup(job)
+                setup.join(stack)
+                agreed = compare(setup.settings, setup.mesh, job.recipe.seed, args.steps, args.warmup) and agreed
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

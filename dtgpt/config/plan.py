@@ -1,4 +1,4 @@
-"""A plan: how one model is spread over processes. `dtgpt.config.plan_names` makes a plan from its name, and
+"""A plan: how one model is spread over processes. `dtgpt.config.plan_choice` makes a plan from its name, and
 `dtgpt.parallel` applies it."""
 
 import math

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import torch
 
 from dtgpt.config import checks
-from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
 from dtgpt.config.execution import Recompute, Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import AUTO, OR, PlanChoice, choose_plan, parse_alternatives
-from dtgpt.config.schedule import Schedule
+from dtgpt.config.schedule import BatchSizes, Schedule, check_rampup
 from dtgpt.config.sections import (
     Added,
     CheckpointConfig,

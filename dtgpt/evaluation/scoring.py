@@ -31,7 +31,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.pipeline import run_in_turn
+from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.hardware import to_device
 
 TOKENS = {"cuda": 1 << 15, "cpu": 1 << 12}  # of a batch: enough to keep all cores busy

@@ -26,7 +26,7 @@ from dtgpt.ops.sampling.scores import Scores, as_in_training, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.pipeline import run_in_turn
+from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.errors import UserError
 
 NO_KERNELS = (

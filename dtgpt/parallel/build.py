@@ -6,41 +6,40 @@ model on meta -> cut into stages -> tensor table -> modules of capabilities -> r
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dtgpt.comm.collectives import KernelCollectives
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.models.binding import BoundModule, bind
+from dtgpt.models.binding import BoundModule, bind, on_meta
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.ops.attention.core import operations
+from dtgpt.ops.attention.packed import keep_in_graphs
 from dtgpt.ops.loss.head import CoupledLoss
-from dtgpt.parallel.between import make_peers
-from dtgpt.parallel.context import exchange_heads, place_dropout, share_exchange
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
-from dtgpt.parallel.exact import ExactBuckets
 from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import Buckets
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.pipeline import PipelineEngine
-from dtgpt.parallel.pushed_shards import push_shards
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
-from dtgpt.parallel.tensor import Table, apply_table, make_table
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
 
+# What a plan alone needs is imported where the plan has it: DTensor, torch's pipelines and its compiler take a second.
+if TYPE_CHECKING:
+    from dtgpt.comm.collectives import KernelCollectives
+    from dtgpt.parallel.tensor import Table
+
 
 def build_stages(
-    settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True, table: Table | None = None
+    settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True, table: "Table | None" = None
 ) -> tuple[list[Decoder], Shards]:
     """Return the pipeline stages of this rank, one without a pipeline, and their shards. No rank holds more than its
     shards at any time. Where other modules than the model's own are trained, the shards are theirs, and `frozen` those
@@ -48,14 +47,22 @@ def build_stages(
 
     No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference. `table`: styles of
     tensor parallelism; None: those of the plan."""
-    peers = make_peers(settings, mesh) if masters else None
-    if masters:
+    peers = None
+    if masters and mesh.tp_group is not None:
+        from dtgpt.parallel.between import make_peers
+
+        peers = make_peers(settings, mesh)
+    if masters and mesh.cp_group is not None:
+        from dtgpt.parallel.context import share_exchange
+
         share_exchange(settings, mesh)
     stages = [lay_out_stage(settings, mesh, stage, masters, table, peers) for stage in mesh.place.stages]
     gathered: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         stage.allocate(mesh.device)
         if settings.plan.zero and masters and not settings.freezes_weights:
+            from dtgpt.parallel.pushed_shards import push_shards
+
             gathered |= push_shards(stage, mesh, settings.dtype, settings.scattered_dtype)
     shards = Shards(stages, mesh, masters, gathered, settings.reduce == "exact" and masters, settings.dtype)
     if settings.freezes_weights:
@@ -66,22 +73,26 @@ def build_stages(
 
 
 def lay_out_stage(
-    settings: Settings, mesh: Mesh, stage: int, masters: bool = True, table: Table | None = None,
-    peers: KernelCollectives | None = None,
+    settings: Settings, mesh: Mesh, stage: int, masters: bool = True, table: "Table | None" = None,
+    peers: "KernelCollectives | None" = None,
 ) -> Decoder:  # fmt: skip
     """Return one stage on the meta device, cut as the plan says. `peers`: as of `make_table`."""
     plan, config = settings.plan, settings.model
     narrows = plan.narrows_weights or not masters or settings.freezes_weights
     dtype = settings.dtype if narrows else torch.float32
-    with torch.device("meta"):
+    with on_meta():
         part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
     if plan.tp > 1:
+        from dtgpt.parallel.tensor import apply_table, make_table
+
         styles = make_table(config, plan, settings.local_length, peers) if table is None else table
         apply_table(part, mesh.devices["tp"], styles)
     if settings.freezes_weights:
         for add_modules in seams.listed("added_modules"):
             add_modules(part, settings, mesh.place, mesh.device)
     if plan.cp > 1:
+        from dtgpt.parallel.context import place_dropout
+
         place_dropout(part, settings, mesh.place)
     set_execution(part, settings, mesh)
     if settings.compile:
@@ -102,6 +113,8 @@ def set_execution(part: Decoder, settings: Settings, mesh: Mesh) -> None:
                 if settings.recompute == "selective" and settings.repeats(index):
                     bind(module, run=recomputed(module.compute))
     if mesh.cp_group is not None:  # around what selective recomputation repeats, so that no message is sent again
+        from dtgpt.parallel.context import exchange_heads
+
         exchange_heads(part, mesh.cp_group, settings.plan)
     keeps = operations() if settings.recompute == "around_attention" else []
     for index, block in blocks:
@@ -128,6 +141,7 @@ def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()
 def compile_forward(part: Decoder, whole: bool) -> None:
     """Compile what each block computes, and the embedding where it is a plain module; the hooks of `fully_shard` run
     around it, uncompiled. Blocks of one class and shape share their code: it is compiled once."""
+    keep_in_graphs()
     ends = [part.embedding] if whole and part.embedding is not None else []
     for module in cast(Iterable[BoundModule], (*part.blocks.values(), *ends)):
         bind(module, run=torch.compile(module.runner, fullgraph=True, dynamic=False))
@@ -138,6 +152,8 @@ def make_engine(
 ) -> TrainingEngine:
     """Return what runs forward and backward under the plan. Without graphs, `timers` measure them."""
     if settings.reduce == "exact":
+        from dtgpt.parallel.exact import ExactBuckets
+
         shards.buckets = ExactBuckets(stages, shards.mesh, settings)
     elif settings.sums_gradients:
         hooks = not settings.plan.splits_backward
@@ -146,6 +162,8 @@ def make_engine(
         shards.buckets = Buckets(stages, mesh.data_group, settings.micro_batches, hooks, mesh if narrow else None)
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
+    from dtgpt.parallel.pipeline import PipelineEngine
+
     return PipelineEngine(stages, shards, graphs, settings, timers)
 
 

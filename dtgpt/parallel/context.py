@@ -8,7 +8,6 @@ rank has all queries of its heads.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from dtgpt.comm.arena import share
 from dtgpt.comm.barrier import Barrier
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import inventory
@@ -28,29 +26,6 @@ from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.exchange import HeadExchange, QueryExchange
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.tensor import degrees_of_heads
-
-
-def slice_of(batch: Batch, place: RankCoordinates) -> Batch:
-    """Return the slice `[B, T / cp]` of the rank at `place` of whole samples. Document bounds stay those of all tokens,
-    as the attention core wants them."""
-    ranks = place.plan.cp
-    if ranks == 1:
-        return batch
-    positions = batch.positions
-    if positions is None:
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-
-    def own(whole: Tensor | None) -> Tensor | None:
-        return None if whole is None else whole.chunk(ranks, dim=1)[place.cp].contiguous()
-
-    return batch._replace(
-        tokens=batch.tokens.chunk(ranks, dim=1)[place.cp].contiguous(),
-        targets=own(batch.targets),
-        positions=own(positions),
-        # Those beside `by_token` are not of tokens.
-        loss_weights=own(batch.loss_weights) if batch.by_token is None else batch.loss_weights,
-        by_token=own(batch.by_token),
-    )
 
 
 def exchange_heads(part: Decoder, group: dist.ProcessGroup, plan: ResolvedPlan) -> None:

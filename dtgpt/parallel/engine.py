@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
@@ -66,7 +65,7 @@ class SingleStageEngine(TrainingEngine):
         self._loss = torch.zeros((), device=shards.mesh.device, dtype=torch.float64 if shards.exact else torch.float32)
 
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
-        if isinstance(self.model, FSDPModule):
+        if self.shards.mesh.plan.zero:
             without_graphs = partial(self._accumulate, lambda name, work, *inputs: work(*inputs), micro_batches)
             self.graphs.run("micro-batches", without_graphs, *batch)
         else:
@@ -82,7 +81,8 @@ class SingleStageEngine(TrainingEngine):
         last = index == micro_batches - 1
         if self.shards.buckets is not None:
             self.shards.buckets.begin(done=index)
-        set_step_phase(self.model, self.shards.mesh.plan.zero, last)
+        if zero := self.shards.mesh.plan.zero:
+            set_step_phase(self.model, zero, last)
         with self.timers.measure("forward"):
             loss = self.model(*fields)
         with self.timers.measure("backward"):

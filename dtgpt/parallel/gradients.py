@@ -12,12 +12,12 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dtgpt.comm.reduce import FlatSum, flat_length, open_sums
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.gradients import Accumulator
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.torch_private import is_dtensor
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
@@ -30,7 +30,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 
 def local_part(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of a gradient of the parameter, as `local_gradient` does."""
-    if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+    if not (is_dtensor(gradient) and is_dtensor(parameter)):
         return gradient
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
@@ -108,7 +108,7 @@ class Bucket:
 
 
 def _locals(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return [p.to_local() if is_dtensor(p) else p for p in parameters]
 
 
 def _wire(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> tuple[torch.dtype, int]:

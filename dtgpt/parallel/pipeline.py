@@ -4,7 +4,7 @@ Schedules: GPipe (Huang et al. 2019), 1F1B and Interleaved1F1B (Narayanan et al.
 edges carry contiguous local tensors of a fixed shape, which the torch versions from 2.11 on all understand.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,8 +22,8 @@ from dtgpt.parallel.edges import Edges, places_of_edge, share_edges
 from dtgpt.parallel.engine import TrainingEngine, exact_mean
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs
-from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
+from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.timers import NO_TIMERS, Timers
 
 
@@ -203,25 +203,3 @@ class PipelineEngine(TrainingEngine):
         result = run_in_turn(self.modules, self.mesh, batch, self.settings.dtype)
         reshard(*self.modules)
         return result
-
-
-def run_in_turn(stages: Sequence[Any], mesh: Mesh, inputs: Sequence[Any], dtype: torch.dtype) -> Tensor | None:
-    """Return what the last stage makes of `inputs`, such as a `Batch`: tokens `[B, T]` of any length, which later
-    stages get as activations, and more that every stage gets. Return None on a rank that does not hold the last stage.
-
-    Between stages activations are of `dtype`; under sequence parallelism tp divides T. Each rank sends and receives in
-    the order of the stages, so that ranks never wait for each other in a cycle.
-    """
-    place, plan = mesh.place, mesh.plan
-    x, *more = inputs
-    samples, length = x.shape
-    edge = samples, length // (plan.tp if plan.sequence_parallel else 1), stages[0].config.hidden_size
-    for index, stage in zip(place.stages, stages, strict=True):
-        source, target = place.rank_of(index - 1), place.rank_of(index + 1)
-        if source is not None:
-            x = torch.empty(edge, dtype=dtype, device=mesh.device)
-            dist.recv(x, place.neighbour(source), group=mesh.pp_group)
-        x = stage(x, *more)
-        if target is not None:
-            dist.send(x.contiguous(), place.neighbour(target), group=mesh.pp_group)
-    return x if place.holds_last else None

@@ -7,12 +7,11 @@ optimizer, the gradient norm and checkpoints work on these rectangles, and need 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Sharded
 
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
@@ -22,6 +21,7 @@ from dtgpt.ops.optim.gradients import largest_magnitude, squared_norm
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Sums, local_gradient
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.torch_private import is_dtensor
 
 Part = tuple[range, ...]
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it
@@ -226,7 +226,7 @@ def _shard(
     masters: bool, gathered: Tensor | None,
 ) -> Shard:  # fmt: skip
     region, by_tp = region_of(parameter, place), is_cut_over_tp(parameter)
-    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+    local = (parameter.to_local() if is_dtensor(parameter) else parameter).detach()
     if tuple(local.shape) != tuple(map(len, region)):
         raise ValueError(f"{name}: this rank holds {tuple(local.shape)}, but its region is {tuple(map(len, region))}")
     narrow = local if masters and local.dtype != torch.float32 else None
@@ -255,7 +255,7 @@ def region_of(parameter: nn.Parameter, place: RankCoordinates) -> Part:
     """Return the global indices of the part of the rank at `place`. Tensor parallelism cuts first, then ZeRO
     cuts the first dimension of what is left."""
     first, *rest = region_of_tp(parameter, place)
-    return (chunk(first, place.plan.shard, place.shard) if isinstance(parameter, DTensor) else first, *rest)
+    return (chunk(first, place.plan.shard, place.shard) if is_dtensor(parameter) else first, *rest)
 
 
 def region_of_tp(parameter: nn.Parameter, place: RankCoordinates) -> Part:
@@ -273,10 +273,10 @@ def is_cut_over_tp(parameter: nn.Parameter) -> bool:
 
 def _cut_over_tp(parameter: nn.Parameter) -> int | None:
     """Return the dimension that tensor parallelism cuts; None where each tp rank holds all of it."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return None
     named = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-    return next((cut.dim for name, cut in named if name == "tp" and isinstance(cut, Sharded)), None)
+    return next((cast(Any, cut).dim for name, cut in named if name == "tp" and cut.is_shard()), None)
 
 
 def slices(part: Part) -> tuple[slice, ...]:

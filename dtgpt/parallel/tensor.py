@@ -28,6 +28,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
+from dtgpt.ops.pointwise.bias import register_rule
 from dtgpt.parallel.between import Layout, sum_parts, sum_rows, whole_input
 from dtgpt.util.errors import UserError
 
@@ -349,6 +350,7 @@ def _leaves_a_part(style: ParallelStyle | None) -> bool:
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
     `parallelize_module` unties."""
+    register_rule()
     roles = part.config.roles
     styles = {name: style_of(name, table, roles) for name, _ in part.named_modules()}
     parallelize_module(part, mesh, {name: style for name, style in styles.items() if style is not None})

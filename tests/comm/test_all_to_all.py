@@ -17,7 +17,7 @@ from dtgpt.comm import all_to_all
 from dtgpt.comm.all_to_all import ROOM, SMALL, TokenExchange
 from dtgpt.comm.arena import share
 from dtgpt.comm.barrier import Barrier
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.parallel.mesh import Mesh
 from tests.support.bodies_pushes import shared_files
 from tests.support.ranks import pool

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.comm.exchange import Exchange, make_exchange
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.ops.decode.blocks import run_blocks
 from dtgpt.ops.decode.weights import BlockWeights
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 from tests.ops.test_decode import SHAPES, random, weights
 from tests.support.gpus import delay, run_on_two_gpus
 

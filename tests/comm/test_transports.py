@@ -23,12 +23,12 @@ from dtgpt.comm.gather import CopyGather
 from dtgpt.comm.message import open_messages
 from dtgpt.comm.reduce import CopySum, FlatSum, NarrowSum, flat_length, open_sums
 from dtgpt.comm.scatter import CopyScatter
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.ops.optim.fixed_point import Range, add_integers, add_rounded
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 from tests.support.bodies_pushes import shared_files
 from tests.support.gpus import delay, run_on_two_gpus
 from tests.support.ranks import pool

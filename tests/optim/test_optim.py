@@ -10,9 +10,8 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.optim.loss_scale import LossScaler
-from dtgpt.optim.states import EmptySteps
 from dtgpt.optim.step_state import StepState
-from dtgpt.optim.update import Update, clip_factor
+from dtgpt.optim.update import EmptySteps, Update, clip_factor
 from dtgpt.optim.z_scores import detector as outliers
 from dtgpt.optim.z_scores.detector import OutlierDetector
 from dtgpt.parallel.build import build_stages

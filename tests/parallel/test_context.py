@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from dtgpt.config.plan import Plan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.exchange import chunks_of, part_of_half
 from dtgpt.planning.activations import block_activations
@@ -137,7 +136,7 @@ def test_another_plan_reads_the_checkpoint(recipe, tmp_path, writer, reader):
 def test_each_token_is_on_one_rank_with_its_position():
     plan = Plan(cp=4, tp=2).for_world(8)
     whole = Batch(torch.arange(BATCH * LENGTH).view(BATCH, LENGTH))
-    slices = [slice_of(whole, RankCoordinates(plan, rank)) for rank in range(8)]
+    slices = [whole.slice(RankCoordinates(plan, rank).cp, plan.cp) for rank in range(8)]
     assert all(torch.equal(a, b) for one, two in zip(slices[::2], slices[1::2], strict=True) for a, b in zip(
         (one.tokens, one.positions), (two.tokens, two.positions), strict=True
     ))  # fmt: skip

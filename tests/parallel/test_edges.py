@@ -9,14 +9,14 @@ import torch
 
 from dtgpt.comm.arena import SWITCH
 from dtgpt.compare.record import Record, record
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.edges import Edges, most_edges, places_of_edge
 from dtgpt.parallel.graphs import WARM_UP
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.train.settle import load_recipe
-from dtgpt.train.startup import open_trainer
-from dtgpt.util.process import Process
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import load_recipe
+from dtgpt.util.peers import Process
 from tests.support.gpus import run_on_two_gpus
 from tests.support.pipeline_orders import least_places
 

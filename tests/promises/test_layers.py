@@ -77,7 +77,7 @@ def test_few_functions_take_a_whole_recipe():
     """Others take the sections, values or settings that they read. Not counted are what makes a recipe of a recipe,
     what gives a recipe, or a part of it, to capabilities, whose sections the core does not know, and
     `Section.check_recipe`: a section's values exclude those of any other field."""
-    found, given_on = [], {"optim/states.py: make_states", "train/objective.py: objective_of"}
+    found, given_on = [], {"optim/update.py: make_states", "train/objective.py: objective_of"}
     for file in sorted(ROOT.rglob("*.py")):
         if file == ROOT / "config" / "recipe.py":
             continue

@@ -11,7 +11,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.models import layers
 from dtgpt.parallel import tensor
 from dtgpt.planning.traffic import collectives_of
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from tests.support.bodies_fp8 import scales_of
 
 

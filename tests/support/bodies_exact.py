@@ -27,7 +27,7 @@ from dtgpt.ops.optim.fixed_point import (
     squares_of_rows,
 )
 from dtgpt.parallel.gradients import local_gradient
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from tests.support.bodies_engine import inference_stages, training_stages
 
 

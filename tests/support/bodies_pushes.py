@@ -13,7 +13,7 @@ from torch import Tensor
 from dtgpt.comm import arena, scatter
 from dtgpt.comm.barrier import Barrier
 from dtgpt.config.execution import Reduce, Settings
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
