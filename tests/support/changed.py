@@ -141,7 +141,8 @@ class Selection:
         for name in names:
             if is_test and name in module_names:
                 self.choice.files.setdefault(path, "its module level")
-            self._name(path, name)
+            if name not in before.functions or name not in after.functions:  # else: a default or a decorator
+                self._name(path, name)
         if os.path.basename(path) == "conftest.py" and module_names:
             folder = os.path.dirname(path)
             self.choice.files |= {file: "conftest" for file in self.graph.paths if file.startswith(f"{folder}/")}
@@ -167,7 +168,11 @@ class Selection:
                 for function, used in source.used.items():
                     if local in used:
                         self._function(holder, function, "module level")
-                waiting += [(holder, other) for other, used in source.used_by_names.items() if local in used]
+                for other, used in source.used_by_names.items():
+                    if local in used and other in source.functions and other not in source.kernels:
+                        self._function(holder, other, "module level")  # a default or a decorator
+                    elif local in used:
+                        waiting.append((holder, other))
                 if os.path.basename(holder).startswith("test_") and any(
                     local in used
                     for other, used in source.used_by_names.items()
@@ -178,10 +183,10 @@ class Selection:
     def _by_text(self, path: str, name: str) -> None:
         """Choose the tests of a file that is imported by a text which names this object or, with its folder, the
         module: seams of capabilities do."""
-        texts = [self.graph.text(other) for other in self.graph.paths if other.startswith("dtgpt/")]
-        if any(f"{module_of(path)}:{name}" in text for text in texts):
+        texts = {other: self.graph.text(other) for other in self.graph.paths if other.startswith("dtgpt/")}
+        if any(f"{module_of(path)}:{name}" in text for text in texts.values()):
             self._file(path, "module level")
-        if any(f'"{module_of(path)}"' in text for text in texts):
+        if f'"{module_of(path)}"' in texts.get("dtgpt/capabilities.py", ""):
             for other in self.graph.paths:
                 if other.startswith(os.path.dirname(path) + "/"):
                     self._file(other, "module level")

@@ -109,8 +109,10 @@ class Graph:
             if other == path or last not in text or not word.search(text):
                 continue
             source = self.source(other)
-            if module in source.modules:
-                yield from ((other, alias) for alias, of in source.aliases.items() if of == (module, name))
+            for alias, of in source.aliases.items():
+                if of in ((module, name), (module.partition(".")[0], name)):  # the package offers some names itself
+                    yield other, alias
+            if module in source.whole:
                 yield other, name
 
     def reached_from(self, changed: Iterable[str]) -> set[str]:

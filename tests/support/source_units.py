@@ -24,6 +24,9 @@ class Source:
     used_by_names: dict[str, set[str]] = field(default_factory=dict)  # likewise, in what binds a name
     aliases: dict[str, tuple[str, str]] = field(default_factory=dict)  # `from MODULE import NAME as alias`
     modules: set[str] = field(default_factory=set)  # imported anywhere in the file, or named in a text
+    whole: set[str] = field(
+        default_factory=set
+    )  # those of `modules` that are imported as such: their names are attributes
     called: set[str] = field(default_factory=set)  # names whose statements call something
     kernels: set[str] = field(default_factory=set)  # functions that a compiler reads and Python does not execute
 
@@ -35,11 +38,13 @@ def read_source(text: str, package: str = "") -> Source:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             source.modules |= {alias.name for alias in node.names}
+            source.whole |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: 1 - node.level or None] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 source.modules |= {module, f"{module}.{alias.name}"}
+                source.whole.add(f"{module}.{alias.name}")
                 source.aliases[alias.asname or alias.name] = (module, alias.name)
         elif (
             isinstance(node, ast.Constant)
@@ -62,7 +67,9 @@ def _add_statements(source: Source, body: Iterable[ast.stmt], prefix: str, condi
             if any("jit" in ast.unparse(decorator) for decorator in decorators):
                 source.kernels.add(name)
             decorators += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
-            _bind(source, owner, node.name + condition if prefix else condition, decorators)
+            if prefix:
+                _bind(source, owner, node.name + condition, [])  # the class has this method
+            _bind(source, name, condition, decorators)
         elif isinstance(node, ast.ClassDef):
             owner = (prefix or node.name).partition(".")[0]
             _bind(source, owner, f"class {node.name}{condition}", [*node.decorator_list, *node.bases, *node.keywords])
