@@ -193,7 +193,14 @@ def test_without_a_record_of_an_ancestor_imports_choose_and_it_is_said(tree, rec
     choice = choose(tree, "", Record(commit, record.seconds, record.used) if commit else None)
     assert "record" in choice.lines[1] and "imports reach" in choice.lines[1] and len(choice.lines) == 3
     assert choice.reached == set()
+    (tree / "recipes" / "tiny.py").write_text("")
+    with (tree / "tests" / "test_walk.py").open("a") as file:
+        file.write("FOLDER = 'recipes/tiny.py'\n")
+    git(tree, "add", "tests")
+    git(tree, "commit", "-qm-")
+    assert choose(tree, "", None).reached == {"tests/test_walk.py"}  # which names the recipe
     (tree / "dtgpt" / "user.py").write_text("")
+    git(tree, "checkout", "-q", "recipes")
     assert choose(tree, "", None).reached == {"tests/test_user.py"}
 
 

@@ -237,7 +237,9 @@ def choose(root: Path, commit: str, record: Record | None) -> Choice:
     problem = why_no_record(tree, record)
     selection = Selection(tree, Record() if problem or record is None else record, changes)
     choice = selection.run()
-    reached = selection.graph.reached_from({path for pair in changes for path in pair if path})
+    reached = selection.graph.reached_from(
+        {other for pair in changes for path in filter(None, pair) for other in (path, *selection.graph.naming(path))}
+    )
     choice.reached = {path for path in reached if os.path.basename(path).startswith("test_")}
     counts = ", ".join(f"{number} {what}" for what, number in selection.counts.items() if number)
     choice.lines = [f"changed since {tree.base[:8]}: {counts or 'nothing that a test can see'}"]

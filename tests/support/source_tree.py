@@ -115,6 +115,20 @@ class Graph:
             if module in source.whole:
                 yield other, name
 
+    def naming(self, path: str) -> set[str]:
+        """Return the sources that may open a file which none imports: promises, and those that name it or a folder
+        that it is in."""
+        if path.startswith(("dtgpt/", "tests/")) and path.endswith(".py"):
+            return set()
+        *folders, last = path.split("/")
+        words = [last, *(f'"{folder}"' for folder in folders), *(f"{folder}/" for folder in folders[:1])]
+        return {
+            other
+            for other in self.paths
+            if other.startswith(("dtgpt/", "tests/"))
+            and (other.startswith("tests/promises/") or any(word in self.text(other) for word in words))
+        }
+
     def reached_from(self, changed: Iterable[str]) -> set[str]:
         """Return the files whose imports reach one of these, by imports in functions and names in texts, too."""
         paths = {module_of(path): path for path in self.paths}
