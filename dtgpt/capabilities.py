@@ -32,7 +32,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("dtgpt.translate", ()),
-    ("dtgpt.planning", ("dtgpt.optim.fp8", "dtgpt.posttrain.lora")),
+    ("dtgpt.planning", ("dtgpt.ops.kernels", "dtgpt.optim.fp8", "dtgpt.posttrain.lora")),
     (
         "dtgpt.compare",
         (
