@@ -38,6 +38,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "dtgpt.planning",
         (
+            "dtgpt.ops.kernels",
             "dtgpt.optim.fp8",
             "dtgpt.parallel.context_parallel",
             "dtgpt.parallel.shared_memory",

@@ -16,7 +16,6 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule
-from dtgpt.ops.attention.shared import shared_tokens
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.serve import split_backward
@@ -24,6 +23,7 @@ from dtgpt.parallel.layout import Layout, slices
 from dtgpt.planning.alive import Alive
 from dtgpt.posttrain.lora.adapters import local_adapter
 from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.util import seams
 
 
 class BlockKind(NamedTuple):
@@ -88,7 +88,7 @@ def _context(kind: BlockKind, rows: int) -> tuple[Context, list[Tensor]]:
     with torch.device("meta"):
         copies = torch.empty(rows, kind.group, kind.sample_length, dtype=torch.int64)
         positions = torch.empty(rows, kind.length, dtype=torch.int64)
-        seen = shared_tokens(copies, kind.length)
+        seen = seams.listed("sharings")[0](copies, kind.length)
     return Context(positions=positions, seen=seen), [positions, *seen[:-1]]
 
 
