@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.comm.collectives import GroupCollectives
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.inference.cache import Cache, Chunk, DecodeRows, PromptRows
 from dtgpt.models.batch import Batch
@@ -23,6 +22,7 @@ from dtgpt.ops.pointwise.linear import split_sums
 from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
+from dtgpt.parallel.collectives import GroupCollectives
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util import seams
