@@ -27,7 +27,6 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
-from dtgpt.ops.pointwise.bias import register_rule
 from dtgpt.parallel.between import Between, sum_parts, sum_rows, whole_input
 from dtgpt.parallel.collectives import Collectives
 from dtgpt.util.errors import UserError
@@ -393,7 +392,6 @@ def describe_style(
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
     `parallelize_module` unties."""
-    register_rule()
     roles = part.config.roles
     styles = {name: style_of(name, table, roles) for name, _ in part.named_modules()}
     parallelize_module(part, mesh, {name: style for name, style in styles.items() if style is not None})

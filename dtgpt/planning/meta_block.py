@@ -16,13 +16,14 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule
-from dtgpt.ops.attention.shared import shared_tokens
-from dtgpt.ops.fast import split_backward
+from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
+from dtgpt.ops.serve import split_backward
 from dtgpt.parallel.layout import Layout, slices
 from dtgpt.planning.alive import Alive
 from dtgpt.posttrain.lora.adapters import local_adapter
 from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.util import seams
 
 
 class BlockKind(NamedTuple):
@@ -87,7 +88,7 @@ def _context(kind: BlockKind, rows: int) -> tuple[Context, list[Tensor]]:
     with torch.device("meta"):
         copies = torch.empty(rows, kind.group, kind.sample_length, dtype=torch.int64)
         positions = torch.empty(rows, kind.length, dtype=torch.int64)
-        seen = shared_tokens(copies, kind.length)
+        seen = seams.listed("sharings")[0](copies, kind.length)
     return Context(positions=positions, seen=seen), [positions, *seen[:-1]]
 
 
@@ -119,7 +120,7 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
         if isinstance(module, AttentionCore):
             bind(module, cache=recorder)
         elif isinstance(module, Linear | DeferredBiasLinear) and kind.fp8:
-            bind(module, sites=_known_sites(kind.keeps_weights))
+            bind(module, quantised=_known_product(kind.keeps_weights))
     return block
 
 
@@ -148,10 +149,10 @@ class _SequenceParts(NamedTuple):
         return whole.chunk(self.ranks, dim=1)[0].clone()
 
 
-def _known_sites(keeps_weights: bool) -> Sites:
-    """Return sites whose scales are known, without memory."""
+def _known_product(keeps_weights: bool) -> Fp8Product:
+    """Return a product whose scales are known, without memory."""
     site = Site(*(torch.empty((), device="meta") for _ in Site._fields))
-    return Sites(site, site, site, Calibration(known=True, keeps_weights=keeps_weights))
+    return Fp8Product(Sites(site, site, site, Calibration(known=True, keeps_weights=keeps_weights)))
 
 
 class _Recorder:
