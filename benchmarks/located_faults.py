@@ -234,7 +234,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "causal mask: a query sees the next token",
-            "dtgpt/ops/attention/flash.py",
+            "dtgpt/ops/attention/core.py",
             "hidden = column > position\n",
             "hidden = column > position + 1\n",
         ),

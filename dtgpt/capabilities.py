@@ -38,6 +38,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "dtgpt.planning",
         (
+            "dtgpt.ops.kernels",
             "dtgpt.optim.fp8",
             "dtgpt.parallel.context_parallel",
             "dtgpt.parallel.shared_memory",
@@ -67,6 +68,9 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.posttrain.lora",
         ),
     ),
-    ("dtgpt.serve", ("dtgpt.posttrain.chats",)),
+    ("dtgpt.inference.beams", ()),
+    ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
+    ("dtgpt.serve", ("dtgpt.inference.beams", "dtgpt.posttrain.chats")),
+    ("dtgpt.commands.prompt_files", ()),
     ("dtgpt.commands.tools", ()),
 )

@@ -1,14 +1,13 @@
 """Modules that architectures share. Each owns its fusion, so that a model file shows the transformer alone."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dtgpt.models.binding import PLAIN, Binding, BoundModule, QuantisedProduct, exchanges
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
-from dtgpt.ops.attention.shared import SharedTokens
 from dtgpt.ops.local_linear import local, on_local_tensors
 from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import Coupled, coupled_loss, head_loss
@@ -21,7 +20,16 @@ from dtgpt.util.torch_private import is_dtensor
 
 NO_DROPOUT: Site = (None, 0.0)
 LossWeights = Tensor | Coupled | None  # what a head hands on to `Output`
-Seen = Tensor | SharedTokens | None  # int32 [B, T, 2], bounds of documents; or samples whose tokens rows share
+
+
+class Sharing(Protocol):
+    """How samples share the tokens of a row."""
+
+    def attend(self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return, for rows of tokens, what `attention` returns for samples."""
+
+
+Seen = Tensor | Sharing | None  # int32 [B, T, 2], bounds of documents; or samples that share the tokens of a row
 
 
 class Context(NamedTuple):
@@ -258,9 +266,8 @@ class AttentionCore(BoundModule):
     def compute(self, q: Tensor, k: Tensor, v: Tensor, site: Site, seen: Seen, first_head: int | None = None) -> Tensor:
         """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T. first_head: the head of this
         rank's parameters that is the first of q, where context parallelism gives some heads only."""
-        if isinstance(seen, SharedTokens):
-            q, k, v = (seen.samples(each) for each in (q, k, v))
-            return seen.rows(self.compute(q, k, v, site, None, first_head))
+        if seen is not None and not isinstance(seen, Tensor):
+            return seen.attend(lambda q, k, v: self.compute(q, k, v, site, None, first_head), q, k, v)
         sinks: Tensor | None = self.sinks
         if sinks is not None:
             local = sinks.to_local() if is_dtensor(sinks) else sinks

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from dtgpt.util import seams
 from dtgpt.util.torch_private import constant_result
@@ -25,6 +26,7 @@ class Kernel(NamedTuple):
     run: Callable[..., Any]  # with the operation's arguments
     why_not: Callable[[torch.device], str | None]  # why it serves nothing on a device, in words; None: it does
     when: str  # what it is taken for, in words
+    kept: tuple[OpOverload, ...] = ()  # operations of PyTorch whose outputs recomputation may keep
 
 
 class Operation:

@@ -10,12 +10,12 @@ from dtgpt.models import layers
 from dtgpt.models.binding import bind
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.decode.blocks import product as decode_product
 from dtgpt.ops.fp8 import quantize as module
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum, transposed
+from dtgpt.ops.kernels.decode.blocks import product as decode_product
 from dtgpt.ops.pointwise import swiglu
 from tests.ops.test_norm import needs_triton
 from tests.support.bodies_float8 import (

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dtgpt.models.batch import document_bounds
-from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.ops.kernels import devices
+from dtgpt.ops.kernels.attention import flash, flash_launch
 from tests.support.bodies_flash import gradients, inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -120,7 +120,7 @@ def test_launches_fit_the_kernels_which_compile_without_a_gpu(length, documents,
 
     if not triton.__version__.startswith(COMPILED):
         pytest.skip("needs a version of Triton that is known to compile them")
-    from dtgpt.ops.attention import warp_kernels
+    from dtgpt.ops.kernels.attention import warp_kernels
 
     monkeypatch.setattr(flash_launch, "BOUNDED", 0)
     seen = {}

@@ -8,6 +8,15 @@ from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
     kernels={
+        "attention": "dtgpt.ops.kernels.attention.serve:ATTENTION",
+        "flash": "dtgpt.ops.kernels.attention.flash_launch:FLASH",
+        "split_qkv": "dtgpt.ops.kernels.attention.serve:SPLIT_QKV",
+        "attend_rows": "dtgpt.ops.kernels.attention.cached:ATTEND_ROWS",
+        "write_prompts": "dtgpt.ops.kernels.attention.cached:WRITE_PROMPTS",
+        "sample": "dtgpt.ops.kernels.sampling.serve:SAMPLE",
+        "record": "dtgpt.ops.kernels.sampling.serve:RECORD",
+        "sum_rows": "dtgpt.ops.kernels.attention.serve:SUM_ROWS",
+        "decode_blocks": "dtgpt.ops.kernels.decode.blocks:BLOCKS",
         "norm_and_pass": "dtgpt.ops.kernels.norm:NORM_AND_PASS",
         "residual_norm": "dtgpt.ops.kernels.norm:RESIDUAL_NORM",
         "residual": "dtgpt.ops.kernels.norm:RESIDUAL",

@@ -1,6 +1,7 @@
 """What kernels need of a device, and where an op with a gradient of its own may run."""
 
 import functools
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,28 @@ def why_no_triton(device: torch.device) -> str | None:
     if not TRITON:
         return "Triton is not installed"
     return None if device.type == "cuda" else "they run on GPUs"
+
+
+def why_below(capability: tuple[int, int], device: torch.device) -> str | None:
+    """Return why Triton's kernels that need a compute capability do not run on a device; None where they do."""
+    reason = why_no_triton(device)
+    if reason is not None or (found := torch.cuda.get_device_capability(device)) >= capability:
+        return reason
+    return f"it needs compute capability {_version(capability)}, and the GPU has {_version(found)}"
+
+
+def _version(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def why_no_build(device: torch.device) -> str | None:
+    """Return why CUDA kernels are not built for a device when they are needed; None where they are."""
+    if device.type != "cuda":
+        return "they run on GPUs"
+    from torch.utils.cpp_extension import CUDA_HOME  # needs setuptools, and looks for CUDA
+
+    lacking = [name for name, there in (("nvcc", CUDA_HOME), ("ninja", shutil.which("ninja"))) if not there]
+    return f"{' and '.join(lacking)} not found" if lacking else None
 
 
 def by_triton(run: Callable[..., Any], serves: Callable[..., bool] = has_triton, when: str = "on GPUs") -> Kernel:

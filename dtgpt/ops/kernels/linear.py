@@ -60,7 +60,7 @@ class _BiasGradient(torch.autograd.Function):
 
 @torch.library.custom_op("dtgpt::chain_product", mutates_args=(), device_types="cuda")
 def _chain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from dtgpt.ops.decode.blocks import product  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels.decode.blocks import product  # imported on first use, since it needs Triton
 
     made = product(x.flatten(0, -2).contiguous(), weight.contiguous(), bias, "plain", exact=True)
     return made.view(*x.shape[:-1], len(weight))
