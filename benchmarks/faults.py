@@ -93,7 +93,7 @@ FAULTS = [
     ),
     Fault(
         "sums: of 16-bit gradients one replica's count",
-        "dtgpt/comm/reduce.py",
+        "dtgpt/parallel/collectives.py",
         "self.pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32)",
         "self.pieces.view(self.group.size(), -1)[0]",
     ),
@@ -130,8 +130,8 @@ FAULTS = [
     Fault(
         "fp16: each rank decides for itself whether to skip",
         "dtgpt/parallel/shards.py",
-        "return totals[0].sqrt(), (totals[1:] > 0) | ~totals[0].isfinite()",
-        "return totals[0].sqrt(), excess | ~totals[0].isfinite()",
+        "return norm, (counts[len(squares) :] > 0) | ~norm.isfinite()",
+        "return norm, excess | ~norm.isfinite()",
     ),
     Fault(
         "fractions: stages are counted as replicas of the loss weights",
@@ -195,13 +195,13 @@ FAULTS = [
     ),
     Fault(
         "comm: a rank keeps its addend of a sum",
-        "dtgpt/comm/collectives.py",
+        "dtgpt/parallel/collectives.py",
         "dist.all_reduce(whole, group=self.group)",
         "pass",
     ),
     Fault(
         "comm: gathered parts are in the reverse order",
-        "dtgpt/comm/collectives.py",
+        "dtgpt/parallel/collectives.py",
         "return torch.cat(parts.chunk(self.group.size()), dim)",
         "return torch.cat(parts.chunk(self.group.size())[::-1], dim)",
     ),
@@ -279,7 +279,7 @@ FAULTS = [
     ),
     Fault(
         "cp: bounds of documents are divided by cp",
-        "dtgpt/parallel/exchange.py",
+        "dtgpt/parallel/context_parallel/exchange.py",
         "bounds[:, :end].clamp(max=end)",
         "bounds[:, :end] // self.ranks",
     ),
@@ -309,7 +309,7 @@ FAULTS = [
     ),
     Fault(
         "cp: ranks that share heads draw the masks of other ones",
-        "dtgpt/parallel/context.py",
+        "dtgpt/parallel/context_parallel/slices.py",
         "before[0] + place.cp % ranks * heads",
         "before[0] + place.cp * heads",
     ),

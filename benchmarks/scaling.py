@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from train_step import make_recipe, timed
 
-from dtgpt.comm.arena import SWITCH
 from dtgpt.config.execution import choose_device
 from dtgpt.parallel import mesh
 from dtgpt.parallel.launch import end_process_group, start_process_group
+from dtgpt.parallel.shared_memory.arena import SWITCH
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import StepResult
 from dtgpt.util.peers import VARIABLES, Process

@@ -33,6 +33,7 @@ from dtgpt.ops.kernels.bias import bias_gradient
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.train.setup import Setup
@@ -150,10 +151,10 @@ def row(module: nn.Linear, wire: Wire, x: Tensor) -> Tensor:
 class Pass:
     """Forward and backward through blocks, to whole gradients of this rank's shards."""
 
-    def __init__(self, model: Decoder, mesh: Mesh, inputs: tuple[Tensor, Tensor, Tensor | None]):
+    def __init__(self, model: Decoder, settings: Settings, mesh: Mesh, inputs: tuple[Tensor, Tensor, Tensor | None]):
         self.model, self.mesh = model, mesh
         self.x, self.dy, self.keys = inputs[0].clone().requires_grad_(), *inputs[1:]
-        self.shards = Shards([model], mesh)
+        self.shards = Shards([model], mesh, sums=Sums(settings))
 
     def run(self) -> None:
         self.x.grad = None
@@ -199,7 +200,7 @@ def make_passes(settings: Settings, mesh: Mesh, seed: int) -> dict[str, Pass]:
         models[name] = write_by_hand(ours, settings.dtype, wire)
         if wire.sequence:
             mark_partial(models[name])
-    return {name: Pass(model, mesh, inputs) for name, model in models.items()}
+    return {name: Pass(model, settings, mesh, inputs) for name, model in models.items()}
 
 
 def worst_difference(a: Pass, b: Pass) -> tuple[float, str]:

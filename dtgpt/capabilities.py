@@ -7,6 +7,9 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
     ("dtgpt.liveness", ()),
+    ("dtgpt.parallel.shared_memory", ()),
+    ("dtgpt.parallel.context_parallel", ("dtgpt.parallel.shared_memory",)),
+    ("dtgpt.parallel.exact_sums", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.models.families", ()),
     ("dtgpt.optim.muon_kinds", ()),
     ("dtgpt.optim.fp8", ()),
@@ -32,7 +35,16 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("dtgpt.translate", ()),
-    ("dtgpt.planning", ("dtgpt.ops.kernels", "dtgpt.optim.fp8", "dtgpt.posttrain.lora")),
+    (
+        "dtgpt.planning",
+        (
+            "dtgpt.ops.kernels",
+            "dtgpt.optim.fp8",
+            "dtgpt.parallel.context_parallel",
+            "dtgpt.parallel.shared_memory",
+            "dtgpt.posttrain.lora",
+        ),
+    ),
     (
         "dtgpt.compare",
         (
@@ -40,6 +52,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.data.prepare",
             "dtgpt.models.families",
             "dtgpt.optim.fp8",
+            "dtgpt.parallel.context_parallel",
             "dtgpt.planning",
             "dtgpt.posttrain.grpo",
             "dtgpt.posttrain.lora",
@@ -47,7 +60,13 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "dtgpt.evaluation",
-        ("dtgpt.data.library_tokenizers", "dtgpt.data.prepare", "dtgpt.interop", "dtgpt.posttrain.lora"),
+        (
+            "dtgpt.data.library_tokenizers",
+            "dtgpt.data.prepare",
+            "dtgpt.interop",
+            "dtgpt.parallel.context_parallel",
+            "dtgpt.posttrain.lora",
+        ),
     ),
     ("dtgpt.serve", ("dtgpt.posttrain.chats",)),
     ("dtgpt.commands.tools", ()),

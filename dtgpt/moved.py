@@ -32,6 +32,15 @@ FOLDERS = {
     ("dtgpt.checkpoint", "dtgpt.posttrain.lora"): "adapter>checkpoint",
     ("dtgpt.optim", "dtgpt.optim.fp8"): "fp8_scales>scales",
     ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
+    ("dtgpt", "dtgpt.parallel"): "comm>shared_memory",
+    (
+        "dtgpt.comm",
+        "dtgpt.parallel.shared_memory",
+    ): "all_to_all arena barrier collectives gather kernels message pieces reduce scatter",
+    ("dtgpt.comm", "dtgpt.ops.kernels.decode"): "exchange",
+    ("dtgpt.parallel", "dtgpt.parallel.shared_memory"): "edges pushed_shards",
+    ("dtgpt.parallel", "dtgpt.parallel.context_parallel"): "context>slices exchange",
+    ("dtgpt.parallel", "dtgpt.parallel.exact_sums"): "exact>sums exact_buckets>buckets",
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends>tokenizer tokenizer",
     (
         "dtgpt.train",

@@ -18,12 +18,12 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.serve import split_backward
-from dtgpt.parallel.edges import Edges, places_of_edge, share_edges
-from dtgpt.parallel.engine import TrainingEngine, exact_mean
+from dtgpt.parallel.engine import TrainingEngine, orderless_mean
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.shards import Shards
-from dtgpt.parallel.stages import run_in_turn
+from dtgpt.parallel.stages import places_of_edge, run_in_turn
+from dtgpt.parallel.transport import Edges, transport
 from dtgpt.util.timers import NO_TIMERS, Timers
 
 
@@ -140,11 +140,14 @@ class PipelineEngine(TrainingEngine):
         self.timers = NO_TIMERS if graphs.enabled else timers  # a replay is not divided
         self.mesh, plan, config = shards.mesh, settings.plan, settings.model
         self.edge = settings.local_length // (plan.tp if plan.sequence_parallel else 1), config.hidden_size
-        self.edges = self._share_edges(settings.micro_batches)
+        self.edges = self._open_edges(settings.micro_batches)
         self.schedule = self._make_schedule(settings.micro_batches)
 
-    def _share_edges(self, micro_batches: int) -> Edges | None:
-        return share_edges(self.settings, self.mesh, (self.settings.micro_batch_size, *self.edge), micro_batches)
+    def _open_edges(self, micro_batches: int) -> Edges | None:
+        shape = self.settings.micro_batch_size, *self.edge
+        return transport().open_edges(
+            self.settings, self.mesh, shape, places_of_edge(self.settings.plan, micro_batches)
+        )
 
     def _make_schedule(self, micro_batches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         mesh, plan, size = self.mesh, self.settings.plan, self.settings.micro_batch_size
@@ -170,15 +173,14 @@ class PipelineEngine(TrainingEngine):
     def expect(self, micro_batches: int) -> None:
         super().expect(micro_batches)
         if self.edges is not None and places_of_edge(self.settings.plan, micro_batches) > self.edges.places:
-            self.edges = self._share_edges(micro_batches)  # of interleaved rounds that are longer
+            self.edges = self._open_edges(micro_batches)  # of interleaved rounds that are longer
         self.schedule = self._make_schedule(micro_batches)
 
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
         return self.graphs.run("schedule", self._run_schedule, *batch)
 
     def _run_schedule(self, *fields: Tensor | None) -> Tensor:
-        if self.shards.buckets is not None:
-            self.shards.buckets.begin()
+        self.shards.sums.begin()
         if self.edges is not None:
             self.edges.begin()
         batch, place = Batch._make(fields), self.mesh.place
@@ -194,8 +196,8 @@ class PipelineEngine(TrainingEngine):
         if self.edges is not None:
             self.edges.end()
         self.shards.take_gradients()
-        if losses and self.shards.exact:
-            return exact_mean(torch.stack(losses), len(losses), self.shards)
+        if losses and self.shards.sums.orderless:
+            return orderless_mean(torch.stack(losses), len(losses), self.shards)
         return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.mesh.device)
 
     @torch.no_grad()

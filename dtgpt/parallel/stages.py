@@ -69,6 +69,19 @@ def keep_stage(model: Decoder, stage: int, plan: Plan) -> Decoder:
     return model
 
 
+def places_of_edge(plan: Plan, micro_batches: int) -> int:
+    """Return the places of an edge between stages with which no message arrives before the last use of the one that has
+    its place. The order of passes keeps that: a stage sends a micro-batch on after it ran earlier ones backward, whose
+    gradients came from the next stage when that had used what it received of them."""
+    if plan.schedule == "1F1B":
+        return min(plan.pp, micro_batches)
+    if plan.schedule == "ZBVZeroBubble":
+        return min(2 * plan.pp, micro_batches)
+    if plan.schedule == "Interleaved1F1B":
+        return min(2 * (micro_batches // max(1, micro_batches // plan.pp)), micro_batches)
+    return micro_batches
+
+
 def run_in_turn(stages: Sequence[Any], mesh: Mesh, inputs: Sequence[Any], dtype: torch.dtype) -> Tensor | None:
     """Return what the last stage makes of `inputs`, such as a `Batch`: tokens `[B, T]` of any length, which later
     stages get as activations, and more that every stage gets. Return None on a rank that does not hold the last stage.

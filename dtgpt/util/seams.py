@@ -64,6 +64,12 @@ class Capability:
     # Where a section freezes weights: the modules of a stage that are trained, and their initial values.
     added_modules: tuple[str, ...] = ()
     initial_values: tuple[str, ...] = ()
+    build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
+    degrees: Mapping[str, str] = field(default_factory=dict)  # of plans: what brings it about, by its name
+    sums: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of gradients: a `parallel.gradients.Sums`, by a recipe's `reduce`
+    transports: tuple[str, ...] = ()  # a way between ranks: a `parallel.transport.Transport`
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
     objectives: Mapping[str, str] = field(

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "dtgpt"
 LAYERS = (
-    ["util"], ["comm", "liveness", "translate"], ["ops"], ["models"], ["config"], ["data", "parallel"],
+    ["util"], ["liveness", "translate"], ["ops"], ["models"], ["config"], ["data", "parallel"],
     ["optim", "planning"], ["checkpoint"], ["interop", "run"], ["inference"], ["train", "serve"],
     ["charts", "evaluation"], ["posttrain"], ["compare"], ["commands"], ["cli"], ["moved", "capabilities"],
     ["__main__", "__init__"],

@@ -33,7 +33,7 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "plan": (
         r"config/(plan|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|between|fsdp|shards|stages|"
-        r"gradients|engine|pipeline|edges|local)"
+        r"gradients|collectives|transport|engine|pipeline|local)"
     ),
     "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|recipe_file)",
     "step": (
