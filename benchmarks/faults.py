@@ -298,7 +298,7 @@ FAULTS = [
     Fault(
         "muon: a packed matrix is scaled by the size of the whole weight",
         "dtgpt/optim/muon.py",
-        "factor = self.config.factor(sum(map(len, rows)), shape[1])",
+        "factor = self.config.factor(sum(map(len, rows)), shape[-1])",
         "factor = self.config.factor(*shape)",
     ),
     Fault(

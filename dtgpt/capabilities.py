@@ -68,6 +68,9 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.posttrain.lora",
         ),
     ),
-    ("dtgpt.serve", ("dtgpt.posttrain.chats",)),
+    ("dtgpt.inference.beams", ()),
+    ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
+    ("dtgpt.serve", ("dtgpt.inference.beams", "dtgpt.posttrain.chats")),
+    ("dtgpt.commands.prompt_files", ()),
     ("dtgpt.commands.tools", ()),
 )

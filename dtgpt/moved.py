@@ -47,6 +47,12 @@ FOLDERS = {
         "dtgpt.train",
     ): "ending>saving progress>observer job>start settle>start startup>setup processes>setup",
     ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
+    ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
+    (
+        "dtgpt.inference",
+        "dtgpt.inference",
+    ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>forward "
+    "beam>beams.search beam_slots>beams.search fused>kernels.stages",
     ("dtgpt.data.prepare", "dtgpt.data"): "documents",
     ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",
     ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",

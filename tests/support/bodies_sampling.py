@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.inference.cache import SlotState
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
-from dtgpt.inference.slot_state import SlotState
 from dtgpt.ops.random.philox import fold, root_key, uniform
 from dtgpt.ops.sampling import sample as op
 from dtgpt.ops.sampling.edits import edit

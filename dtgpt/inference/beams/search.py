@@ -8,13 +8,13 @@ that what ties there ties here.
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from dtgpt.inference.commands import Assign, Copy
+from dtgpt.inference.request import Candidates, Event, Request, SearchedRows
 from dtgpt.util.errors import UserError, shown
-
-Candidates = Sequence[tuple[int, float]]  # (id, log-probability) of the likeliest tokens of a row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,31 @@ class Beams:
     # does, those that end included, which goes on longer (Megatron-LM of 2023, transformers before 4.50).
     ended_bound: bool = False
 
-    def validate(self, vocab_size: int, choices: int = 1) -> None:
+    @property
+    def rows(self) -> int:
+        """The number of slots that it needs at once."""
+        return self.width
+
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """What a row is called in messages, the option that asks for the search, and the one that does not."""
+        return "beam", f"num_beams={self.width}", "num_beams=1"
+
+    def validate(self, request: Request, vocab_size: int) -> None:
+        """Raise UserError, one sentence, for a request that cannot be searched like this."""
+        self.check(vocab_size, request.choices)
+        if request.sampling.max_new_tokens == 0:
+            raise UserError("max_new_tokens=0 leaves nothing to search; use 1 or more")
+        if request.alternatives:
+            raise UserError("a beam search does not return likeliest tokens; use alternatives=0, or no beams")
+        if request.sampling.stop_on_double_eol:
+            raise UserError("a beam search cannot stop at two newlines; leave stop_on_double_eol out, or use no beams")
+
+    def begin(self, request: Request, slots: list[int]) -> SearchedRows:
+        """Return the search for a request whose first slot has read the prompt."""
+        return BeamSlots(self, request, slots)
+
+    def check(self, vocab_size: int, choices: int = 1) -> None:
         """Raise UserError, one sentence, if no model of `vocab_size` tokens can be searched like this, or if fewer than
         `choices` hypotheses are kept."""
         largest = vocab_size // 2
@@ -163,6 +187,60 @@ class BeamSearch:
         if len(self._kept) < self.beams.width:
             return False
         return self.beams.early_stopping or min(kept.score for kept in self._kept) >= self._score(best)
+
+
+class BeamSlots:
+    """A search in slots of the cache, one for each row, which are copied as the search chooses. `slots[i]` is that of
+    the request's choice i, of which some may be idle."""
+
+    def __init__(self, beams: Beams, asked: Request, slots: list[int]):
+        self.asked, self.slots = asked, slots
+        self.search = BeamSearch(beams, asked.sampling.max_new_tokens, asked.stop_ids)
+        self._choices = [0]  # of the rows of the search, in their order
+
+    @property
+    def alternatives(self) -> int:
+        """The number of likeliest tokens of each row that `advance` needs."""
+        return self.search.alternatives
+
+    def advance(self, candidates: Mapping[int, Candidates], command: Callable[[Any], Any]) -> list[int]:
+        """Choose the rows of the next step from the likeliest tokens of each choice, and put them into slots. Return
+        their choices; none: the search is over.
+
+        The first row that continues another one stays in its slot, and the others are copied to idle slots: nothing is
+        overwritten that is still read.
+        """
+        rows = self.search.advance([candidates[choice] for choice in self._choices])
+        sources = [self._choices[row.source] for row in rows]
+        idle = [choice for choice in range(len(self.slots)) if choice not in sources]
+        copies: dict[int, int] = {}  # target -> source
+        chosen = []
+        for source in sources:
+            target = source if source not in chosen else idle.pop()
+            if target != source:
+                copies[target] = source
+            chosen.append(target)
+        if copies:
+            filled = len(self.asked.ids) + self.search.length - 1  # the last token is not in the cache yet
+            command(Copy(self._slots(copies.values()), self._slots(copies), filled))
+        if rows:
+            command(Assign(self._slots(chosen), [row.token for row in rows]))
+        self._choices = chosen
+        return chosen
+
+    def events(self, handle: int) -> list[Event]:
+        """Return an event for each sequence that the request asks for, the best first."""
+        best = self.search.hypotheses[: self.asked.choices]
+        events = [
+            Event(handle, choice, found.ids, found.logprobs, [], "stop" if found.ended else "length", score=found.score)
+            for choice, found in enumerate(best)
+        ]
+        # Where rules leave few tokens, fewer sequences may have been found.
+        missing = range(len(best), self.asked.choices)
+        return events + [Event(handle, choice, [], [], [], "length", score=-math.inf) for choice in missing]
+
+    def _slots(self, choices: Iterable[int]) -> list[int]:
+        return [self.slots[choice] for choice in choices]
 
 
 def fp32(x: float) -> float:

@@ -1,4 +1,4 @@
-"""Decode steps through the kernels of `dtgpt.ops.decode`, for stages that these can run."""
+"""Stages whose decode steps are kernels of `dtgpt.ops.decode`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,16 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtgpt.inference.cache import Cache, DecodeRows, LayerCache
-from dtgpt.models.binding import bound_of
+from dtgpt.inference.cache import DecodeRows, LayerCache
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.inventory import attention_cores
 from dtgpt.models.layers import Context
-from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
 from dtgpt.ops.kernels.decode import exact as exact_blocks
 from dtgpt.ops.kernels.decode.blocks import embed, kernels_of_few_rows, run_blocks, run_head
 from dtgpt.ops.kernels.decode.exchange import MOST_RANKS, Exchange
-from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.transport import transport
@@ -121,29 +117,3 @@ def tells_weights(module: nn.Module) -> bool:
     dtgpt's class, and has code of a user's own, may compute something else."""
     own = any(type(part).__module__.partition(".")[0] not in ("dtgpt", "torch") for part in module.modules())
     return "decode_weights" in vars(type(module)) if own else hasattr(module, "decode_weights")
-
-
-def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -> list[FusedStage] | None:
-    """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32 unless
-    `exact`, with parameters that are cut for training, with adapters, or with blocks, a rule of attention or an
-    activation that they do not know. All ranks of the mesh take part. exact: as `ExactStage`s."""
-    modules = [module for stage in stages for module in parts_of(stage)]
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    sizes_known = (2, 4) if exact else (2,)  # bytes of an element
-    if any(bound_of(module).product is not None for stage in stages for module in stage.modules()):
-        return None  # of a run that trains adapters
-    usable = all(type(p.data) is Tensor and p.dtype.itemsize in sizes_known and has_triton(p) for p in parameters)
-    sizes = {layer.keys.shape[-1] for layer in cache.layers}
-    if not usable or not all(map(tells_weights, modules)) or not sizes <= set(HEAD_SIZES):
-        return None
-    blocks: list[Any] = [block for stage in stages for block in stage.blocks.values()]
-    if not all(core.is_plain for block in blocks for core in attention_cores(block)):
-        return None
-    if len(cache.layers) != len(blocks) or not all(block.decode_weights().activation for block in blocks):
-        return None
-    layers = iter(cache.layers)
-    kind = ExactStage if exact else FusedStage
-    fused = [kind(stage, [next(layers) for _ in stage.blocks], mesh) for stage in stages]
-    for stage in fused:
-        stage.share_exchange()
-    return fused
