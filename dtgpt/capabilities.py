@@ -44,6 +44,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.posttrain.lora",
         ),
     ),
+    ("dtgpt.receipts", ("dtgpt.compare", "dtgpt.posttrain.grpo")),
     (
         "dtgpt.evaluation",
         ("dtgpt.data.library_tokenizers", "dtgpt.data.prepare", "dtgpt.interop", "dtgpt.posttrain.lora"),
