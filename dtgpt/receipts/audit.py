@@ -7,7 +7,7 @@ norms, and the tensors of a checkpoint that is kept of an audited step. Batches 
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
 ROUNDINGS = ("none", "order", "sums", "products")  # of `dtgpt.compare.record`, from the least to the most
+NONE = Limits(0.0, 0.0, 0.0, 0.0)
 # What a run may change where it goes on without other figures: how and where it computes, what it reports and keeps.
 FREE = (
     "plan", "plans", "device", "attention", "recompute", "recompute_blocks", "compile", "graph", "timeout", "lost_after",
@@ -51,6 +52,7 @@ class Basis:
     why: list[str]  # where they need not be
     limits: Limits
     eps: float  # the relative distance of neighbours in the type of the activations
+    notes: list[str]  # what may explain a difference
 
 
 def audit(
@@ -76,7 +78,7 @@ def report_of_files(receipts: Receipts, problems: list[Problem]) -> str:
     for start in receipts.starts:
         machine = start["machine"]
         lines.append(
-            f"  after step {start['after']}: {start['plan']} on {machine['device']}, torch {machine['packages']['torch']}, "
+            f"  after step {start['after']}: {start['plan']} on {machine['device']}, torch {machine['torch']}, "
             f"dtgpt {start['code']}, reduce {start['reduce']}, {start['bytes_a_step'] / 2**20:,.1f} MiB read a step"
         )
     if receipts.torn:
@@ -111,7 +113,7 @@ def audit_steps(
     starts = [receipts.start_of(step) for step in range(begin + 1, last + 1)]
     basis = basis_of(found["execution"], starts)
     first_one = next(differences_of(receipts, begin, found, basis), None)
-    same_bits = next(differences_of(receipts, begin, found, exactly(basis)), None) is None
+    same_bits = next(differences_of(receipts, begin, found, replace(basis, exact=True, limits=NONE)), None) is None
     verdict = "differs" if first_one is not None else "equal" if same_bits else "rounding"
     say(report_of_steps(begin + 1, last, first_one, verdict, basis))
     return {
@@ -121,6 +123,7 @@ def audit_steps(
         "plan": plan,
         "exact": basis.exact,
         "why_not_exact": basis.why,
+        "notes": basis.notes,
         "verdict": verdict,
         "first_difference": None if first_one is None else asdict(first_one),
     }
@@ -155,25 +158,26 @@ def check_one_recipe(receipts: Receipts, begin: int, last: int) -> None:
 def basis_of(here: dict[str, Any], starts: list[dict[str, Any]]) -> Basis:
     """Return what the comparison of steps of these starts with steps of here rests on."""
     why = []
-    for name, there in {name: s["machine"] for s in starts for name in here["machine"] if s["machine"][name] != here["machine"][name]}.items():
-        why.append(f"{name} is {here['machine'][name]} here, and was {there[name]}")
+    for name, value in here["machine"].items():
+        others = {str(start["machine"].get(name)) for start in starts} - {str(value)}
+        if others:
+            why.append(f"{name} is {value} here, and was {', '.join(sorted(others))}")
+    other_machine = bool(why)
     execution = ("plan", "micro_batch_size", "dtype", "reduce")
     same = all(start[name] == here[name] for start in starts for name in execution)
     rounding = max((each["rounding"] for each in (here, *starts)), key=ROUNDINGS.index)
     if not same and rounding != "none":
-        plans = sorted({start["plan"] for start in starts})
-        inexact = "is without --reduce exact" if any(s["reduce"] != "exact" for s in starts) else "has sums in other pieces"
-        why.append(f"plan {here['plan']} beside {', '.join(plans)} {inexact}")
+        plans = ", ".join(sorted({start["plan"] for start in starts}))
+        exact = all(start["reduce"] == "exact" for start in starts)
+        how = "computes sums in other pieces" if exact else "is without --reduce exact"
+        why.append(f"{here['plan']} beside {plans} {how}")
     record = Record(
-        dtype=here["dtype"], rounding="products" if len(why) > (not same and rounding != "none") else rounding,
+        dtype=here["dtype"], rounding="products" if other_machine else rounding,
         losses=[], norms=[], rates=[], scales=[], memory=[], planned=None, initial="", tensors={},
     )  # fmt: skip
-    exact = not why
-    return Basis(exact, why, Limits(0.0, 0.0, 0.0, 0.0) if exact else limits_of(record), record.eps)
-
-
-def exactly(basis: Basis) -> Basis:
-    return Basis(True, [], Limits(0.0, 0.0, 0.0, 0.0), basis.eps)
+    codes = {start["code"] for start in starts} - {here["code"]}
+    notes = [f"the files of dtgpt are others here ({here['code']}) than those of the run ({', '.join(codes)})"] if codes else []
+    return Basis(not why, why, limits_of(record) if why else NONE, record.eps, notes)
 
 
 def differences_of(receipts: Receipts, begin: int, found: dict[str, Any], basis: Basis) -> Iterator[Difference]:
@@ -270,7 +274,7 @@ def report_of_steps(first: int, last: int, found: Difference | None, verdict: st
     if found is not None:
         judged = {"bits": "the last bits", "rounding": "as little as rounding does", "fault": "more than rounding does"}
         size = "" if found.verdict is None else f" ({found.verdict}: {judged[found.verdict]})"
-        return f"DIFFERS: {found.said}{size}\ncompared: {rests}"
+        return "\n".join([f"DIFFERS: {found.said}{size}", f"compared: {rests}", *basis.notes])
     if verdict == "equal":
         return f"equal: {steps} again have the bits of their receipts"
     return f"within rounding: {steps} again, compared so far as {rests}"

@@ -8,7 +8,7 @@ from dtgpt.util.environment import environment
 if TYPE_CHECKING:
     from dtgpt.train.trainer import Trainer
 
-MACHINE = ("device", "python", "cuda", "packages")  # of an environment: what the bits of a step rest on
+DECIDES = ("torch", "triton")  # packages of which other versions may compute other bits
 
 
 def start_of(
@@ -38,7 +38,8 @@ def execution_of(trainer: "Trainer") -> dict[str, Any]:
         "dtype": str(settings.dtype),
         "reduce": settings.reduce,
         "rounding": rounding_of(settings),
-        "machine": {name: here[name] for name in MACHINE},
+        "machine": {name: here[name] for name in ("device", "cuda")} | {n: here["packages"].get(n) for n in DECIDES},
+        "versions": {"python": here["python"], **here["packages"]},
         "code": code_digest(),
     }
 

@@ -1,0 +1,31 @@
+"""Runs with receipts, and audits of them, whose processes are forks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dtgpt.config.sections import CheckpointConfig, LogConfig
+from dtgpt.receipts.config import ReceiptsConfig
+from dtgpt.receipts.recompute import work
+from dtgpt.train.loop import train
+from tests.support.ranks import pool
+from tests.support.runs import change, newest_run
+
+
+def train_with_receipts(recipe, steps: int, plan: str = "single", world: int = 1, parts: int = 2, **values: Any) -> Path:
+    """Train, with a checkpoint of every other step, and return the run."""
+    recipe = change(recipe, model={"num_layers": 2})
+    recipe = replace(recipe, **{
+        "steps": steps, "plan": plan, "micro_batch_size": 2,
+        "receipts": ReceiptsConfig(on=True, parts=parts), "checkpoint": CheckpointConfig(interval=2, keep_last=0),
+        "log": LogConfig(interval=1, eval_interval=0, sample_tokens=0), **values,
+    })  # fmt: skip
+    assert pool().run(world, train, recipe) == [0] * world
+    return newest_run(recipe)
+
+
+def audited(world: int, words: list[str]) -> dict[str, Any]:
+    """Compute steps again as `start_processes` does."""
+    assert pool().run(world, work, words) == [0] * world
+    return json.loads(Path(words[3]).read_text())
