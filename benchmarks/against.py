@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from train_step import alternating, make_recipe, ratio
 
 from dtgpt.config.recipe import Recipe
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import peak_flops

@@ -29,7 +29,7 @@ from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.ops.random.philox import fold, root_key
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 from dtgpt.util.errors import UserError
 
 BATCH, LENGTH = 512 * 1024, 1024

@@ -34,9 +34,9 @@ from train_step import drain, make_recipe
 from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.manifest import Checkpoint, step_folder
 from dtgpt.checkpoint.save import Saver
-from dtgpt.checkpoint.state import describe
 from dtgpt.config.recipe import Recipe
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.checkpoints import state_of
+from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 
 OURS = "dtgpt, background"
@@ -100,8 +100,7 @@ def steps(training: Trainer) -> None:
 
 
 def ours(recipe: Recipe, training: Trainer, saver: Saver, step: int, at_once: bool) -> dict[str, float]:
-    state = describe(asdict(recipe), training.settings, training.schedule, step, 0) | {"data_digest": ""}
-    state |= training.optimizer.state() | {"updates": step}
+    state = state_of(training, asdict(recipe)) | {"step": step, "updates": step}
     way = Way(lambda: saver.save(step, state), saver.before_update, saver.wait)
     times = stall_and_total(training, way, at_once)
     return times | {"load": load_ours(training, saver.checkpoints, step)}

@@ -26,10 +26,10 @@ from train_step import RECIPES, timed
 from dtgpt.compare.fuzz.pool import Pool, PoolJob
 from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.recipe import Recipe
-from dtgpt.optim.kinds import named_kind, of_kind
+from dtgpt.config.recipe_file import named_kind, of_kind
 from dtgpt.planning.auto import AutoPlan, with_choice
-from dtgpt.train.settle import load_recipe
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import load_recipe
 
 CASES = {
     "cuda": [

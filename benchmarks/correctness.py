@@ -32,8 +32,8 @@ from dtgpt.compare.record import Record, read_record, record, save_record
 from dtgpt.compare.verdict import difference
 from dtgpt.config.execution import choose_device
 from dtgpt.ops.fast import split_backward
-from dtgpt.train.settle import load_recipe
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import load_recipe
 from dtgpt.train.trainer import Trainer
 
 RECIPES = {family: Path(f"recipes/{family}_tiny.py") for family in ("gpt2", "llama")}

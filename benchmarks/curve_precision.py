@@ -17,7 +17,7 @@ from pathlib import Path
 
 from train_step import make_recipe
 
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 
 LAST = 100  # steps whose mean loss is compared
 

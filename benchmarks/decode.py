@@ -28,7 +28,7 @@ from decode_peers import LEAD, EnginePeer, NaiveGraphPeer, Peer, TransformersPee
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.memory import bytes_per_slot
 from dtgpt.inference.request import Request
@@ -40,8 +40,8 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.local import inference_stages
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.environment import environment
-from dtgpt.util.process import Process
+from dtgpt.util.hardware import environment
+from dtgpt.util.peers import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 USUAL = ("dtgpt", "naive_graph", "hf_compiled", "hf_eager")  # peers, where none are named

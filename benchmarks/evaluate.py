@@ -31,7 +31,7 @@ from dtgpt.evaluation.catalog import asked_for, prepare
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.evaluation.tasks import TaskOptions
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
-from dtgpt.util.environment import environment
+from dtgpt.util.hardware import environment
 
 TINY = GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=256, vocab_size=257)
 MODELS = {"tiny": TINY, "124m": GPT2_124M, "345m": GPT2_345M, "774m": GPT2_774M, "1558m": GPT2_1558M}

@@ -27,7 +27,7 @@ from decode_models import MODELS
 from torch import Tensor
 
 from dtgpt.config.execution import Settings, choose_device
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
@@ -40,7 +40,7 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.launch import start_process_group
 from dtgpt.parallel.local import inference_stages
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CUDA = torch.device("cuda")

@@ -21,7 +21,7 @@ FAULTS = [
     ),
     Fault(
         "ramp: samples are counted as if each step had the whole batch",
-        "dtgpt/config/batch_size.py",
+        "dtgpt/config/schedule.py",
         "return seen + (step - first) * size if step >= first",
         "return seen + (step - first) * self.whole if step >= first",
     ),
@@ -93,7 +93,7 @@ FAULTS = [
     ),
     Fault(
         "sums: of 16-bit gradients one replica's count",
-        "dtgpt/comm/reduce.py",
+        "dtgpt/parallel/collectives.py",
         "self.pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32)",
         "self.pieces.view(self.group.size(), -1)[0]",
     ),
@@ -130,8 +130,8 @@ FAULTS = [
     Fault(
         "fp16: each rank decides for itself whether to skip",
         "dtgpt/parallel/shards.py",
-        "return totals[0].sqrt(), (totals[1:] > 0) | ~totals[0].isfinite()",
-        "return totals[0].sqrt(), excess | ~totals[0].isfinite()",
+        "return norm, (counts[len(squares) :] > 0) | ~norm.isfinite()",
+        "return norm, excess | ~norm.isfinite()",
     ),
     Fault(
         "fractions: stages are counted as replicas of the loss weights",
@@ -159,7 +159,7 @@ FAULTS = [
     ),
     Fault(
         "masks: a document ends one token early",
-        "dtgpt/data/document_masks.py",
+        "dtgpt/models/batch.py",
         "stops = torch.where(ends, torch.arange(1, length + 1, device=ends.device), length)",
         "stops = torch.where(ends, torch.arange(length, device=ends.device), length)",
     ),
@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "rates: the recorded one is that of the first step",
-        "dtgpt/train/progress.py",
+        "dtgpt/train/observer.py",
         '"lr": trainer.optimizer.lr.item(),',
         '"lr": trainer.optimizer.schedule[0].item(),',
     ),
@@ -195,13 +195,13 @@ FAULTS = [
     ),
     Fault(
         "comm: a rank keeps its addend of a sum",
-        "dtgpt/comm/collectives.py",
+        "dtgpt/parallel/collectives.py",
         "dist.all_reduce(whole, group=self.group)",
         "pass",
     ),
     Fault(
         "comm: gathered parts are in the reverse order",
-        "dtgpt/comm/collectives.py",
+        "dtgpt/parallel/collectives.py",
         "return torch.cat(parts.chunk(self.group.size()), dim)",
         "return torch.cat(parts.chunk(self.group.size())[::-1], dim)",
     ),
@@ -255,7 +255,7 @@ FAULTS = [
     ),
     Fault(
         "start: a run that was found is not resumed",
-        "dtgpt/train/job.py",
+        "dtgpt/train/start.py",
         "return ResumePoint(run=run, checkpoint=checkpoint)",
         "return ResumePoint()",
     ),
@@ -267,9 +267,9 @@ FAULTS = [
     ),
     Fault(
         "cp: documents are not kept apart",
-        "dtgpt/parallel/context.py",
-        "        by_token=own(batch.by_token),",
-        "        by_token=own(batch.by_token),\n        document_bounds=None,",
+        "dtgpt/models/batch.py",
+        "            by_token=own(self.by_token),",
+        "            by_token=own(self.by_token),\n            document_bounds=None,",
     ),
     Fault(
         "cp: a rank whose tokens are all masked divides by its own weights",
@@ -279,7 +279,7 @@ FAULTS = [
     ),
     Fault(
         "cp: bounds of documents are divided by cp",
-        "dtgpt/parallel/exchange.py",
+        "dtgpt/parallel/context_parallel/exchange.py",
         "bounds[:, :end].clamp(max=end)",
         "bounds[:, :end] // self.ranks",
     ),
@@ -309,7 +309,7 @@ FAULTS = [
     ),
     Fault(
         "cp: ranks that share heads draw the masks of other ones",
-        "dtgpt/parallel/context.py",
+        "dtgpt/parallel/context_parallel/slices.py",
         "before[0] + place.cp % ranks * heads",
         "before[0] + place.cp * heads",
     ),

@@ -23,7 +23,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "sum over tp ranks: each keeps its addend",
-            "dtgpt/comm/collectives.py",
+            "dtgpt/parallel/collectives.py",
             "dist.all_reduce(whole, group=self.group)",
             "pass",
         ),
@@ -33,7 +33,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "sequence parallelism: gathered parts in the reverse order",
-            "dtgpt/comm/collectives.py",
+            "dtgpt/parallel/collectives.py",
             "return torch.cat(parts.chunk(self.group.size()), dim)",
             "return torch.cat(parts.chunk(self.group.size())[::-1], dim)",
         ),
@@ -104,8 +104,8 @@ LOCATED = [
         Fault(
             "the norm omits the parts of other ranks",
             "dtgpt/parallel/shards.py",
-            "return self.mesh.all_reduce(self._squares()).sqrt()",
-            "return self._squares().sqrt()",
+            "return self.sums.root(self.mesh.all_reduce(self._squares()))",
+            "return self.sums.root(self._squares())",
         ),
         "--plans zero3",
         "(all)",
@@ -254,7 +254,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp: gradients of attention do not go back to their ranks",
-            "dtgpt/parallel/exchange.py",
+            "dtgpt/parallel/context_parallel/exchange.py",
             "return exchange(grad, received, sent, group), None, None, None",
             "return grad, None, None, None",
         ),
@@ -274,9 +274,9 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp: positions begin at 0 in each slice",
-            "dtgpt/parallel/context.py",
+            "dtgpt/models/batch.py",
             "positions=own(positions),",
-            "positions=own(batch.positions),",
+            "positions=own(self.positions),",
         ),
         "--plans cp2",
         "embedding.wpe",
@@ -284,7 +284,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp: each slice draws the masks of the first tokens",
-            "dtgpt/parallel/context.py",
+            "dtgpt/parallel/context_parallel/slices.py",
             "start=(before[0] + place.cp * settings.local_length, 0)",
             "start=(before[0], 0)",
         ),
@@ -294,7 +294,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp: all ranks draw the masks of the first heads",
-            "dtgpt/parallel/context.py",
+            "dtgpt/parallel/context_parallel/slices.py",
             "start=(before[0] + place.cp % ranks * heads, 0, 0)",
             "start=(before[0], 0, 0)",
         ),
@@ -304,7 +304,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp: values of the first slice are used again",
-            "dtgpt/parallel/exchange.py",
+            "dtgpt/parallel/context_parallel/exchange.py",
             "joined = exchange(sent, self.once, self.once, self.group).flatten(0, 1).transpose(0, 1)",
             "got = exchange(sent, self.once, self.once, self.group).clone()\n        got[1:] = got[:1]\n"
             "        joined = got.flatten(0, 1).transpose(0, 1)",
@@ -315,7 +315,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp with tp: ranks draw the masks of the first tp rank's heads",
-            "dtgpt/parallel/context.py",
+            "dtgpt/parallel/context_parallel/slices.py",
             "start=(before[0] + place.cp % ranks * heads, 0, 0)",
             "start=(place.cp % ranks * heads, 0, 0)",
         ),
@@ -325,7 +325,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp beyond heads: gradients of keys are those of the first ranks",
-            "dtgpt/parallel/exchange.py",
+            "dtgpt/parallel/context_parallel/exchange.py",
             "sent = by_heads.expand(self.parts, *by_heads.shape).flatten(0, 1)",
             "sent = torch.cat([by_heads, *[by_heads.detach()] * (self.parts - 1)])",
         ),
@@ -335,7 +335,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "cp beyond heads: keys of the first slice are used again",
-            "dtgpt/parallel/exchange.py",
+            "dtgpt/parallel/context_parallel/exchange.py",
             "return slices.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind()",
             "return slices[:1].expand_as(slices).permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind()",
         ),

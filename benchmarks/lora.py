@@ -24,7 +24,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.planning.memory import memory_of
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.objective import objective_of
-from dtgpt.train.startup import read_dataset
+from dtgpt.train.setup import read_dataset
 from dtgpt.train.trainer import Trainer
 
 TINY = LlamaConfig(

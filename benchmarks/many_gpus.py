@@ -39,7 +39,10 @@ TRIES = {  # sizes of `plans`, by device; those of a CPU are a try
     "cpu": "recipes/gpt2_tiny.py --steps 2 --precision fp32 --micro_batch_size 2 --global_batch_size 16 "
     "--model.num_layers 8 --device cpu",
 }
-TESTS = "tests/comm tests/parallel tests/optim tests/inference tests/promises tests/commands/test_plan_command.py"
+TESTS = (
+    "tests/parallel tests/ops/test_exchange.py tests/optim tests/inference tests/promises "
+    "tests/commands/test_plan_command.py"
+)
 INTERVAL = 5  # steps between records
 NODE = f"--log.interval {INTERVAL} --checkpoint.interval 20 --micro_batch_size 2"
 NODE_STEPS = {"cuda": "400", "cpu": "60"}  # a GPU does hundreds a second

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from dtgpt.data.document_masks import document_bounds
+from dtgpt.models.batch import document_bounds
 from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.attention.packed import split_qkv

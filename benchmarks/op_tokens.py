@@ -20,15 +20,15 @@ import torch.distributed as dist
 from timing import capture
 from torch import Tensor
 
-from dtgpt.comm.all_to_all import TokenExchange
-from dtgpt.comm.arena import share
-from dtgpt.comm.barrier import Barrier
-from dtgpt.config.plan_names import parse_plan
-from dtgpt.parallel import exchange
-from dtgpt.parallel.exchange import HeadExchange
+from dtgpt.config.plan_choice import parse_plan
+from dtgpt.parallel.context_parallel import exchange
+from dtgpt.parallel.context_parallel.exchange import HeadExchange
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.process import Process
+from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
+from dtgpt.parallel.shared_memory.arena import share
+from dtgpt.parallel.shared_memory.barrier import Barrier
+from dtgpt.util.peers import Process
 
 ROUNDS, RUNS = 7, 10
 CASES = {  # heads of queries, of keys and values, numbers of a head, tokens of a sample

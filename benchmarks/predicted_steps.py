@@ -11,7 +11,7 @@ from pathlib import Path
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.gpus import known_gpu
 from dtgpt.planning.step_time import step_time
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 
 HERE = Path(__file__).parent
 HEADS = "| case | measured, ms | predicted, ms | error | source |\n|---|---:|---:|---:|---|"

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from train_step import make_recipe, timed
 
-from dtgpt.comm.arena import SWITCH
 from dtgpt.config.execution import choose_device
 from dtgpt.parallel import mesh
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.train.startup import open_trainer
+from dtgpt.parallel.shared_memory.arena import SWITCH
+from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import StepResult
-from dtgpt.util.process import VARIABLES, Process
+from dtgpt.util.peers import VARIABLES, Process
 
 WARM_UP = 5  # steps, within which a step is captured
 

@@ -38,7 +38,7 @@ from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.models.source import Part, Source, cut
 from dtgpt.ops.random.philox import root_key
-from dtgpt.util.environment import environment
+from dtgpt.util.hardware import environment
 
 TINY = GPT2Config(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=1024)
 MODELS = {"tiny": TINY, "124m": GPT2_124M, "345m": GPT2_345M, "774m": GPT2_774M, "1558m": GPT2_1558M}

@@ -33,12 +33,13 @@ from dtgpt.ops.pointwise.bias import bias_gradient
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
-from dtgpt.train.job import ResumePoint, make_job
-from dtgpt.train.processes import join
+from dtgpt.train.setup import Setup
+from dtgpt.train.start import ResumePoint, make_job
 from dtgpt.util.errors import UserError
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames them
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -150,10 +151,10 @@ def row(module: nn.Linear, wire: Wire, x: Tensor) -> Tensor:
 class Pass:
     """Forward and backward through blocks, to whole gradients of this rank's shards."""
 
-    def __init__(self, model: Decoder, mesh: Mesh, inputs: tuple[Tensor, Tensor, Tensor | None]):
+    def __init__(self, model: Decoder, settings: Settings, mesh: Mesh, inputs: tuple[Tensor, Tensor, Tensor | None]):
         self.model, self.mesh = model, mesh
         self.x, self.dy, self.keys = inputs[0].clone().requires_grad_(), *inputs[1:]
-        self.shards = Shards([model], mesh)
+        self.shards = Shards([model], mesh, sums=Sums(settings))
 
     def run(self) -> None:
         self.x.grad = None
@@ -199,7 +200,7 @@ def make_passes(settings: Settings, mesh: Mesh, seed: int) -> dict[str, Pass]:
         models[name] = write_by_hand(ours, settings.dtype, wire)
         if wire.sequence:
             mark_partial(models[name])
-    return {name: Pass(model, mesh, inputs) for name, model in models.items()}
+    return {name: Pass(model, settings, mesh, inputs) for name, model in models.items()}
 
 
 def worst_difference(a: Pass, b: Pass) -> tuple[float, str]:
@@ -258,8 +259,9 @@ def main() -> int:
         with ExitStack() as stack:
             for plan in args.plans:
                 job = make_job(make_recipe(args, overrides, plan)[0], ResumePoint(), Process.from_environment().world)
-                group = join(job, stack)
-                agreed = compare(group.settings, group.mesh, job.recipe.seed, args.steps, args.warmup) and agreed
+                setup = Setup(job)
+                setup.join(stack)
+                agreed = compare(setup.settings, setup.mesh, job.recipe.seed, args.steps, args.warmup) and agreed
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

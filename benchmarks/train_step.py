@@ -30,15 +30,14 @@ from dtgpt.compare.compare import fitting_plan
 from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
+from dtgpt.config.recipe_file import named_kind, of_kind
 from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M
-from dtgpt.optim.kinds import named_kind, of_kind
-from dtgpt.train.settle import load_recipe
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import load_recipe
 from dtgpt.train.trainer import Trainer
-from dtgpt.util.environment import environment
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import peak_flops, peak_memory
-from dtgpt.util.process import VARIABLES
+from dtgpt.util.hardware import environment, peak_flops, peak_memory
+from dtgpt.util.peers import VARIABLES
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MODELS = {  # name -> recipe file, and a model in place of the recipe's

@@ -4,7 +4,6 @@ import importlib
 import os
 
 from dtgpt.capabilities import CAPABILITIES
-from dtgpt.moved import serve_old_names
 from dtgpt.util import seams
 
 # Waiting OpenMP threads that spin can make two threads ten times slower than one on a busy CPU. To be set before
@@ -16,14 +15,14 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 __version__ = "0.1.0"
 
-serve_old_names()
 seams.use(module for module, _ in CAPABILITIES)  # imported when the core asks for them
+seams.load("dtgpt.moved:serve_old_names")()
 
 PUBLIC = {  # name -> module; imported when it is asked for, so that a command answers at once
     "Plan": "dtgpt.config.plan",
     "Recipe": "dtgpt.config.recipe",
     "load": "dtgpt.inference.load",
-    "open_trainer": "dtgpt.train.startup",
+    "open_trainer": "dtgpt.train.setup",
 }
 
 

@@ -6,6 +6,9 @@ works as before."""
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.charts", ()),
     ("dtgpt.liveness", ()),
+    ("dtgpt.parallel.shared_memory", ()),
+    ("dtgpt.parallel.context_parallel", ("dtgpt.parallel.shared_memory",)),
+    ("dtgpt.parallel.exact_sums", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.models.families", ()),
     ("dtgpt.optim.muon_kinds", ()),
     ("dtgpt.optim.fp8", ()),
@@ -31,7 +34,15 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("dtgpt.translate", ()),
-    ("dtgpt.planning", ("dtgpt.optim.fp8", "dtgpt.posttrain.lora")),
+    (
+        "dtgpt.planning",
+        (
+            "dtgpt.optim.fp8",
+            "dtgpt.parallel.context_parallel",
+            "dtgpt.parallel.shared_memory",
+            "dtgpt.posttrain.lora",
+        ),
+    ),
     (
         "dtgpt.compare",
         (
@@ -39,6 +50,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.data.prepare",
             "dtgpt.models.families",
             "dtgpt.optim.fp8",
+            "dtgpt.parallel.context_parallel",
             "dtgpt.planning",
             "dtgpt.posttrain.grpo",
             "dtgpt.posttrain.lora",
@@ -47,7 +59,13 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.receipts", ("dtgpt.compare", "dtgpt.posttrain.grpo")),
     (
         "dtgpt.evaluation",
-        ("dtgpt.data.library_tokenizers", "dtgpt.data.prepare", "dtgpt.interop", "dtgpt.posttrain.lora"),
+        (
+            "dtgpt.data.library_tokenizers",
+            "dtgpt.data.prepare",
+            "dtgpt.interop",
+            "dtgpt.parallel.context_parallel",
+            "dtgpt.posttrain.lora",
+        ),
     ),
     ("dtgpt.serve", ("dtgpt.posttrain.chats",)),
     ("dtgpt.commands.tools", ()),

@@ -82,7 +82,7 @@ def _command(words: list[str]) -> int:
         return 0
     name, *rest = words
     if name == "--version":
-        from dtgpt.util.environment import describe_versions
+        from dtgpt.util.hardware import describe_versions
 
         say(describe_versions())
         return 0

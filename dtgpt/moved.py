@@ -32,8 +32,32 @@ FOLDERS = {
     ("dtgpt.checkpoint", "dtgpt.posttrain.lora"): "adapter>checkpoint",
     ("dtgpt.optim", "dtgpt.optim.fp8"): "fp8_scales>scales",
     ("dtgpt.optim", "dtgpt.optim.z_scores"): "outliers>detector",
-    ("dtgpt.interop", "dtgpt.checkpoint"): "open ends tokenizer",
+    ("dtgpt", "dtgpt.parallel"): "comm>shared_memory",
+    (
+        "dtgpt.comm",
+        "dtgpt.parallel.shared_memory",
+    ): "all_to_all arena barrier collectives gather kernels message pieces reduce scatter",
+    ("dtgpt.comm", "dtgpt.ops.decode"): "exchange",
+    ("dtgpt.parallel", "dtgpt.parallel.shared_memory"): "edges pushed_shards",
+    ("dtgpt.parallel", "dtgpt.parallel.context_parallel"): "context>slices exchange",
+    ("dtgpt.parallel", "dtgpt.parallel.exact_sums"): "exact>sums exact_buckets>buckets",
+    ("dtgpt.interop", "dtgpt.checkpoint"): "open ends>tokenizer tokenizer",
+    (
+        "dtgpt.train",
+        "dtgpt.train",
+    ): "ending>saving progress>observer job>start settle>start startup>setup processes>setup",
+    ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
     ("dtgpt.data.prepare", "dtgpt.data"): "documents",
+    ("dtgpt.config", "dtgpt.config"): "plan_names>plan_choice batch_size>schedule",
+    ("dtgpt.data", "dtgpt.data"): "checks>open prefetch>dataset array_cache>file_array",
+    ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "special_names>tokenizer",
+    ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>tokenizer staging>shard_file",
+    ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
+    ("dtgpt.optim", "dtgpt.optim"): "states>update",
+    ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware process>peers",
+    ("dtgpt.models", "dtgpt.models"): "architectures>config",
+    ("dtgpt.optim", "dtgpt.config"): "kinds>recipe_file",
+    ("dtgpt.data", "dtgpt.models"): "document_masks>batch",
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",
@@ -66,6 +90,9 @@ class _Old(MetaPathFinder, Loader):
         new = MOVED[spec.name]
         warnings.warn(f"{spec.name} is {new} now; the old name ends with the next version", FutureWarning, stacklevel=2)
         module = importlib.import_module(new)
+        # From now on before the search on disk, which would find a module of a moved folder again, by its old name.
+        sys.meta_path.remove(self)
+        sys.meta_path.insert(0, self)
         self._specs[spec.name] = module.__spec__  # which the import replaces by that of the old name
         return module
 
@@ -76,5 +103,4 @@ class _Old(MetaPathFinder, Loader):
 
 def serve_old_names() -> None:
     """Let the old names be imported."""
-    # Before the search on disk, which would find a module of a moved folder once more, under its old name.
-    sys.meta_path.insert(0, _Old())
+    sys.meta_path.append(_Old())  # after the search on disk, so that an import of today's names does not come here

@@ -19,8 +19,7 @@ import torch
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.util.environment import child_environment
-from dtgpt.util.hardware import why_no_compiler
+from dtgpt.util.hardware import child_environment, why_no_compiler
 from tests.support.budgets import asks_for_all, budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures
 

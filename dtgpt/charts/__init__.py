@@ -1,6 +1,6 @@
 """Curves of runs elsewhere than in metrics.jsonl: the loss plot, TensorBoard, Weights & Biases."""
 
-from dtgpt.util.seams import Capability, CommandEntry
+from dtgpt.util.seams import Capability, CommandEntry, When
 
 CAPABILITY = Capability(
     commands={
@@ -11,8 +11,8 @@ CAPABILITY = Capability(
         ),
     },
     observers=(
-        "dtgpt.charts.observers:observe_by_wandb",
-        "dtgpt.charts.observers:observe_by_tensorboard",
+        When("dtgpt.charts.wandb:WandbObserver", ("wandb",)),
+        When("dtgpt.charts.tensorboard:TensorBoardObserver", ("tensorboard",)),
         "dtgpt.charts.observers:LossPlot",
     ),
 )

@@ -1,4 +1,4 @@
-"""Which charts a run draws. Every run asks; what needs a package is imported only where it is asked for."""
+"""The picture of its losses that every run draws. matplotlib is imported when it ends."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,22 +8,6 @@ from dtgpt.config.sections import LogConfig
 from dtgpt.run.sinks import Begun, Sink
 from dtgpt.train.observer import Observer, Past, Turn
 from dtgpt.util.console import say
-
-
-def observe_by_wandb(log: LogConfig, steps: int) -> Observer | None:
-    if log.wandb == "off":
-        return None
-    from dtgpt.charts.wandb import WandbObserver
-
-    return WandbObserver(log)
-
-
-def observe_by_tensorboard(log: LogConfig, steps: int) -> Observer | None:
-    if not log.tensorboard:
-        return None
-    from dtgpt.charts.tensorboard import TensorBoardObserver
-
-    return TensorBoardObserver()
 
 
 class LossPlot(Observer):

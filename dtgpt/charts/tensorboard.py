@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import PERPLEXITIES, perplexity
 from dtgpt.run.sinks import Begun, Sink
 from dtgpt.train.observer import Observer
@@ -55,7 +56,8 @@ LEFT_OUT = ("step", "samples", *PERPLEXITIES)  # the axes, and what follows from
 class TensorBoardObserver(Observer):
     """Write what a run records for TensorBoard, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: LogConfig, steps: int):
+        """Raise UserError where torch cannot write for TensorBoard."""
         import_tensorboard()
 
     def sink(self, begun: Begun) -> Sink:

@@ -15,7 +15,7 @@ LONGEST_ID = 1000  # bytes
 class WandbObserver(Observer):
     """Send what a run records to Weights & Biases."""
 
-    def __init__(self, log: LogConfig):
+    def __init__(self, log: LogConfig, steps: int):
         """Raise UserError where wandb cannot serve."""
         self._log, wandb = log, import_wandb()
         if log.wandb == "online" and not wandb.login(prompt=False):

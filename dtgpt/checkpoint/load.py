@@ -17,7 +17,7 @@ from dtgpt.checkpoint.manifest import READERS, Check, Checkpoint, list_checkpoin
 from dtgpt.checkpoint.shard_file import Damaged, copy_overlap
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.models.source import Part, Source, TrainingSource, parameter_shapes
+from dtgpt.models.source import Part, Source, parameter_shapes
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards
@@ -90,19 +90,6 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: Optimizer) 
             read_part(checkpoint, f"{shard.name}.{source}", *shard.place_of(tensor), tensor)
 
     fill(shards, load)
-
-
-def load_foreign_training(source: TrainingSource, shards: Shards, optimizer: Optimizer) -> None:
-    """Give this rank's shards the weights and `optimizer` the state of a run of another library. Raise UserError where
-    that was an optimizer from which this one takes no state."""
-    check_optimizer(source.path, source.optimizer, optimizer.kind, optimizer.takes)
-
-    def load(shard: Shard) -> None:
-        shard.local.copy_(source.read(shard.name, shard.region))
-        for moment, tensor in taken(optimizer, shard, source.optimizer):
-            tensor.copy_(source.read_moment(shard.name, moment, shard.region))
-
-    fill(shards, load, threads=1)
 
 
 def taken(optimizer: Optimizer, shard: Shard, saved: str) -> Iterator[tuple[str, Tensor]]:

@@ -24,9 +24,8 @@ from typing import Any
 
 from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, find_damage, read_header
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.models.architectures import FIRST, is_own, saved_class
-from dtgpt.models.config import ModelConfig
-from dtgpt.optim.states import check_entries
+from dtgpt.models.config import FIRST, ModelConfig, is_own, saved_class
+from dtgpt.optim.update import check_entries
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_regular, remove_tree, sync_path, write_text
@@ -47,10 +46,6 @@ Check = Callable[[dict[str, Any]], object]  # of a state
 
 def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:08d}"
-
-
-def file_name(kind: str, rank: int, number: int) -> str:
-    return f"{kind}-{rank:05d}-{number:03d}.safetensors"
 
 
 def step_of(folder: Path) -> int:
@@ -127,7 +122,7 @@ def _text(state: dict[str, Any]) -> str:
 
 def read_state(folder: Path, check: Check | None = None, own: type[ModelConfig] | None = None) -> dict[str, Any]:
     """Return what `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, architecture,
-    model, optimizer, recipe, files, ... and what a step left to the next one (`optim/states.py`). `own`: as of
+    model, optimizer, recipe, files, ... and what a step left to the next one (`optim/update.py`). `own`: as of
     `Checkpoint`. Raise Damaged, or UserError where a newer dtgpt wrote it, or the class of its model is neither
     dtgpt's nor `own`: these are not damaged, and an older checkpoint must not take their place."""
     path = folder / STATE

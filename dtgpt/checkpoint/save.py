@@ -28,8 +28,7 @@ from dtgpt.checkpoint.manifest import (
     step_of,
     wait_until_visible,
 )
-from dtgpt.checkpoint.shard_file import Written
-from dtgpt.checkpoint.staging import files_of
+from dtgpt.checkpoint.shard_file import Written, files_of
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.console import say, say_error

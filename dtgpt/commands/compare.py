@@ -10,13 +10,12 @@ from dtgpt.commands import compare_runs
 from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.commands.results import check_output, write_results
 from dtgpt.config.overrides import Options, as_words, take
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.posttrain.lora.config import LoraConfig
-from dtgpt.train.job import checked
-from dtgpt.train.settle import load_recipe, settle
+from dtgpt.train.start import checked, load_recipe, settle
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
@@ -116,7 +115,7 @@ def record(words: list[str]) -> int:
     each process. MOVED, SHARED: as in `Tracing`; ROLE: "reference", or "plan"."""
     from dtgpt.compare.record import Tracing, move_weights, save_record
     from dtgpt.compare.record import record as record_steps
-    from dtgpt.train.startup import open_trainer
+    from dtgpt.train.setup import open_trainer
 
     if len(words) < 6:
         raise UserError("dtgpt record is internal to dtgpt compare; use dtgpt compare")

@@ -19,8 +19,7 @@ from dtgpt.interop.hf.peft import save_peft
 from dtgpt.interop.megatron.export import export_notes, save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
-from dtgpt.models.architectures import class_of
-from dtgpt.models.config import ModelConfig
+from dtgpt.models.config import ModelConfig, class_of
 from dtgpt.models.source import Watched
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
 from dtgpt.posttrain.lora.source import open_adapter

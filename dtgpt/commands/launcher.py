@@ -32,7 +32,7 @@ def launch(words: list[str], number: int) -> int:
 
 def environment(rank: int, number: int, port: int) -> dict[str, str]:
     """Return the environment variables of a rank, by torchrun's names."""
-    from dtgpt.util.environment import child_environment
+    from dtgpt.util.hardware import child_environment
 
     own = {
         "RANK": rank, "WORLD_SIZE": number, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1",

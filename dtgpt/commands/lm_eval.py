@@ -23,7 +23,7 @@ from dtgpt.evaluation.shared_model import open_shared
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 TAKEN = {"--model": "the first word", "-M": "the first word", "--model_args": "options such as --plan and --precision",
          "-a": "options such as --plan and --precision"}  # fmt: skip

@@ -15,8 +15,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.planning.auto import AutoPlan, machine, with_choice
 from dtgpt.planning.gpus import Gpu, find_gpu, read_rates
-from dtgpt.train.job import checked, with_steps
-from dtgpt.train.settle import settle
+from dtgpt.train.start import checked, settle, with_steps
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds

@@ -8,8 +8,7 @@ from dtgpt.commands.command import Command
 from dtgpt.commands.help import recipe_help, usage_of, wants_help
 from dtgpt.config.overrides import explain_for, read_words, take
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.recipe_file import call_recipe, recipe_module
-from dtgpt.optim.kinds import named_kind, of_kind
+from dtgpt.config.recipe_file import call_recipe, named_kind, of_kind, recipe_module
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import check_fields

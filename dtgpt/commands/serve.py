@@ -33,7 +33,7 @@ from dtgpt.serve.explanations import KEY
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.hardware import memory_errors_as_user_errors
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 if TYPE_CHECKING:
     from dtgpt.serve.server import Server

@@ -13,15 +13,13 @@ from dtgpt.commands.help import HELP, recipe_help, usage_of, usage_of_file, want
 from dtgpt.commands.launcher import launch
 from dtgpt.config.overrides import Options, explain_for, read_words, take
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.recipe_file import call_recipe, recipe_module
-from dtgpt.optim.kinds import named_kind, of_kind
-from dtgpt.train.job import Job, find_resume_point, make_job
-from dtgpt.train.settle import settle_at
+from dtgpt.config.recipe_file import call_recipe, named_kind, of_kind, recipe_module
+from dtgpt.train.start import Job, find_resume_point, make_job, settle_at
 from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, check_fields
-from dtgpt.util.process import VARIABLES, Process
+from dtgpt.util.peers import VARIABLES, Process
 
 DOC = """Train the model of a recipe file. `python RECIPE.py` does the same. With --nproc N, or started by `torchrun
 --nproc-per-node N RECIPE.py`, it trains in N processes.

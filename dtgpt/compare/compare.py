@@ -25,14 +25,14 @@ from dtgpt.compare.gate import Reference, locate, problem_of_reference, problem_
 from dtgpt.compare.record import Record, read_record
 from dtgpt.compare.verdict import Difference, Limits, difference, first_state, limits_between, problems
 from dtgpt.config.plan import Plan
-from dtgpt.config.plan_names import SINGLE, parse_plan
+from dtgpt.config.plan_choice import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.posttrain.grpo.config import GrpoConfig
-from dtgpt.train.job import checked
+from dtgpt.train.start import checked
 from dtgpt.util.console import counted, hanging, say, say_error, terminal_width
-from dtgpt.util.environment import child_environment
 from dtgpt.util.errors import UserError
-from dtgpt.util.process import VARIABLES
+from dtgpt.util.hardware import child_environment
+from dtgpt.util.peers import VARIABLES
 
 REFERENCE = SINGLE
 MOVED = ("moved", "moved 2", "moved 3")  # one process that rounds otherwise, in as many ways as it takes

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from dtgpt.checkpoint.manifest import STATE
 from dtgpt.config.overrides import value_text
-from dtgpt.run.folder import EXAMPLE, read_recipe
+from dtgpt.run.folder import EXAMPLE
+from dtgpt.run.saved_recipe import read_recipe
 from dtgpt.run.sinks import metric_lines, parse_record
 from dtgpt.run.starts import flat, read_starts
 from dtgpt.util.console import counted

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from dtgpt.config.fp8 import FP8
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
-from dtgpt.parallel.build import set_execution
-from dtgpt.parallel.context import mean_over_slices
+from dtgpt.parallel.build import Building, build
+from dtgpt.parallel.context_parallel.slices import mean_over_slices
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.torch_private import is_in_backward
 
@@ -150,7 +150,7 @@ def uncompiled(trainer: Trainer) -> Iterator[None]:
     for part in parts:
         bind(part, run=None)
     for stage in stages if parts else ():
-        set_execution(stage, trainer.settings, trainer.mesh)
+        build(stage, Building(trainer.settings, trainer.mesh), again=True)
     try:
         yield
     finally:

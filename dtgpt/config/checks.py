@@ -7,8 +7,7 @@ from collections.abc import Collection
 from dataclasses import Field, asdict, fields
 from typing import Any
 
-from dtgpt.config.batch_size import parse_rampup
-from dtgpt.config.schedule import Schedule
+from dtgpt.config.schedule import Schedule, parse_rampup
 from dtgpt.config.sections import LogConfig, LossScaleConfig, OptimizerConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.console import duration, parameters

@@ -17,7 +17,6 @@ from dtgpt.util.hardware import why_no_compiler
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by a recipe's names
 SCORES: tuple[Backend, ...] = ("explicit", "fused_softmax")  # which keep scores for backward
 Recompute = Literal["none", "selective", "around_attention", "full"]
-Reduce = Literal["fast", "exact"]
 Switch = Literal["auto", "on", "off"]
 MOST_SLOTS = 512  # sequences that are generated at the same time
 
@@ -36,7 +35,7 @@ class Settings:
     attention: Backend = "auto"
     recompute: Recompute = "none"
     recompute_blocks: int | None = None  # blocks of each stage that are computed again, its first; None: all
-    reduce: Reduce = "fast"
+    reduce: str = "fast"  # how gradients are summed, or by a capability's name
     compile: bool = False
     graphs: bool = False  # replay steps as CUDA graphs
     products: str | None = None  # the precision of a capability, by which it computes products of blocks
@@ -94,33 +93,6 @@ class Settings:
     def low_precision(self) -> bool:
         """Whether modules hold 16-bit weights beside fp32 masters."""
         return self.dtype.itemsize < 4 and self.plan.narrows_weights
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether gradients of all micro-batches and replicas are summed in buckets of their own, without ZeRO."""
-        plan = self.plan
-        return plan.zero == 0 and (plan.data_ranks > 1 or (self.micro_batches > 1 and self.low_precision))
-
-    @property
-    def cuts_each_gradient(self) -> bool:
-        """Whether a rank holds its part of gradients only. ZeRO-2 cuts gradients as they come, ZeRO-1 after the last
-        micro-batch; a pipeline sums all micro-batches before it cuts."""
-        plan = self.plan
-        return plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and self.micro_batches == 1))
-
-    @property
-    def rounds_sums(self) -> bool:
-        """Whether exact sums are rounded as they are made: nothing else is added to those of a rank's only micro-batch,
-        where neither tp nor pp has addends on other ranks."""
-        plan = self.plan
-        return self.reduce == "exact" and self.micro_batches == 1 and plan.pp == 1 and plan.tp == 1
-
-    @property
-    def scattered_dtype(self) -> torch.dtype:
-        """The type of the gradients that copy engines scatter under ZeRO: fp32 where `fully_shard` has summed
-        micro-batches before."""
-        summed_before = self.plan.pp > 1 or (self.plan.zero == 1 and self.micro_batches > 1)
-        return torch.float32 if summed_before else self.dtype
 
     @property
     def repeats_blocks(self) -> bool:

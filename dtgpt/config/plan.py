@@ -1,4 +1,4 @@
-"""A plan: how one model is spread over processes. `dtgpt.config.plan_names` makes a plan from its name, and
+"""A plan: how one model is spread over processes. `dtgpt.config.plan_choice` makes a plan from its name, and
 `dtgpt.parallel` applies it."""
 
 import math
@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
+from dtgpt.util import seams
 from dtgpt.util.console import counted, listed
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds, check_fields
@@ -220,6 +221,8 @@ class ResolvedPlan(Plan):
     def _validate_context(self, model: ModelConfig, seq_length: int) -> None:
         if self.cp == 1:
             return
+        if "cp" not in seams.added("degrees"):
+            raise UserError(f"the plan has cp={self.cp}, but no capability here cuts samples; leave cp out")
         pieces, words = self.cp, f"cp={self.cp}"
         if self.sequence_parallel:
             pieces, words = self.cp * self.tp, f"cp={self.cp} x tp={self.tp} under sequence parallelism"

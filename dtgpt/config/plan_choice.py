@@ -1,17 +1,102 @@
-"""Plans by the number of processes: `tp8_zero1 | tp4_zero1 | tp2` names alternatives, of which the first that fits the
-processes that are there is used.
+"""Plans by name, and by the number of processes that are there.
 
-Without alternatives, the number of processes must be one that the plan fits. With them, the run uses as many processes
-as any alternative fits, and the ranks that are left over wait for the end of the run.
-"""
+Each part of a name says one thing, and "_" joins them: `dp4` (data parallel degree; left out, it fills the processes
+that were started), `cp2` (context parallel), `tp2` (tensor parallel), `sp` (sequence parallel), `pp2` (pipeline
+parallel), `zero3` (ZeRO level), and the pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages
+per rank), `zbv`. `single` is one process. A recipe may define more plans under names of its own.
 
+`tp8_zero1 | tp4_zero1 | tp2` names alternatives, of which the first that fits the processes is used. Without them, the
+number of processes must be one that the plan fits. With them, the run uses as many processes as any alternative fits,
+and the ranks that are left over wait for the end of the run."""
+
+import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from dtgpt.config.plan import Plan, ResolvedPlan, divisors
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan import SCHEDULES, Plan, ResolvedPlan, divisors
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
+
+SINGLE = "single"
+PARTS = {  # a part of a name -> the field that it sets
+    r"dp([0-9]*)": "dp", r"cp([0-9]+)": "cp", r"tp([0-9]+)": "tp", r"pp([0-9]+)": "pp", r"zero([0-3])": "zero",
+    r"sp": "sequence_parallel", r"gpipe|1f1b|zbv": "schedule", r"interleaved([0-9]*)": "stages_per_rank",
+}  # fmt: skip
+DIGITS = 9  # a number of more is cut, and refused as too large
+
+
+def parse_plan(name: str, own: Mapping[str, Plan] | None = None) -> Plan:
+    """Return the plan of a name: one of the recipe's `own`, or parts joined by "_". Raises UserError for a part that
+    means nothing, with the nearest one."""
+    own = own or {}
+    check_own_plans(own)
+    if name in own:
+        return own[name]
+    if name == SINGLE:
+        return Plan(dp=1)
+    if "|" in name:
+        raise UserError(
+            f"plan={shown(name)} names alternatives, of which dtgpt train chooses one; give one of them here"
+        )
+    said = f"plan={shown(name)}"
+    values: dict[str, Any] = {}
+    for part in name.split("_"):
+        given = _read_part(part)
+        if given is None:
+            raise UserError(f"{said}: {_what_is_wrong(part, own)}")
+        for key, value in given.items():
+            if key in values:
+                raise UserError(f"{said} says {shown(part)} and something else of the same kind; say one of them")
+            values[key] = value
+    try:
+        return Plan(**values)
+    except UserError as error:
+        raise UserError(f"{said}: {error}") from None
+
+
+def check_own_plans(own: Mapping[str, Plan]) -> None:
+    """Raise UserError where a recipe's plans are not plans, or take names that mean something else."""
+    if not isinstance(own, Mapping):
+        raise UserError(f"plans={shown(own)} is not a dict; give one such as plans={{'wide': Plan(tp=4)}}")
+    for name, plan in own.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_ -]{1,60}", name):
+            raise UserError(f"plans has the name {shown(name)}; use up to 60 letters, digits, '_', '-' and spaces")
+        if name == SINGLE or all(_read_part(part) is not None for part in name.split("_")):
+            raise UserError(f"plans defines {shown(name)}, which is a standard plan; give it another name")
+        if not isinstance(plan, Plan):
+            raise UserError(f"plans[{shown(name)}] is {shown(plan)}; give a Plan, such as Plan(tp=2)")
+
+
+def _what_is_wrong(part: str, own: Mapping[str, Plan]) -> str:
+    if not part:
+        return "a part is empty; write single, or parts such as tp2_pp2"
+    if part == SINGLE or part in own:
+        return f"{shown(part)} is a whole plan; use it alone"
+    known = ["dp2", "cp2", "tp2", "pp2", "sp", "zero1", "zero2", "zero3", *SCHEDULES]
+    if re.search(r"[^A-Za-z0-9]", part) and not own:
+        return f"{shown(part)} is not part of a plan; join parts by '_', as in tp2_pp2"
+    near = difflib.get_close_matches(part.lower(), [*known, SINGLE, *own], n=1, cutoff=0.6)
+    listed = ", ".join([*own, SINGLE, *known])
+    return f"{shown(part)} is not part of a plan; " + (
+        f"did you mean {near[0]}?" if near else f"use {listed}, joined by '_'"
+    )
+
+
+def _read_part(part: str) -> dict[str, Any] | None:
+    for pattern, key in PARTS.items():
+        match = re.fullmatch(pattern, part)
+        if not match:
+            continue
+        number = int(match[1][:DIGITS]) if match.groups() and match[1] else None
+        if key == "stages_per_rank":
+            return {"schedule": SCHEDULES["interleaved"]} | ({key: number} if number is not None else {})
+        if key == "schedule":
+            return {key: SCHEDULES[part]}
+        return {key: True} if key == "sequence_parallel" else {key: number}
+    return None
+
 
 OR = "|"  # between alternatives
 AUTO = "auto"  # chosen by `dtgpt.planning.auto`: alone, or as the last alternative

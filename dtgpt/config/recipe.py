@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import torch
 
 from dtgpt.config import checks
-from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
-from dtgpt.config.execution import Recompute, Reduce, Settings, choose_compiler, choose_dtype, choose_graphs
+from dtgpt.config.execution import Recompute, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import AUTO, OR, PlanChoice, choose_plan, parse_alternatives
-from dtgpt.config.schedule import Schedule
+from dtgpt.config.schedule import BatchSizes, Schedule, check_rampup
 from dtgpt.config.sections import (
     Added,
     CheckpointConfig,
@@ -40,7 +39,9 @@ RUN_NAME = Pattern(r"[A-Za-z0-9_-]{1,100}", "cannot name a run; use up to 100 of
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")  # of the core
 if TYPE_CHECKING:  # type checkers do not see what capabilities add
     PrecisionName = str
+    Reduce = str
 else:
+    Reduce = Literal[("fast", *seams.added("sums"))]
     PrecisionName = Literal[(*PRECISIONS, *seams.added("precisions"))]
 
 
@@ -239,11 +240,8 @@ class Recipe:
             section.check_plan(plan)
         if self.rampup_batch_size is not None:
             check_rampup(self.rampup_batch_size, self.model, plan, micro, whole, length)
-        if self.reduce == "exact" and plan.splits_backward:
-            raise UserError(
-                f"reduce=exact, but the schedule {plan.schedule} computes gradients of weights by other operations "
-                "than other plans do, and sums them by itself; use another schedule or --reduce fast"
-            )
+        if part := seams.added("sums").get(self.reduce):
+            seams.load(part).check_plan(plan)
         if plan.splits_backward:
             checks.check_recompute_apart(self.recompute, self.recompute_blocks, plan.schedule)
         if self.compile == "on" and plan.splits_backward:
@@ -277,11 +275,8 @@ class Recipe:
             optimizer=self.optimizer,
             sections=self.sections,
         )
-        if made.reduce == "exact" and device.type == "cuda" and made.attention_backend == "sdpa":
-            raise UserError(
-                f"reduce=exact, but attention={self.attention} is sdpa here, whose kernels on GPUs add up gradients in "
-                "any order; use --attention flash or explicit, or --reduce fast"
-            )
+        if part := seams.added("sums").get(self.reduce):
+            seams.load(part).check_settings(made)
         for section in self.sections:
             section.check_settings(made)
         if made.recompute == "around_attention":

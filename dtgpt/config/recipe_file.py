@@ -1,10 +1,12 @@
-"""Recipe files: Python, with a function `recipe()`."""
+"""Recipe files: Python, with a function `recipe()`. The optimizer that `optimizer.kind` names, AdamW or that of a
+capability, is imported when a recipe has it."""
 
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from importlib import metadata
 from importlib.machinery import SourceFileLoader
 from os import PathLike
@@ -13,9 +15,10 @@ from types import ModuleType
 
 import dtgpt
 from dtgpt.config.recipe import Recipe
-from dtgpt.models.architectures import is_own
-from dtgpt.models.config import ModelConfig
-from dtgpt.util.errors import UserError, did_you_mean
+from dtgpt.config.sections import OptimizerConfig
+from dtgpt.models.config import ModelConfig, is_own
+from dtgpt.util import seams
+from dtgpt.util.errors import UserError, did_you_mean, shown_name
 from dtgpt.util.field_types import check_fields
 
 FOLDER = ("dtgpt", "recipes")  # the last parts of the folder where a wheel puts what comes with dtgpt
@@ -139,3 +142,31 @@ def _errors_of(path: Path) -> Iterator[None]:
 def _short(message: object) -> str:
     """Return an error's message in one line."""
     return textwrap.shorten(str(message), 300, placeholder=" ...")
+
+
+def kinds() -> dict[str, str]:
+    """Return 'module:class' of the config of every optimizer, by kind."""
+    return {OptimizerConfig.kind: "dtgpt.config.sections:OptimizerConfig", **seams.added("optimizers")}
+
+
+def named_kind(words: Sequence[str]) -> str | None:
+    """Return the value of the last `--optimizer.kind` among the words of a command line; None without one."""
+    found = None
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        name, equals, value = word.partition("=")
+        if name == "--optimizer.kind":
+            found = value if equals else following
+    return found
+
+
+def of_kind(recipe: Recipe, kind: str | None) -> Recipe:
+    """Return the recipe with the optimizer of this kind, and the values of all fields that both kinds have. Raise
+    UserError where there is none."""
+    if kind is None or kind == recipe.optimizer.kind:
+        return recipe
+    if kind not in (known_kinds := kinds()):
+        raise UserError(f"optimizer.kind={shown_name(kind)} is not an optimizer; use {', '.join(known_kinds)}")
+    config = seams.load(known_kinds[kind])
+    known = {f.name for f in fields(config)} - {"kind"}
+    values = {f.name: getattr(recipe.optimizer, f.name) for f in fields(recipe.optimizer) if f.name in known}
+    return replace(recipe, optimizer=config(**values))

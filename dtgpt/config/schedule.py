@@ -1,11 +1,96 @@
-"""The learning rate as a function of the steps taken, or of the samples seen."""
+"""The learning rate of every step, as a function of the steps taken or of the samples seen, and how many samples each
+step has: the global batch size, or Megatron-LM's ramp up to it.
+
+`--rampup_batch_size "START INCREMENT SAMPLES"` begins with START samples a step and adds INCREMENT at equal distances,
+so that the whole batch is reached after SAMPLES samples (megatron/microbatches.py of 2023). The size is a function of
+the samples that the run has seen, so that a resumed run goes on with the same one."""
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
-from dtgpt.config.batch_size import BatchSizes
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.models.config import ModelConfig
+from dtgpt.util.errors import UserError, shown
+
+
+def parse_rampup(text: str) -> tuple[int, int, int]:
+    """Return (START, INCREMENT, SAMPLES) of `rampup_batch_size`; raises UserError."""
+    try:
+        start, increment, samples = map(int, text.replace(",", " ").split())
+    except ValueError:
+        raise UserError(
+            f"rampup_batch_size={shown(text)} is not START INCREMENT SAMPLES; give three whole numbers, as "
+            "'32 32 100000'"
+        ) from None
+    return start, increment, samples
+
+
+class BatchSizes:
+    """The batch sizes of a run that begins, or goes on, with step `first_step` after `first_sample` samples."""
+
+    def __init__(self, whole: int, rampup: str | None = None, first_step: int = 0, first_sample: int = 0):
+        """whole: the global batch size; rampup: as in a recipe's `rampup_batch_size`."""
+        self.whole, self.rampup = whole, parse_rampup(rampup) if rampup is not None else None
+        # (step, samples seen) at which each size begins, and the size.
+        self._pieces = [(first_step, first_sample, self.after(first_sample))]
+        step, seen, size = self._pieces[0]
+        while size != whole:
+            step, seen = step + 1, seen + size
+            if (larger := self.after(seen)) != size:
+                size = larger
+                self._pieces.append((step, seen, size))
+
+    def preceded_by(self, earlier: "BatchSizes") -> "BatchSizes":
+        """Return the sizes of a run that had those of `earlier` until these begin."""
+        joined = BatchSizes(self.whole)
+        joined.rampup, begin = self.rampup, self._pieces[0][0]
+        joined._pieces = [piece for piece in earlier._pieces if piece[0] < begin] + self._pieces
+        return joined
+
+    def after(self, consumed: int) -> int:
+        """Return the samples of the step that begins after `consumed` samples."""
+        if self.rampup is None or consumed > self.rampup[2]:
+            return self.whole
+        start, increment, samples = self.rampup
+        distance = samples / ((self.whole - start) // increment)
+        return min(self.whole, start + int(consumed / distance) * increment if distance else self.whole)
+
+    def at(self, step: int) -> int:
+        """Return the samples of `step`, over all replicas."""
+        return self._piece(step)[2]
+
+    def before(self, step: int) -> int:
+        """Return the samples that the run has seen when `step` begins. Those of before the first step whose size is
+        known are spread evenly over the earlier steps, which is exact unless their sizes changed."""
+        first, seen, size = self._piece(step)
+        return seen + (step - first) * size if step >= first else seen * step // first
+
+    def steps_within(self, samples: int) -> int:
+        """Return the number of whole steps that the first `samples` of the run fill."""
+        first, seen, size = self._piece(samples, key=1)
+        return first + (samples - seen) // size
+
+    def _piece(self, place: int, key: int = 0) -> tuple[int, int, int]:
+        return self._pieces[max(0, bisect_right(self._pieces, place, key=itemgetter(key)) - 1)]
+
+
+def check_rampup(rampup: str, model: ModelConfig, plan: ResolvedPlan, micro: int, whole: int, seq_length: int) -> None:
+    """Raise UserError where the plan cannot split a size of the ramp up to `whole` samples."""
+    start, increment, _ = parse_rampup(rampup)
+    for size in range(start, whole, increment):
+        try:
+            plan.validate(model, micro, size, seq_length)
+        except UserError:
+            raise UserError(
+                f"rampup_batch_size={shown(rampup)} passes {size} samples a step, which micro_batch_size={micro} and "
+                f"the plan {plan.name} (dp={plan.dp}) cannot split; use multiples of {micro * plan.dp * plan.pp} for "
+                "START and INCREMENT, a smaller micro_batch_size (the curve stays the same), or --rampup_batch_size "
+                "none"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

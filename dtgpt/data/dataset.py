@@ -1,8 +1,8 @@
 """Text -> token arrays (cached) -> batches, which are pure functions of (data, key, sample id).
 
 Sample i of a run is a window of T + 1 tokens whose place is drawn from (key, i) alone: the same sample under any
-number of devices, any micro-batch size and after a resume. Validation windows lie side by side and never change.
-"""
+number of devices, any micro-batch size and after a resume. Validation windows lie side by side and never change. A
+batch is read while the device computes the one before."""
 
 import hashlib
 import json
@@ -10,7 +10,8 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,14 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.array_cache import load_or_make
-from dtgpt.data.document_masks import DocumentMasks
-from dtgpt.data.file_array import Array, FileArray
+from dtgpt.data.file_array import Array, FileArray, load_or_make
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_content, read_saved
-from dtgpt.data.tokenizers.special_names import SpecialNames, warn_of_split_names
-from dtgpt.data.tokenizers.tokenizer import Tokenizer, check_opening
-from dtgpt.models.batch import Batch
+from dtgpt.data.tokenizers.tokenizer import SpecialNames, Tokenizer, check_opening, warn_of_split_names
+from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.ops.random.philox import fold
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
@@ -265,3 +263,32 @@ def perplexity(nats: float) -> float:
 def bits_per_byte(nats: float, bytes_: float) -> float | None:
     """Return the loss in a unit that does not depend on the tokenizer; None if no bytes are known."""
     return nats / math.log(2) / bytes_ if bytes_ else None
+
+
+Make = Callable[[int], tuple[Tensor, ...]]  # the tensors of a step on the CPU
+
+
+class Prefetcher:
+    """The tensors of a step on the device. With CUDA a thread prepares those of the next step in pinned memory; where
+    no thread can be started, each step's are prepared when they are taken."""
+
+    def __init__(self, make: Make, device: torch.device):
+        self.make, self.device = make, device
+        self._thread = ThreadPoolExecutor(1, "batches") if device.type == "cuda" else None
+        self._next: tuple[int, Future] | None = None
+
+    def take(self, step: int) -> tuple[Tensor, ...]:
+        """Return the tensors of `step`, and begin with the next step. Never waits for the device."""
+        if self.device.type == "cpu" and self._thread is None:
+            return self.make(step)
+        begun, self._next = self._next, None
+        pinned = begun[1].result() if begun and begun[0] == step else self._pinned(step)
+        if self._thread is not None:
+            try:
+                self._next = step + 1, self._thread.submit(self._pinned, step + 1)
+            except RuntimeError:  # the system refuses the thread, which only the first call starts
+                self._thread = None
+        return tuple(tensor.to(self.device, non_blocking=True) for tensor in pinned)
+
+    def _pinned(self, step: int) -> tuple[Tensor, ...]:
+        return tuple(tensor.pin_memory() for tensor in self.make(step))

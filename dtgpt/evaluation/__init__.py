@@ -1,6 +1,6 @@
 """Evaluation of models on tasks with known answers."""
 
-from dtgpt.util.seams import Capability, CommandEntry
+from dtgpt.util.seams import Capability, CommandEntry, When
 
 CAPABILITY = Capability(
     commands={
@@ -16,5 +16,5 @@ CAPABILITY = Capability(
             place=100,
         ),
     },
-    observers=("dtgpt.evaluation.observer:observe_tasks",),
+    observers=(When("dtgpt.evaluation.in_training:TaskEvaluation", ("eval_tasks",)),),
 )

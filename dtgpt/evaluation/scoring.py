@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.comm.collectives import GroupCollectives
 from dtgpt.evaluation.batches import LENGTH_MULTIPLE, Rows, Sample, make_rows, pack, share_samples
 from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.model import Model
@@ -29,9 +28,10 @@ from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.scores import Scores, token_scores
+from dtgpt.parallel.collectives import GroupCollectives
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.pipeline import run_in_turn
+from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.hardware import to_device
 
 TOKENS = {"cuda": 1 << 15, "cpu": 1 << 12}  # of a batch: enough to keep all cores busy

@@ -7,8 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtgpt.comm.arena import may_share
-from dtgpt.comm.exchange import MOST_RANKS, Exchange, make_exchange
 from dtgpt.inference.cache import Cache, DecodeRows, LayerCache
 from dtgpt.models.binding import bound_of
 from dtgpt.models.decoder import Decoder
@@ -17,9 +15,11 @@ from dtgpt.models.layers import Context
 from dtgpt.ops.attention.cached import HEAD_SIZES
 from dtgpt.ops.decode import exact as exact_blocks
 from dtgpt.ops.decode.blocks import embed, kernels_of_few_rows, run_blocks, run_head
+from dtgpt.ops.decode.exchange import MOST_RANKS, Exchange
 from dtgpt.ops.fast import has_triton
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.transport import transport
 
 _exchanges: dict[int, Exchange | None] = {}  # by tp, for good: kernels that are under way may still use their memory
 
@@ -56,13 +56,13 @@ class FusedStage:
         mesh = self._mesh
         if mesh.tp_group is None or mesh.plan.tp > MOST_RANKS:
             return
-        allowed = may_share()
+        allowed = transport().serves()
         few = allowed and self._has_few_rows()
         votes = mesh.gather((allowed, few))
         if not allowed or len(set(votes)) > 1:  # ranks where a build failed would wait for others
             return
         if mesh.plan.tp not in _exchanges:
-            _exchanges[mesh.plan.tp] = make_exchange(mesh, mesh.tp_group)
+            _exchanges[mesh.plan.tp] = transport().open_exchange(mesh, mesh.tp_group)
         self._exchange = _exchanges[mesh.plan.tp]
 
     def _has_few_rows(self) -> bool:

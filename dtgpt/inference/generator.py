@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtgpt.checkpoint.ends import ends_of
-from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.checkpoint.tokenizer import ends_of, tokenizer_beside
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.broadcast import broadcast_json, from_rank_0
 from dtgpt.inference.engine import Engine
@@ -25,7 +24,7 @@ from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 GPT2_IDS = SpecialIds(newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
 

@@ -12,12 +12,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from dtgpt.checkpoint.ends import ends_of
 from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
-from dtgpt.checkpoint.tokenizer import check_size, named_tokenizer
+from dtgpt.checkpoint.tokenizer import check_size, ends_of, named_tokenizer
 from dtgpt.config.execution import Settings, choose_device, choose_dtype
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -36,7 +35,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.hardware import check_kernels
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
 TIMEOUT = 600.0  # s that a rank waits for others

@@ -33,7 +33,7 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.source import Source
 from dtgpt.parallel.local import inference_stages
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.pipeline import run_in_turn
+from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.errors import UserError, shown
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # types of tokens

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.comm.collectives import GroupCollectives
 from dtgpt.inference.cache import Cache, Chunk, DecodeRows, PromptRows
 from dtgpt.inference.fused import fuse
 from dtgpt.inference.results import R, empty_packed, pack, unpack
@@ -24,9 +23,10 @@ from dtgpt.ops.pointwise.linear import split_sums
 from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.scores import Scores, as_in_training, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
+from dtgpt.parallel.collectives import GroupCollectives
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.pipeline import run_in_turn
+from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.errors import UserError
 
 NO_KERNELS = (

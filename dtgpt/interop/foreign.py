@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dtgpt.models.architectures import class_of, is_own
-from dtgpt.models.config import ModelConfig
+from dtgpt.models.config import ModelConfig, class_of, is_own
 from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, cut, has_vocabulary
 from dtgpt.util.errors import UserError, shown, shown_name

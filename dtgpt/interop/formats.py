@@ -4,11 +4,11 @@ format."""
 from pathlib import Path
 
 from dtgpt.checkpoint.manifest import STATE
-from dtgpt.checkpoint.open import SourceFormat, run_of
+from dtgpt.checkpoint.open import ForeignRun, SourceFormat, run_of
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.marks import ADAPTER_CONFIG, ORIGIN, TRACKER, is_megatron
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.source import Source, TrainingSource
+from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh
 
 
@@ -75,7 +75,7 @@ class MegatronFormat(SourceFormat):
     def trains(self, path: Path) -> bool:
         return is_megatron(path)
 
-    def open_training(self, path: Path, vocab_size: int) -> TrainingSource:
+    def open_training(self, path: Path, vocab_size: int) -> ForeignRun:
         from dtgpt.interop.megatron.training import MegatronTraining
 
         return MegatronTraining(path, vocab_size)

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from dtgpt.checkpoint.ends import ends_of
 from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.open import check_recipe, open_source
 from dtgpt.checkpoint.shard_file import Damaged
-from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.checkpoint.tokenizer import ends_of, tokenizer_beside
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source, Watched, has_vocabulary, parameter_shapes
 from dtgpt.posttrain.lora.checkpoint import ADAPTER, base_of

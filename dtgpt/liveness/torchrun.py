@@ -9,8 +9,7 @@ from dtgpt.liveness.interfaces import cannot_connect, check_interfaces
 from dtgpt.liveness.losses import lost_peers_as_user_errors
 from dtgpt.liveness.rendezvous import meet, not_found, patience
 from dtgpt.liveness.watch import watch_peers
-from dtgpt.util.peers import Peers, Watch
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Peers, Process, Watch
 
 
 class Torchrun(Peers):

@@ -23,7 +23,7 @@ from dtgpt.liveness.peers import ENDED, Accuse, End, Peers
 from dtgpt.liveness.rendezvous import Rendezvous, is_refused, is_torchruns, meet
 from dtgpt.util import peers as peers_of_run
 from dtgpt.util.console import close_streams, say_error
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 LOST_AFTER = 20.0  # seconds without a heartbeat after which a process counts as lost
 LEAVE = 5.0  # seconds that a verdict takes at most, and that rank 0 keeps a store of its own for the others

@@ -4,10 +4,13 @@ A module reads its `bound`, and does without what is None there. `bind` is the o
 model file states the computation alone and nothing is replaced from outside.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dtgpt.ops.attention.core import AttentionRule, Backend
 from dtgpt.ops.fast import is_apart
@@ -78,3 +81,20 @@ class BoundModule(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.runner(*inputs, **named)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Let modules that are made while the context lasts have shapes alone: no memory, and no initial values."""
+    with torch.device("meta"), _WithoutValues():
+        yield
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Draws nothing: on the meta device, torch draws by way of its compiler, which takes a second to import."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"]
+        return function(*args, **kwargs)

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dtgpt.models.binding import BoundModule
+from dtgpt.models.binding import BoundModule, on_meta
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Part, inventory
 from dtgpt.models.layers import Context
 from dtgpt.ops.attention.shared import shared_tokens
 from dtgpt.ops.loss.head import Coupled
 from dtgpt.ops.random.philox import fold, normal, row_chunks
+from dtgpt.util.torch_private import allocate
 
 
 class Decoder(nn.Module):
@@ -88,7 +89,7 @@ class Decoder(nn.Module):
 
     def allocate(self, device: torch.device) -> None:
         """Give a model on the meta device its memory, with whatever values are there."""
-        self.to_empty(device=device)
+        allocate(self, device)
         self.tie_weights()
 
 
@@ -121,7 +122,7 @@ def fill_weight(part: Tensor, name: str, index: Sequence[range], config: ModelCo
 def build_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, key: Tensor | None) -> Decoder:
     """Return a whole model on one device, with initial weights from `key [2]`. No key: the memory is left as it is, for
     a checkpoint to fill."""
-    with torch.device("meta"):
+    with on_meta():
         model = Decoder(config, dtype)
     model.allocate(device)
     if key is not None:

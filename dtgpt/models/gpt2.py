@@ -154,7 +154,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
         self.dropout = Dropout(config.dropout, index=0)
-        self.core = AttentionCore()
+        self.core = AttentionCore(heads=(config.num_heads, config.head_dim))
         self.proj = DeferredBiasLinear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, context: Context) -> Branch:

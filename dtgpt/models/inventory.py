@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from dtgpt.models.binding import BoundModule, bind
+from dtgpt.models.binding import BoundModule, bind, on_meta
 from dtgpt.models.layers import AttentionCore, Context, Dropout
 from dtgpt.models.roles import Role, Roles, role_of
 from dtgpt.ops.attention.core import AttentionRule
@@ -110,7 +110,7 @@ class Inventory:
             first.setdefault(kind, index)
         self.config = config
         self.examples = [first[kind] for kind in kinds]  # for each block, the first one of its kind
-        with torch.device("meta"):
+        with on_meta():
             self.embedding, self.head = Part(config.make_embedding(torch.float32)), Part(config.make_head())
             self._blocks = {index: Part(config.make_block(index)) for index in first.values()}
         whole = {"embedding": self.embedding, "head": self.head}
@@ -212,11 +212,16 @@ def attention_cores(block: nn.Module) -> list[AttentionCore]:
 
 @lru_cache(maxsize=64)
 def _cores(config: Shaped, index: int) -> tuple[Core, ...]:
-    """Measure what the cores of a block are given: a configuration does not know how its blocks share heads."""
-    with torch.device("meta"):
+    """Return what the cores of a block say that they are given. Measure it where one does not say it: a configuration
+    does not know how its blocks share heads."""
+    with on_meta():
         block, x = config.make_block(index), torch.empty(1, 1, config.hidden_size)
-    recorders = [_SizeRecorder() for _ in attention_cores(block)]
-    for core, recorder in zip(attention_cores(block), recorders, strict=True):
+    cores = attention_cores(block)
+    known = tuple(_known(core, *core.heads) for core in cores if core.heads is not None)
+    if len(known) == len(cores):
+        return known
+    recorders = [_SizeRecorder() for _ in cores]
+    for core, recorder in zip(cores, recorders, strict=True):
         bind(core, cache=recorder)
     with torch.no_grad():
         block(x, Context())
@@ -227,6 +232,11 @@ def _cores(config: Shaped, index: int) -> tuple[Core, ...]:
                 f"model.num_heads={config.num_heads} counts for every block; heads of keys and values may differ"
             )
     return tuple(recorder.core for recorder in recorders)
+
+
+def _known(core: AttentionCore, kv_heads: int, head_dim: int) -> Core:
+    has = (core.softcap is not None, core.sinks is not None, core.scale is not None)
+    return Core(kv_heads, head_dim, core.window, *has)
 
 
 class _SizeRecorder:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dtgpt.models.binding import PLAIN, Binding, BoundModule, exchanges
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
@@ -22,6 +21,7 @@ from dtgpt.ops.norm.residual import residual
 from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.linear import linear
 from dtgpt.ops.random.dropout import Site, dropout
+from dtgpt.util.torch_private import is_dtensor
 
 NO_DROPOUT: Site = (None, 0.0)
 LossWeights = Tensor | Coupled | None  # what a head hands on to `Output`
@@ -74,7 +74,7 @@ class DeferredBiasLinear(nn.Linear):
 def _in_8_bits(bound: Binding, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x w^T + bias of a module that is bound to sites; x: whole, or this rank's where the matrix sends it."""
     assert bound.sites is not None
-    if not exchanges(bound) or (bound.into is not None and isinstance(x, DTensor)):
+    if not exchanges(bound) or (bound.into is not None and is_dtensor(x)):
         return on_local_tensors(partial(fp8_linear, sites=bound.sites), x, weight, bias)
     own_bias = None if bias is None else local(bias)
     return fp8_linear(local(x), local(weight), own_bias, bound.sites, bound.into, bound.out)
@@ -96,7 +96,7 @@ def mlp(
     unless a plan's own table cuts them."""
     one, two = first.bound.sites, second.bound.sites
     into, out = first.bound.into, second.bound.out
-    whole = not isinstance(first.weight, DTensor) and not isinstance(second.weight, DTensor)
+    whole = not is_dtensor(first.weight) and not is_dtensor(second.weight)
     fits = whole or (into is not None and out is not None)
     bias = () if first.bias is None else (first.bias,)
     name = fused_name(activation, first.bias is not None)
@@ -180,7 +180,7 @@ class JointNorm(nn.Module):
         squares = wide.square().sum(-1, keepdim=True)
         if self.bound.sum_of_heads is not None:
             squares = self.bound.sum_of_heads(squares)
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        weight = self.weight.to_local() if is_dtensor(self.weight) else self.weight
         return (wide * torch.rsqrt(squares / self.width + self.eps) * weight.to(wide.dtype)).to(x.dtype)
 
 
@@ -238,13 +238,20 @@ class AttentionCore(BoundModule):
     window: a query sees that many tokens, its own the last; None: all up to its own. sinks: the number of heads, where
     each has a learned logit that takes part in its softmax without a value; the core then is a module of the role
     `SINKS`, with one parameter `[N]`. softcap: scores s become c tanh(s / c), c being this. scale: factor of q k^T;
-    None: 1 / sqrt(D). Blocks that differ in one of them are of different kinds (`ModelConfig.block_kind`).
+    None: 1 / sqrt(D). Blocks that differ in one of these are of different kinds (`ModelConfig.block_kind`). heads:
+    (N_kv, D) of what the block gives the core, where it says so; None: `models.inventory` measures them.
     """
 
     def __init__(
-        self, window: int | None = None, sinks: int = 0, softcap: float | None = None, scale: float | None = None
+        self,
+        window: int | None = None,
+        sinks: int = 0,
+        softcap: float | None = None,
+        scale: float | None = None,
+        heads: tuple[int, int] | None = None,
     ):
         super().__init__()
+        self.heads = heads
         self.window, self.softcap, self.scale = window, softcap, scale
         self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
 
@@ -261,7 +268,7 @@ class AttentionCore(BoundModule):
             return seen.rows(self.compute(q, k, v, site, None, first_head))
         sinks: Tensor | None = self.sinks
         if sinks is not None:
-            local = sinks.to_local() if isinstance(sinks, DTensor) else sinks
+            local = sinks.to_local() if is_dtensor(sinks) else sinks
             own = slice(None) if first_head is None else slice(first_head, first_head + q.shape[2])
             sinks = local[own].to(q.dtype)
         rule = AttentionRule(self.window, self.softcap, self.scale, sinks)

@@ -168,7 +168,7 @@ class Attention(nn.Module):
         self.q_norm = HeadNorm(config.head_dim) if config.qk_norm else None
         self.k_norm = HeadNorm(config.head_dim) if config.qk_norm else None
         self.dropout = Dropout(config.dropout, index=0)
-        self.core = AttentionCore(window=window)
+        self.core = AttentionCore(window=window, heads=(config.num_kv_heads, config.head_dim))
         self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size, bias=biases == "all")
 
     def forward(self, x: Tensor, context: Context) -> Branch:

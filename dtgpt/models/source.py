@@ -6,9 +6,7 @@ table padded to `config.padded_vocab_size` rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,25 +32,6 @@ class Source(ABC):
     @abstractmethod
     def read(self, name: str, part: Part | None = None) -> Tensor:
         """Return the parameter `name`, or the elements of it with the global indices `part`: fp32 on the CPU."""
-
-
-class TrainingSource(Source):
-    """A run of another library to go on with. `read` returns fp32 master weights.
-
-    `state` has `step`, `consumed_samples`, `updates` and perhaps `loss_scale`, as that of a checkpoint.
-    `order_samples`: number of samples for which the order of prepared data was made, None where unknown. `values`: what
-    the run was asked for, by the names of recipe fields.
-    """
-
-    path: Path
-    optimizer: str  # its kind
-    state: Mapping[str, Any]
-    order_samples: int | None
-    values: Mapping[str, Any]
-
-    @abstractmethod
-    def read_moment(self, name: str, moment: str, part: Part) -> Tensor:
-        """Return the elements `part` of the optimizer's state `moment` of the parameter `name`: fp32 on the CPU."""
 
 
 class Watched(Source):

@@ -1,8 +1,9 @@
 """Which ops take their fast path, and on what hardware."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,17 @@ from dtgpt.util.hardware import FLOAT8, HOPPER, TRITON
 
 GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is experimental, and others have not run the tests on a GPU
 _apart = False
+
+
+def plain_on_cpu(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a custom op, but in eager execution on a CPU the function that it is made of: at the first call
+    of an op that is written in Python, torch imports its compiler, which takes a second."""
+
+    def call(x: Tensor, *more: Any) -> Any:
+        is_op = x.is_cuda or type(x) is not Tensor or torch.compiler.is_compiling()
+        return op(x, *more) if is_op else function(x, *more)
+
+    return call
 
 
 @functools.cache

@@ -1,9 +1,14 @@
 """A function of the local tensors of a linear map, where tensor parallelism has cut its weight."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from dtgpt.util.torch_private import is_dtensor
+
+if TYPE_CHECKING:  # half a second to import, which only tensor parallelism and ZeRO need
+    from torch.distributed.tensor import DTensor, Placement
 
 Function = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -16,33 +21,35 @@ def on_local_tensors(function: Function, x: Tensor, weight: Tensor, bias: Tensor
     is cut by its outputs, each rank has its features of the result, and an addend of the gradient of x; of one cut by
     its inputs, an addend of the result. The function sees plain tensors, and so does its backward.
     """
-    if not isinstance(weight, DTensor):
+    if not is_dtensor(weight):
         return function(x, weight, bias)
     (cut,) = weight.placements
-    mesh, rows = weight.device_mesh, isinstance(cut, Shard) and cut.dim == 1
+    mesh, rows = weight.device_mesh, cut.is_shard(1)
     given, given_gradient, made = _layouts(cut, x.ndim)
     x = _redistributed(x, given).to_local(grad_placements=[given_gradient])
     local_bias = None if bias is None or rows else local(bias)
     y = function(x, local(weight), local_bias)
-    whole = DTensor.from_local(y, mesh, [made], run_check=False)
+    whole = type(weight).from_local(y, mesh, [made], run_check=False)
     return whole + bias if rows and bias is not None else whole
 
 
-def _layouts(cut: Placement, ndim: int) -> tuple[Placement, Placement, Placement]:
+def _layouts(cut: "Placement", ndim: int) -> "tuple[Placement, Placement, Placement]":
     """Return the layouts of the input, of its gradient and of the output, for a weight that is laid out by `cut`."""
-    if not isinstance(cut, Shard):
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if not cut.is_shard():
         return Replicate(), Replicate(), Replicate()
-    if cut.dim == 0:
+    if cut.is_shard(0):
         return Replicate(), Partial(), Shard(ndim - 1)
     return Shard(ndim - 1), Shard(ndim - 1), Partial()
 
 
-def _redistributed(x: Tensor, placement: Placement) -> DTensor:
-    if not isinstance(x, DTensor):
+def _redistributed(x: Tensor, placement: "Placement") -> "DTensor":
+    if not is_dtensor(x):
         raise ValueError("the input of a weight that is a DTensor must be one, too")
     return x if x.placements == (placement,) else x.redistribute(placements=[placement])
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a parameter, whose gradient is that of the part; a plain tensor as it is."""
-    return tensor.to_local(grad_placements=tensor.placements) if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local(grad_placements=tensor.placements) if is_dtensor(tensor) else tensor

@@ -126,7 +126,7 @@ class Muon:
             self.factors[shard.index] = self._factors(shard, pieces, shape)
             costs.append(sum(flops(sum(map(len, rows)), shape[1], config.newton_schulz_steps) for rows in pieces))
         self.dtype = torch.bfloat16 if shards.dtype.itemsize < 4 else torch.float32
-        self.exact = shards.exact
+        self.orderless = shards.sums.orderless
         self.matrices = Matrices(shards, chosen, costs, self.dtype)
         self.others = self._make_others(
             {
@@ -216,7 +216,7 @@ class Muon:
         """Yield what is orthogonalised in one batch. How many matrices a rank owns follows from the plan, and the bits
         of a product from the size of its batch: one matrix at a time where plans have the same bits."""
         for group in groups:
-            size = 1 if self.exact else len(group)
+            size = 1 if self.orderless else len(group)
             yield from (group[first : first + size] for first in range(0, len(group), size))
 
     def _apply(self, parts: Mapping[int, Tensor], lr: Tensor, skip: Tensor | None) -> None:

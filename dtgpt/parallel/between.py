@@ -1,7 +1,7 @@
 """What tensor-parallel ranks do between two pairs of matrices: activations that each rank has whole, or its part of the
 sequence of, become the input of a matrix that is cut by columns, and so does the sum of a matrix that is cut by rows.
 
-In eager execution on GPUs of one host, kernels that reach the other ranks' memory take the place of NCCL.
+In eager execution a faster transport may take the place of NCCL.
 """
 
 from dataclasses import dataclass
@@ -11,19 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dtgpt.comm.collectives import GroupCollectives, KernelCollectives, open_collectives
-from dtgpt.config.execution import Settings
-from dtgpt.parallel.mesh import Mesh
-
-PROGRAMS = 64  # of a kernel, while nothing else runs
-
-
-def make_peers(settings: Settings, mesh: Mesh) -> KernelCollectives | None:
-    """Return the collectives of kernels for the activations of a micro-batch; None where NCCL or gloo runs them. All
-    ranks take part."""
-    config = settings.model
-    whole = settings.micro_batch_size * settings.local_length * config.hidden_size * settings.dtype.itemsize
-    return open_collectives(mesh, mesh.tp_group, whole, PROGRAMS)
+from dtgpt.parallel.collectives import Collectives, GroupCollectives
 
 
 def dim_of(placement: Placement) -> int | None:
@@ -34,11 +22,11 @@ def dim_of(placement: Placement) -> int | None:
 @dataclass(frozen=True)
 class Layout:
     """How activations lie on the tp ranks between two pairs of matrices: each rank has them whole (`Replicate`), or its
-    part (`Shard`). `peers`: what gathers and sums them, where kernels can do it."""
+    part (`Shard`). `peers`: what gathers and sums them faster, where it takes them."""
 
     mesh: DeviceMesh
     placement: Placement
-    peers: KernelCollectives | None
+    peers: Collectives | None
 
     @property
     def cut(self) -> bool:
@@ -57,7 +45,7 @@ class Layout:
         ranks keep may take the place of its addend."""
         return self._collectives([*whole.shape], whole.itemsize).sum(whole, dim_of(self.placement))
 
-    def _collectives(self, whole: list[int], itemsize: int) -> KernelCollectives | GroupCollectives:
+    def _collectives(self, whole: list[int], itemsize: int) -> Collectives | GroupCollectives:
         fits = self.peers and self.peers.takes(whole, dim_of(self.placement), itemsize)
         return self.peers if self.peers and fits else GroupCollectives(self.mesh.get_group())
 

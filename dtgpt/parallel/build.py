@@ -1,46 +1,84 @@
-"""From the plain model to what this rank holds of it. The order is always the same:
+"""From the plain model to what this rank holds of it: model on meta -> cut into stages -> BUILD -> memory -> initial
+weights.
 
-model on meta -> cut into stages -> tensor table -> modules of capabilities -> recompute -> compile -> fully_shard
--> memory -> initial weights
+BUILD lists what is done to a stage, in an order that matters:
+
+* tensor parallelism first: all that follows sees the modules that a rank computes with, and ZeRO cuts what is left.
+* added modules, such as adapters, are cut by themselves, along what they stand beside.
+* attention: the back end of each core, and a core that runs again in backward, before anything runs around it. A
+  capability that sends messages around a core comes behind, so that they are not sent again.
+* recomputation of blocks: around all that a block does but for what it keeps.
+* compilation: of the whole block, with what is computed again.
+* ZeRO last: its hooks run around a block, uncompiled, and gather its weights once for what is computed again.
+
+Capabilities add entries (`seams`), each behind the one that it names.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dtgpt.comm.collectives import KernelCollectives
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.models.binding import BoundModule, bind
+from dtgpt.models.binding import BoundModule, bind, on_meta
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.ops.attention.core import operations
+from dtgpt.ops.attention.packed import keep_in_graphs
 from dtgpt.ops.loss.head import CoupledLoss
-from dtgpt.parallel.between import make_peers
-from dtgpt.parallel.context import exchange_heads, place_dropout, share_exchange
+from dtgpt.parallel.collectives import Collectives
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
-from dtgpt.parallel.exact import ExactBuckets
 from dtgpt.parallel.fsdp import shard_over_data
-from dtgpt.parallel.gradients import Buckets
+from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.pipeline import PipelineEngine
-from dtgpt.parallel.pushed_shards import push_shards
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
-from dtgpt.parallel.tensor import Table, apply_table, make_table
+from dtgpt.parallel.transport import transport
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
 
+# What a plan alone needs is imported where the plan has it: DTensor, torch's pipelines and its compiler take a second.
+if TYPE_CHECKING:
+    from dtgpt.parallel.tensor import Table
+
+
+@dataclass(frozen=True)
+class Building:
+    """What a stage is built for. masters: False for inference. table: styles of tensor parallelism; None: those of the
+    plan. peers: what gathers and sums activations over tp; None: torch.distributed."""
+
+    settings: Settings
+    mesh: Mesh
+    masters: bool = True
+    table: "Table | None" = None
+    peers: Collectives | None = None
+
+
+class Entry(NamedTuple):
+    """Something that is done to a stage on the meta device.
+
+    when: for which building.
+    after: the entry behind which a capability's comes.
+    runs: whether it says how modules run, and can be done again.
+    """
+
+    name: str
+    when: Callable[[Building], bool]
+    deed: Callable[[Decoder, Building], None]
+    after: str = ""
+    runs: bool = False
+
 
 def build_stages(
-    settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True, table: Table | None = None
+    settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True, table: "Table | None" = None
 ) -> tuple[list[Decoder], Shards]:
     """Return the pipeline stages of this rank, one without a pipeline, and their shards. No rank holds more than its
     shards at any time. Where other modules than the model's own are trained, the shards are theirs, and `frozen` those
@@ -48,16 +86,16 @@ def build_stages(
 
     No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference. `table`: styles of
     tensor parallelism; None: those of the plan."""
-    peers = make_peers(settings, mesh) if masters else None
-    if masters:
-        share_exchange(settings, mesh)
-    stages = [lay_out_stage(settings, mesh, stage, masters, table, peers) for stage in mesh.place.stages]
+    sums = choose_sums(settings) if masters else None
+    peers = transport().open_collectives(settings, mesh) if masters and mesh.tp_group else None
+    building = Building(settings, mesh, masters, table, peers)
+    stages = [lay_out_stage(building, stage) for stage in mesh.place.stages]
     gathered: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         stage.allocate(mesh.device)
-        if settings.plan.zero and masters and not settings.freezes_weights:
-            gathered |= push_shards(stage, mesh, settings.dtype, settings.scattered_dtype)
-    shards = Shards(stages, mesh, masters, gathered, settings.reduce == "exact" and masters, settings.dtype)
+        if settings.plan.zero and sums and not settings.freezes_weights:
+            gathered |= transport().open_shards(stage, mesh, settings.dtype, sums.pushed_dtype)
+    shards = Shards(stages, mesh, masters, gathered, sums, settings.dtype)
     if settings.freezes_weights:
         shards.frozen = Shards(stages, mesh, masters=False, trained=False)
     if key is not None:
@@ -65,46 +103,63 @@ def build_stages(
     return stages, shards
 
 
-def lay_out_stage(
-    settings: Settings, mesh: Mesh, stage: int, masters: bool = True, table: Table | None = None,
-    peers: KernelCollectives | None = None,
-) -> Decoder:  # fmt: skip
-    """Return one stage on the meta device, cut as the plan says. `peers`: as of `make_table`."""
-    plan, config = settings.plan, settings.model
-    narrows = plan.narrows_weights or not masters or settings.freezes_weights
+def lay_out_stage(building: Building, stage: int) -> Decoder:
+    """Return one stage on the meta device, as BUILD makes it."""
+    settings = building.settings
+    narrows = settings.plan.narrows_weights or not building.masters or settings.freezes_weights
     dtype = settings.dtype if narrows else torch.float32
-    with torch.device("meta"):
-        part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
-    if plan.tp > 1:
-        styles = make_table(config, plan, settings.local_length, peers) if table is None else table
-        apply_table(part, mesh.devices["tp"], styles)
-    if settings.freezes_weights:
-        for add_modules in seams.listed("added_modules"):
-            add_modules(part, settings, mesh.place, mesh.device)
-    if plan.cp > 1:
-        place_dropout(part, settings, mesh.place)
-    set_execution(part, settings, mesh)
-    if settings.compile:
-        compile_forward(part, whole=plan.tp == 1)
-    if plan.zero:
-        shard_over_data(part, mesh, settings.dtype)
+    with on_meta():
+        part = keep_stage(Decoder(settings.model, settings.dtype), stage, settings.plan).to(dtype)
+    build(part, building)
     return part
 
 
-def set_execution(part: Decoder, settings: Settings, mesh: Mesh) -> None:
-    """Give the attention cores their back end, and let what `recompute` names run again in backward. Steps that
-    observe values compute all blocks again: their 16-bit activations would take more memory than any other step."""
-    blocks = list(enumerate(cast(Iterable[BoundModule], part.blocks.values())))
-    for index, block in blocks:
+def build(part: Decoder, building: Building, again: bool = False) -> None:
+    """Do to a stage what BUILD says. again: only how its modules run, but for what compiles them."""
+    for entry in entries(building):
+        if entry.when(building) and (entry.runs or not again):
+            entry.deed(part, building)
+
+
+def entries(building: Building) -> list[Entry]:
+    """Return BUILD with the entries of capabilities."""
+    found = list(BUILD)
+    for entry in seams.listed("build", building):
+        found.insert([one.name for one in found].index(entry.after) + 1, entry)
+    return found
+
+
+def cut_over_tp(part: Decoder, building: Building) -> None:
+    from dtgpt.parallel.tensor import apply_table, make_table
+
+    settings, table = building.settings, building.table
+    if table is None:
+        table = make_table(settings.model, settings.plan, settings.local_length, building.peers)
+    apply_table(part, building.mesh.devices["tp"], table)
+
+
+def add_modules(part: Decoder, building: Building) -> None:
+    for add in seams.listed("added_modules"):
+        add(part, building.settings, building.mesh.place, building.mesh.device)
+
+
+def set_attention(part: Decoder, building: Building) -> None:
+    """Give the attention cores their back end, and let those that `recompute` names run again in backward."""
+    settings = building.settings
+    for index, block in enumerate(part.blocks.values()):
         for module in block.modules():
             if isinstance(module, AttentionCore):
                 bind(module, backend=settings.attention)
                 if settings.recompute == "selective" and settings.repeats(index):
                     bind(module, run=recomputed(module.compute))
-    if mesh.cp_group is not None:  # around what selective recomputation repeats, so that no message is sent again
-        exchange_heads(part, mesh.cp_group, settings.plan)
+
+
+def repeat_blocks(part: Decoder, building: Building) -> None:
+    """Let the blocks that `recompute` names run again in backward. Steps that observe values compute all blocks again:
+    their 16-bit activations would take more memory than any other step."""
+    settings = building.settings
     keeps = operations() if settings.recompute == "around_attention" else []
-    for index, block in blocks:
+    for index, block in enumerate(cast(Iterable[BoundModule], part.blocks.values())):
         if settings.repeats_blocks and settings.repeats(index):
             bind(block, run=recomputed(block.compute, keeps))
         elif settings.observes_again:
@@ -128,24 +183,39 @@ def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()
 def compile_forward(part: Decoder, whole: bool) -> None:
     """Compile what each block computes, and the embedding where it is a plain module; the hooks of `fully_shard` run
     around it, uncompiled. Blocks of one class and shape share their code: it is compiled once."""
+    keep_in_graphs()
     ends = [part.embedding] if whole and part.embedding is not None else []
     for module in cast(Iterable[BoundModule], (*part.blocks.values(), *ends)):
         bind(module, run=torch.compile(module.runner, fullgraph=True, dynamic=False))
+
+
+BUILD = (
+    Entry("tensor parallelism", lambda made: made.settings.plan.tp > 1, cut_over_tp),
+    Entry("added modules", lambda made: made.settings.freezes_weights, add_modules),
+    Entry("attention", lambda made: True, set_attention, runs=True),
+    Entry("recomputation", lambda made: made.masters, repeat_blocks, runs=True),
+    Entry(
+        "compilation",
+        lambda made: made.settings.compile,
+        lambda part, made: compile_forward(part, whole=made.settings.plan.tp == 1),
+    ),
+    Entry(
+        "ZeRO",
+        lambda made: made.settings.plan.zero > 0,
+        lambda part, made: shard_over_data(part, made.mesh, made.settings.dtype),
+    ),
+)
 
 
 def make_engine(
     stages: list[Decoder], shards: Shards, settings: Settings, graphs: Graphs, timers: Timers = NO_TIMERS
 ) -> TrainingEngine:
     """Return what runs forward and backward under the plan. Without graphs, `timers` measure them."""
-    if settings.reduce == "exact":
-        shards.buckets = ExactBuckets(stages, shards.mesh, settings)
-    elif settings.sums_gradients:
-        hooks = not settings.plan.splits_backward
-        mesh = shards.mesh
-        narrow = settings.plan.narrows_weights and settings.dtype.itemsize == 2
-        shards.buckets = Buckets(stages, mesh.data_group, settings.micro_batches, hooks, mesh if narrow else None)
+    shards.sums.open(stages, shards.mesh)
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
+    from dtgpt.parallel.pipeline import PipelineEngine
+
     return PipelineEngine(stages, shards, graphs, settings, timers)
 
 

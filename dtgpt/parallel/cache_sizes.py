@@ -10,7 +10,6 @@ from dtgpt.models.inventory import inventory
 from dtgpt.ops.sampling.sequences import PARAMETERS
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.parallel.tensor import degrees_of_heads
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
 
@@ -31,7 +30,11 @@ class CoreSize(NamedTuple):
 def block_core_sizes(config: ModelConfig, plan: Plan) -> list[list[CoreSize]]:
     """Return the size of each attention core of each block on a rank under `plan`, whose table may leave the heads of
     some whole. Raise UserError where tp does not divide the heads of keys and values."""
-    parts, degrees = inventory(config), degrees_of_heads(config, plan)
+    parts, degrees = inventory(config), [plan.tp] * config.num_layers
+    if plan.table:
+        from dtgpt.parallel.tensor import degrees_of_heads  # half a second to import: DTensor
+
+        degrees = degrees_of_heads(config, plan)
     sizes: dict[tuple[int, int], list[CoreSize]] = {}  # by kind of block and degree
     for key in dict.fromkeys(zip(parts.examples, degrees, strict=True)):
         sizes[key] = core_sizes(config, *key)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
@@ -36,8 +35,7 @@ class TrainingEngine(ABC):
 
     def expect(self, micro_batches: int) -> None:
         """Set the number of micro-batches of the following steps: at most the first one; nothing is captured then."""
-        if self.shards.buckets is not None:
-            self.shards.buckets.expect(micro_batches)
+        self.shards.sums.expect(micro_batches)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return this rank's columns of the logits `[B, T, V_local]` of `tokens [B, T]`, without dropout or gradient;
@@ -45,7 +43,7 @@ class TrainingEngine(ABC):
         return self.mean_loss(Batch(tokens))
 
 
-def exact_mean(losses: Tensor, micro_batches: int, shards: Shards) -> Tensor:
+def orderless_mean(losses: Tensor, micro_batches: int, shards: Shards) -> Tensor:
     """Return what the mean losses of some of this replica's micro-batches add to its mean loss. Each is rounded to fp32
     as an addend of the mean over the global batch, so that fp64 holds sums of them exactly, in any order, unless one is
     more than a million times another."""
@@ -63,10 +61,11 @@ class SingleStageEngine(TrainingEngine):
     def __init__(self, model: Decoder, shards: Shards, graphs: Graphs, timers: Timers):
         self.model, self.shards, self.graphs = model, shards, graphs
         self.timers = NO_TIMERS if graphs.enabled else timers  # a replay is not divided
-        self._loss = torch.zeros((), device=shards.mesh.device, dtype=torch.float64 if shards.exact else torch.float32)
+        dtype = torch.float64 if shards.sums.orderless else torch.float32
+        self._loss = torch.zeros((), device=shards.mesh.device, dtype=dtype)
 
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
-        if isinstance(self.model, FSDPModule):
+        if self.shards.mesh.plan.zero:
             without_graphs = partial(self._accumulate, lambda name, work, *inputs: work(*inputs), micro_batches)
             self.graphs.run("micro-batches", without_graphs, *batch)
         else:
@@ -80,14 +79,15 @@ class SingleStageEngine(TrainingEngine):
 
     def _micro_step(self, index: int, micro_batches: int, *fields: Tensor | None) -> None:
         last = index == micro_batches - 1
-        if self.shards.buckets is not None:
-            self.shards.buckets.begin(done=index)
-        set_step_phase(self.model, self.shards.mesh.plan.zero, last)
+        self.shards.sums.begin(done=index)
+        if zero := self.shards.mesh.plan.zero:
+            set_step_phase(self.model, zero, last)
         with self.timers.measure("forward"):
             loss = self.model(*fields)
         with self.timers.measure("backward"):
             loss.backward()
-        part = exact_mean(loss, micro_batches, self.shards) if self.shards.exact else loss.detach() / micro_batches
+        orderless = self.shards.sums.orderless
+        part = orderless_mean(loss, micro_batches, self.shards) if orderless else loss.detach() / micro_batches
         self._loss.copy_(part) if index == 0 else self._loss.add_(part)
         if last:
             self.shards.take_gradients()

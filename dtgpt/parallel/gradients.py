@@ -1,53 +1,206 @@
-"""Gradients as the optimizer wants them: summed in fp32 over all micro-batches, and over all replicas.
+"""What sums gradients over micro-batches and replicas: one kind for a run, chosen from its settings.
+
+A training step fills the sums and takes the gradients from them. `dtgpt plan` asks the same kind for its messages and
+its memory, which follow from settings and shapes alone: what sends also says what it sends.
 
 Where `fully_shard` cuts nothing, each block's gradients live in one flat tensor, a bucket. As soon as backward has left
 a block, its gradients are added to the bucket in one pass, and with the last micro-batch the bucket is summed over the
 replicas while backward goes on (Li et al. 2020, "PyTorch Distributed": buckets and overlap).
 """
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from dtgpt.comm.reduce import FlatSum, flat_length, open_sums
+from dtgpt.config.execution import Settings
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.optim.gradients import Accumulator
+from dtgpt.ops.optim.gradients import Accumulator, squared_norm
+from dtgpt.parallel.collectives import FlatSum, NarrowSum, flat_length
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.transport import transport
+from dtgpt.util import seams
+from dtgpt.util.torch_private import is_dtensor
+
+Parameters = Sequence[Any]  # on a rank, by numbers of elements: `planning.parameters.LocalParameter`
 
 
-def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of a gradient, laid out as the parameter is: autograd may have left it whole, or as
-    addends."""
-    if parameter.grad is None:
-        raise ValueError("a backward pass left a parameter without a gradient")
-    return local_part(parameter.grad, parameter)
+@dataclass(frozen=True)
+class Collective:
+    """One kind of message of one rank in a step."""
+
+    kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, send
+    over: str  # the ranks that take part: dp (with cp where both hold the same weights), cp, tp, pp
+    what: str
+    count: int
+    bytes: int  # of all `count` together: of the whole tensor that is gathered, reduced or sent
 
 
-def local_part(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of a gradient of the parameter, as `local_gradient` does."""
-    if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
-        return gradient
-    if gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return gradient.to_local()
+class Sums:
+    """No sums of their own: autograd adds up micro-batches on the parameters, and nobody has other gradients of them.
+
+    orderless: whether sums do not depend on their order, and so have the same bits under every plan.
+    kept: whether they have memory of their own, from the beginning of a step on.
+    scatters: whether `fully_shard` makes them, and sends gradients while backward goes on.
+    total: the type in which addends of several ranks are added; `words` names it.
+    width, total_width: bytes of an element of the gradient that the optimizer gets, and of `totals`.
+    cuts: whether a rank holds its part of gradients only.
+    pushed_dtype: the type of gradients that a faster transport scatters under ZeRO.
+    """
+
+    orderless = kept = scatters = False
+    total, words = torch.float32, "fp32"
+
+    def __init__(self, settings: Settings):
+        plan, several = settings.plan, settings.micro_batches > 1
+        self.settings = settings
+        # As narrow as the weights where replicas sent it so, and where a single micro-batch made it.
+        narrow = settings.low_precision and (plan.data_ranks > 1 or not several)
+        self.width = self.total_width = settings.dtype.itemsize if narrow else 4
+        # ZeRO-2 cuts gradients as they come, ZeRO-1 after the last micro-batch, before which `fully_shard` sums in
+        # fp32; a pipeline sums all micro-batches before it cuts.
+        summed_before = plan.pp > 1 or (plan.zero == 1 and several)
+        self.cuts = plan.zero > 0 and not summed_before
+        self.pushed_dtype = torch.float32 if summed_before else settings.dtype
+
+    def open(self, stages: list[Decoder], mesh: Mesh) -> None:
+        """Make what sums the gradients of the stages. All ranks of the mesh take part."""
+
+    def expect(self, passes: int) -> None:
+        """Set the backward passes of the following steps, at most those of the first."""
+
+    def begin(self, done: int = 0) -> None:
+        """Take note that `done` backward passes of the step are over."""
+
+    def totals(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Hold the current stream until the sums over micro-batches and replicas are complete, and return this rank's
+        part for each parameter; further addends may be added to it."""
+        return [local_gradient(p) for p in parameters]
+
+    def gradients(self, parameters: Sequence[nn.Parameter], totals: list[Tensor]) -> list[Tensor]:
+        """Return the gradients of which these are the totals, now with all addends."""
+        return totals
+
+    def squares(self, gradients: list[Tensor], shares: Tensor, alone: list[Tensor]) -> Tensor:
+        """Return numbers `[n]` whose sum over the ranks makes the squared norm of the gradient. Each of the `gradients`
+        counts by its one of `shares`; `alone`: those that this rank alone counts, if others are left out."""
+        return (squared_norm(gradients) * shares).sum().view(1)
+
+    def root(self, squares: Tensor) -> Tensor:
+        """Return the norm, fp32 scalar, from sums over the ranks of `squares`."""
+        return squares[0].sqrt()
+
+    @property
+    def scattered_width(self) -> int:
+        """The bytes of an element of the gradients that `fully_shard` sends."""
+        return self.pushed_dtype.itemsize if is_pushed(self.settings) else 4
+
+    def bytes_of(self, parameters: Parameters) -> int:
+        """Return the bytes of these gradients and their sums on a rank."""
+        return sum(self.width * (p.local if self.cuts else p.by_tp) for p in parameters)
+
+    def bytes_at_once(self, parameters: Parameters) -> int:
+        """Return the bytes of what is sent at the same time beside those, and of what arrives."""
+        return 0
+
+    def messages(self, parameters: Parameters, groups: int) -> list[Collective]:
+        """Return the messages over replicas of a step, for the gradients of so many groups of parameters."""
+        return []
 
 
-def call_on_gradients(parameters: Iterable[nn.Parameter], method: Callable[[nn.Parameter], None]) -> None:
-    """Let backward call a method as soon as a parameter has its gradient. The parameters do not keep the method's
-    object alive: Python finds no cycle through such a hook, and the process group of the object would never end."""
-    called = WeakMethod(method)
+class ScatteredSums(Sums):
+    """The sums of `fully_shard`, which reduces and scatters gradients under ZeRO."""
 
-    def hook(parameter: nn.Parameter) -> None:
-        if (alive := called()) is not None:
-            alive(parameter)
+    scatters = True
 
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(hook)
+    def messages(self, parameters: Parameters, groups: int) -> list[Collective]:
+        plan, width = self.settings.plan, self.scattered_width
+        reductions = self.settings.micro_batches if plan.zero >= 2 and plan.pp == 1 else 1
+        words = "gradients, fp32" if width == 4 else "gradients, summed in fp32"
+        size = width * sum(p.by_tp for p in parameters) * reductions
+        return [Collective("reduce-scatter", "dp", words, groups * reductions, size)]
+
+
+class Buckets(Sums):
+    """A bucket for each block of this rank's stages and one for the ends of each."""
+
+    kept = True
+    hooks = True  # whether backward hands in each gradient
+
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        self.all: list[Any] = []
+
+    def open(self, stages: list[Decoder], mesh: Mesh) -> None:
+        """Make the buckets. A schedule that cuts backward in two calls no hooks, and sums the micro-batches itself."""
+        narrow = self.settings.plan.narrows_weights and self.settings.dtype.itemsize == 2
+        self.hooks, group = not self.settings.plan.splits_backward, mesh.data_group
+        parts = [part for stage in stages for part in parameter_groups(stage)]
+        wires = [_wire(part, group) for part in parts]
+        sums = transport().open_sums(mesh, group, wires) if narrow and group else None
+        if sums is None:
+            device = _locals(parts[0])[0].device
+            flats = [torch.zeros(length, dtype=dtype, device=device) for dtype, length in wires]
+            sums = [NarrowSum(x, group) if group and x.dtype != torch.float32 else FlatSum(x, group) for x in flats]
+        passes = self.settings.micro_batches if self.hooks else 1
+        self.all = [Bucket(part, one, passes, self.hooks) for part, one in zip(parts, sums, strict=True)]
+
+    def expect(self, passes: int) -> None:
+        for bucket in self.all:
+            bucket.passes = passes if self.hooks else 1
+
+    def begin(self, done: int = 0) -> None:
+        for bucket in self.all:
+            bucket.begin(done)
+
+    def totals(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        for bucket in self.all if not self.hooks else ():  # then everything is taken now
+            bucket.begin()
+            bucket.take()
+        for bucket in self.all:
+            bucket.wait()
+        found = {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.sums, strict=True)}
+        return [found[p] for p in parameters]
+
+    def bytes_of(self, parameters: Parameters) -> int:
+        settings, plan = self.settings, self.settings.plan
+        if plan.data_ranks > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
+            copied = settings.device.type == "cuda" and transport().reaches(plan.data_ranks, plan.tp)
+            received = 1 - copied / plan.data_ranks  # copy engines do not bring a rank what it has itself
+            width = (1 + received) * settings.dtype.itemsize + (4 if settings.micro_batches > 1 else 0)
+            return round(width * sum(p.by_tp for p in parameters))
+        # A schedule that cuts backward in two has those of all passes on the parameters, too.
+        return (2 if plan.splits_backward else 1) * super().bytes_of(parameters)
+
+    def messages(self, parameters: Parameters, groups: int) -> list[Collective]:
+        size = self.width * sum(p.by_tp for p in parameters)
+        if not self.settings.low_precision:
+            return [Collective("all-reduce", "dp", "gradients, fp32", groups, size)]
+        return [
+            Collective("all-to-all", "dp", "gradients, pieces to sum", groups, size),
+            Collective("all-gather", "dp", "gradients, the sums", groups, size),
+        ]
+
+
+def choose_sums(settings: Settings) -> Sums:
+    """Return what sums the gradients of a run: a kind that a capability brings by its name in `reduce`; under ZeRO
+    `fully_shard`; buckets, where replicas or micro-batches in 16 bits are to be summed; or nothing but autograd."""
+    if part := seams.added("sums").get(settings.reduce):
+        return seams.load(part)(settings)
+    if settings.plan.zero:
+        return ScatteredSums(settings)
+    several = settings.micro_batches > 1 and settings.low_precision
+    return Buckets(settings) if settings.plan.data_ranks > 1 or several else Sums(settings)
+
+
+def is_pushed(settings: Settings) -> bool:
+    """Return whether a plan may expect that a faster transport gathers and scatters what ZeRO cuts."""
+    plan = settings.plan
+    return not settings.freezes_weights and plan.shard > 1 and transport().reaches(plan.shard, plan.tp)
 
 
 class Bucket:
@@ -99,16 +252,9 @@ class Bucket:
     def wait(self) -> None:
         self._over_replicas.wait()
 
-    def bytes(self) -> tuple[int, int]:
-        """Return (bytes of gradients, bytes of padding) that the bucket holds."""
-        held = self._over_replicas.held() + ([] if self.flat is self.wire else [self.flat])
-        used, whole = sum(total.numel() for total in self.sums), sum(t.nbytes for t in held)
-        gradients = sum(used * t.nbytes // self.flat.numel() for t in held)
-        return gradients, whole - gradients
-
 
 def _locals(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return [p.to_local() if is_dtensor(p) else p for p in parameters]
 
 
 def _wire(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> tuple[torch.dtype, int]:
@@ -124,79 +270,39 @@ def _views(flat: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     return [piece.view(p.shape) for piece, p in zip(flat[: sum(sizes)].split(sizes), parameters, strict=True)]
 
 
-class Sums(Protocol):
-    """The sums of gradients over micro-batches and replicas, which passes of a step fill."""
-
-    hooks: bool  # whether backward hands in each gradient
-
-    def expect(self, passes: int) -> None:
-        """Set the backward passes of the following steps, at most those of the first."""
-
-    def bytes(self) -> tuple[int, int]:
-        """Return (bytes of gradients and their sums, bytes of padding) that are held."""
-
-    def begin(self, done: int = 0) -> None:
-        """Take note that `done` backward passes of the step are over."""
-
-    def finish(self) -> None:
-        """Hold the current stream until the sums are complete."""
-
-    def sums(self) -> dict[nn.Parameter, Tensor]:
-        """Return this rank's part of the sum for each parameter, after `finish`."""
-
-    def units(self) -> dict[nn.Parameter, Tensor]:
-        """Return for the parameters whose sums are integers what one stands for, fp32 scalar."""
-
-
-class Buckets:
-    """A bucket for each block of this rank's stages and one for the ends of each. hooks: whether backward hands in each
-    gradient; a schedule that cuts backward in two calls none, and sums the micro-batches itself. everyone: the mesh,
-    all ranks of which take part, for replicas that share memory where they can; None: they do not try."""
-
-    def __init__(
-        self, stages: list[Decoder], group: dist.ProcessGroup | None, passes: int, hooks: bool,
-        everyone: Mesh | None = None,
-    ):  # fmt: skip
-        self.hooks = hooks
-        passes = passes if hooks else 1
-        parts = [part for stage in stages for part in parameter_groups(stage)]
-        sums = open_sums(everyone, group, [_wire(part, group) for part in parts], _locals(parts[0])[0].device)
-        self.all = [Bucket(part, one, passes, hooks) for part, one in zip(parts, sums, strict=True)]
-
-    def expect(self, passes: int) -> None:
-        """Set the backward passes of the following steps, at most those of the first."""
-        for bucket in self.all:
-            bucket.passes = passes if self.hooks else 1
-
-    def bytes(self) -> tuple[int, int]:
-        """Return (bytes of gradients, bytes of padding) that the buckets hold."""
-        used, padding = zip(*(bucket.bytes() for bucket in self.all), strict=True)
-        return sum(used), sum(padding)
-
-    def begin(self, done: int = 0) -> None:
-        for bucket in self.all:
-            bucket.begin(done)
-
-    def finish(self) -> None:
-        """Wait for the sums, and without hooks take everything now."""
-        if not self.hooks:
-            for bucket in self.all:
-                bucket.begin()
-                bucket.take()
-        for bucket in self.all:
-            bucket.wait()
-
-    def sums(self) -> dict[nn.Parameter, Tensor]:
-        """Return the whole gradient of each parameter, after `finish`."""
-        return {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.sums, strict=True)}
-
-    def units(self) -> dict[nn.Parameter, Tensor]:
-        return {}
-
-
 def parameter_groups(stage: Decoder) -> list[list[nn.Parameter]]:
     """Return the trained parameters of each block, and those around the blocks, each tensor once."""
     blocks = [[p for p in block.parameters() if p.requires_grad] for block in stage.blocks.values()]
     inside = {id(p) for block in blocks for p in block}
     ends = [p for p in stage.parameters() if p.requires_grad and id(p) not in inside]
     return [part for part in [*blocks, ends] if part]
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of a gradient, laid out as the parameter is: autograd may have left it whole, or as
+    addends."""
+    if parameter.grad is None:
+        raise ValueError("a backward pass left a parameter without a gradient")
+    return local_part(parameter.grad, parameter)
+
+
+def local_part(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of a gradient of the parameter, as `local_gradient` does."""
+    if not (is_dtensor(gradient) and is_dtensor(parameter)):
+        return gradient
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient.to_local()
+
+
+def call_on_gradients(parameters: Iterable[nn.Parameter], method: Callable[[nn.Parameter], None]) -> None:
+    """Let backward call a method as soon as a parameter has its gradient. The parameters do not keep the method's
+    object alive: Python finds no cycle through such a hook, and the process group of the object would never end."""
+    called = WeakMethod(method)
+
+    def hook(parameter: nn.Parameter) -> None:
+        if (alive := called()) is not None:
+            alive(parameter)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(hook)

@@ -18,10 +18,8 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.parallel import mesh as mesh_module
 from dtgpt.parallel.mesh import Mesh, agree
-from dtgpt.parallel.tensor import make_table
 from dtgpt.util.console import say
-from dtgpt.util.peers import Watch, peers
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process, Watch, peers
 from dtgpt.util.torch_private import set_group_timeout
 
 # NCCL's watchdog then names the rank and the collective that hangs, and keeps the last ones for a post-mortem.
@@ -43,6 +41,8 @@ def open_mesh(
     processes, which meet in its store, and are told of an exception that leaves the context."""
     plan, device = settings.plan, settings.device
     if plan.tp > 1:
+        from dtgpt.parallel.tensor import make_table  # DTensor takes half a second to import
+
         make_table(settings.model, plan)  # a wrong pattern shows before anything is started
     started, mesh, watch = plan.world > 1 and not dist.is_initialized(), None, watch or Watch()
     if started:

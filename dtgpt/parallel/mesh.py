@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.util.allocator import keep_freed_memory
 from dtgpt.util.errors import UserError, sentence_of
+from dtgpt.util.hardware import keep_freed_memory
 from dtgpt.util.torch_private import default_store, set_group_timeout
 
 Result = TypeVar("Result")

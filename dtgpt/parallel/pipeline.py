@@ -4,7 +4,7 @@ Schedules: GPipe (Huang et al. 2019), 1F1B and Interleaved1F1B (Narayanan et al.
 edges carry contiguous local tensors of a fixed shape, which the torch versions from 2.11 on all understand.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,12 +18,12 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.fast import split_backward
-from dtgpt.parallel.edges import Edges, places_of_edge, share_edges
-from dtgpt.parallel.engine import TrainingEngine, exact_mean
+from dtgpt.parallel.engine import TrainingEngine, orderless_mean
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs
-from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
+from dtgpt.parallel.stages import places_of_edge, run_in_turn
+from dtgpt.parallel.transport import Edges, transport
 from dtgpt.util.timers import NO_TIMERS, Timers
 
 
@@ -140,11 +140,14 @@ class PipelineEngine(TrainingEngine):
         self.timers = NO_TIMERS if graphs.enabled else timers  # a replay is not divided
         self.mesh, plan, config = shards.mesh, settings.plan, settings.model
         self.edge = settings.local_length // (plan.tp if plan.sequence_parallel else 1), config.hidden_size
-        self.edges = self._share_edges(settings.micro_batches)
+        self.edges = self._open_edges(settings.micro_batches)
         self.schedule = self._make_schedule(settings.micro_batches)
 
-    def _share_edges(self, micro_batches: int) -> Edges | None:
-        return share_edges(self.settings, self.mesh, (self.settings.micro_batch_size, *self.edge), micro_batches)
+    def _open_edges(self, micro_batches: int) -> Edges | None:
+        shape = self.settings.micro_batch_size, *self.edge
+        return transport().open_edges(
+            self.settings, self.mesh, shape, places_of_edge(self.settings.plan, micro_batches)
+        )
 
     def _make_schedule(self, micro_batches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         mesh, plan, size = self.mesh, self.settings.plan, self.settings.micro_batch_size
@@ -170,15 +173,14 @@ class PipelineEngine(TrainingEngine):
     def expect(self, micro_batches: int) -> None:
         super().expect(micro_batches)
         if self.edges is not None and places_of_edge(self.settings.plan, micro_batches) > self.edges.places:
-            self.edges = self._share_edges(micro_batches)  # of interleaved rounds that are longer
+            self.edges = self._open_edges(micro_batches)  # of interleaved rounds that are longer
         self.schedule = self._make_schedule(micro_batches)
 
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
         return self.graphs.run("schedule", self._run_schedule, *batch)
 
     def _run_schedule(self, *fields: Tensor | None) -> Tensor:
-        if self.shards.buckets is not None:
-            self.shards.buckets.begin()
+        self.shards.sums.begin()
         if self.edges is not None:
             self.edges.begin()
         batch, place = Batch._make(fields), self.mesh.place
@@ -194,8 +196,8 @@ class PipelineEngine(TrainingEngine):
         if self.edges is not None:
             self.edges.end()
         self.shards.take_gradients()
-        if losses and self.shards.exact:
-            return exact_mean(torch.stack(losses), len(losses), self.shards)
+        if losses and self.shards.sums.orderless:
+            return orderless_mean(torch.stack(losses), len(losses), self.shards)
         return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.mesh.device)
 
     @torch.no_grad()
@@ -203,25 +205,3 @@ class PipelineEngine(TrainingEngine):
         result = run_in_turn(self.modules, self.mesh, batch, self.settings.dtype)
         reshard(*self.modules)
         return result
-
-
-def run_in_turn(stages: Sequence[Any], mesh: Mesh, inputs: Sequence[Any], dtype: torch.dtype) -> Tensor | None:
-    """Return what the last stage makes of `inputs`, such as a `Batch`: tokens `[B, T]` of any length, which later
-    stages get as activations, and more that every stage gets. Return None on a rank that does not hold the last stage.
-
-    Between stages activations are of `dtype`; under sequence parallelism tp divides T. Each rank sends and receives in
-    the order of the stages, so that ranks never wait for each other in a cycle.
-    """
-    place, plan = mesh.place, mesh.plan
-    x, *more = inputs
-    samples, length = x.shape
-    edge = samples, length // (plan.tp if plan.sequence_parallel else 1), stages[0].config.hidden_size
-    for index, stage in zip(place.stages, stages, strict=True):
-        source, target = place.rank_of(index - 1), place.rank_of(index + 1)
-        if source is not None:
-            x = torch.empty(edge, dtype=dtype, device=mesh.device)
-            dist.recv(x, place.neighbour(source), group=mesh.pp_group)
-        x = stage(x, *more)
-        if target is not None:
-            dist.send(x.contiguous(), place.neighbour(target), group=mesh.pp_group)
-    return x if place.holds_last else None

@@ -7,21 +7,20 @@ optimizer, the gradient norm and checkpoints work on these rectangles, and need 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Sharded
 
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
-from dtgpt.ops.optim.fixed_point import exact_sum, rounded, squares_of_rows
-from dtgpt.ops.optim.gradients import largest_magnitude, squared_norm
+from dtgpt.ops.optim.gradients import largest_magnitude
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.parallel.gradients import Sums, local_gradient
+from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.torch_private import is_dtensor
 
 Part = tuple[range, ...]
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it
@@ -70,16 +69,20 @@ class Shard:
 class Shards:
     """All that this rank holds of the model, as shards, and their gradients."""
 
+    sums: Sums  # of shards that are trained
+
     def __init__(
         self, stages: list[Decoder], mesh: Mesh, masters: bool = True,
-        gathered: Mapping[nn.Parameter, Tensor] = MappingProxyType({}), exact: bool = False,
+        gathered: Mapping[nn.Parameter, Tensor] = MappingProxyType({}), sums: Sums | None = None,
         dtype: torch.dtype = torch.float32, trained: bool = True,
     ):  # fmt: skip
         """masters: False leaves fp32 masters out, where nothing is trained: `local` is then what the module holds.
-        gathered: what ZeRO gathers of parameters instead of `local`. exact: whether gradients and their norm are summed
-        in fixed point, so that their bits do not depend on the plan. dtype: the type of the activations. trained: False
-        for the parameters that are frozen, in place of the others."""
-        self.mesh, self.exact, self.dtype = mesh, exact, dtype
+        gathered: what ZeRO gathers of parameters instead of `local`. sums: what sums gradients, where something is
+        trained. dtype: the type of the activations. trained: False for the parameters that are frozen, in place of the
+        others."""
+        self.mesh, self.dtype = mesh, dtype
+        if sums is not None:
+            self.sums = sums
         self.frozen: Shards | None = None  # of a run with adapters: the weights of the model
         self.all: list[Shard] = []
         for stage in stages:
@@ -88,13 +91,15 @@ class Shards:
                 if parameter.requires_grad != trained:
                     continue
                 is_tied_copy = stage.embedding is None and stage.config.tied and name == stage.config.table_name
-                index, sums = len(self.all), name in partial
+                index, addend = len(self.all), name in partial
                 self.all.append(
-                    _shard(index, name, parameter, mesh.place, sums, is_tied_copy, masters, gathered.get(parameter))
+                    _shard(index, name, parameter, mesh.place, addend, is_tied_copy, masters, gathered.get(parameter))
                 )
-        self.buckets: Sums | None = None
+        self.parameters = [shard.parameter for shard in self.all]
         self.gradients: list[Tensor] = []  # of each shard, after `take_gradients`
         self._counted = [s.index for s in self.all if not s.is_tied_copy]
+        # The ranks that hold a region may share the work of its norm: each then counts other tensors.
+        self._counted_alone = [i for i in self._counted if i % self.all[i].replicas == self.all[i].replica]
         self._shares = torch.tensor([1 / self.all[i].replicas for i in self._counted], device=mesh.device)
         self.config = config = stages[0].config
         self._tables = [s.index for s in self.all if config.tied and s.name == config.table_name]
@@ -121,15 +126,10 @@ class Shards:
     def take_gradients(self) -> None:
         """Collect the gradients that the passes left: summed over all replicas, over tp where the ranks hold addends,
         and over the stages that hold the tied table."""
-        if self.buckets is not None:
-            self.buckets.finish()
-            sums = self.buckets.sums()
-            self.gradients = [sums[shard.parameter] for shard in self.all]
-        else:
-            self.gradients = [local_gradient(shard.parameter) for shard in self.all]
+        self.gradients = self.sums.totals(self.parameters)
         if self.mesh.tp_group is not None and self._partial:
             parts = [self.gradients[i] for i in self._partial]
-            whole = torch.cat([part.flatten().to(torch.int64 if self.exact else torch.float32) for part in parts])
+            whole = torch.cat([part.flatten().to(self.sums.total) for part in parts])
             dist.all_reduce(whole, group=self.mesh.tp_group)
             for part, piece in zip(parts, whole.split([p.numel() for p in parts]), strict=True):
                 part.copy_(piece.view_as(part))
@@ -140,12 +140,7 @@ class Shards:
             first, second = (self.gradients[i] for i in self._tables)
             first += second
             second.copy_(first)
-        if self.exact and self.buckets is not None:
-            units = self.buckets.units()
-            self.gradients = [
-                sums * units[s.parameter] if s.parameter in units else sums
-                for s, sums in zip(self.all, self.gradients, strict=True)
-            ]
+        self.gradients = self.sums.gradients(self.parameters, self.gradients)
 
     def drop_gradients(self) -> None:
         self.gradients = []
@@ -158,37 +153,24 @@ class Shards:
     def norm(self) -> Tensor:
         """Return the global norm of the gradient, fp32 on the device and equal on all ranks: what several ranks hold
         counts once, and so does the tied table."""
-        if self.exact:
-            return rounded(self.mesh.all_reduce(self._exact_squares())).sqrt().float()
-        return self.mesh.all_reduce(self._squares()).sqrt()
+        return self.sums.root(self.mesh.all_reduce(self._squares()))
 
     def norm_and_excess(self, limits: Tensor) -> tuple[Tensor, Tensor]:
         """Return `norm`, and for each of `limits [N]` whether an element of the global gradient is larger than it or
         not finite: bool `[N]` on the device, equal on all ranks."""
         excess = largest_magnitude(self._counted_gradients()).max() > limits
-        if self.exact:
-            squares = self._exact_squares()
-            counts = self.mesh.all_reduce(torch.cat([squares, excess.long()]))
-            norm = rounded(counts[: len(squares)]).sqrt().float()
-            return norm, (counts[len(squares) :] > 0) | ~norm.isfinite()
-        totals = self.mesh.all_reduce(torch.cat([self._squares().view(1), excess.float()]))
-        return totals[0].sqrt(), (totals[1:] > 0) | ~totals[0].isfinite()
+        squares = self._squares()
+        counts = self.mesh.all_reduce(torch.cat([squares, excess.to(squares.dtype)]))
+        norm = self.sums.root(counts[: len(squares)])
+        return norm, (counts[len(squares) :] > 0) | ~norm.isfinite()
 
     def _counted_gradients(self) -> list[Tensor]:
         return [self.gradients[i] for i in self._counted]
 
     def _squares(self) -> Tensor:
         """Return this rank's part of the squared norm."""
-        return (squared_norm(self._counted_gradients()) * self._shares).sum()
-
-    def _exact_squares(self) -> Tensor:
-        """Return this rank's part of the squared norm as of `exact_sum`. The ranks that hold a region share the work:
-        each counts other tensors."""
-        counted = [s for s in self.all if not s.is_tied_copy and s.index % s.replicas == s.replica]
-        gradients = [self.gradients[s.index] for s in counted]
-        vectors = torch.cat([g for g in gradients if g.dim() == 1] or [torch.zeros(0, device=self.mesh.device)])
-        matrices = [squares_of_rows(g) for g in gradients if g.dim() > 1]
-        return exact_sum(torch.cat([*matrices, squares_of_rows(vectors)]))
+        alone = [self.gradients[i] for i in self._counted_alone]
+        return self.sums.squares(self._counted_gradients(), self._shares, alone)
 
     def gather(
         self, value: Callable[[Shard], Tensor], chosen: Callable[[Shard], bool] | None = None
@@ -226,7 +208,7 @@ def _shard(
     masters: bool, gathered: Tensor | None,
 ) -> Shard:  # fmt: skip
     region, by_tp = region_of(parameter, place), is_cut_over_tp(parameter)
-    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+    local = (parameter.to_local() if is_dtensor(parameter) else parameter).detach()
     if tuple(local.shape) != tuple(map(len, region)):
         raise ValueError(f"{name}: this rank holds {tuple(local.shape)}, but its region is {tuple(map(len, region))}")
     narrow = local if masters and local.dtype != torch.float32 else None
@@ -255,7 +237,7 @@ def region_of(parameter: nn.Parameter, place: RankCoordinates) -> Part:
     """Return the global indices of the part of the rank at `place`. Tensor parallelism cuts first, then ZeRO
     cuts the first dimension of what is left."""
     first, *rest = region_of_tp(parameter, place)
-    return (chunk(first, place.plan.shard, place.shard) if isinstance(parameter, DTensor) else first, *rest)
+    return (chunk(first, place.plan.shard, place.shard) if is_dtensor(parameter) else first, *rest)
 
 
 def region_of_tp(parameter: nn.Parameter, place: RankCoordinates) -> Part:
@@ -273,10 +255,10 @@ def is_cut_over_tp(parameter: nn.Parameter) -> bool:
 
 def _cut_over_tp(parameter: nn.Parameter) -> int | None:
     """Return the dimension that tensor parallelism cuts; None where each tp rank holds all of it."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return None
     named = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-    return next((cut.dim for name, cut in named if name == "tp" and isinstance(cut, Sharded)), None)
+    return next((cast(Any, cut).dim for name, cut in named if name == "tp" and cut.is_shard()), None)
 
 
 def slices(part: Part) -> tuple[slice, ...]:

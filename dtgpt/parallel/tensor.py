@@ -21,14 +21,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from dtgpt.comm.collectives import KernelCollectives
 from dtgpt.config.plan import Plan
 from dtgpt.models.binding import bind, exchanges
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
+from dtgpt.ops.pointwise.bias import register_rule
 from dtgpt.parallel.between import Layout, sum_parts, sum_rows, whole_input
+from dtgpt.parallel.collectives import Collectives
 from dtgpt.util.errors import UserError
 
 BETWEEN = "what lies between the matrices follows from sequence parallelism"
@@ -49,7 +50,7 @@ class Columnwise(ColwiseParallel):
     """`ColwiseParallel` whose input, laid out by `input_layout`, becomes whole by `dtgpt.parallel.between`. `peers`:
     what gathers activations, where kernels can do it."""
 
-    def __init__(self, input_layout: Placement, peers: KernelCollectives | None):
+    def __init__(self, input_layout: Placement, peers: Collectives | None):
         super().__init__(input_layouts=input_layout)
         self.peers = peers
 
@@ -71,9 +72,7 @@ class DeferredBiasRowwise(RowwiseParallel):
     """`RowwiseParallel` for a `DeferredBiasLinear`: the bias, added after the sum over the ranks, stays a plain tensor
     on every rank. The sum is that of `dtgpt.parallel.between`; `peers`: what makes it, where kernels can do it."""
 
-    def __init__(
-        self, output_layout: Placement, peers: KernelCollectives | None, input_layout: Placement | None = None
-    ):
+    def __init__(self, output_layout: Placement, peers: Collectives | None, input_layout: Placement | None = None):
         super().__init__(input_layouts=input_layout, output_layouts=output_layout)
         self.peers = peers
 
@@ -212,7 +211,7 @@ Table = Mapping[str, ParallelStyle | None]
 
 
 def default_table(
-    config: ModelConfig, sequence_parallel: bool, seq_length: int, peers: KernelCollectives | None
+    config: ModelConfig, sequence_parallel: bool, seq_length: int, peers: Collectives | None
 ) -> dict[str, ParallelStyle]:
     """Return styles by module pattern. What is not in the table is replicated: every tp rank does the same. Other
     arguments: as of `make_table`."""
@@ -241,7 +240,7 @@ def default_table(
 
 
 def make_table(
-    config: ModelConfig, plan: Plan, seq_length: int | None = None, peers: KernelCollectives | None = None
+    config: ModelConfig, plan: Plan, seq_length: int | None = None, peers: Collectives | None = None
 ) -> Table:
     """Return the plan's own entries, the most specific first, then the default ones: the first that matches a
     module counts. `seq_length`: of samples; None: all positions. `peers`: what gathers and sums activations, where
@@ -349,6 +348,7 @@ def _leaves_a_part(style: ParallelStyle | None) -> bool:
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
     `parallelize_module` unties."""
+    register_rule()
     roles = part.config.roles
     styles = {name: style_of(name, table, roles) for name, _ in part.named_modules()}
     parallelize_module(part, mesh, {name: style for name, style in styles.items() if style is not None})

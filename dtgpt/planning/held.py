@@ -8,7 +8,8 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.planning.parameters import LocalParameter, blocks_again, gradient_bytes
+from dtgpt.parallel.gradients import Sums, choose_sums
+from dtgpt.planning.parameters import LocalParameter, blocks_again
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,12 @@ class Held:
     @cached_property
     def gradients(self) -> int:
         """Bytes of all gradients."""
-        return gradient_bytes(self.trained, self.settings)
+        return self.sums.bytes_of(self.trained)
+
+    @cached_property
+    def sums(self) -> Sums:
+        """What sums the gradients."""
+        return choose_sums(self.settings)
 
     @cached_property
     def around(self) -> int:

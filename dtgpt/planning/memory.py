@@ -2,22 +2,24 @@
 
 from dataclasses import dataclass, replace
 
-from dtgpt.comm.all_to_all import TokenExchange
-from dtgpt.comm.gather import PLACES
-from dtgpt.comm.scatter import CopyScatter
 from dtgpt.config.execution import Settings
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan
 from dtgpt.parallel.cache_sizes import slot_bytes
-from dtgpt.parallel.context import token_bytes
+from dtgpt.parallel.context_parallel.slices import token_bytes
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.edges import most_edges, places_of_edge
+from dtgpt.parallel.gradients import choose_sums, is_pushed
+from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
+from dtgpt.parallel.shared_memory.edges import most_edges
+from dtgpt.parallel.shared_memory.gather import PLACES
+from dtgpt.parallel.shared_memory.scatter import CopyScatter
+from dtgpt.parallel.stages import places_of_edge
+from dtgpt.parallel.transport import transport
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.allocator import WORKSPACES
 from dtgpt.planning.held import Held
 from dtgpt.planning.moments import moments
 from dtgpt.planning.parameters import (
-    GPUS_OF_HOST,
     LocalParameter,
     blocks_of_rank,
     by_block,
@@ -25,7 +27,6 @@ from dtgpt.planning.parameters import (
     optimizer_bytes,
     padding_bytes,
     parameters_of,
-    shards_are_pushed,
     trained_on,
 )
 
@@ -95,9 +96,9 @@ def _edges(settings: Settings, place: RankCoordinates, passes: float) -> float:
         sends, receives = (sum(rank is not None for rank in ranks) for ranks in zip(*ends, strict=True))
         places = most_edges(place) * places_of_edge(plan, settings.micro_batches)
         found += (places + passes * (sends - receives)) * residual_bytes(settings)
-    if 1 < plan.tp <= GPUS_OF_HOST:
+    if transport().reaches(plan.tp, 1):
         found += 2 * whole_bytes(settings)
-    if 1 < plan.cp <= GPUS_OF_HOST // plan.tp and plan.ranks_of_heads(settings.model) == plan.cp:
+    if transport().reaches(plan.cp, plan.tp) and plan.ranks_of_heads(settings.model) == plan.cp:
         found += TokenExchange.bytes(token_bytes(settings), settings.local_length, plan.cp)
     return found
 
@@ -144,7 +145,7 @@ def _gathered(held: list[LocalParameter], settings: Settings) -> int:
     blocks, around = by_block(held), sum(p.by_tp for p in held if p.block is None)
     if plan.zero == 0:
         return width * (sum(blocks) + around) if width < 4 else 0
-    if shards_are_pushed(settings):
+    if is_pushed(settings):
         return _shared(blocks, around, settings)
     in_blocks = sum(blocks)
     if plan.reshards:
@@ -158,5 +159,5 @@ def _shared(blocks: list[int], around: int, settings: Settings) -> int:
     plan, width = settings.plan, settings.dtype.itemsize
     places = min(PLACES, len(blocks)) if plan.reshards else len(blocks)  # which blocks use in turn
     in_blocks = sum(max(blocks[place::places]) for place in range(places))
-    largest = max([*blocks, around]) // plan.shard * settings.scattered_dtype.itemsize
+    largest = max([*blocks, around]) // plan.shard * choose_sums(settings).pushed_dtype.itemsize
     return width * (in_blocks + around) + CopyScatter.bytes(largest, plan.shard)

@@ -3,8 +3,9 @@
 import math
 
 from dtgpt.config.execution import Settings
+from dtgpt.parallel.transport import GPUS_OF_HOST
 from dtgpt.planning.gpus import Rates
-from dtgpt.planning.parameters import GPUS_OF_HOST, LocalParameter
+from dtgpt.planning.parameters import LocalParameter
 from dtgpt.planning.traffic import MATRICES_TRAVEL, Collective
 from dtgpt.planning.work import START
 

@@ -3,21 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtgpt.comm.scatter import CopyScatter
-from dtgpt.config.execution import Settings
 from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
+from dtgpt.parallel.gradients import is_pushed
 from dtgpt.planning import zero_bubble
 from dtgpt.planning.activations import block_activations, block_work, residual_bytes, whole_bytes
 from dtgpt.planning.held import Held, Moment, columns_of_logits, rows_of_logits
-from dtgpt.planning.parameters import (
-    GPUS_OF_HOST,
-    WIDTH_OF_SUMS,
-    by_block,
-    bytes_to_sum,
-    gradient_width,
-    shards_are_pushed,
-)
 
 
 def moments(held: Held) -> Iterator[Moment]:
@@ -75,41 +66,34 @@ class _Blocks:
 
 def _of_ends(held: Held) -> float:
     """Return the bytes of gradients that are not yet there before those of the embedding are made."""
-    settings = held.settings
-    if settings.sums_gradients or settings.reduce == "exact" or settings.micro_batches > 1:
+    if held.sums.kept or held.settings.micro_batches > 1:
         return 0
-    cut = settings.cuts_each_gradient
-    return gradient_width(settings) * sum((p.local if cut else p.by_tp) for p in held.trained if p.block is None)
+    return held.sums.bytes_of([p for p in held.trained if p.block is None])
 
 
 def _scattered(held: Held, block: int) -> tuple[float, float]:
     """Return the bytes of the gradients of a block as `fully_shard` sends them, which stay until it sends those of the
     next one, and of those that it makes of them in a rank's only micro-batch."""
-    settings, plan = held.settings, held.settings.plan
-    if not plan.zero or plan.pp > 1 or settings.freezes_weights or settings.reduce == "exact":
+    sums = held.sums
+    if not sums.scatters or held.settings.plan.pp > 1 or held.settings.freezes_weights:
         return 0, 0
     own = [p for p in held.trained if p.block == block]
-    made = gradient_width(settings) * sum(p.local for p in own) if settings.micro_batches == 1 else 0
-    return _scattered_width(settings) * sum(p.by_tp for p in own), made
-
-
-def _scattered_width(settings: Settings) -> int:
-    """Return the bytes of an element of the gradients that `fully_shard` sends."""
-    return settings.scattered_dtype.itemsize if shards_are_pushed(settings) else 4
+    made = sums.width * sum(p.local for p in own) if held.settings.micro_batches == 1 else 0
+    return sums.scattered_width * sum(p.by_tp for p in own), made
 
 
 def _gradients_at_start(held: Held) -> float:
     """Return the bytes of gradients while most activations are kept: of micro-batches before, or of buckets that are
     always there."""
     settings, plan = held.settings, held.settings.plan
-    if settings.sums_gradients or settings.reduce == "exact":
+    if held.sums.kept:
         return held.gradients
     if held.passes >= settings.micro_batches:
         return 0
     if not plan.zero or plan.pp > 1:
         return held.gradients
     left = held.around if plan.zero >= 2 else 0  # elements that were scattered last, until the next are
-    return held.gradients + _scattered_width(settings) * left
+    return held.gradients + held.sums.scattered_width * left
 
 
 def _head_work(held: Held) -> float:
@@ -142,14 +126,14 @@ def _end_of_backward(held: Held) -> Moment:
             work += width * (plan.tp + 1) * tables[0].by_tp
     if plan.zero and plan.pp == 1:
         whole = making = width * held.around
-        if settings.reduce == "fast":  # while sums are made, torch's `foreach_reduce` still holds the last gradient
+        if held.sums.scatters:  # while sums are made, torch's `foreach_reduce` still holds the last gradient
             ends = [p for p in held.trained if p.block is None]
-            local = gradient_width(settings) * sum(p.local for p in ends)
+            local = held.sums.width * sum(p.local for p in ends)
             making = max(whole, local + width * ends[-1].by_tp)
-            if settings.cuts_each_gradient and settings.micro_batches == 1:
+            if held.sums.cuts and settings.micro_batches == 1:
                 full -= local
-        work = max(work + whole, _scattered_width(settings) * held.around + making)
-    elif settings.sums_gradients or settings.reduce == "exact":
+        work = max(work + whole, held.sums.scattered_width * held.around + making)
+    elif held.sums.kept:
         work += width * held.around
     return Moment(full, _gathered_at_end(held), 0, work + sent)
 
@@ -158,7 +142,7 @@ def _gathered_at_end(held: Held) -> int:
     """Return the bytes of weights that matmuls read at the end of backward: `fully_shard` has freed those that it
     gathered into memory of its own by then."""
     settings, plan = held.settings, held.settings.plan
-    frees = plan.zero and plan.pp == 1 and not shards_are_pushed(settings) and not settings.freezes_weights
+    frees = plan.zero and plan.pp == 1 and not is_pushed(settings) and not settings.freezes_weights
     return 0 if frees else held.gathered
 
 
@@ -174,14 +158,4 @@ def _update_bytes(held: Held) -> int:
 def _sent_at_once(held: Held) -> int:
     """Return the bytes of what ranks send for exact sums, beside their buckets, and receive: of a block or the rest of
     a stage."""
-    settings, plan = held.settings, held.settings.plan
-    if settings.reduce == "fast" or plan.data_ranks == 1:
-        return 0
-    largest = max([*by_block(held.trained), held.around])
-    if not (settings.cuts_each_gradient or settings.rounds_sums):
-        return largest * WIDTH_OF_SUMS if plan.zero else 0
-    ends = sum(bytes_to_sum(p, settings) for p in held.trained if p.block is None)
-    sent = max(largest * settings.dtype.itemsize, ends)
-    copied = plan.data_ranks * plan.tp <= GPUS_OF_HOST
-    arriving = CopyScatter.bytes(sent // plan.data_ranks, plan.data_ranks) if copied else sent
-    return arriving + (sent if plan.zero else 0)
+    return held.sums.bytes_at_once(held.trained)

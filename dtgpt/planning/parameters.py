@@ -13,14 +13,12 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
+from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import Partition, Table, VocabularyShard, make_table, style_of
 from dtgpt.planning.allocator import padding
 from dtgpt.posttrain.lora.adapters import names_of, shapes_of
 from dtgpt.posttrain.lora.config import LoraConfig
-
-WIDTH_OF_SUMS = 8  # bytes of a number in fixed point
-GPUS_OF_HOST = 8  # that reach each other's memory
 
 
 class LocalParameter(NamedTuple):
@@ -147,13 +145,6 @@ def tp_dimension(kind: str, role: Role | None, style: ParallelStyle | None) -> i
     return None
 
 
-def gradient_width(settings: Settings) -> int:
-    """Return the bytes of an element of the gradient that the optimizer gets: as narrow as the weights where replicas
-    sent it so, and where a single micro-batch made it."""
-    narrow = settings.low_precision and (settings.plan.data_ranks > 1 or settings.micro_batches == 1)
-    return settings.dtype.itemsize if narrow else 4
-
-
 def by_block(held: list[LocalParameter]) -> list[int]:
     """Return the elements of each block of a rank, as it computes with them."""
     sizes: dict[int, int] = {}
@@ -179,45 +170,6 @@ def optimizer_bytes(held: list[LocalParameter], settings: Settings) -> int:
     return 0 if optimizer is None else sum(optimizer.state_bytes(p.shape, p.role) * p.local for p in held)
 
 
-def gradient_bytes(held: list[LocalParameter], settings: Settings) -> int:
-    """Return the bytes of gradients on a rank."""
-    if settings.rounds_sums:
-        return sum(4 * p.local + (0 if settings.plan.zero else bytes_to_sum(p, settings)) for p in held)
-    if settings.reduce == "exact":
-        return sum(4 * p.local + _sum_bytes(p, settings) for p in held)
-    plan, several = settings.plan, settings.micro_batches > 1
-    if plan.data_ranks > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
-        copied = settings.device.type == "cuda" and plan.data_ranks * plan.tp <= GPUS_OF_HOST
-        received = 1 - copied / plan.data_ranks  # copy engines do not bring a rank what it has itself
-        width = (1 + received) * settings.dtype.itemsize + (4 if several else 0)
-        return round(width * sum(p.by_tp for p in held))
-    if plan.splits_backward and settings.sums_gradients:  # those of all passes on the parameters, and the buckets
-        return sum(2 * gradient_width(settings) * p.by_tp for p in held)
-    cut = settings.cuts_each_gradient
-    return sum(gradient_width(settings) * (p.local if cut else p.by_tp) for p in held)
-
-
-def bytes_to_sum(p: LocalParameter, settings: Settings) -> int:
-    """Return the bytes of the gradients of a parameter that travel to be summed exactly: of a tied table those of both
-    uses, which one stage has."""
-    uses = 2 if settings.model.tied and p.role is Role.VOCABULARY else 1
-    return uses * gradient_width(settings) * p.by_tp
-
-
-def _sum_bytes(p: LocalParameter, settings: Settings) -> int:
-    """Return the bytes of a parameter's sum in fixed point: of all that a rank computes with, where several
-    micro-batches are summed before they are sent, and under ZeRO of the rank's part."""
-    whole = 0 if settings.cuts_each_gradient else p.by_tp
-    return WIDTH_OF_SUMS * (whole + (p.local if settings.plan.shard > 1 else 0))
-
-
-def shards_are_pushed(settings: Settings) -> bool:
-    """Return whether copy engines gather and scatter what ZeRO cuts: where the ranks that do so are of one host, as far
-    as its usual number of GPUs tells."""
-    plan = settings.plan
-    return not settings.freezes_weights and plan.shard > 1 and plan.shard * plan.tp <= GPUS_OF_HOST
-
-
 def frozen_bytes(settings: Settings, rank: int) -> int:
     """Return the bytes that `rank` keeps of weights which are not trained."""
     if not settings.freezes_weights:
@@ -230,4 +182,4 @@ def state_bytes(settings: Settings, rank: int) -> int:
     held = trained_on(settings, rank)
     copies = settings.dtype.itemsize if settings.low_precision else 0
     weights = frozen_bytes(settings, rank) + sum(4 * p.local + copies * p.by_tp for p in held)
-    return weights + optimizer_bytes(held, settings) + gradient_bytes(held, settings)
+    return weights + optimizer_bytes(held, settings) + choose_sums(settings).bytes_of(held)

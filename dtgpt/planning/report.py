@@ -2,6 +2,7 @@
 
 from dtgpt.config.execution import Settings
 from dtgpt.parallel.stages import block_ranges
+from dtgpt.parallel.transport import GPUS_OF_HOST
 from dtgpt.planning.fit import (
     fits_into,
     largest_micro_batch,
@@ -12,7 +13,7 @@ from dtgpt.planning.fit import (
 )
 from dtgpt.planning.gpus import GIB, Gpu
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
-from dtgpt.planning.parameters import GPUS_OF_HOST, parameters_of
+from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.step_time import StepTime, left_out, step_time
 from dtgpt.planning.traffic import bubble, collectives_of
 from dtgpt.util.console import byte_size, counted, hanging, parameters, short_duration

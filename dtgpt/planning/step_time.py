@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.inventory import inventory
+from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.gpus import Rates
 from dtgpt.planning.message_time import over_replicas, seconds_over
-from dtgpt.planning.parameters import LocalParameter, blocks_again, gradient_width, trained_on
+from dtgpt.planning.parameters import LocalParameter, blocks_again, trained_on
 from dtgpt.planning.traffic import collectives_of
 from dtgpt.planning.work import START, Operations, Passes, Work
 
@@ -85,7 +86,7 @@ def update_time(settings: Settings, rates: Rates, trained: list[LocalParameter])
     if optimizer is None:
         return 0.0
     copies = settings.dtype.itemsize if settings.low_precision else 0
-    width = gradient_width(settings)
+    width = choose_sums(settings).width
     moved = sum(p.local * (2 * optimizer.state_bytes(p.shape, p.role) + 8 + copies + 2 * width) for p in trained)
     flops = sum(optimizer.whole_flops(p.shape, p.role) for p in trained) / settings.plan.ranks_of_stage
     return 4 * START + moved / rates.memory + flops / (WHOLE_REACHES * rates.products)

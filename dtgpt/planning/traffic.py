@@ -1,7 +1,6 @@
 """The messages between the ranks of a plan in one optimizer step, and the idle time of a pipeline."""
 
 import math
-from dataclasses import dataclass
 
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -11,33 +10,18 @@ from dtgpt.config.plan import Plan
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.gradients import Collective, choose_sums
 from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise, SequencePart, SequenceRowwise, degrees_of_heads
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import (
-    WIDTH_OF_SUMS,
     LocalParameter,
     blocks_again,
     blocks_of_rank,
-    bytes_to_sum,
-    gradient_width,
     parameters_of,
-    shards_are_pushed,
     trained_on,
 )
 
-EXACT = "64-bit integers"
 MATRICES_TRAVEL = "matrices to the ranks that update them, and back"
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One kind of message of one rank in a step."""
-
-    kind: str  # all-gather, reduce-scatter, all-reduce, send
-    over: str  # the ranks that take part: dp (with cp where both hold the same weights), cp, tp, pp
-    what: str
-    count: int
-    bytes: int  # of all `count` together: of the whole tensor that is gathered, reduced or sent
 
 
 def sent_bytes(settings: Settings, rank: int) -> dict[str, float]:
@@ -126,9 +110,10 @@ def _over_tp(
         size = 4 * sum(p.local for p in partial)
         return [*found, Collective("all-reduce", "tp", "gradients of adapters, fp32", bool(partial), size)]
     partial = [p for p in held if _sums_over_tp(p)]
-    width, words = (WIDTH_OF_SUMS, EXACT) if settings.reduce == "exact" else (4, "fp32")
-    size = width * sum(p.local for p in partial)
-    return [*found, Collective("all-reduce", "tp", f"gradients of {_kinds(partial)}, {words}", bool(partial), size)]
+    sums = choose_sums(settings)
+    size = sums.total.itemsize * sum(p.local for p in partial)
+    words = f"gradients of {_kinds(partial)}, {sums.words}"
+    return [*found, Collective("all-reduce", "tp", words, bool(partial), size)]
 
 
 def _repeated(settings: Settings) -> set[int]:
@@ -172,44 +157,14 @@ def _over_dp(
     ends = sum(stage in (0, plan.num_stages - 1) for stage in place.stages)
     ends = 0 if settings.freezes_weights and plan.zero == 0 else ends  # where nothing is trained
     groups = blocks + ends  # each block, and the rest of a stage
-    whole, width = sum(p.by_tp for p in trained), settings.dtype.itemsize
+    sums = choose_sums(settings).messages(trained, groups)
+    if plan.zero == 0:
+        return sums
     gathered = [*held, *trained] if settings.freezes_weights else held
     in_blocks = sum(p.by_tp for p in gathered if p.block is not None)
-    exact = settings.reduce == "exact"
-    to_sum = sum(bytes_to_sum(p, settings) for p in trained)
-    if plan.zero == 0 and settings.rounds_sums:
-        return [
-            Collective("all-to-all", "dp", "gradients, pieces to sum", groups, to_sum),
-            Collective("all-gather", "dp", "gradients, the sums in fp32", groups, 4 * whole),
-        ]
-    if plan.zero == 0 and exact:
-        return [Collective("all-reduce", "dp", f"gradients, {EXACT}", groups, WIDTH_OF_SUMS * whole)]
-    if plan.zero == 0 and not settings.low_precision:
-        return [Collective("all-reduce", "dp", "gradients, fp32", groups, 4 * whole)]
-    if plan.zero == 0:
-        return [
-            Collective("all-to-all", "dp", "gradients, pieces to sum", groups, width * whole),
-            Collective("all-gather", "dp", "gradients, the sums", groups, width * whole),
-        ]
     once, again = (passes, passes) if plan.reshards else (1, 0)  # again: blocks, in backward
-    reductions = passes if plan.zero >= 2 and plan.pp == 1 else 1
-    scattered = settings.scattered_dtype.itemsize if shards_are_pushed(settings) else 4
-    words = "gradients, fp32" if scattered == 4 else "gradients, summed in fp32"
-    sums = Collective("reduce-scatter", "dp", words, groups * reductions, scattered * whole * reductions)
-    if exact and settings.cuts_each_gradient:
-        sums = Collective("all-to-all", "dp", "gradients, pieces to sum", groups * passes, to_sum * passes)
-    elif exact:
-        sums = Collective("reduce-scatter", "dp", f"gradients, {EXACT}", groups, WIDTH_OF_SUMS * whole)
-    return [
-        Collective(
-            "all-gather",
-            "dp",
-            "weights",
-            groups * once + blocks * again,
-            width * (sum(p.by_tp for p in gathered) * once + in_blocks * again),
-        ),
-        sums,
-    ]
+    size = settings.dtype.itemsize * (sum(p.by_tp for p in gathered) * once + in_blocks * again)
+    return [Collective("all-gather", "dp", "weights", groups * once + blocks * again, size), *sums]
 
 
 def _of_optimizer(settings: Settings, held: list[LocalParameter]) -> list[Collective]:
@@ -234,8 +189,7 @@ def _over_pp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     found = [Collective("send", "pp", "activations and gradients", sends, round(sends * residual_bytes(settings)))]
     tables = [p for p in held if config.tied and p.role in (Role.VOCABULARY, Role.OUTPUT)]
     if plan.stage_rank(plan.num_stages - 1) != 0 and tables:
-        width = WIDTH_OF_SUMS if settings.reduce == "exact" else gradient_width(settings)
-        size = width * tables[0].local
+        size = choose_sums(settings).total_width * tables[0].local
         found.append(Collective("all-reduce", "pp", "gradient of the tied table", 1, size))
     return found
 

@@ -9,7 +9,6 @@ from dtgpt.models.roles import MATRICES, Role
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.activations import block_activations, block_work, residual_bytes, split_sizes
 from dtgpt.planning.held import Held, Moment, columns_of_logits, rows_of_logits
-from dtgpt.planning.parameters import gradient_width
 from dtgpt.util.torch_private import zero_bubble_order
 
 TABLES = (Role.VOCABULARY, Role.POSITIONS)
@@ -47,7 +46,7 @@ def moments(held: Held) -> Iterator[Moment]:
             kept += passes * (stage.forward - stage.casts) + halves * stage.after
             casts += passes * stage.casts
         made = sum(stage.gradients for stage, there in zip(stages, state.made, strict=True) if there)
-        gradients = held.gradients if settings.sums_gradients or settings.reduce == "exact" else made
+        gradients = held.gradients if held.sums.kept else made
         work = {"F": 0.0, "I": now.after, "W": now.during}[state.kind]
         yield Moment(gradients, casts, kept, work)
 
@@ -80,7 +79,7 @@ def _stage(held: Held, stage: int) -> _Stage:
     matrices = sum(p.by_tp for p in own if p.role in MATRICES)
     casts = width * matrices if width < 4 and not settings.repeats_blocks else 0
     kept = sum(block_activations(settings, block) for block in blocks)
-    gradients = gradient_width(settings) * sum(p.by_tp for p in own)
+    gradients = held.sums.width * sum(p.by_tp for p in own)
     if first:  # its two halves are one, for weights
         during = residual_bytes(settings) + max((block_work(settings, block) for block in blocks), default=0.0)
         return _Stage(kept + casts, casts, 0, during, gradients)

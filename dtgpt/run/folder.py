@@ -7,23 +7,18 @@ runs/gpt2_tiny-001/
 import os
 import re
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.manifest import STATE, as_tuple, list_checkpoints
-from dtgpt.config.overrides import leaves, value_text
-from dtgpt.config.recipe import Recipe
+from dtgpt.checkpoint.manifest import STATE, list_checkpoints
+from dtgpt.config.overrides import leaves
 from dtgpt.util.console import say
-from dtgpt.util.errors import UserError, did_you_mean, remedy, shown_name
-from dtgpt.util.storage import FileLock, Held, read_json, remove_leftovers
+from dtgpt.util.errors import UserError, did_you_mean, remedy
+from dtgpt.util.storage import FileLock, Held, remove_leftovers
 
-ABSENT = object()
 EXAMPLE = "give a run folder such as runs/gpt2_tiny-001"
 LOOK = 1.0  # s between two looks at whether the folder is still there
-LARGEST_RECIPE = 1 << 20  # bytes of a recipe.json
-OF_ONE_START = ("resume", "runs", "init_from", "exit_after", "exit_interval")  # fields that a resume does not keep
 AUTO = "auto"  # as --resume: the newest run of the recipe's name
 
 
@@ -132,8 +127,8 @@ class RunLock(ExitStack):
         self._lock: FileLock | None = None
         self._next, self._lost = 0.0, False  # when to look again, and what was seen
 
-    def take(self, folder: Path) -> None:
-        """Lock `folder`. Raise UserError where another process has it."""
+    def take(self, folder: Path) -> Path:
+        """Lock `folder`, and return it. Raise UserError where another process has it."""
         lock = FileLock(folder / "lock")
         try:
             self._lock = self.enter_context(lock)
@@ -153,6 +148,7 @@ class RunLock(ExitStack):
         else:
             for written in (folder, folder / "samples", folder / "checkpoints"):
                 remove_leftovers(written)
+        return folder
 
     def lost(self, at_once: bool = False) -> bool:
         """Return whether the folder was moved, removed or replaced. Looks once a second, unless `at_once`."""
@@ -162,56 +158,6 @@ class RunLock(ExitStack):
         return self._lost
 
 
-def read_recipe(folder: Path) -> dict[str, Any]:
-    """Return what the run's recipe.json says, unchecked, with the "on" and "off" that older versions wrote for fields
-    that are bools now. Raises UserError if it cannot be read."""
-    path, advice = folder / "recipe.json", f'write into it what the newest checkpoint\'s {STATE} has under "recipe"'
-    saved = read_json(path, advice, LARGEST_RECIPE)
-    if not isinstance(saved, dict):
-        raise UserError(f"{path} holds no JSON object; {advice}")
-    for name in (name for name, type_, *_ in leaves(Recipe) if type_ is bool):
-        section, _, key = name.rpartition(".")
-        values = saved.get(section)
-        if isinstance(values, dict) and values.get(key) in ("on", "off"):
-            values[key] = values[key] == "on"
-    return saved
-
-
-def saved_value(saved: dict[str, Any], name: str) -> Any:
-    """Return the value of a dotted field name in what `read_recipe` returned, ABSENT where there is none."""
-    value: Any = saved
-    for part in name.split("."):
-        value = value.get(part, ABSENT) if isinstance(value, dict) else ABSENT
-    return value
-
-
 def values_of(recipe: Any) -> dict[str, Any]:
     """Return the value of every field, by dotted name."""
     return {name: value for name, _, _, value in leaves(recipe)}
-
-
-def changes_since(folder: Path, values: Mapping[str, Any]) -> list[str]:
-    """Return what differs between the saved recipe of a run and `values`, those with which it resumes, as `steps: 10 ->
-    20`. A recipe.json that cannot be read differs in nothing."""
-    try:
-        saved = read_recipe(folder)
-    except UserError:
-        return []
-    changes = []
-    for name, value in values.items():
-        before = as_tuple(saved_value(saved, name))
-        if name == "optimizer.decay_steps" and before is None and not saved_value(saved, "optimizer.decay_samples"):
-            before = saved_value(saved, "steps")
-        if before not in (value, ABSENT) and name not in OF_ONE_START:  # an older run lacks newer fields
-            changes.append(f"{name}: {shown_name(value_text(before))} -> {value_text(value)}")
-    return changes + _note_on_min_lr(saved, values)
-
-
-def _note_on_min_lr(saved: dict[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """Return what to do where the run goes on with a lower learning rate, but with the same one at the end."""
-    before, former_least = saved_value(saved, "optimizer.lr"), saved_value(saved, "optimizer.min_lr")
-    rate, least = values.get("optimizer.lr", 0.0), values.get("optimizer.min_lr", 0.0)
-    if type(before) is not float or rate >= before or not least or least != former_least:
-        return []
-    scaled = f"{least * rate / before:.3g}"
-    return [f"optimizer.min_lr stays {least:g}; to lower it like optimizer.lr, give --optimizer.min_lr {scaled}"]

@@ -21,11 +21,11 @@ from dtgpt.config.execution import Settings
 from dtgpt.data.dataset import Dataset
 from dtgpt.parallel.launch import code_digests
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.run.folder import read_recipe
+from dtgpt.run.saved_recipe import read_recipe
 from dtgpt.run.sinks import has_step
-from dtgpt.util.environment import environment
 from dtgpt.util.errors import UserError
-from dtgpt.util.process import Process
+from dtgpt.util.hardware import environment
+from dtgpt.util.peers import Process
 from dtgpt.util.storage import atomic_file, parse_json, read_regular, write_json
 
 STARTS = "starts.jsonl"

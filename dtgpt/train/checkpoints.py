@@ -2,19 +2,25 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.load import load_training
+from dtgpt.checkpoint.export import describe_model
+from dtgpt.checkpoint.load import check_same_model, load_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.checkpoint.state import describe
-from dtgpt.config.batch_size import BatchSizes
+from dtgpt.checkpoint.open import open_source
 from dtgpt.config.execution import Settings
+from dtgpt.config.schedule import BatchSizes
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
+from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.optim.step_state import entries_of
 from dtgpt.run.starts import describe_run
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
+from dtgpt.util.console import say
 
 
 class Base(ABC):
@@ -41,13 +47,30 @@ def bases() -> list[Base]:
     return seams.listed("bases")
 
 
+def place_of_frozen(checkpoint: Checkpoint, init_from: str | None) -> Path | None:
+    """Return where the weights are that a run freezes, which goes on with a checkpoint. init_from: of its recipe."""
+    return next((base.place(checkpoint, init_from) for base in bases()), None)
+
+
 def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
     """Return what `state.json` says of the steps that are done. `recipe`: its fields."""
-    samples = trainer.samples_before(trainer.step)
-    state = describe(recipe, trainer.settings, trainer.schedule, trainer.step, samples)
-    state |= trainer.bases
-    state |= trainer.objective.state(trainer.step)
-    return state | {"data_digest": trainer.dataset.digest, **trainer.optimizer.state(), **entries_of(trainer.states)}
+    settings, samples, root = trainer.settings, trainer.samples_before(trainer.step), root_key(recipe["seed"])
+    return {
+        "step": trainer.step,
+        "consumed_samples": samples,
+        "tokens": samples * settings.seq_length,
+        "schedule": trainer.schedule.described(),
+        "keys": {"seed": recipe["seed"], **{name: fold(root, name).tolist() for name in KEYS}},
+        "plan": settings.plan.name,
+        "world": settings.plan.world,
+        "recipe": recipe,
+        **describe_model(settings.model),
+        **trainer.bases,
+        **trainer.objective.state(trainer.step),
+        "data_digest": trainer.dataset.digest,
+        **trainer.optimizer.state(),
+        **entries_of(trainer.states),
+    }
 
 
 def begin_run(run: Path, trainer: Trainer, recipe: dict[str, Any]) -> None:
@@ -70,3 +93,40 @@ def restore(checkpoint: Checkpoint, trainer: Trainer, sizes: Callable[[int, int]
             base.check(checkpoint, trainer.bases.get(base.entry))
     load_training(checkpoint, trainer.shards, trainer.optimizer.rule)
     trainer.restore(state, sizes(state["step"], state["consumed_samples"]))
+
+
+def load_initial_weights(path: Path, trainer: Trainer) -> None:
+    """Fill the shards of a new run with the weights at `path`, of another run or of another library. Raises UserError
+    where it holds another model."""
+    config = trainer.settings.model
+    source = open_source(path, trainer.mesh, own=type(config))
+    held = source.config
+    if config.seq_length < held.seq_length and held.learns_positions:
+        say(f"{path} has {held.seq_length} positions, of which this run takes the first {config.seq_length}")
+        held = replace(held, seq_length=config.seq_length)
+    elif not held.learns_positions:
+        if config.seq_length > held.seq_length:
+            say(f"{path} has {held.seq_length} positions; those up to {config.seq_length} are new to it", warning=True)
+        held = replace(held, seq_length=config.seq_length)
+    if type(held) is type(config):  # else the check says so
+        held = _continued(path, held, config)
+    check_same_model(path, held, config)
+    for note in source.notes:
+        say(note, warning=True)
+    frozen = trainer.shards.frozen
+    load_weights(source, frozen or trainer.shards)
+    if frozen is not None:
+        said = {base.entry: partial(base.describe, trainer.settings, path, source) for base in bases()}
+        trainer.bases = {name: trainer.mesh.on_rank_0(describe) for name, describe in said.items()}
+
+
+def _continued(path: Path, held: ModelConfig, config: ModelConfig) -> ModelConfig:
+    """Return the model at `path` with those values of the run's that are asked for in spite of its own, and say so."""
+    changed = [name for name in sorted(config.continued) if getattr(held, name) != getattr(config, name)]
+    if changed:
+        values = ", ".join(f"model.{name} {getattr(held, name)} -> {getattr(config, name)}" for name in changed)
+        say(f"the weights of {path} go on with other positions: {values}")
+    return replace(held, **{name: getattr(config, name) for name in changed})
+
+
+KEYS = ("weights", "data", "dropout", "sample")

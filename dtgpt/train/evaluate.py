@@ -7,7 +7,6 @@ from torch import Tensor
 
 from dtgpt.data.dataset import PART_NAMES, Part, bits_per_byte
 from dtgpt.models.batch import Batch
-from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import counted, say
@@ -29,8 +28,9 @@ def held_out_loss(
             return None
         # Each replica takes a batch; one without a batch repeats another, uncounted, to keep in step.
         turn = first + mesh.place.dp
-        whole = to_batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
-        batch = slice_of(whole, mesh.place)
+        batch = to_batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
+        if mesh.plan.cp > 1:
+            batch = batch.slice(mesh.place.cp, mesh.plan.cp)
         loss = engine.mean_loss(batch)
         if loss is not None and turn < len(batches):
             assert batch.targets is not None

@@ -15,15 +15,21 @@ from typing import Any
 
 from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
+from dtgpt.checkpoint.open import keep_of_model
 from dtgpt.checkpoint.save import Saver
+from dtgpt.checkpoint.tokenizer import check_tokenizer
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig
-from dtgpt.run.folder import AUTO, RunLock, check_runs, values_of, why_new_run
+from dtgpt.run.folder import AUTO, RunLock, check_runs, create_run, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
+from dtgpt.run.saved_recipe import continue_run
 from dtgpt.run.signals import StopRequest
-from dtgpt.train import startup
 from dtgpt.train.checkpoints import restore
-from dtgpt.train.ending import (
+from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
+from dtgpt.train.objective import StepFailed
+from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Progress, Samples, is_due
+from dtgpt.train.saving import (
+    Saving,
     folder_lost,
     is_over,
     left_to_do,
@@ -32,19 +38,12 @@ from dtgpt.train.ending import (
     tell_other_end,
     to_make_up,
 )
-from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
-from dtgpt.train.job import Job, find_resume_point, make_job
-from dtgpt.train.objective import StepFailed
-from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, is_due
-from dtgpt.train.processes import Group, join, run_watched, wait_for_others
-from dtgpt.train.progress import Progress
-from dtgpt.train.samples import Samples
-from dtgpt.train.saving import Saving
+from dtgpt.train.setup import Setup
+from dtgpt.train.start import Job, find_resume_point, make_job
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError
-from dtgpt.util.peers import Watch, peers
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process, Watch, peers
 
 
 def train(recipe: Recipe) -> int:
@@ -60,15 +59,16 @@ def run(job: Job) -> int:
     or the machine raises UserError before a run folder is made or changed.
     """
     stop = StopRequest(job.recipe.exit_after)  # the time counts from here, reading of data included
-    if Process.from_environment().rank >= job.choice.plan.world:
-        return wait_for_others(job, stop)
+    setup = Setup(job)
+    if setup.is_left_over:
+        return setup.wait_for_others(stop)
     with ExitStack() as stack:
-        group = join(job, stack)
-        return run_watched(group, stop, lambda: _train(job, group, stop))
+        setup.join(stack)
+        return setup.tell_end(stop, lambda: _train(setup, stop))
 
 
-def _train(job: Job, group: Group, stop: StopRequest) -> int:
-    recipe, mesh, resume = job.recipe, group.mesh, job.resume
+def _train(setup: Setup, stop: StopRequest) -> int:
+    recipe, mesh, resume = setup.recipe, setup.mesh, setup.resume
     with ExitStack() as stack:
         lock = stack.enter_context(RunLock())
         former, checkpoint = resume.run, None
@@ -85,9 +85,9 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             if recipe.resume == AUTO:
                 say(why_new_run(Path(recipe.runs), recipe.name))
 
-        dataset = startup.read_on_every_node(lambda: startup.read_dataset(recipe), mesh, group.process)
+        dataset = setup.read_dataset()
         steps, length, left = recipe.num_steps, recipe.sample_length, list[str]()
-        observers = [*observers_of_core(recipe.log, steps), *group.observers]
+        observers = [*observers_of_core(recipe.log, steps), *setup.observers]
         if former and checkpoint:
             done = checkpoint.state["step"]
             left = mesh.on_rank_0(lambda: left_to_do(former, done, steps, length, observers, dataset))
@@ -95,22 +95,24 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
                 return 0
 
         stack.enter_context(stop)
-        trainer = startup.make_trainer(job, group, dataset, checkpoint)
-        loop = Loop(recipe, trainer, lock, stop, observers, group.watch)
+        trainer = setup.make_trainer(dataset, checkpoint)
+        loop = Loop(recipe, trainer, lock, stop, observers, setup.watch)
         if checkpoint:
             loop.resume(checkpoint)
         elif resume.foreign:
-            startup.take_over(resume.foreign, trainer, recipe.batch_sizes)
+            resume.foreign.hand_over(trainer, recipe.batch_sizes)
         if not trainer.objective.prepare(trainer.step, former, loop.interrupted) or loop.interrupted():
             return loop.stopped("before the first step")
 
         if former is None:
-            begun = recipe.runs, recipe.name, lock, recipe.init_from, dataset.tokenizer, type(recipe.model)
-            folder = mesh.on_rank_0(lambda: startup.new_run(*begun))
+            folder = mesh.on_rank_0(lambda: lock.take(create_run(Path(recipe.runs), recipe.name)))
+            if (begin := recipe.init_from) is not None:
+                own = type(recipe.model)
+                mesh.on_rank_0(lambda: keep_of_model(Path(begin), own, dataset.tokenizer, folder))
             mesh.on_rank_0(lambda: trainer.objective.save(folder))
             return loop.run_to_end(folder, left)
         values = values_of(recipe.resolved())
-        mesh.on_rank_0(lambda: startup.continue_run(former, values, trainer.step))
+        mesh.on_rank_0(lambda: continue_run(former, values, trainer.step))
         return loop.run_to_end(former, left)
 
 
@@ -141,7 +143,7 @@ class Loop:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint of any plan."""
         run, trainer = checkpoint.folder.parents[1], self.trainer
-        startup.check_tokenizer(run, trainer.dataset.tokenizer)
+        check_tokenizer(run, trainer.dataset.tokenizer)
         restore(checkpoint, trainer, self.recipe.batch_sizes)
         if checkpoint.state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)

@@ -18,14 +18,11 @@ from torch import Tensor
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part, perplexity
-from dtgpt.data.document_masks import DocumentMasks
-from dtgpt.data.prefetch import Prefetcher
-from dtgpt.models.batch import Batch
+from dtgpt.data.dataset import PART_NAMES, Dataset, Part, Prefetcher, perplexity
+from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
-from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.evaluate import held_out_loss
@@ -157,8 +154,12 @@ class LanguageModel(Objective):
         super().__init__(given, dataset)
         data, root = given.data, root_key(given.seed)
         self.data_key, self.dropout_key = fold(root, "data"), fold(root, "dropout")
-        options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
-        self.masks = DocumentMasks(dataset.tokenizer.end_of_text, *options)
+        self.masks = DocumentMasks(
+            end_of_text=dataset.tokenizer.end_of_text,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
 
     def bind(self, parts: Parts) -> None:
         model, self.parts = parts.settings.model, parts
@@ -189,8 +190,9 @@ class LanguageModel(Objective):
     def make(self, windows: Tensor, sample_ids: Tensor, step_key: Tensor, *more: Tensor) -> tuple[Batch, Tensor | None]:
         """Return as `take` does, from what was read, on the device."""
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
-        whole = self.add(self.dataset.to_batch(windows, self.masks, keys), windows, sample_ids, *more)
-        batch = slice_of(whole, self.parts.mesh.place)
+        batch = self.add(self.dataset.to_batch(windows, self.masks, keys), windows, sample_ids, *more)
+        if (ranks := self.parts.mesh.plan.cp) > 1:
+            batch = batch.slice(self.parts.mesh.place.cp, ranks)
         if batch.loss_weights is None:
             return batch, None
         # The mean loss is that over the weights of the whole global batch, of which each rank has a part.

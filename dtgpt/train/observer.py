@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import PART_NAMES, Dataset, Part
-from dtgpt.run.report import NullReport, Report
+from dtgpt.run.report import NullReport, Report, sample_path
 from dtgpt.run.sinks import Begun, Sink
-from dtgpt.train.interval_loss import check_finite
+from dtgpt.train.interval_loss import IntervalLoss, check_finite
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
+from dtgpt.util.console import say
+from dtgpt.util.hardware import peak_memory
 
 
 class Turn(IntEnum):
@@ -92,8 +94,7 @@ def is_due(step: int, interval: int) -> bool:
 def observers_of(log: LogConfig, steps: int) -> list[Observer]:
     """Return those that capabilities bring, as far as a recipe of so many steps wants them. Raises UserError where one
     cannot do on this machine what it is asked for: a package or a file is missing."""
-    found = [observe(log, steps) for observe in seams.listed("observers")]
-    return [observer for observer in found if observer is not None]
+    return [observe(log, steps) for observe in seams.listed("observers", log)]
 
 
 class HeldOutLoss(Observer):
@@ -120,3 +121,69 @@ class HeldOutLoss(Observer):
         has_samples = next(past.dataset.held_out(self.part, past.sample_length, 1, 1), None) is not None
         name = f"{PART_NAMES[self.part]}_loss"
         return has_samples and all(record.get(name) is None for record in past.records)
+
+
+class Progress(Observer):
+    """Say how far the run is and how it does. The first step of a start has a line of its own: one sees that it runs,
+    and how large the loss is. It is recorded where it is the first of the run, so that a resume records no more."""
+
+    turn = Turn.REPORT
+
+    def __init__(self, log: LogConfig, steps: int, sample_length: int, interval: IntervalLoss):
+        self._every, self._steps, self._sample_length = log.interval, steps, sample_length
+        self._interval = interval
+        self._began = False
+        self._cautioned = False  # once in a start
+
+    def due(self, step: int) -> bool:
+        return self._is_recorded(step) or not self._began
+
+    def _is_recorded(self, step: int) -> bool:
+        return step == 1 or step == self._steps or is_due(step, self._every)
+
+    def act(self, after: AfterStep) -> None:
+        trainer, step, self._began = after.trainer, after.trainer.step, True
+        recorded = self._is_recorded(step)
+        metrics = {
+            **({} if after.mean_loss is None else {"loss": after.mean_loss}),
+            **({} if after.loss is None else {"step_loss": after.loss}),
+            "grad_norm": after.grad_norm,
+            "lr": trainer.optimizer.lr.item(),
+            "tokens": trainer.samples_before(step) * self._sample_length,
+            "memory_gib": trainer.mesh.max(peak_memory(trainer.mesh.device)),
+            "batch_size": trainer.sizes.at(step - 1),
+            **trainer.objective.figures(self._interval.totals()),
+            **trainer.optimizer.metrics(),
+            **trainer.times(),
+        }
+        after.report.step(step, metrics, recorded)
+        if not self._cautioned and (caution := trainer.objective.caution(metrics)):
+            say(caution, warning=True)
+            self._cautioned = True
+        if recorded and (texts := trainer.objective.examples()):
+            after.report.examples(step, texts)
+        # Before a checkpoint of this step, which keeps the interval, and after all that reads it.
+        if is_due(step, self._every):
+            self._interval.restart()
+
+
+class Samples(Observer):
+    """Generate texts, for people to read how far a model is, and keep them in the folder `samples`."""
+
+    turn, title = Turn.SAMPLE, "sample"
+
+    def __init__(self, log: LogConfig, steps: int):
+        self._log, self._steps = log, steps
+
+    def due(self, step: int) -> bool:
+        return step == self._steps or is_due(step, self._log.sample_interval)
+
+    def act(self, after: AfterStep) -> None:
+        from dtgpt.train.samples import generate_text  # a start does not import generation
+
+        if (text := generate_text(after.trainer, after.must_end)) is not None:
+            after.report.sample(after.trainer.step, text)
+
+    def left(self, past: Past) -> bool:
+        wanted = self._log.sample_tokens > 0 and past.dataset.tokenizer.spells
+        return wanted and not sample_path(past.run, past.step).is_file()

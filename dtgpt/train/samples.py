@@ -1,11 +1,11 @@
 """Texts that a run generates between its steps, with the stages that it trains."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
-from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import Beginning
 from dtgpt.inference.broadcast import broadcast_json
 from dtgpt.inference.engine import Engine
@@ -13,32 +13,10 @@ from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.run.report import sample_path
 from dtgpt.train.objective import never
-from dtgpt.train.observer import AfterStep, Observer, Past, Turn, is_due
 from dtgpt.train.trainer import Trainer
 
 SHOWN = 3  # beginnings that a sample goes on with
-
-
-class Samples(Observer):
-    """Generate texts, for people to read how far a model is, and keep them in the folder `samples`."""
-
-    turn, title = Turn.SAMPLE, "sample"
-
-    def __init__(self, log: LogConfig, steps: int):
-        self._log, self._steps = log, steps
-
-    def due(self, step: int) -> bool:
-        return step == self._steps or is_due(step, self._log.sample_interval)
-
-    def act(self, after: AfterStep) -> None:
-        if (text := generate_text(after.trainer, after.must_end)) is not None:
-            after.report.sample(after.trainer.step, text)
-
-    def left(self, past: Past) -> bool:
-        wanted = self._log.sample_tokens > 0 and past.dataset.tokenizer.spells
-        return wanted and not sample_path(past.run, past.step).is_file()
 
 
 def generate_text(trainer: Trainer, interrupted: Callable[[], bool] = never) -> str | None:
@@ -73,7 +51,8 @@ def _generate(trainer: Trainer, jobs: list[PromptJob], prompt: str | None, inter
     sequences. They end early when `interrupted` is true on rank 0."""
     mesh, settings, tokenizer = trainer.mesh, trainer.settings, trainer.dataset.tokenizer
     vocab_size = min(tokenizer.vocab_size, settings.model.vocab_size)
-    with torch.compiler.set_stance("force_eager"):  # single tokens would be compiled anew
+    # Single tokens would be compiled anew. Without a compiled block, nothing imports the compiler.
+    with torch.compiler.set_stance("force_eager") if settings.compile else nullcontext():
         engine = Engine(trainer.stages, mesh, settings.model, settings.dtype, slots=1, vocab_size=vocab_size)
         if mesh.rank:
             engine.follow()

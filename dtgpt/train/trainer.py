@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
+from dtgpt.config.schedule import BatchSizes
 from dtgpt.data.dataset import Part
 from dtgpt.models.batch import Batch
 from dtgpt.ops.random.philox import fold, root_key
-from dtgpt.optim.states import make_states
 from dtgpt.optim.step_state import StepState, restore_states
-from dtgpt.optim.update import Update
+from dtgpt.optim.update import Update, make_states
 from dtgpt.parallel.build import (
     build_stages,
     make_engine,

@@ -1,18 +1,28 @@
-"""Facts of the hardware: names, peak FLOP/s, memory, compilers."""
+"""Facts of this machine: devices, their peak FLOP/s and memory, compilers, the allocator of the C library, versions,
+and the source revision."""
 
+import ctypes
+import functools
 import importlib.util
 import os
+import platform
 import re
 import resource
 import shutil
+import socket
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import dtgpt
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
@@ -182,3 +192,81 @@ def peak_memory(device: torch.device) -> float:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy without waiting: through pinned memory where the device is CUDA."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of glibc's `mallopt`
+NEVER = -1
+LARGEST = 1 << 30  # bytes of a tensor whose memory is kept
+STEP = 1 << 26  # bytes by which the process grows
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Let glibc keep what tensors of up to LARGEST bytes free, for the tensors that follow. By its defaults it gives
+    their memory back to the system, and a training step has it mapped, cleared and faulted in again page by page. Does
+    nothing where the environment sets glibc's `MALLOC_` variables, or where the library is another one."""
+    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    set_option = ctypes.CDLL(None).mallopt
+    for option, value in ((MMAP_THRESHOLD, LARGEST), (TRIM_THRESHOLD, NEVER), (TOP_PAD, STEP)):
+        set_option(option, value)
+
+
+PACKAGES = (
+    "dtgpt", "torch", "numpy", "einops", "safetensors", "tensorboard", "tiktoken", "tokenizers", "triton", "wandb",
+)  # fmt: skip
+
+
+def package_versions() -> dict[str, str]:
+    """Return the version of each of `PACKAGES` that is installed."""
+    versions = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions | {"torch": torch.__version__}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return versions, device, source revision and command: what one needs to run the same again."""
+    return {
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": package_versions(),
+        "cuda": torch.version.cuda,
+        "device": device_name(device),
+        "git": git_revision(),
+    }
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment variables for a Python process that it starts, which imports this dtgpt: where
+    the package is in no folder of installed packages, its folder comes first in PYTHONPATH."""
+    folder = Path(__file__).resolve().parents[2]
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if folder.name not in ("site-packages", "dist-packages") and str(folder) not in path[:1]:
+        path.insert(0, str(folder))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)} if path else dict(os.environ)
+
+
+def describe_versions() -> str:
+    """Return one line: dtgpt with the revision of its checkout, torch, CUDA, Python."""
+    revision, cuda = git_revision(), torch.version.cuda
+    parts = [
+        f"dtgpt {dtgpt.__version__}" + (f" ({revision})" if revision else ""),
+        f"torch {torch.__version__}",
+        f"CUDA {cuda}" if cuda else "no CUDA",
+        f"Python {platform.python_version()}",
+    ]
+    return ", ".join(parts)
+
+
+def git_revision() -> str | None:
+    """Return the revision of the checkout that dtgpt runs from, "-dirty" where files differ; None outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

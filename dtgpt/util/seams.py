@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,20 @@ class CommandEntry(NamedTuple):
     usage: str = ""  # its lines in the list; none: it is for dtgpt itself
     place: int = 1000  # among the names of commands
     usage_place: int | None = None  # in the list, where it is another
+
+
+class When(NamedTuple):
+    """A part that is imported only where one of the `options` is on: a field of what the core asks with, by its dotted
+    name, or NAME=VALUE."""
+
+    part: str
+    options: tuple[str, ...]
+
+    def is_on(self, given: Any) -> bool:
+        """Return whether one of them is on in a recipe, or in the section whose fields they name."""
+        named = (option.partition("=") for option in self.options)
+        values = ((attrgetter(name)(given), value) for name, _, value in named)
+        return any(has == value if value else has not in OFF for has, value in values)
 
 
 class Explanations:
@@ -49,16 +64,22 @@ class Capability:
     # Where a section freezes weights: the modules of a stage that are trained, and their initial values.
     added_modules: tuple[str, ...] = ()
     initial_values: tuple[str, ...] = ()
+    build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
+    degrees: Mapping[str, str] = field(default_factory=dict)  # of plans: what brings it about, by its name
+    sums: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of gradients: a `parallel.gradients.Sums`, by a recipe's `reduce`
+    transports: tuple[str, ...] = ()  # a way between ranks: a `parallel.transport.Transport`
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
     objectives: Mapping[str, str] = field(
         default_factory=dict
     )  # what a run learns: its class, by the option that turns it on
-    step_states: tuple[str, ...] = ()  # what a step keeps for the next one: a function that makes it, or returns None
+    step_states: tuple[str | When, ...] = ()  # what a step keeps for the next one: what makes it, or returns None
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
     bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.checkpoints.Base`
-    observers: tuple[str, ...] = ()  # what happens between steps
+    observers: tuple[str | When, ...] = ()  # what happens between steps
     sources: tuple[str, ...] = ()  # weights of other libraries
     datasets: tuple[str, ...] = ()  # data that are no plain text
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
@@ -67,6 +88,7 @@ class Capability:
     explanations: tuple[str, ...] = ()  # `Explanations`
 
 
+OFF = (None, False, 0, "", "off")
 _modules: tuple[str, ...] = ()
 
 
@@ -94,6 +116,9 @@ def added(seam: str) -> dict[str, Any]:
     return {name: part for capability in capabilities() for name, part in getattr(capability, seam).items()}
 
 
-def listed(seam: str) -> list[Any]:
-    """Return the objects that capabilities add at a seam without names, imported."""
-    return [load(part) for capability in capabilities() for part in getattr(capability, seam)]
+def listed(seam: str, given: Any = None) -> list[Any]:
+    """Return the objects that capabilities add at a seam without names, imported: of those `When` some options are on,
+    those that are on in `given`."""
+    parts = (part for capability in capabilities() for part in getattr(capability, seam))
+    named = (part if isinstance(part, str) else part.part if part.is_on(given) else "" for part in parts)
+    return [load(part) for part in named if part]

@@ -2,16 +2,53 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # noqa: F401, what groups take
-from torch.distributed.tensor import DTensor
 
 from dtgpt.util.hardware import count_memory
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # noqa: F401
+    from torch.distributed.tensor import DTensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def __getattr__(name: str) -> Any:
+    """Return the classes of `fully_shard` for the collectives of a group, which take half a second to import."""
+    if name not in ("AllGather", "ReduceScatter"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torch.distributed.fsdp._fully_shard import _fsdp_api
+
+    return getattr(_fsdp_api, name)
+
+
+def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
+    """Return whether this is a DTensor, without an import of its class."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def constant_result(function: Function) -> Function:
+    """Mark a function whose result torch.compile may take for a constant, as `torch.compiler.assume_constant_result`
+    does. That imports the compiler, which takes a second that an eager run does not need."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give a module on the meta device its memory, as `to_empty` does. That makes an `empty_like` of each parameter,
+    which on the meta device torch computes in Python, by modules that take half a second to import."""
+
+    def memory(tensor: Tensor) -> Tensor:
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty_like(tensor, device=device)
+
+    module._apply(memory)
 
 
 def default_store() -> dist.Store:
@@ -62,7 +99,7 @@ def gather_by_own_memory(parameter: nn.Parameter, weight: Tensor, inputs: Callab
     def use_weight(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
         return None if out is not None else (weight, ())
 
-    local: Any = cast(DTensor, parameter)._local_tensor
+    local: Any = cast("DTensor", parameter)._local_tensor
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = inputs, use_weight
 
 

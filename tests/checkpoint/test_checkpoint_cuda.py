@@ -61,6 +61,6 @@ def test_memory_that_cannot_be_pinned_makes_a_save_wait(recipe, monkeypatch):
         return empty(*args, pin_memory=pin_memory, **options)
 
     recipe = on_cuda(recipe, steps=4)
-    monkeypatch.setattr("dtgpt.checkpoint.staging.torch.empty", scarce)
+    monkeypatch.setattr("dtgpt.checkpoint.shard_file.torch.empty", scarce)
     assert train(recipe) == 0
     assert list_checkpoints(newest_run(recipe) / "checkpoints")

@@ -18,7 +18,7 @@ import torch
 import dtgpt.checkpoint.save
 import dtgpt.run.folder
 import dtgpt.run.signals
-from dtgpt.checkpoint import staging as host
+from dtgpt.checkpoint import shard_file as host
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import list_checkpoints, quarantine_newer
 from dtgpt.checkpoint.save import Saver
@@ -313,14 +313,14 @@ def test_links_planted_among_checkpoints_are_replaced_and_not_followed(recipe, t
         (target / "state.json").write_text("mine")
     elif kind == "file":
         target.write_text("mine")
-    made = dtgpt.run.folder.create_run
+    made = dtgpt.train.loop.create_run
 
     def create_run(*arguments):
         run = made(*arguments)
         planted(run / "checkpoints", target)
         return run
 
-    monkeypatch.setattr("dtgpt.train.startup.create_run", create_run)
+    monkeypatch.setattr("dtgpt.train.loop.create_run", create_run)
     run = run_of(recipe, checkpoint={"keep_last": 1})
     assert names_in(run) == [".latest.new", "latest", "step_00000008"]
     assert not any(p.is_symlink() for p in (run / "checkpoints").iterdir() if p.name != ".latest.new")

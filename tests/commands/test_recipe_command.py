@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [

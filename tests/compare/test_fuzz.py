@@ -21,7 +21,7 @@ from dtgpt.compare.fuzz.shrink import candidates, shrink
 from dtgpt.compare.record import Record
 from dtgpt.config.overrides import leaves
 from dtgpt.config.recipe_file import call_recipe, load_module
-from dtgpt.optim.kinds import kinds as optimizers
+from dtgpt.config.recipe_file import kinds as optimizers
 from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.errors import UserError

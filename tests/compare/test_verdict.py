@@ -11,7 +11,7 @@ from dtgpt.compare.finding import Located, finding_of
 from dtgpt.compare.record import Record, rounding_of
 from dtgpt.compare.shared_state import Apart
 from dtgpt.compare.verdict import ROUNDINGS, Limits, difference, limits_between, limits_of, problems
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.util.errors import UserError
 

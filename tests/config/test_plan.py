@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.plan import SCHEDULES, Plan, ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig

@@ -11,10 +11,10 @@ from dtgpt.commands.help import help_text
 from dtgpt.config.checks import large_for_a_cpu
 from dtgpt.config.overrides import apply_overrides, leaves, replace_values, value_text
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.checks import with_tokenizer
+from dtgpt.data.open import with_tokenizer
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.train.job import checked
+from dtgpt.train.start import checked
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, annotations, kinds_of
 

@@ -9,8 +9,7 @@ import pytest
 
 from dtgpt.cli import main, run_recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
-from dtgpt.train.job import checked
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import checked, load_recipe
 from dtgpt.util.errors import UserError
 from tests.support.programs import run_program
 from tests.support.runs import change

@@ -16,9 +16,9 @@ import tiktoken
 import torch
 
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.array_cache import load_or_make
-from dtgpt.data.checks import check_data
 from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
+from dtgpt.data.file_array import load_or_make
+from dtgpt.data.open import check_data
 from dtgpt.data.prepare.inputs import find_sources
 from dtgpt.data.text import read_documents, split_documents
 from dtgpt.data.tokenizers.byte_level import PATTERN
@@ -128,14 +128,14 @@ FILLER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from dtgpt.data import array_cache
+from dtgpt.data import file_array
 real = np.save
 def slow(*arguments, **options):
     real(*arguments, **options)
     print("half", flush=True)
     sys.stdin.readline()
-array_cache.np.save = slow
-array_cache.load_or_make(Path(sys.argv[1]), "the tokens", lambda: {"a": np.arange(9), "b": np.arange(8)})
+file_array.np.save = slow
+file_array.load_or_make(Path(sys.argv[1]), "the tokens", lambda: {"a": np.arange(9), "b": np.arange(8)})
 """
 
 

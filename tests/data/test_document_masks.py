@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.data.document_masks import DocumentMasks, document_bounds, reset_positions
-from dtgpt.models.batch import Batch
+from dtgpt.models.batch import Batch, DocumentMasks, document_bounds, reset_positions
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.attention.core import causal_attention

@@ -18,7 +18,7 @@ from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.models.batch import Batch
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.startup import read_dataset
+from dtgpt.train.setup import read_dataset
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.ranks import pool

@@ -17,7 +17,7 @@ from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_save
 from dtgpt.inference.load import load
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.startup import read_dataset
+from dtgpt.train.setup import read_dataset
 from dtgpt.util.errors import UserError
 from tests.support.prepared import write_lines
 from tests.support.runs import change, newest_run

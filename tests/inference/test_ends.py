@@ -19,8 +19,8 @@ from dtgpt.interop.inspect import inspect
 from dtgpt.posttrain.chats.template import template_of
 from dtgpt.serve.app import make_app
 from dtgpt.train.loop import train
-from dtgpt.train.settle import override
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import override
 from dtgpt.util.errors import UserError
 from tests.support.bodies_grpo import Low
 from tests.support.chats import NAMES, write_tokenizer

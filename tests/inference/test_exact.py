@@ -10,7 +10,7 @@ from torch import Tensor
 import dtgpt
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference import load
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import PROMPT, Request
@@ -29,7 +29,7 @@ from dtgpt.parallel.build import build_stages, compile_forward
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.bodies_engine import poison
 from tests.support.bodies_exact import gradients_by_rows, losses_kept, trained_and_scored

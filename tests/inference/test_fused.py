@@ -1,14 +1,16 @@
 """Which tensor-parallel ranks exchange numbers by kernels: all of them or none."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from dtgpt.comm import arena
-from dtgpt.comm.arena import SWITCH
 from dtgpt.inference import fused
 from dtgpt.inference.fused import FusedStage
+from dtgpt.parallel.shared_memory import arena
+from dtgpt.parallel.shared_memory.arena import SWITCH
+from dtgpt.parallel.shared_memory.transport import SHARED_MEMORY
 
 
 class Group:
@@ -22,7 +24,8 @@ def process(monkeypatch) -> Group:
     monkeypatch.setattr(arena, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
     monkeypatch.setattr(fused, "_exchanges", {})
     monkeypatch.setattr(arena, "_first_group", None)
-    monkeypatch.setattr(fused, "make_exchange", lambda mesh, group: "exchange")
+    made = replace(SHARED_MEMORY, open_exchange=lambda mesh, group: "exchange")
+    monkeypatch.setattr(fused, "transport", lambda: made)
     monkeypatch.delenv(SWITCH, raising=False)
     return group
 

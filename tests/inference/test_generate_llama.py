@@ -11,7 +11,7 @@ import dtgpt
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.cli import main
 from dtgpt.config.plan import Plan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference import generator
 from dtgpt.inference.beam import Beams

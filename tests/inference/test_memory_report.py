@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtgpt.cli import main
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.memory_report import weight_bytes
 from dtgpt.models.gpt2 import GPT2Config

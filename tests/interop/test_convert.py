@@ -17,7 +17,7 @@ from dtgpt.interop.megatron.model import Megatron
 from dtgpt.models.gpt2 import TABLE
 from dtgpt.models.source import parameter_shapes
 from dtgpt.train.loop import train
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import FileLock
 from tests.commands.test_cli import in_process

@@ -13,7 +13,7 @@ from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace
 from dtgpt.interop.hf.origin import Origin, read_origin
 from dtgpt.interop.marks import ORIGIN
 from dtgpt.train.loop import train
-from dtgpt.train.settle import override
+from dtgpt.train.start import override
 from dtgpt.util.errors import UserError
 from tests.support.huggingface_llamas import SIZES, their_model
 from tests.support.prepared import write_lines

@@ -19,9 +19,9 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import parameter_shapes
 from dtgpt.run.sinks import read_records
-from dtgpt.train.job import checked
 from dtgpt.train.loop import train
-from dtgpt.train.settle import override as settle
+from dtgpt.train.start import checked
+from dtgpt.train.start import override as settle
 from dtgpt.util.errors import UserError
 from tests.support.archives import unpack
 from tests.support.megatron_trees import pad_rows

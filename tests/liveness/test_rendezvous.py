@@ -11,7 +11,7 @@ from torch.distributed import DistError, FileStore, TCPStore
 from dtgpt.liveness import rendezvous
 from dtgpt.parallel import launch
 from dtgpt.util.errors import UserError
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 TORCHRUNS = "TORCHELASTIC_USE_AGENT_STORE"
 

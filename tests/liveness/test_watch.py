@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from dtgpt.liveness import peers
 from dtgpt.liveness import watch as module
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 # A busy machine delays the heartbeats of so many processes; test_lost_peers.py is the short test.
 pytestmark = pytest.mark.long

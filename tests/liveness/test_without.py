@@ -9,7 +9,7 @@ import pytest
 
 from dtgpt.capabilities import CAPABILITIES
 from dtgpt.util import peers, seams
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 from tests.support.runs import losses
 
 PROGRAM = """

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.models.binding import BoundModule
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
-from dtgpt.models.inventory import Core, inventory
-from dtgpt.models.layers import Context
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.inventory import Core, _cores, inventory
+from dtgpt.models.layers import AttentionCore, Context
 from dtgpt.models.source import iterate_shapes
 from dtgpt.ops.random.philox import root_key
 from dtgpt.optim.fp8.scales import matrices as fp8_matrices
@@ -109,6 +110,15 @@ def test_counts_of_blocks_that_differ_follow_from_the_modules():
     assert config.flops_per_token(16) == 6 * (config.num_parameters - looked_up) + 3 * 12 * 32 * 16
     matrices = [name for name, p in parameters.items() if name.startswith("blocks") and p.dim() == 2]
     assert [f"{name}.weight" for name in fp8_matrices(config)] == matrices
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixed", "windowed", *OURS])
+def test_blocks_that_say_what_their_cores_get_say_what_is_measured(name, monkeypatch):
+    config = GPT2Config(**SHAPE) if name == "gpt2" else (MODELS | OURS)[name]
+    said = [_cores.__wrapped__(config, index) for index in range(config.num_layers)]
+    plain = AttentionCore.__init__
+    monkeypatch.setattr(AttentionCore, "__init__", lambda core, *rule, heads=None, **more: plain(core, *rule, **more))
+    assert said == [_cores.__wrapped__(config, index) for index in range(config.num_layers)]
 
 
 def test_a_pipeline_is_cut_by_the_cost_of_each_block():

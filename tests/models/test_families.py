@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import LogConfig, OptimizerConfig
 from dtgpt.inference.load import load
 from dtgpt.interop.hf.model import HuggingFace

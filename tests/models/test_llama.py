@@ -8,8 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dtgpt.config.sections import LogConfig, OptimizerConfig
-from dtgpt.data.document_masks import DocumentMasks
-from dtgpt.models.batch import Batch
+from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.megatron.samples import Samples, sequential_index
 from dtgpt.data.megatron.token_shards import TokenShards
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.track3 import Track3Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.train.startup import read_dataset
+from dtgpt.train.setup import read_dataset
 from dtgpt.util.errors import UserError
 from tests.support import bodies_architecture
 from tests.support.ranks import pool

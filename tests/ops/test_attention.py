@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.data.document_masks import document_bounds
+from dtgpt.models.batch import document_bounds
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.core import Backend, causal_attention, check_backend, choose, in_kernels

@@ -13,12 +13,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from dtgpt.data.document_masks import document_bounds
 from dtgpt.models import layers
+from dtgpt.models.batch import document_bounds
 from dtgpt.models.gpt2 import GPT2_345M
 from dtgpt.models.llama import LLAMA2_7B, LLAMA32_1B, QWEN3_0_6B
 from dtgpt.ops.attention import flash, flash_launch
-from dtgpt.ops.attention.packed import are_packed, split_qkv
+from dtgpt.ops.attention.packed import are_packed, keep_in_graphs, split_qkv
 from dtgpt.ops.random.dropout import attention_mask
 from tests.support.bodies_flash import TOLERANCE, check, error, gradients, inputs, keys_of, truth
 
@@ -139,6 +139,11 @@ def test_gradients_of_other_shapes_are_stacked():
     assert torch.equal(found[..., 1, :], torch.ones_like(views[1])) and not found[..., ::2, :].any()
 
 
+@pytest.fixture
+def merge_in_graphs():
+    keep_in_graphs()
+
+
 def attend_twice(x, key):
     out, *_ = flash._forward(*split_qkv(x * 2), key, 0.3, 0, None)
     return out + flash.flash_attention(*split_qkv(x), key, 0.3)
@@ -150,6 +155,7 @@ def recomputed(x, key):
 
 @pytest.mark.slow(8)
 @pytest.mark.compiler
+@pytest.mark.usefixtures("merge_in_graphs")
 @pytest.mark.parametrize("layer", [attend_twice, recomputed])
 def test_compiled_equals_eager(layer):
     (qkv,), key = inputs((2, 9, 2, 8), torch.float32)[0], keys_of(2)
@@ -158,6 +164,7 @@ def test_compiled_equals_eager(layer):
     torch.testing.assert_close(*(torch.autograd.grad(out, qkv, torch.ones_like(out)) for out in (compiled, eager)))
 
 
+@pytest.mark.usefixtures("merge_in_graphs")
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_compiled_backward_copies_no_packed_gradient(packed):
     called = []
@@ -319,6 +326,7 @@ def test_large_scores_do_not_overflow():
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("merge_in_graphs")
 @pytest.mark.parametrize("size, kv_heads", [(64, 0), (64, 2), (128, 1), (256, 1), (256, 0)])
 def test_every_run_gives_the_same_bits_eager_compiled_and_in_a_graph_with_new_keys(size, kv_heads):
     """Groups of heads drop nothing, which other kernels compute: there, the key scales the queries."""

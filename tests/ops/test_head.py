@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from dtgpt.ops.loss.cross_entropy import local_terms, row_terms, to_gradient_, to_loss_and_gradient_
+from dtgpt.ops.loss.cross_entropy import local_terms, row_terms, to_loss_and_gradient_
 from dtgpt.ops.loss.head import head_loss, reference
 from tests.support.bodies_cross_entropy import (
     HeadCase,
@@ -191,9 +191,11 @@ def test_the_passes_are_sound_operators(dtype):
     logits, targets = (case.x @ case.weight.t()).flatten(0, 1), case.targets.flatten()
     largest, total, _ = local_terms(logits, targets, 0, 257).unbind()
     scale = torch.tensor(0.1)
-    torch.library.opcheck(row_terms, (logits, targets, 0, 257))
-    torch.library.opcheck(to_gradient_, (logits.clone(), targets, largest, total, scale, 0, 257))
-    torch.library.opcheck(to_loss_and_gradient_, (logits.clone(), targets, scale, 257))
+    torch.library.opcheck(torch.ops.dtgpt.cross_entropy_terms.default, (logits, targets, 0, 257))
+    torch.library.opcheck(
+        torch.ops.dtgpt.cross_entropy_gradient_.default, (logits.clone(), targets, largest, total, scale, 0, 257)
+    )
+    torch.library.opcheck(torch.ops.dtgpt.cross_entropy_.default, (logits.clone(), targets, scale, 257))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from dtgpt.data.document_masks import document_bounds
+from dtgpt.models.batch import document_bounds
 from dtgpt.ops import fast
 from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.window import spans_of_window

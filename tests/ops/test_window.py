@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dtgpt.data.document_masks import document_bounds
+from dtgpt.models.batch import document_bounds
 from dtgpt.ops.attention.cached import attend_chunk, attend_rows, write_rings
 from dtgpt.ops.attention.core import AttentionRule, causal_attention, check_backend, choose, unknown_to
 from dtgpt.ops.attention.window import spans_of_window

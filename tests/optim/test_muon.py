@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtgpt.checkpoint.manifest import Checkpoint, step_folder
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.llama import LlamaConfig
@@ -14,8 +14,8 @@ from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.normuon import EPS, NorMuonConfig
 from dtgpt.parallel.matrices import owners_of
 from dtgpt.train.loop import train
-from dtgpt.train.settle import override
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import override
 from dtgpt.util.errors import UserError
 from tests.support.bodies_muon import sent_by_muon
 from tests.support.bodies_optimizer import train_part

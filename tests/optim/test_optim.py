@@ -10,12 +10,12 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.optim.loss_scale import LossScaler
-from dtgpt.optim.states import EmptySteps
 from dtgpt.optim.step_state import StepState
-from dtgpt.optim.update import Update, clip_factor
+from dtgpt.optim.update import EmptySteps, Update, clip_factor
 from dtgpt.optim.z_scores import detector as outliers
 from dtgpt.optim.z_scores.detector import OutlierDetector
 from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from tests.support.bodies_shards import CPU, KEY
@@ -91,7 +91,10 @@ def test_a_schedule_in_samples_follows_a_ramp(recipe):
 
 def shards_of(recipe: Recipe, dtype=torch.float32) -> Shards:
     plan = ResolvedPlan(dp=1)
-    return build_stages(replace(recipe.settings(plan, CPU), dtype=dtype), Mesh(plan, CPU), KEY)[1]
+    settings = replace(recipe.settings(plan, CPU), dtype=dtype)
+    shards = build_stages(settings, Mesh(plan, CPU), KEY)[1]
+    shards.sums = Sums(settings)  # whatever a micro-batch leaves on the parameters
+    return shards
 
 
 def update_of(recipe: Recipe, dtype=torch.float32, share=1.0) -> Update:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dtgpt.checkpoint.manifest import Checkpoint, step_folder
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.train.loop import train
-from dtgpt.train.settle import override
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import override
 from dtgpt.util.errors import UserError
 from tests.support.bodies_optimizer import train_part
 from tests.support.other_optimizer import MomentumConfig

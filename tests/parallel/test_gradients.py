@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from dtgpt.comm.reduce import FlatSum
+from dtgpt.parallel.collectives import FlatSum
 from dtgpt.parallel.gradients import Bucket, Buckets
-from tests.support.bodies_gradients import by_hand, error_of_sum, losses_of, make_model, over_replicas, summed
+from tests.support.bodies_gradients import by_hand, error_of_sum, filled, losses_of, make_model, over_replicas, summed
 from tests.support.ranks import pool
 
 
@@ -25,33 +25,33 @@ def poisoned(buckets: Buckets) -> Buckets:
 def test_micro_batches_are_summed_in_fp32_from_the_first_on(dtype, count):
     model = make_model(dtype)
     expected = {p: summed(parts) for p, parts in by_hand(model, count).items()}
-    buckets = poisoned(Buckets([model], None, count, hooks=True))
+    buckets = poisoned(filled(model, None, count))
     for _ in range(2):  # a second step finds the first one's sums
         buckets.begin()
         for loss in losses_of(model, count):
             loss.backward()
             assert all(p.grad is None for p in model.parameters())
-        buckets.finish()
-        totals = buckets.sums()
-        assert totals.keys() == expected.keys()
-        assert all(t.dtype == torch.float32 and torch.equal(t, expected[p]) for p, t in totals.items())
+        totals = buckets.totals(list(expected))
+        assert all(
+            t.dtype == torch.float32 and torch.equal(t, expected[p]) for p, t in zip(expected, totals, strict=True)
+        )
 
 
 def test_a_step_may_be_begun_in_pieces():
     """As graphs want it: each piece says itself which micro-batch it is."""
     model = make_model(torch.bfloat16)
     expected = {p: summed(parts) for p, parts in by_hand(model, 3).items()}
-    buckets = poisoned(Buckets([model], None, 3, hooks=True))
+    buckets = poisoned(filled(model, None, 3))
     for index, loss in enumerate(losses_of(model, 3)):
         buckets.begin(done=index)
         loss.backward()
-    assert all(torch.equal(total, expected[p]) for p, total in buckets.sums().items())
+    assert all(map(torch.equal, buckets.totals(list(expected)), expected.values()))
 
 
 def test_there_is_a_bucket_for_each_block_and_one_for_the_ends():
     """The tied table is in it once."""
     model = make_model(torch.float32)
-    buckets = Buckets([model], None, 1, hooks=True)
+    buckets = filled(model, None, 1)
     names = {p: name for name, p in model.named_parameters()}
     parts = [{names[p] for p in bucket.parameters} for bucket in buckets.all]
     assert all(name.startswith(f"blocks.{i}.") for i in range(2) for name in parts[i])

@@ -5,7 +5,7 @@ import torch
 from safetensors import SafetensorError
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtgpt.config.plan import SCHEDULES, ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT3_175B, TABLE, GPT2Config
 from dtgpt.parallel.coordinates import RankCoordinates, chunk

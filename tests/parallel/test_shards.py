@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.parallel.mesh import Mesh

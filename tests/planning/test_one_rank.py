@@ -11,7 +11,7 @@ from dtgpt.cli import main
 from dtgpt.config.plan import Plan
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 from tests.support import bodies_dryrun, one_rank
 from tests.support.one_rank import build_rank, differences
 from tests.support.ranks import pool

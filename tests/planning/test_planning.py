@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import Context
 from dtgpt.ops.random.philox import fold, root_key
@@ -21,7 +21,7 @@ from dtgpt.planning.memory import memory_of, stages_in_flight
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.report import describe_plan
 from dtgpt.planning.traffic import bubble, collectives_of
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 from dtgpt.util.errors import UserError
 from tests.support import bodies_dryrun
 from tests.support.ranks import pool

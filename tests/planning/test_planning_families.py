@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.planning.traffic import collectives_of
 from tests.support import bodies_dryrun
 from tests.support.families import OURS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LLAMA3_8B, LLAMA31_405B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
@@ -16,7 +16,7 @@ from dtgpt.planning.activations import block_activations
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.traffic import collectives_of
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 from dtgpt.util.errors import UserError
 from tests.support import bodies_dryrun
 from tests.support.ranks import pool

@@ -16,7 +16,7 @@ from dtgpt.planning.gpus import GIB, find_gpu, known_gpu
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.planning.search import Search, _divisions, numbers_of_processes, rank_plans
 from dtgpt.planning.step_time import step_time
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import UserError
 

@@ -16,7 +16,7 @@ from dtgpt.planning.message_time import HOP, LATENCY, NETWORK_LATENCY, message_s
 from dtgpt.planning.step_time import HOST, compute_time, idle_time, step_time
 from dtgpt.planning.traffic import Collective, bubble
 from dtgpt.planning.work import PRODUCT_START
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 from dtgpt.util.errors import UserError
 
 ROOT = Path(__file__).parents[2]

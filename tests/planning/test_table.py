@@ -12,7 +12,7 @@ from dtgpt.planning.gpus import GIB
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.traffic import sent_bytes
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LLAMA = RECIPES / "llama31_405b.py"

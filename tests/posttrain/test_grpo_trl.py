@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from dtgpt.checkpoint.open import open_config
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import Decoder, unique_parameters
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from tests.interop.test_interop_huggingface import InMemory
 from tests.posttrain.test_lora import LLAMA, SIZES
 from tests.support.bodies_grpo import Low

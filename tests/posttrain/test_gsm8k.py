@@ -7,7 +7,7 @@ from decimal import Decimal
 import pytest
 
 from dtgpt.posttrain.grpo.gsm8k import Gsm8k, result_of
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.runs import change
 

@@ -14,7 +14,7 @@ from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, packed_batch
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from tests.support.chats import conversation, write_tokenizer
 from tests.support.families import OURS
 from tests.support.runs import change

@@ -15,7 +15,7 @@ from dtgpt.compare.gate import Reference, locate, problem_of_reference
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.verdict import difference, limits_between, problems
 from dtgpt.config.fp8 import FP8
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
@@ -27,7 +27,7 @@ from dtgpt.posttrain.dpo.preferences import read_pair
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.startup import open_trainer, read_dataset
+from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError
 from tests.support.bodies_preferences import train_pairs, train_without_room_for_its_reference
 from tests.support.chats import text, write_tokenizer

@@ -10,7 +10,7 @@ import torch
 from dtgpt.checkpoint.open import open_config
 from dtgpt.compare.compare import compare
 from dtgpt.config.fp8 import FP8
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.chat import ChatPrompts
 from dtgpt.models.decoder import unique_parameters
@@ -23,7 +23,7 @@ from dtgpt.posttrain.grpo.rollouts import why_not_exact
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.posttrain.test_lora import save_base
 from tests.support.bodies_grpo import Failing, Fatal, Low, Slow, failure_of, train_and_die, train_answers

@@ -11,7 +11,7 @@ from dtgpt.posttrain.chats import examples
 from dtgpt.run.sinks import read_records
 from dtgpt.train import loop
 from dtgpt.train.loop import train
-from dtgpt.train.settle import settle
+from dtgpt.train.start import settle
 from tests.support.runs import change
 
 pytest.importorskip("jinja2")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
@@ -17,7 +17,7 @@ from dtgpt.planning.traffic import sent_bytes
 from dtgpt.planning.work import Operations
 from dtgpt.posttrain.grpo.answers import Answer, shared_rows, weighted_rows
 from dtgpt.posttrain.grpo.config import GrpoConfig, shares_prompts, why_not_shared
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_grpo import Low, train_answers
 from tests.support.families import OURS

@@ -29,12 +29,14 @@ REMOVED = (
     "dtgpt.translate", "dtgpt.serve", "dtgpt.interop", "dtgpt.posttrain", "dtgpt.planning", "dtgpt.optim.fp8",
     "dtgpt.optim.z_scores", "dtgpt.optim.muon", "dtgpt.models.families", "dtgpt.data.prepare", "dtgpt.data.megatron",
     "dtgpt.data.library_tokenizers", "dtgpt.evaluation", "dtgpt.compare", "dtgpt.charts", "dtgpt.liveness",
-    "dtgpt.commands.tools",
+    "dtgpt.commands.tools", "dtgpt.parallel.shared_memory", "dtgpt.parallel.context_parallel",
+    "dtgpt.parallel.exact_sums",
 )  # fmt: skip
 BEGIN = """
 import os, sys
 from dtgpt.cli import main
 from dtgpt.util import seams
+from dtgpt.util.errors import UserError
 
 class Removed:
     def __init__(self, folders):
@@ -65,6 +67,13 @@ call("train", "plain.py", "--lora.rank", "4")
 call("train", "plain.py", "--precision", "fp8")
 call("train", "plain.py", "--plan", "auto")
 call("train", "plain.py", "--num-layers", "2")
+call("train", "plain.py", "--reduce", "exact")
+from dataclasses import replace
+from plain import recipe
+try:
+    replace(recipe(), plan="cp2").plan_for(2)
+except UserError as error:
+    print(error, file=sys.stderr)
 """
 # Each of some capabilities removed alone, with those that need it, in a child that has torch loaded already.
 EACH = f"""{BEGIN}
@@ -114,12 +123,14 @@ def test_the_core_trains_resumes_and_generates_without_any_capability(tmp_path):
     program = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     codes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("exit ")]
-    assert codes == ["0"] * 4 + ["2"] * 5, done.stdout + done.stderr
+    assert codes == ["0"] * 4 + ["2"] * 6, done.stdout + done.stderr
     for sentence in (
         "there is no command 'plan'; use one of train, generate",
         "there is no option --lora.rank; see --help for the list",
         "--precision fp8 is not a choice; use one of auto, fp32, bf16, fp16",
         "plan=auto is chosen by dtgpt train and dtgpt plan",
+        "--reduce exact is not a choice; use one of fast",
+        "the plan has cp=2, but no capability here cuts samples; leave cp out",
         "there is no option --num-layers; did you mean --model.num_layers?",
     ):
         assert sentence in done.stderr, done.stderr

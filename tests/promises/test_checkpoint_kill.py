@@ -93,7 +93,7 @@ def removes_old(path, *_) -> bool:
 
 FOLDER = "dtgpt.checkpoint.manifest"
 POINTS = {  # where the process dies, at step 4 or after it
-    "weights half written": ("dtgpt.checkpoint.staging.write_file", lambda p, *_: of_step(p), half_a_file),
+    "weights half written": ("dtgpt.checkpoint.shard_file.write_file", lambda p, *_: of_step(p), half_a_file),
     "before state.json": (f"{FOLDER}.write_text", lambda p, _: p.name == "state.json" and of_step(p.parent)),
     "state.json half": (f"{FOLDER}.write_text", lambda p, _: p.name == "state.json" and of_step(p.parent), half_a_text),
     "before the rename": (f"{FOLDER}.sync_path", of_step),

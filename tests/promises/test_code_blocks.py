@@ -27,7 +27,7 @@ from dtgpt.config.overrides import take
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.inference.model import Model
 from dtgpt.inference.options import OPTIONS
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 from dtgpt.translate.programs import KNOWN
 from dtgpt.util.errors import UserError
 

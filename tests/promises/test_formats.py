@@ -20,7 +20,7 @@ from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 
 yaml = pytest.importorskip("yaml")
 

@@ -9,7 +9,7 @@ import pytest
 import dtgpt
 from dtgpt.checkpoint.manifest import step_folder
 from dtgpt.commands.generate import command as generate_command
-from dtgpt.train.settle import load_recipe, override
+from dtgpt.train.start import load_recipe, override
 from tests.support.programs import TORCHRUN, run_program
 
 GPT2_TINY = Path(__file__).parents[2] / "recipes/gpt2_tiny.py"

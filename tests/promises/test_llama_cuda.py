@@ -8,8 +8,7 @@ import torch
 
 from dtgpt.compare.verdict import difference, limits_of, problems
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.document_masks import DocumentMasks
-from dtgpt.models.batch import Batch
+from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.models.decoder import build_model
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.dropout import dropout_keys

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dtgpt.compare.verdict import difference, limits_of, problems
 from dtgpt.config.plan import Plan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LossScaleConfig, OptimizerConfig
 from dtgpt.models.llama import LlamaConfig

@@ -23,7 +23,7 @@ POINTS = {
     "the agreement": ("dtgpt.parallel.launch.code_digests", (0, 1)),
     "making the mesh": ("dtgpt.parallel.mesh.init_device_mesh", (0,)),
     "verifying the checkpoint": ("dtgpt.checkpoint.manifest.Checkpoint.problem", (0, 1)),
-    "reading the data": ("dtgpt.train.startup.read_dataset", (1,)),
+    "reading the data": ("dtgpt.train.setup.read_dataset", (1,)),
     "building the model": ("dtgpt.train.trainer.build_stages", (0,)),
     "loading the checkpoint": ("dtgpt.train.checkpoints.load_training", (1,)),
     "the first step": ("dtgpt.train.trainer.Trainer.train_step", (0, 1)),

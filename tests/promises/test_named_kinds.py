@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from dtgpt.models.architectures import architectures, class_of
-from dtgpt.optim.kinds import kinds
+from dtgpt.config.recipe_file import kinds
+from dtgpt.models.config import architectures, class_of
 from dtgpt.util.seams import load
 
 OTHERS = ["gemma3", "gpt_neo", "gpt_oss", "olmo3", "track3"]

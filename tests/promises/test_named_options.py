@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dtgpt.config.recipe import Recipe
-from dtgpt.models.architectures import architectures
-from dtgpt.optim.kinds import kinds as optimizers
+from dtgpt.config.recipe_file import kinds as optimizers
+from dtgpt.models.config import architectures
 from dtgpt.util.seams import load
 
 ROOT = Path(__file__).parents[2]

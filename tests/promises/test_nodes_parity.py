@@ -9,7 +9,7 @@ import pytest
 
 from dtgpt.compare.verdict import difference
 from dtgpt.config.plan import Plan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from tests.promises.test_parity import DATA, PIPELINE, PRODUCTS, SEED, STEPS, TENSOR, TOLERANCE, reference, sized_for

@@ -21,7 +21,7 @@ from dtgpt.inference.fused import parts_of, tells_weights
 from dtgpt.interop.inspect import model_digest
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.train.settle import load_recipe
+from dtgpt.train.start import load_recipe
 from dtgpt.util.errors import UserError
 from tests.support.programs import TORCHRUN, run_program
 from tests.support.runs import losses

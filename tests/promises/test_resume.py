@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import dtgpt.checkpoint.staging
+import dtgpt.checkpoint.shard_file
 from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.run.folder import RunLock, run_to_resume
 from dtgpt.train.loop import train
@@ -49,14 +49,14 @@ def test_checkpoints_are_kept_as_told(recipe):
 
 
 def test_a_full_disk_costs_a_checkpoint_not_the_run(recipe, monkeypatch, capsys):
-    write = dtgpt.checkpoint.staging.write_file
+    write = dtgpt.checkpoint.shard_file.write_file
 
     def sometimes_full(path, pieces, data):
         if "step_00000006" in str(path) and "optimizer" in path.name:
             raise OSError(28, "No space left on device")
         return write(path, pieces, data)
 
-    monkeypatch.setattr(dtgpt.checkpoint.staging, "write_file", sometimes_full)
+    monkeypatch.setattr(dtgpt.checkpoint.shard_file, "write_file", sometimes_full)
     assert train(change(recipe, checkpoint={"interval": 3, "keep_last": 0})) == 0
     folder = newest_run(recipe) / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000003", "step_00000009", "step_00000010"]
@@ -71,7 +71,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(recipe, monkeypatc
 
     train(change(recipe, steps=5))
     run = newest_run(recipe)
-    monkeypatch.setattr(dtgpt.checkpoint.staging, "write_file", full)
+    monkeypatch.setattr(dtgpt.checkpoint.shard_file, "write_file", full)
     with pytest.raises(
         UserError, match=r"no checkpoint of step 10.*No space left.*free space there; to go on, add --resume"
     ):
@@ -92,7 +92,7 @@ def test_a_run_that_cannot_save_is_refused_before_data_are_read(recipe, monkeypa
     train(change(recipe, steps=5))
     run, access = newest_run(recipe), os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "checkpoints" and access(path, mode))
-    monkeypatch.setattr("dtgpt.train.startup.read_dataset", lambda recipe: pytest.fail("data were read"))
+    monkeypatch.setattr("dtgpt.train.setup.read_dataset", lambda recipe: pytest.fail("data were read"))
     with pytest.raises(UserError, match=r"/checkpoints cannot be written, where the run saves; make it writable"):
         train(change(recipe, resume=str(run)))
 

@@ -7,7 +7,7 @@ import torch
 
 import dtgpt
 from dtgpt.config.plan import Plan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import CheckpointConfig
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train

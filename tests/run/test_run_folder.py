@@ -119,6 +119,6 @@ def test_a_look_at_a_folder_is_rare_unless_it_must_be_at_once(tmp_path, monkeypa
 
 def test_a_folder_of_runs_that_cannot_be_written_is_told_before_data_is_read(recipe, monkeypatch, tmp_path):
     monkeypatch.setattr("dtgpt.run.folder.os.access", lambda place, mode, **_: False)
-    monkeypatch.setattr("dtgpt.train.startup.read_dataset", lambda recipe: pytest.fail("data was read"))
+    monkeypatch.setattr("dtgpt.train.setup.read_dataset", lambda recipe: pytest.fail("data was read"))
     with pytest.raises(UserError, match=rf"no run folder can be made there \({tmp_path} cannot be written\)"):
         train(change(recipe, runs=str(tmp_path / "new" / "runs")))

@@ -167,7 +167,7 @@ def test_an_interrupt_before_the_first_step_is_one_line_and_leaves_nothing(tmp_p
     monkeypatch.chdir(tmp_path)
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        interrupt = mock.patch("dtgpt.train.startup.read_dataset", lambda _: os.kill(os.getpid(), signal.SIGINT))
+        interrupt = mock.patch("dtgpt.train.setup.read_dataset", lambda _: os.kill(os.getpid(), signal.SIGINT))
         with interrupt, pytest.raises(SystemExit) as end:
             main(["train", str(TINY), "--device", "cpu"])
     finally:

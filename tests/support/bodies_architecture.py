@@ -4,7 +4,7 @@ import torch
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.parameters import parameters_of
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 
 
 def train_other(recipe: Recipe, steps: int) -> tuple[list[float], dict[str, torch.Tensor | None], list[int], list[int]]:

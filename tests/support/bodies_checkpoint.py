@@ -21,7 +21,7 @@ from torch import Tensor
 
 import dtgpt.parallel.shards
 from dtgpt.checkpoint import load, save
-from dtgpt.checkpoint import staging as host
+from dtgpt.checkpoint import shard_file as host
 from dtgpt.checkpoint.load import find_checkpoint, load_training
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
@@ -30,7 +30,7 @@ from dtgpt.run.folder import RunLock
 from dtgpt.run.report import NullReport
 from dtgpt.train.loop import train
 from dtgpt.train.saving import Saving
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of tests/parallel/test_context.py do."""
+"""What the ranks of tests/parallel/context_parallel/test_context.py do."""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -7,20 +7,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtgpt.comm import all_to_all
-from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer
-from dtgpt.models.batch import Batch
+from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.models.binding import bind
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel.context import exchange_heads, whole_samples
+from dtgpt.parallel.context_parallel.slices import exchange_heads, whole_samples
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shared_memory import all_to_all
 from dtgpt.train.samples import generate_text
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from tests.support.bodies_engine import resolve
 from tests.support.bodies_exact import losses_kept, products_by_rows
 from tests.support.bodies_pushes import shared_files

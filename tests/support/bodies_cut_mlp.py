@@ -6,12 +6,12 @@ from unittest import mock
 
 from torch import Tensor
 
-from dtgpt.comm.collectives import GroupCollectives
 from dtgpt.config.recipe import Recipe
 from dtgpt.models import layers
 from dtgpt.parallel import tensor
+from dtgpt.parallel.collectives import GroupCollectives
 from dtgpt.planning.traffic import collectives_of
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from tests.support.bodies_fp8 import scales_of
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from tests.support.one_rank import BuiltRank, describe_built
 
 

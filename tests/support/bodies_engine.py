@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.cache import Cache
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import Event, Request

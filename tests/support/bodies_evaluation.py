@@ -6,7 +6,7 @@ from dtgpt.commands.eval import command
 from dtgpt.config.recipe import Recipe
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer, scorer_of
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from tests.support.bodies_inference import load, sentence
 
 Plain = list[tuple[np.ndarray, np.ndarray]]

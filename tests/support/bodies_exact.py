@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtgpt.capabilities import CAPABILITIES
 from dtgpt.config.recipe import Recipe
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer
@@ -27,7 +28,8 @@ from dtgpt.ops.optim.fixed_point import (
     squares_of_rows,
 )
 from dtgpt.parallel.gradients import local_gradient
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
+from dtgpt.util import seams
 from tests.support.bodies_engine import inference_stages, training_stages
 
 
@@ -183,3 +185,14 @@ def gradients_by_rows(config: ModelConfig, plan: str, **choices) -> float:
             stage(*Batch(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())).backward()
         found.append([local_gradient(parameter) for parameter in stage.parameters()])
     return max(((one - other).abs().max() / one.abs().max()).item() for one, other in zip(*found, strict=True))
+
+
+def bits_without_parallel_capabilities(recipe: Recipe) -> dict[str, str]:
+    """`bits_of_steps` of a core without exact sums, cut samples and memory that GPUs share."""
+    names = [name for name, _ in CAPABILITIES]
+    seams.use(name for name in names if not name.startswith("dtgpt.parallel."))
+    try:
+        assert seams.listed("transports") == []
+        return bits_of_steps(recipe)
+    finally:
+        seams.use(names)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dtgpt.data.document_masks import document_bounds
+from dtgpt.models.batch import document_bounds
 from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
 from dtgpt.ops.attention.packed import split_qkv

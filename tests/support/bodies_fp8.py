@@ -16,7 +16,7 @@ from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.local_linear import on_local_tensors
 from dtgpt.ops.pointwise.linear import linear
 from dtgpt.optim.fp8.scales import Fp8Scales
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 
 

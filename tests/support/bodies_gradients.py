@@ -1,16 +1,20 @@
 """What ranks do in test_gradients.py: gradients of a tiny model by hand and through buckets."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtgpt.comm.reduce import NarrowSum
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel.collectives import NarrowSum
 from dtgpt.parallel.gradients import Buckets
 
 CPU = torch.device("cpu")
@@ -19,6 +23,22 @@ CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, voc
 
 def make_model(dtype: torch.dtype) -> Decoder:
     return build_model(CONFIG, CPU, torch.float32, root_key(1)).to(dtype)
+
+
+def filled(model: Decoder, group: dist.ProcessGroup | None, passes: int, hooks: bool = True) -> Buckets:
+    """The buckets of a model, which sum over the group."""
+    settings = Settings(
+        model=CONFIG,
+        plan=ResolvedPlan() if hooks else parse_plan("pp2_zbv", {}).for_world(2),
+        device=CPU,
+        dtype=torch.float32,
+        seq_length=CONFIG.seq_length,
+        micro_batch_size=1,
+        global_batch_size=passes,
+    )
+    buckets = Buckets(settings)
+    buckets.open([model], SimpleNamespace(data_group=group))
+    return buckets
 
 
 def losses_of(model: Decoder, micro_batches: int, rank: int = 0) -> list[Tensor]:
@@ -51,7 +71,7 @@ def over_replicas(dtype: torch.dtype, micro_batches: int, hooks: bool) -> tuple[
     """(whether each sum is that over all ranks, sizes sent during backward, number of messages in the end)."""
     rank, world, model = dist.get_rank(), dist.get_world_size(), make_model(dtype)
     parts = [by_hand(model, micro_batches, r) for r in range(world)]
-    buckets, sizes = Buckets([model], dist.group.WORLD, micro_batches, hooks), []
+    buckets, sizes = filled(model, dist.group.WORLD, micro_batches, hooks), []
     name = "all_reduce" if dtype == torch.float32 else "all_to_all_single"
     real = getattr(dist, name)
 
@@ -65,10 +85,10 @@ def over_replicas(dtype: torch.dtype, micro_batches: int, hooks: bool) -> tuple[
             assert index == 0 or not sizes  # not before the last micro-batch
             loss.backward()
         during = list(sizes)
-        buckets.finish()
+        totals = buckets.totals(list(model.parameters()))
     local = summed if hooks else in_own_type  # without hooks the modules sum the micro-batches themselves
     expected = {p: sum(local(part[p]).to(dtype).float() for part in parts).to(dtype) for p in model.parameters()}
-    same = [torch.allclose(total, expected[p], rtol=1e-6, atol=0) for p, total in buckets.sums().items()]
+    same = [torch.allclose(total, expected[p], rtol=1e-6, atol=0) for p, total in zip(expected, totals, strict=True)]
     return same, during, len(sizes)
 
 

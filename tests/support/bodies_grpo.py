@@ -15,7 +15,7 @@ from dtgpt.inference.engine import Engine
 from dtgpt.optim.update import Update
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.train.loop import train
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 
 
 @dataclass(frozen=True, kw_only=True)

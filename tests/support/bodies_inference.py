@@ -7,7 +7,7 @@ import dtgpt
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.finite import has_finite_weights
 from dtgpt.inference.generator import Need
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import gather
 

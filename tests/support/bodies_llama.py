@@ -6,7 +6,7 @@ from dtgpt.compare import record as recording
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.train.samples import generate_text
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 
 
 class Seen(NamedTuple):

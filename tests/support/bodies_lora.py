@@ -8,7 +8,7 @@ from torch import Tensor
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.train.checkpoints import state_of
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 
 
 def train_and_save(recipe: Recipe, run: Path, last: int) -> tuple[list[float], dict[str, Tensor | None]]:

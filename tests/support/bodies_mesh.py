@@ -20,9 +20,9 @@ from dtgpt.parallel.launch import agree_on_run, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.tensor import SequencePositions
 from dtgpt.run.folder import values_of
-from dtgpt.train.startup import read_dataset, read_on_every_node
+from dtgpt.train.setup import read_dataset, read_on_every_node
 from dtgpt.util.errors import UserError
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 from tests.support.bodies_shards import settings_of
 
 CPU = torch.device("cpu")

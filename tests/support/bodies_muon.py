@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.traffic import MATRICES_TRAVEL, collectives_of
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 
 
 def sent_by_muon(recipe: Recipe) -> tuple[int, float]:

@@ -9,7 +9,7 @@ from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.memory import memory_of
 from dtgpt.train.checkpoints import state_of
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 
 
 def train_part(recipe: Recipe, run: Path, last: int) -> tuple[list[float], dict[str, Tensor | None], int, int]:

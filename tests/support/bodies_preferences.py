@@ -13,7 +13,7 @@ from dtgpt.posttrain.dpo.reference import save_reference
 from dtgpt.train import loop
 from dtgpt.train.checkpoints import state_of
 from dtgpt.train.interval_loss import IntervalLoss
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.disks import files_of_at_most
 

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.comm import arena, scatter
-from dtgpt.comm.barrier import Barrier
-from dtgpt.config.execution import Reduce, Settings
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
@@ -21,6 +19,8 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shared_memory import arena, scatter
+from dtgpt.parallel.shared_memory.barrier import Barrier
 
 CPU = torch.device("cpu")
 ROOM = 1 << 10  # so that gradients arrive in several turns
@@ -58,7 +58,7 @@ def shared_files(folder: Path) -> Iterator[Counter[str]]:
         yield count
 
 
-def settings_of(plan: str, micro_batches: int, world: int, reduce: Reduce = "fast") -> Settings:
+def settings_of(plan: str, micro_batches: int, world: int, reduce: str = "fast") -> Settings:
     resolved = parse_plan(plan, {}).for_world(world)
     samples = resolved.dp * micro_batches
     return Settings(
@@ -73,7 +73,7 @@ def settings_of(plan: str, micro_batches: int, world: int, reduce: Reduce = "fas
     )
 
 
-def gradients(plan: str, micro_batches: int, reduce: Reduce) -> list[Tensor]:
+def gradients(plan: str, micro_batches: int, reduce: str) -> list[Tensor]:
     """The loss and this rank's gradients of the second of two steps, after an update."""
     settings = settings_of(plan, micro_batches, dist.get_world_size(), reduce)
     resolved = settings.plan
@@ -94,7 +94,7 @@ def gradients(plan: str, micro_batches: int, reduce: Reduce) -> list[Tensor]:
 
 
 def pushed_and_not(
-    folder: Path, plan: str, micro_batches: int, reduce: Reduce = "fast"
+    folder: Path, plan: str, micro_batches: int, reduce: str = "fast"
 ) -> tuple[bool, float, Counter[str]]:
     """(whether pushed gradients have the bits of those by gloo, the largest difference, as of `shared_files`)."""
     expected = gradients(plan, micro_batches, reduce)

@@ -21,10 +21,11 @@ from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.ops.random.philox import fold, root_key, row_chunks
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.edges import places_of_edge
+from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Part, Shards, slices
+from dtgpt.parallel.stages import places_of_edge
 from dtgpt.planning.parameters import LocalParameter, parameters_of
 
 CPU = torch.device("cpu")
@@ -78,6 +79,7 @@ def norm_of(config: GPT2Config, plan: ResolvedPlan) -> float:
             options = {"run_check": False, "shape": like.shape, "stride": like.stride()}
             part = DTensor.from_local(part, like.device_mesh, like.placements, **options)
         like.grad = part
+    shards.sums = Sums(settings_of(config, plan))  # every rank has the sum over replicas already
     shards.take_gradients()
     return shards.norm().item()
 

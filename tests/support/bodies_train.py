@@ -18,7 +18,7 @@ from dtgpt.optim.z_scores import detector as outliers
 from dtgpt.train.loop import train
 from dtgpt.train.objective import LanguageModel
 from dtgpt.train.samples import generate_text
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, COUNTS = ROOT / "dtgpt", ROOT / "tests" / "promises" / "core.json"
 CORE = {  # rooms, and their files as regular expressions
     "models": (
-        r"models/(config|inventory|roles|binding|batch|decoder|layers|gpt2|llama|rotary|windows|source|architectures)"
+        r"models/(config|inventory|roles|binding|batch|decoder|layers|gpt2|llama|rotary|windows|source)"
     ),
     "ops": (
         r"ops/(fast|local_linear|attention/core|attention/window|norm/norm|norm/residual|loss/head|loss/cross_entropy|"
@@ -32,22 +32,22 @@ CORE = {  # rooms, and their files as regular expressions
         r"optim/optimizer|optim/gradients)"
     ),
     "plan": (
-        r"config/(plan|plan_names|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|between|fsdp|shards|stages|"
-        r"gradients|engine|pipeline|edges|local)"
+        r"config/(plan|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|between|fsdp|shards|stages|"
+        r"gradients|collectives|transport|engine|pipeline|local)"
     ),
-    "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|batch_size|recipe_file)",
+    "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|recipe_file)",
     "step": (
-        r"optim/(update|kinds|loss_scale|step_state|states)|train/(trainer|objective|evaluate|interval_loss)|"
+        r"optim/(update|loss_scale|step_state)|train/(trainer|objective|evaluate|interval_loss)|"
         r"parallel/graphs"
     ),
     "loop": (
-        r"train/(loop|startup|job|settle|processes|ending|checkpoints|observer|progress|samples|saving|own_tokenizer)|"
-        r"run/(folder|report|sinks|signals|starts)"
+        r"train/(loop|start|setup|checkpoints|observer|samples|saving)|"
+        r"run/(folder|saved_recipe|report|sinks|signals|starts)"
     ),
-    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|staging|state|export|open|tokenizer|ends)",
+    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|export|open|tokenizer)",
     "data": (
-        r"data/(dataset|open|text|documents|array_cache|file_array|prefetch|checks|document_masks)|"
-        r"data/tokenizers/(tokenizer|char|byte_level|open|special_names)"
+        r"data/(dataset|open|text|documents|file_array)|"
+        r"data/tokenizers/(tokenizer|char|byte_level|open)"
     ),
     "generate": (
         r"inference/(engine|generator|session|scheduler|request|runner|step|cache|sampling|model|load|text|options|"
@@ -55,9 +55,9 @@ CORE = {  # rooms, and their files as regular expressions
         r"ops/sampling/(sample|reference|sequences|scores|record)"
     ),
     "util": (
-        r"util/(console|errors|field_types|storage|hardware|environment|process|peers|threads|timers|torch_private|seams)"
+        r"util/(console|errors|field_types|storage|hardware|peers|threads|timers|torch_private|seams)"
     ),
-    "command": r"cli|commands/(command|train|generate|help|launcher)|__init__|__main__",
+    "command": r"cli|capabilities|commands/(command|train|generate|help|launcher)|__init__|__main__",
 }  # fmt: skip
 # Words of identifiers that name what is no part of the core.
 CAPABILITIES = {

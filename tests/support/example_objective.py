@@ -20,7 +20,7 @@ from dtgpt.ops.loss.head import Coupled
 from dtgpt.ops.random.philox import fold
 from dtgpt.parallel.build import set_loss
 from dtgpt.train.objective import LanguageModel, Parts
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.util import seams
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.seams import Capability

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -18,12 +19,17 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.build import build_stages, make_engine
+from dtgpt.parallel.collectives import FlatSum, NarrowSum
 from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.exact_sums.buckets import ExactBucket, RoundedBucket, SummedBucket
+from dtgpt.parallel.exact_sums.sums import ExactSums
+from dtgpt.parallel.gradients import Bucket, Buckets, choose_sums
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards, region_of_tp
+from dtgpt.parallel.shared_memory.pieces import Pieces
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.planning.parameters import gradient_bytes, optimizer_bytes, parameters_of
+from dtgpt.planning.parameters import optimizer_bytes, parameters_of
 from dtgpt.util.torch_private import forget_meshes
 
 BYTES = "weights, fp32", "moments, fp32", "gradients", "16-bit weights"
@@ -110,7 +116,7 @@ def planned_bytes(settings: Settings, rank: int) -> dict[str, int]:
     local, by_tp = sum(p.local for p in held), sum(p.by_tp for p in held)
     narrow = settings.dtype.itemsize * by_tp if settings.low_precision else 0
     alone = replace(settings, device=torch.device("cpu"))  # a rank that is built shares no memory with others
-    sizes = 4 * local, optimizer_bytes(held, settings), gradient_bytes(held, alone), narrow
+    sizes = 4 * local, optimizer_bytes(held, settings), choose_sums(alone).bytes_of(held), narrow
     return dict(zip(BYTES, sizes, strict=True))
 
 
@@ -132,19 +138,49 @@ def _elements_of_tp(shard: Shard, place: RankCoordinates) -> int:
 def _gradients(shards: Shards, settings: Settings) -> tuple[int, int]:
     """Return (bytes of gradients at the end of a step, bytes of padding). Buckets have them from the start; without,
     autograd and `fully_shard` make them in backward: as the parameters are, in fp32 under ZeRO."""
-    buckets, place = shards.buckets, shards.mesh.place
-    if buckets is None:
-        cut, used = settings.cuts_each_gradient, 0
+    sums, place = shards.sums, shards.mesh.place
+    if not isinstance(sums, Buckets):
+        used = 0
         for shard in shards:
             width = 4 if settings.plan.zero else shard.parameter.element_size()
-            used += width * (shard.local.numel() if cut else _elements_of_tp(shard, place))
+            used += width * (shard.local.numel() if sums.cuts else _elements_of_tp(shard, place))
         return used, 0
-    used, padding = buckets.bytes()
-    if (
-        shards.exact and not settings.rounds_sums
-    ) or not buckets.hooks:  # those that the optimizer gets, or that stay on the parameters until then
+    used = sum(map(used_by_exact if isinstance(sums, ExactSums) else used_by, sums.all))
+    whole = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(sums.all)}.values())
+    padding = whole - used
+    # Those that the optimizer gets, or that stay on the parameters until then.
+    if (isinstance(sums, ExactSums) and not sums.rounds) or not sums.hooks:
         used += sum(shard.local.nbytes for shard in shards)
     return used, padding
+
+
+def used_by(bucket: Bucket) -> int:
+    """The bytes of gradients in a bucket: what is sent, what arrives in 16 bits, and the sum of several passes."""
+    used, wire = sum(total.numel() for total in bucket.sums), bucket.wire.element_size()
+    narrow = isinstance(bucket._over_replicas, NarrowSum)
+    return used * (wire * (1 + narrow) + (0 if bucket.flat is bucket.wire else 4))
+
+
+def used_by_exact(bucket: ExactBucket) -> int:
+    """The bytes of sums in a bucket, and of what ZeRO cuts afterwards, or what travels to be rounded."""
+    used, whole = sum(total.nbytes for total in bucket.sums), sum(map(math.prod, bucket.shapes))
+    if isinstance(bucket, SummedBucket):
+        return used + (8 * whole if bucket.ranks > 1 else 0)
+    if isinstance(bucket, RoundedBucket):
+        return used + bucket._sent[0].element_size() * (whole + bucket.tied * bucket.sums[-1].numel())
+    return used
+
+
+def tensors_of(found: Any) -> Iterator[Tensor]:
+    """The tensors of at least one dimension that buckets hold, without parameters."""
+    if isinstance(found, Tensor):
+        if found.dim() and not isinstance(found, nn.Parameter):
+            yield found
+    elif isinstance(found, list | tuple):
+        for one in found:
+            yield from tensors_of(one)
+    elif isinstance(found, Bucket | ExactBucket | FlatSum | Pieces):
+        yield from tensors_of(list(vars(found).values()))
 
 
 @contextmanager

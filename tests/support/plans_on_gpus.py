@@ -19,10 +19,10 @@ import torch
 from dtgpt.compare.record import Record, move_weights, read_record, record, save_record
 from dtgpt.config.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.train.settle import load_recipe
-from dtgpt.train.startup import open_trainer
-from dtgpt.util.environment import child_environment
-from dtgpt.util.process import VARIABLES, Process
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import load_recipe
+from dtgpt.util.hardware import child_environment
+from dtgpt.util.peers import VARIABLES, Process
 
 
 def work(job: dict, folder: Path) -> None:

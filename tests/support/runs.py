@@ -11,7 +11,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.sinks import read_records
 from dtgpt.train.objective import objective_of
-from dtgpt.train.startup import open_trainer, read_dataset
+from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.train.trainer import Trainer
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.sinks import read_records
 from dtgpt.train.interval_loss import IntervalLoss

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.megatron.indexed import IndexedWriter
 from dtgpt.run.report import Report
 from dtgpt.run.sinks import read_records

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.settle import settle
+from dtgpt.train.start import settle
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import load_each, train_and_save
 from tests.support.bodies_train import train_until

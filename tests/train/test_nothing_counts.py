@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import LossScaleConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
@@ -16,7 +16,7 @@ from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.grpo.answers import advantages_of
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.startup import open_trainer, read_dataset
+from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError
 from tests.support.bodies_grpo import Low
 from tests.support.bodies_train import steps_and_changes

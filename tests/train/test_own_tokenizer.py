@@ -9,9 +9,8 @@ import pytest
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer
-from dtgpt.train.job import checked
 from dtgpt.train.loop import train
-from dtgpt.train.settle import override, settle
+from dtgpt.train.start import checked, override, settle
 from dtgpt.util.errors import UserError
 from tests.support.prepared import write_lines
 from tests.support.runs import change, newest_run

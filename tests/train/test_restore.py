@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtgpt.checkpoint.save import Saver
-from dtgpt.checkpoint.staging import StagedFile
+from dtgpt.checkpoint.shard_file import StagedFile
 from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.shards import SMALL, Shard
 from dtgpt.run.sinks import read_records

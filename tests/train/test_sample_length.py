@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.planning.memory import memory_of

@@ -12,13 +12,14 @@ from dtgpt.checkpoint.open import open_source
 from dtgpt.cli import main
 from dtgpt.config.overrides import leaves
 from dtgpt.config.plan import Plan
-from dtgpt.data.checks import with_tokenizer
+from dtgpt.data.open import with_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.posttrain.lora.config import LoraConfig
-from dtgpt.run.folder import changes_since, values_of
+from dtgpt.run.folder import values_of
+from dtgpt.run.saved_recipe import changes_since
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.settle import override as settle
+from dtgpt.train.start import override as settle
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import begun_from
 from tests.support.ranks import pool

@@ -8,7 +8,7 @@ import torch
 
 from dtgpt.run.sinks import read_records, timer_line
 from dtgpt.train.loop import train
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.util.timers import Timers
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, on_cuda

@@ -15,7 +15,8 @@ from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
 from dtgpt.inference.load import load
 from dtgpt.inference.prompts import tokenizer_of
-from dtgpt.run.folder import changes_since, values_of
+from dtgpt.run.folder import values_of
+from dtgpt.run.saved_recipe import changes_since
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError

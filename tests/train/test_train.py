@@ -18,7 +18,7 @@ from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.startup import open_trainer, read_dataset
+from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.runs import change, constant, losses, newest_run, training

@@ -11,11 +11,11 @@ from dtgpt.cli import main
 from dtgpt.commands.command import with_dashes
 from dtgpt.config.overrides import leaves, read_words, take, value_text
 from dtgpt.config.recipe import Recipe
-from dtgpt.models.architectures import architectures
+from dtgpt.config.recipe_file import kinds
+from dtgpt.models.config import architectures
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.optim.kinds import kinds
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.train.settle import override
+from dtgpt.train.start import override
 from dtgpt.translate import llmc, nanogpt
 from dtgpt.translate.megatron_table import OPTIONS, entries_of
 from dtgpt.translate.megatron_tools import PROGRAMS

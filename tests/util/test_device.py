@@ -7,11 +7,10 @@ from dtgpt.config.execution import choose_compiler, choose_device, choose_dtype,
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.gpt2 import GPT3_175B
 from dtgpt.planning.parameters import state_bytes
-from dtgpt.train import processes
-from dtgpt.train.job import find_resume_point, make_job
+from dtgpt.train import setup
+from dtgpt.train.start import find_resume_point, make_job
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors, peak_of_name
-from dtgpt.util.process import Process
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -104,10 +103,8 @@ def test_a_job_on_a_gpu_below_ampere_says_so_once_at_its_start(recipe, v100, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70"])
-    monkeypatch.setattr(processes, "check_memory", lambda *_: None)
     resume = find_resume_point(None, recipe.runs, recipe.name, recipe.model.vocab_size)
-    process = Process.from_environment()
-    processes.check_machine(make_job(replace(recipe, device="auto"), resume, process.world), process)
+    setup.Setup(make_job(replace(recipe, device="auto"), resume, 1)).settings_here()
     told = capsys.readouterr().err
     assert told == (
         "warning: Tesla V100 has compute capability 7.0, and bf16 and flash attention need 8.0 (A100): use --precision "

@@ -9,8 +9,8 @@ import pytest
 
 from dtgpt.compare import compare
 from dtgpt.config.plan import Plan
-from dtgpt.util import environment
-from dtgpt.util.environment import child_environment
+from dtgpt.util import hardware
+from dtgpt.util.hardware import child_environment
 
 ROOT = Path(__file__).parents[2]
 FIND = "from importlib.util import find_spec as f; print(f('dtgpt').origin, f('tests').origin)"
@@ -39,7 +39,7 @@ def test_a_child_finds_the_package_that_its_parent_runs(tmp_path, monkeypatch, p
 
 
 def test_an_installed_package_changes_no_path(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "__file__", str(tmp_path / "site-packages" / "dtgpt" / "util" / "environment.py"))
+    monkeypatch.setattr(hardware, "__file__", str(tmp_path / "site-packages" / "dtgpt" / "util" / "hardware.py"))
     monkeypatch.delenv("PYTHONPATH")
     assert "PYTHONPATH" not in child_environment()
 

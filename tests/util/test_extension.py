@@ -8,10 +8,9 @@ import subprocess
 import pytest
 import torch
 
-from dtgpt.comm import exchange
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.decode import rows
+from dtgpt.ops.decode import exchange, rows
 from dtgpt.ops.fused_softmax import softmax_kernels
 from dtgpt.util import extension
 

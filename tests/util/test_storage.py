@@ -167,7 +167,7 @@ NAMES = ["lock", "metrics.jsonl", "metrics.partial", ".recipe.json.new", "recipe
 @pytest.fixture(params=["link", "FIFO"])
 def planting(request, monkeypatch, tmp_path):
     """Let a run find links to a file of somebody else, or FIFOs, where it wants to write. Returns that file."""
-    precious, made = tmp_path / "precious", dtgpt.run.folder.create_run
+    precious, made = tmp_path / "precious", dtgpt.train.loop.create_run
     precious.write_text("mine")
 
     def create_run(*arguments):
@@ -179,7 +179,7 @@ def planting(request, monkeypatch, tmp_path):
             special(run / "samples" / f"step_{step:08d}.txt", request.param, precious)
         return run
 
-    monkeypatch.setattr("dtgpt.train.startup.create_run", create_run)
+    monkeypatch.setattr("dtgpt.train.loop.create_run", create_run)
     return precious
 
 
@@ -196,14 +196,14 @@ def test_links_and_fifos_planted_in_a_run_folder_are_replaced_and_not_opened(rec
 
 def test_samples_are_not_written_through_a_link(recipe, tmp_path, monkeypatch, capsys):
     (tmp_path / "elsewhere").mkdir()
-    made = dtgpt.run.folder.create_run
+    made = dtgpt.train.loop.create_run
 
     def create_run(*arguments):
         run = made(*arguments)
         (run / "samples").symlink_to(tmp_path / "elsewhere")
         return run
 
-    monkeypatch.setattr("dtgpt.train.startup.create_run", create_run)
+    monkeypatch.setattr("dtgpt.train.loop.create_run", create_run)
     assert train(change(recipe, steps=1)) == 0
     assert list((tmp_path / "elsewhere").iterdir()) == [] and "is a link" in capsys.readouterr().err
 

@@ -14,8 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from dtgpt.config.overrides import Options, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.plan import Plan
-from dtgpt.config.plan_names import SINGLE, parse_plan
+from dtgpt.config.plan_choice import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
+from dtgpt.config.recipe_file import kinds, of_kind
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.models.config import ModelConfig
@@ -26,9 +27,8 @@ from dtgpt.models.gpt_oss import GptOssConfig
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.olmo3 import Olmo3Config
 from dtgpt.models.roles import Role, patterns_of
-from dtgpt.optim.kinds import kinds, of_kind
 from dtgpt.parallel.tensor import make_table
-from dtgpt.train.job import checked
+from dtgpt.train.start import checked
 from dtgpt.util import seams
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from dtgpt.compare.fuzz.case import MODELS, TABLES, Case, First
-from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.plan import SCHEDULES, Plan, divisors
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
+from dtgpt.config.recipe_file import kinds
+from dtgpt.config.schedule import BatchSizes
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
@@ -18,7 +19,6 @@ from dtgpt.models.rotary import RotaryConfig
 from dtgpt.models.windows import WindowConfig
 from dtgpt.ops.attention.core import Backend, unknown_to
 from dtgpt.ops.random.philox import fold_words
-from dtgpt.optim.kinds import kinds
 
 NARROWEST = 9  # a norm of fewer numbers multiplies rounding
 LONG = 130  # tokens

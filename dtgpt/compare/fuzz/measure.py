@@ -24,7 +24,7 @@ from dtgpt.train.checkpoints import state_of
 from dtgpt.train.objective import LanguageModel
 from dtgpt.train.observer import is_due
 from dtgpt.train.samples import generate_text
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 
 

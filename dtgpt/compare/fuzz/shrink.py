@@ -6,7 +6,7 @@ from typing import Any
 
 from dtgpt.compare.fuzz.case import MODELS, Case, First
 from dtgpt.config.plan import Plan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.rotary import RotaryConfig
 

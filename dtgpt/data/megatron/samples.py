@@ -17,8 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dtgpt.data.array_cache import cached_index, check_memory
-from dtgpt.data.file_array import Array
+from dtgpt.data.file_array import Array, cached_index, check_memory
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown

@@ -8,8 +8,7 @@ import numpy as np
 
 from dtgpt.data.documents import Broken, Document
 from dtgpt.data.prepare.inputs import Lines, Parsed
-from dtgpt.data.tokenizers.special_names import SpecialNames
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.tokenizer import SpecialNames, Tokenizer
 
 
 @dataclass

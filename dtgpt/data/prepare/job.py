@@ -26,8 +26,7 @@ from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
 from dtgpt.data.prepare.target import check_list, check_not_read, check_target, is_same, lock_prefix, open_list
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.data.tokenizers.special_names import warn_of_split_names
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer, warn_of_split_names
 from dtgpt.posttrain.chats.encode import KEY as CHAT
 from dtgpt.posttrain.chats.encode import ChatEncoder, renderer_of
 from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, keep_template, read_template, template_of

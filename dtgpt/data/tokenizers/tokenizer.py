@@ -1,12 +1,14 @@
 """What every tokenizer can do.
 
 A run carries its tokenizer with it: `save` writes plain JSON from which `open.read_saved` makes it again, without the
-files that it once came from. A tokenizer can be pickled, so that workers need not read files again.
-"""
+files that it once came from. A tokenizer can be pickled, so that workers need not read files again. Names of special
+tokens in texts, such as a rendered chat has, are text as any other unless they are asked for."""
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import write_text
 
@@ -201,3 +204,33 @@ def panics_as_user_errors(name: str) -> Iterator[None]:
             raise
         reason = str(error).partition("\n")[0]
         raise UserError(f"the tokenizer {name} is damaged ({reason}); fetch or make it again") from None
+
+
+SHOWN = 3  # names in a message
+
+
+class SpecialNames:
+    """Counts the names of a tokenizer's special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        names = sorted(filter(None, tokenizer.special_names), key=len, reverse=True)  # the longest that fits
+        self._beginnings = {name[:2] for name in names}
+        self._pattern = re.compile("|".join(map(re.escape, names)))
+
+    def count(self, texts: Iterable[str]) -> Counter[str]:
+        """Return how often each name is in the texts."""
+        likely = (text for text in texts if any(beginning in text for beginning in self._beginnings))
+        return Counter(name for text in likely for name in self._pattern.findall(text))
+
+
+def warn_of_split_names(found: Counter[str], tokenizer: Tokenizer, remedy: str) -> None:
+    """Say which names of special tokens became other tokens."""
+    if not found:
+        return
+    most = ", ".join(f"{name}: {number:,}" for name, number in found.most_common(SHOWN))
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    say(
+        f"the texts have {counted(found.total(), 'name')} of special tokens of {tokenizer.name} ({most}{more}), which "
+        f"became text, several tokens each; {remedy}",
+        warning=True,
+    )

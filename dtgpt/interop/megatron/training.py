@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from dtgpt.interop.foreign import DTYPES
+from dtgpt.interop.foreign_run import TrainingSource
 from dtgpt.interop.megatron.config import shift_norm
 from dtgpt.interop.megatron.flattened import check_shape
 from dtgpt.interop.megatron.names import padded_rows
 from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.megatron.tree import LARGEST_COUNT, distributed_folder
-from dtgpt.models.source import Part, TrainingSource, parameter_shapes
+from dtgpt.models.source import Part, parameter_shapes
 from dtgpt.ops.optim.adamw import AdamW
 from dtgpt.optim.loss_scale import check_state
 from dtgpt.util.errors import UserError, shown

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dtgpt.ops.fast import has_gluon, has_hopper, multiprocessors, shared_memory
 from dtgpt.ops.random.dropout import keep_scale, threshold
+from dtgpt.util.torch_private import constant_result
 
 LOG2_E = 1 / math.log(2)
 WORD = 64  # decisions of dropout in a word, as in `flash_mask`
@@ -215,7 +216,7 @@ def launches_of(dtype: torch.dtype, size: int, by_tiles: bool, gains: bool, drop
     return NARROW_DROPPING if drops else NARROW_GROUPED if gains else NARROW
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def largest_head(dtype: torch.dtype, device: torch.device) -> int:
     """Return the largest D that the kernels take: 256 in 16 bits where a program may use as much shared memory as on a
     Hopper GPU, else 128."""

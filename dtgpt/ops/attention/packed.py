@@ -5,6 +5,8 @@ packed layout. `split_qkv` recognises such gradients in backward and returns the
 does for `unbind`.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,13 @@ from torch import Tensor
 def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, views `[B, T, N, D]` of qkv `[B, T, N, 3, D]`."""
     return _Split.apply(qkv)
+
+
+@cache
+def keep_in_graphs() -> None:
+    """Let torch.compile keep the merge of gradients as it is, so that AOTAutograd runs it on tensors that know their
+    base. To be called before a function with `split_qkv` is compiled: it imports the compiler, which takes a second."""
+    torch.compiler.allow_in_graph(_merge)
 
 
 def are_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -37,7 +46,6 @@ class _Split(torch.autograd.Function):
         return _merge(dq, dk, dv)
 
 
-@torch.compiler.allow_in_graph  # Dynamo does not trace it, so that AOTAutograd runs it on tensors that know their base
 def _merge(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
     """Return the gradient of qkv: the buffer that the three are views of, if there is one, or a copy."""
     base = dq._base

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.comm.exchange import Exchange
 from dtgpt.ops.attention.cached import decode_attention
+from dtgpt.ops.decode.exchange import Exchange
 from dtgpt.ops.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.fast import has_hopper, multiprocessors, shared_memory

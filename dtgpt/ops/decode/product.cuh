@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention.cuh"
-#include "../../comm/exchange.cuh"
+#include "exchange.cuh"
 
 constexpr int TILE = 8;                   // rows of a weight that a tensor-core step takes
 constexpr int SEGMENT = 128;              // columns of a chain

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.comm.exchange import Exchange, Fields
+from dtgpt.ops.decode.exchange import Exchange, Fields
 from dtgpt.ops.decode.weights import BlockWeights, Rotary
 from dtgpt.ops.fast import has_hopper, multiprocessors
 from dtgpt.util.extension import library

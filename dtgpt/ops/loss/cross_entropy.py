@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.fast import has_triton, plain_on_cpu
 
 CHUNK = 1 << 22  # logits that eager code widens to fp32 at a time: 16 MiB
 
@@ -141,8 +141,7 @@ def plain_gradient(
     return (torch.where(columns < real, gradient, 0) * scale.reshape(-1, 1)).to(logits.dtype)
 
 
-@torch.library.custom_op("dtgpt::cross_entropy_terms", mutates_args=())
-def row_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
+def _row_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
     """Return `local_terms`, in one pass over the logits."""
     if real == 0 or not has_triton(logits):
         return local_terms(logits, targets, start, real, cap)
@@ -151,13 +150,12 @@ def row_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float
     return launch_terms(logits, targets, start, real, cap)
 
 
-@row_terms.register_fake
-def _(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
-    return logits.new_empty(3, len(logits), dtype=torch.float32)
+_terms_op = torch.library.custom_op("dtgpt::cross_entropy_terms", _row_terms, mutates_args=())
+_terms_op.register_fake(lambda logits, *_: logits.new_empty(3, len(logits), dtype=torch.float32))
+row_terms = plain_on_cpu(_row_terms, _terms_op)
 
 
-@torch.library.custom_op("dtgpt::cross_entropy_gradient_", mutates_args=("logits",))
-def to_gradient_(
+def _to_gradient_(
     logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
     cap: float = 0.0,
 ) -> None:  # fmt: skip
@@ -178,8 +176,11 @@ def to_gradient_(
         logits[rows] = plain_gradient(logits[rows], *terms, start, real, cap)
 
 
-@torch.library.custom_op("dtgpt::cross_entropy_", mutates_args=("logits",))
-def to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
+_gradient_op = torch.library.custom_op("dtgpt::cross_entropy_gradient_", _to_gradient_, mutates_args=("logits",))
+to_gradient_ = plain_on_cpu(_to_gradient_, _gradient_op)
+
+
+def _to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
     """Return the losses, fp32 `[rows]`, and apply `to_gradient_`, where this rank holds the whole vocabulary."""
     if has_triton(logits):
         from dtgpt.ops.loss.cross_entropy_kernels import launch_loss
@@ -190,13 +191,12 @@ def to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: 
     return losses_of(*terms)
 
 
-@to_loss_and_gradient_.register_fake
-def _(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
-    return logits.new_empty(len(logits), dtype=torch.float32)
+_loss_op = torch.library.custom_op("dtgpt::cross_entropy_", _to_loss_and_gradient_, mutates_args=("logits",))
+_loss_op.register_fake(lambda logits, *_: logits.new_empty(len(logits), dtype=torch.float32))
+to_loss_and_gradient_ = plain_on_cpu(_to_loss_and_gradient_, _loss_op)
 
 
-@torch.library.custom_op("dtgpt::cross_entropy_losses", mutates_args=())
-def row_losses(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> Tensor:
+def _row_losses(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> Tensor:
     """Return the losses, fp32 `[rows]`, where this rank holds the whole vocabulary, with the bits of
     `to_loss_and_gradient_`."""
     if not has_triton(logits):
@@ -206,9 +206,9 @@ def row_losses(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> 
     return launch_loss(logits, targets, None, real, cap)
 
 
-@row_losses.register_fake
-def _(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> Tensor:
-    return logits.new_empty(len(logits), dtype=torch.float32)
+_losses_op = torch.library.custom_op("dtgpt::cross_entropy_losses", _row_losses, mutates_args=())
+_losses_op.register_fake(lambda logits, *_: logits.new_empty(len(logits), dtype=torch.float32))
+row_losses = plain_on_cpu(_row_losses, _losses_op)
 
 
 def scaled(x: Tensor, factor: Tensor) -> Tensor:

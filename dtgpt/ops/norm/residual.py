@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dtgpt.ops.fast import may_fuse
 from dtgpt.ops.pointwise.bias import bias_gradient
 from dtgpt.ops.random.dropout import LANES, dropout
+from dtgpt.util.torch_private import is_dtensor
 
 
 def kernels():
@@ -48,7 +48,7 @@ def residual(
 
 def whole_bias(x: Tensor, branch: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return the bias, gathered where it is a DTensor. Raises ValueError where shapes do not fit."""
-    if isinstance(bias, DTensor):
+    if is_dtensor(bias):
         bias = bias.full_tensor()
     if branch.shape != x.shape or (bias is not None and bias.shape != x.shape[-1:]):
         raise ValueError(f"a branch of shape {tuple(branch.shape)} does not fit x of shape {tuple(x.shape)}")

@@ -4,10 +4,10 @@ Reference: `reference`. Fast path: Triton kernels in two stages (`dtgpt.ops.norm
 every run. Sharding rule: a shard of the rows gives partial sums, a shard of the last dimension its shard of the result.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 
 from dtgpt.ops.fast import has_triton
 
@@ -34,8 +34,14 @@ _column_sum.register_kernel("cuda", lambda x: kernels().column_sum(x))
 _column_sum.register_fake(lambda x: x.new_empty(x.shape[-1]))
 
 
-@register_sharding(torch.ops.dtgpt.column_sum.default)
-def _(x):
-    rows = [([Partial()], [Shard(dim)]) for dim in range(x.ndim - 1)]
-    whole = [([Replicate()], [Replicate()]), ([Partial()], [Partial()])]
-    return [*whole, ([Shard(0)], [Shard(x.ndim - 1)]), *rows]
+@cache
+def register_rule() -> None:
+    """Tell DTensor the sharding rule. Tensor parallelism calls this, since a run without it needs no DTensor."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    @register_sharding(torch.ops.dtgpt.column_sum.default)
+    def _(x):
+        rows = [([Partial()], [Shard(dim)]) for dim in range(x.ndim - 1)]
+        whole = [([Replicate()], [Replicate()]), ([Partial()], [Partial()])]
+        return [*whole, ([Shard(0)], [Shard(x.ndim - 1)]), *rows]

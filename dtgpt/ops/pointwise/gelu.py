@@ -9,9 +9,9 @@ gives a partial sum of the bias's gradient.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dtgpt.ops.fast import may_fuse
+from dtgpt.util.torch_private import is_dtensor
 
 
 def reference(x: Tensor, bias: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 def local_bias(x: Tensor, bias: Tensor) -> Tensor:
     """Return the bias as a plain tensor that fits x, as `bias_gelu` says. Raises ValueError."""
-    if isinstance(bias, DTensor):
+    if is_dtensor(bias):
         bias = bias.full_tensor() if len(bias) == x.shape[-1] else bias.to_local()
     if bias.shape != x.shape[-1:]:  # the kernels do not check
         raise ValueError(f"a bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}")

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dtgpt.ops.fast import may_fuse
 from dtgpt.ops.local_linear import on_local_tensors
 from dtgpt.ops.pointwise.bias import bias_gradient
+from dtgpt.util.torch_private import is_dtensor
 
 FEW = 512  # rows up to which cuBLAS was seen to split K
 
@@ -41,7 +41,7 @@ def split_sums() -> Iterator[None]:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x w^T + bias `[.., out]`. x: `[.., in]`; weight: `[out, in]`; bias: `[out]` or None; all of one dtype."""
     splits = bias is None and may_fuse(x) and x.dtype == torch.float32  # cuBLAS would, with any number of rows
-    if isinstance(weight, DTensor) and (splits or _has_few_rows(x)):
+    if is_dtensor(weight) and (splits or _has_few_rows(x)):
         return on_local_tensors(linear, x, weight, bias)
     if takes_chain(x, weight):
         return _chain(x, weight, bias)
@@ -55,7 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def takes_chain(x: Tensor, weight: Tensor) -> bool:
     """Return whether `linear` sums K in one chain of its own: for few rows on a GPU. Where tensor parallelism has cut
     the weight, this is about the local tensors."""
-    return _has_few_rows(x) and not isinstance(weight, DTensor)
+    return _has_few_rows(x) and not is_dtensor(weight)
 
 
 def _has_few_rows(x: Tensor) -> bool:

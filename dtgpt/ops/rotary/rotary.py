@@ -15,6 +15,7 @@ from dtgpt.ops.fast import takes_custom_op
 from dtgpt.ops.norm.norm import norm_reference, reciprocal_root, rms_norm_gradient
 from dtgpt.ops.norm.residual import like
 from dtgpt.ops.rotary.table import Rotation, angle_table, rotation_of
+from dtgpt.util.torch_private import constant_result
 
 
 def reference(
@@ -93,7 +94,7 @@ def _angles(table: Tensor, positions: Tensor | None, length: int) -> tuple[Tenso
     return cosine, sine
 
 
-@torch.compiler.assume_constant_result  # Dynamo looks through caches, and would trace how the table is made
+@constant_result  # Dynamo looks through caches, and would trace how the table is made
 def _table(head_dim: int, rotation: Sequence[float], num_positions: int, device: torch.device) -> Tensor:
     """Return `angle_table`. The ops take the numbers that it follows from, so that they neither save nor trace it."""
     return angle_table(rotation_of(rotation), head_dim, num_positions, device)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from dtgpt.config.execution import Settings
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -147,3 +148,8 @@ def _exponents(line: str) -> list[int]:
 def _power_of_two(powers: Tensor) -> Tensor:
     """Return 2^powers, exactly, for int32 powers that a normal fp32 number has."""
     return ((powers + 127) << 23).view(torch.float32)
+
+
+def make_scales(recipe: Any, settings: Settings, mesh: Mesh) -> Fp8Scales:
+    """Return the scales of a run in fp8."""
+    return Fp8Scales(settings.model, mesh)

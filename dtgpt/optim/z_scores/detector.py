@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.config.execution import Settings
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.optim.step_state import StepState
@@ -95,3 +96,10 @@ def check_state(state: Any, config: ModelConfig) -> None:
         loss, norm = row
         if not all(is_finite(value) for value in (loss, norm)):
             raise ValueError(f"each step in the window of {STATE} needs a finite loss and norm")
+
+
+def make_detector(recipe: Any, settings: Settings, mesh: Mesh) -> OutlierDetector | None:
+    """Return what measures z-scores, where updates are skipped by them or they are shown; else None."""
+    own = recipe.optimizer
+    wanted = own.skip_loss_z or own.skip_grad_norm_z or "z" in recipe.log.show.split(",")
+    return OutlierDetector(mesh, own) if wanted else None

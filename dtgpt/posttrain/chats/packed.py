@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from dtgpt.data.dataset import PART_NAMES, Beginning, Dataset, Part, check_vocabulary, warn_of_unused_rows
-from dtgpt.data.document_masks import DocumentMasks, document_bounds, reset_positions
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.megatron.samples import split_range
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.models.batch import Batch
+from dtgpt.models.batch import Batch, DocumentMasks, document_bounds, reset_positions
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError

@@ -31,7 +31,6 @@ from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.parallel.context import slice_of
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.chats.messages import read_messages
 from dtgpt.posttrain.grpo.answers import Answer, figures_of, shared_rows, weighted_rows
@@ -41,7 +40,7 @@ from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.hardware import TRITON
-from dtgpt.util.process import Process
+from dtgpt.util.peers import Process
 
 REWARD = attrgetter("reward")
 LARGEST_REWARD = 1e15  # gradients in fp32 have room for it
@@ -122,7 +121,8 @@ class Rollouts:
         make = shared_rows if shares_prompts(self.settings) else weighted_rows
         batch = make(answers, part, self.grpo, self.settings.seq_length)
         batch = Batch._make(None if field is None else field.to(self.mesh.device) for field in batch)
-        return slice_of(batch, self.mesh.place)
+        cp = self.mesh.plan.cp
+        return batch.slice(self.mesh.place.cp, cp) if cp > 1 else batch
 
     @torch.no_grad()
     def draw(self, step: int) -> list[Answer]:

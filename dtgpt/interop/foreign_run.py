@@ -1,0 +1,103 @@
+"""A run of another library that goes on as a run of dtgpt: its recipe, weights, moments and counters."""
+
+import shlex
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from dtgpt.checkpoint.load import check_optimizer, check_same_model, fill, taken
+from dtgpt.checkpoint.open import ForeignRun, dimensions
+from dtgpt.config.overrides import replace_values, value_text
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.schedule import BatchSizes
+from dtgpt.data.open import format_of
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.source import Part, Source
+from dtgpt.ops.optim.optimizer import Optimizer
+from dtgpt.parallel.shards import Shard, Shards
+from dtgpt.util.console import counted, hanging, say
+from dtgpt.util.errors import UserError
+
+
+class TrainingSource(Source, ForeignRun):
+    """A run of another library to go on with. `read` returns fp32 master weights.
+
+    `state` has `step`, `consumed_samples`, `updates` and perhaps `loss_scale`, as that of a checkpoint.
+    `order_samples`: number of samples for which the order of prepared data was made, None where unknown. `values`: what
+    the run was asked for, by the names of recipe fields.
+    """
+
+    optimizer: str  # its kind
+    state: Mapping[str, Any]
+    order_samples: int | None
+    values: Mapping[str, Any]
+
+    @abstractmethod
+    def read_moment(self, name: str, moment: str, part: Part) -> Tensor:
+        """Return the elements `part` of the optimizer's state `moment` of the parameter `name`: fp32 on the CPU."""
+
+    def recipe(
+        self,
+        asked: Recipe,
+        given: Collection[str],
+        check: Callable[[Recipe], object],
+        count: Callable[[Recipe, int, int], Recipe],
+    ) -> Recipe:
+        recipe = replace_values(asked, dimensions(self.path, self.config, asked.model, given, exact=True))
+        check(recipe)
+        self._tell_values({name: attrgetter(name)(recipe) for name in self.values.keys() - set(given)})
+        step, seen = self.state["step"], self.state["consumed_samples"]
+        if recipe.train_samples is not None and seen > recipe.train_samples:
+            raise UserError(f"{self.path} has already seen {counted(seen, 'sample')}; raise --train_samples")
+        recipe = count(recipe, step, seen)
+        ordered = None if "data.train_samples" in given else self.order_samples
+        if ordered is None or format_of(recipe.data.path) is None:
+            return recipe
+        if recipe.batch_sizes(step, seen).before(recipe.num_steps) <= ordered:
+            return replace(recipe, data=replace(recipe.data, train_samples=ordered))
+        say(
+            f"the run is longer than the {ordered} samples for which {self.path} ordered its data, and may "
+            "see them in another order",
+            warning=True,
+        )
+        return recipe
+
+    def _tell_values(self, asked: Mapping[str, Any]) -> None:
+        """Say in which of these values of a recipe the run was asked for something else."""
+        other = {name: value for name, value in self.values.items() if name in asked and asked[name] != value}
+        if not other:
+            return
+        changes = [f"  {name}: {value_text(asked[name])} -> {value_text(value)}" for name, value in other.items()]
+        options = " ".join(f"--{name} {shlex.quote(value_text(value))}" for name, value in other.items())
+        lines = [f"{self.path} was trained with other values than the recipe has (recipe -> run):", *changes]
+        say("\n".join([*lines, hanging(f"to keep them, give {options}", 2)]))
+
+    def check(self, model: ModelConfig, steps: int) -> None:
+        held = self.config if self.config.learns_positions else replace(self.config, seq_length=model.seq_length)
+        check_same_model(self.path, held, model)
+        if (done := self.state["step"]) >= steps:
+            raise UserError(f"{self.path} has already done {counted(done, 'step')}; raise --steps to go on")
+
+    def hand_over(self, trainer: Any, sizes: Callable[[int, int], BatchSizes]) -> None:
+        for note in self.notes:
+            say(note, warning=True)
+        self._load(trainer.shards, trainer.optimizer.rule)
+        step, samples = self.state["step"], self.state["consumed_samples"]
+        trainer.restore(dict(self.state), sizes(step, samples))
+        say(f"going on with {self.path} after step {step} and {counted(samples, 'sample')}")
+
+    def _load(self, shards: Shards, optimizer: Optimizer) -> None:
+        """Give this rank's shards the weights, and `optimizer` the state. Raise UserError where that was an optimizer
+        from which this one takes no state."""
+        check_optimizer(self.path, self.optimizer, optimizer.kind, optimizer.takes)
+
+        def load(shard: Shard) -> None:
+            shard.local.copy_(self.read(shard.name, shard.region))
+            for moment, tensor in taken(optimizer, shard, self.optimizer):
+                tensor.copy_(self.read_moment(shard.name, moment, shard.region))
+
+        fill(shards, load, threads=1)

@@ -1,0 +1,130 @@
+"""Collectives by torch.distributed: the definition that faster ways within a host serve (`dtgpt.parallel.transport`).
+
+All ranks of a group make the same calls in the same order.
+"""
+
+import functools
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtgpt.util.torch_private import all_gather_single, reduce_scatter_single
+
+ALIGNED = 16  # bytes of a word of narrow numbers, which no rank's piece of a sum cuts
+
+
+class Collectives(Protocol):
+    """All-gather and reduce-scatter along any dimension, without a gradient."""
+
+    def takes(self, whole: list[int], dim: int | None, itemsize: int) -> bool:
+        """Return whether tensors of the shape `whole`, cut along `dim`, None: flat, can be gathered and summed."""
+
+    def gather(self, part: Tensor, dim: int | None) -> Tensor:
+        """Return the parts of all ranks, concatenated along `dim`; None: each rank has the whole, which is returned."""
+
+    def sum(self, whole: Tensor, dim: int | None) -> Tensor:
+        """Return this rank's part along `dim` of the sum over the ranks; None: the whole sum."""
+
+
+class GroupCollectives:
+    """The collectives of a group by NCCL or gloo, for tensors that the ranks cut evenly.
+
+    Functional collectives, which DTensor uses, must not gather in eager execution: gloo of torch 2.13 assigns the name
+    of each finished collective to one string from two threads without a lock. Two threads that free the same long name,
+    such as "ALLGATHER_COALESCED", corrupt the memory of the process. Names of up to 15 characters are not allocated,
+    and those here are shorter.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def gather(self, part: Tensor, dim: int | None) -> Tensor:
+        """Return the parts of all ranks, concatenated along `dim`; None: each rank has the whole, which is returned."""
+        if dim is None:
+            return part.view_as(part)
+        if part.itemsize == 1:  # neither gloo nor every NCCL knows 8-bit floats
+            part, dtype = part.view(torch.uint8), part.dtype
+            return self._concatenated(part, dim).view(dtype)
+        return self._concatenated(part, dim)
+
+    def _concatenated(self, part: Tensor, dim: int) -> Tensor:
+        parts = part.new_empty(self.group.size() * len(part), *part.shape[1:])
+        all_gather_single(parts, part.contiguous(), self.group)
+        return torch.cat(parts.chunk(self.group.size()), dim)
+
+    def sum(self, whole: Tensor, dim: int | None) -> Tensor:
+        """Return this rank's part along `dim` of the sum over the ranks; None: the whole sum, in place where `whole` is
+        contiguous."""
+        if dim is None:
+            whole = whole.contiguous()
+            dist.all_reduce(whole, group=self.group)
+            return whole.view_as(whole)
+        parts = torch.cat(whole.chunk(self.group.size(), dim))
+        part = parts.new_empty(len(parts) // self.group.size(), *parts.shape[1:])
+        reduce_scatter_single(part, parts, self.group)
+        return part
+
+
+class FlatSum:
+    """The sum over the ranks of one flat tensor, in place, by NCCL or gloo. group: None of one rank."""
+
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup | None):
+        self.flat, self.group = flat, group
+        self._work: dist.Work | None = None
+
+    def begin(self) -> None:
+        """Queue the sum, after what the current stream has to do."""
+        if self.group is not None:
+            self._work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        """Hold the current stream until the last sum is complete."""
+        if self._work is not None:
+            self._work.wait()
+
+
+class NarrowSum(FlatSum):
+    """The sum of 16-bit numbers, whose count is a multiple of the number of ranks: half the bytes are sent. Each rank
+    sums its piece in fp32 and rounds once, so that the error does not grow with the ranks, as it does where sums are
+    passed on."""
+
+    group: dist.ProcessGroup
+
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, pieces: Tensor | None = None):
+        """pieces: memory for what comes from other ranks; None: new memory."""
+        super().__init__(flat, group)
+        self.pieces = torch.empty_like(flat) if pieces is None else pieces
+        self._stream = second_stream(flat.device) if flat.is_cuda else None
+
+    def begin(self) -> None:
+        if self._stream is None:
+            self.run()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self.run()
+
+    def run(self) -> None:
+        """Queue the sum on the current stream."""
+        dist.all_to_all_single(self.pieces, self.flat, group=self.group)
+        own = self.pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32).to(self.flat.dtype)
+        all_gather_single(self.flat, own, self.group)
+
+    def wait(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+@functools.cache
+def second_stream(device: torch.device, purpose: str = "sums") -> torch.cuda.Stream:
+    """Return the stream of all that has this purpose: PyTorch has few, and would in the end hand out the one that
+    computes."""
+    return torch.cuda.Stream(device)
+
+
+def flat_length(numel: int, dtype: torch.dtype, ranks: int) -> int:
+    """Return the elements of a flat tensor that holds `numel`: of 16-bit ones, whole words of each rank."""
+    multiple = ranks * (1 if dtype == torch.float32 else ALIGNED)
+    return -(-numel // multiple) * multiple

@@ -1,0 +1,11 @@
+"""Context parallelism: each rank has a slice of the tokens of every sample."""
+
+from dtgpt.util.seams import Capability, When
+
+CAPABILITY = Capability(
+    degrees={"cp": "dtgpt.parallel.context_parallel.slices:exchange_heads"},
+    build=(
+        When("dtgpt.parallel.context_parallel.slices:DROPOUT", ("mesh.cp_group",)),
+        When("dtgpt.parallel.context_parallel.slices:HEADS", ("mesh.cp_group",)),
+    ),
+)

@@ -1,0 +1,180 @@
+"""Gradients with the same bits under every plan: each micro-batch's is added as 64-bit integers, whose sums over
+micro-batches, replicas and ranks have no order (`dtgpt.ops.optim.fixed_point`).
+
+Every level of ZeRO is summed here; `fully_shard` finds no gradient to reduce. Of a tied table, autograd would add the
+gradients of both uses in the type of the weights: the head's is diverted and added as an integer, too.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.models.binding import bind
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.roles import Role
+from dtgpt.ops.optim.fixed_point import exact_sum, rounded, squares_of_rows
+from dtgpt.parallel.exact_sums.buckets import CutBucket, ExactBucket, RoundedBucket, SummedBucket
+from dtgpt.parallel.gradients import Buckets, Collective, Parameters, parameter_groups
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shared_memory.pieces import Pieces
+from dtgpt.parallel.shared_memory.scatter import CopyScatter
+from dtgpt.parallel.transport import transport
+from dtgpt.util.errors import UserError
+
+EXACT = "64-bit integers"
+
+
+class ExactSums(Buckets):
+    """A bucket for each block of this rank's stages and one for the ends of each.
+
+    rounds: whether sums are rounded as they are made: nothing else is added to those of a rank's only micro-batch
+    where neither tp nor pp has addends on other ranks.
+    """
+
+    orderless = True
+    total, words = torch.int64, EXACT
+
+    @staticmethod
+    def check_plan(plan: ResolvedPlan) -> None:
+        """Raise UserError where a plan cannot have these sums."""
+        if plan.splits_backward:
+            raise UserError(
+                f"reduce=exact, but the schedule {plan.schedule} computes gradients of weights by other operations "
+                "than other plans do, and sums them by itself; use another schedule or --reduce fast"
+            )
+
+    @staticmethod
+    def check_settings(settings: Settings) -> None:
+        """Raise UserError where a run cannot have these sums."""
+        if settings.device.type == "cuda" and settings.attention_backend == "sdpa":
+            raise UserError(
+                f"reduce=exact, but attention={settings.attention} is sdpa here, whose kernels on GPUs add up "
+                "gradients in any order; use --attention flash or explicit, or --reduce fast"
+            )
+
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        plan, self.total_width = settings.plan, self.total.itemsize
+        self.rounds = settings.micro_batches == 1 and plan.pp == 1 and plan.tp == 1
+
+    def open(self, stages: list[Decoder], mesh: Mesh) -> None:
+        parts = [
+            (stage, module, parameters)
+            for stage in stages  # blocks, and the stage itself for what lies around them
+            for module, parameters in zip((*stage.blocks.values(), stage), parameter_groups(stage), strict=False)
+        ]
+        tables = [_table(stage, parameters) for stage, _, parameters in parts]
+        self.all = self._make_buckets([parameters for *_, parameters in parts], tables, mesh)
+        for (stage, module, _), table, bucket in zip(parts, tables, self.all, strict=True):
+            _watch(module, stage, bucket)
+            if table is not None:
+                bind(stage.get_submodule(stage.config.output_name.rpartition(".")[0]), diverted=bucket.divert)
+
+    def _make_buckets(
+        self, groups: list[list[nn.Parameter]], tables: list[nn.Parameter | None], mesh: Mesh
+    ) -> list[ExactBucket]:
+        """Return a bucket for each group of parameters. tables: the tied table among those of a group, or None."""
+        settings, plan, pairs = self.settings, mesh.plan, list(zip(groups, tables, strict=True))
+        largest = max(sum(p.numel() for p in parameters) for parameters in groups) * settings.dtype.itemsize
+        if self.cuts:
+            pieces = Pieces(mesh, mesh.devices.get_group("shard"), largest // plan.shard)
+            return [CutBucket(parameters, mesh, settings, table, pieces, self.rounds) for parameters, table in pairs]
+        if plan.zero or not self.rounds:
+            return [SummedBucket(parameters, mesh, settings, table) for parameters, table in pairs]
+        lengths = [RoundedBucket.lengths(parameters, table, plan.data_ranks) for parameters, table in pairs]
+        pieces = Pieces(mesh, mesh.data_group, largest // plan.data_ranks, [n for each in lengths for n in each])
+        first = accumulate(map(len, lengths), initial=0)
+        return [
+            RoundedBucket(parameters, mesh, settings, table, pieces, begin)
+            for (parameters, table), begin in zip(pairs, first, strict=False)
+        ]
+
+    def gradients(self, parameters: Sequence[nn.Parameter], totals: list[Tensor]) -> list[Tensor]:
+        """Return the totals in fp32, from integers and what one stands for."""
+        made = [(bucket.unit(), bucket) for bucket in self.all]
+        units = {p: unit for unit, bucket in made if unit is not None for p in bucket.parameters}
+        return [x * units[p] if p in units else x for p, x in zip(parameters, totals, strict=True)]
+
+    def squares(self, gradients: list[Tensor], shares: Tensor, alone: list[Tensor]) -> Tensor:
+        vectors = torch.cat([g for g in alone if g.dim() == 1] or [shares.new_zeros(0)])
+        matrices = [squares_of_rows(g) for g in alone if g.dim() > 1]
+        return exact_sum(torch.cat([*matrices, squares_of_rows(vectors)]))
+
+    def root(self, squares: Tensor) -> Tensor:
+        return rounded(squares).sqrt().float()
+
+    def bytes_of(self, parameters: Parameters) -> int:
+        """Return the bytes of gradients in fp32, of what travels to be rounded, or of the integers: those of all that a
+        rank computes with, where several micro-batches are summed before they are sent, and under ZeRO its part's."""
+        plan, total = self.settings.plan, 4 * sum(p.local for p in parameters)
+        if self.rounds:
+            return total + (0 if plan.zero else self._bytes_to_sum(parameters))
+        numbers = sum((0 if self.cuts else p.by_tp) + (p.local if plan.shard > 1 else 0) for p in parameters)
+        return total + self.total_width * numbers
+
+    def bytes_at_once(self, parameters: Parameters) -> int:
+        """Return the bytes of what is sent, and arrives, of a block or the rest of a stage."""
+        plan = self.settings.plan
+        ranks = plan.data_ranks
+        if ranks == 1:
+            return 0
+        sizes = Counter[int | None]()
+        for p in parameters:
+            sizes[p.block] += p.by_tp
+        largest = max(sizes.values())
+        if not (self.cuts or self.rounds):
+            return largest * self.total_width if plan.zero else 0
+        ends = self._bytes_to_sum([p for p in parameters if p.block is None])
+        sent = max(largest * self.settings.dtype.itemsize, ends)
+        arriving = CopyScatter.bytes(sent // ranks, ranks) if transport().reaches(ranks, plan.tp) else sent
+        return arriving + (sent if plan.zero else 0)
+
+    def messages(self, parameters: Parameters, groups: int) -> list[Collective]:
+        plan, passes = self.settings.plan, self.settings.micro_batches
+        whole = sum(p.by_tp for p in parameters)
+        if plan.zero and not self.cuts:
+            return [Collective("reduce-scatter", "dp", f"gradients, {EXACT}", groups, self.total_width * whole)]
+        if not (plan.zero or self.rounds):
+            return [Collective("all-reduce", "dp", f"gradients, {EXACT}", groups, self.total_width * whole)]
+        size = self._bytes_to_sum(parameters) * passes
+        pieces = Collective("all-to-all", "dp", "gradients, pieces to sum", groups * passes, size)
+        if plan.zero:
+            return [pieces]
+        return [pieces, Collective("all-gather", "dp", "gradients, the sums in fp32", groups, 4 * whole)]
+
+    def _bytes_to_sum(self, parameters: Parameters) -> int:
+        """Return the bytes of the gradients that travel to be summed: of a tied table those of both uses, which one
+        stage has."""
+        tied = self.settings.model.tied
+        return sum((2 if tied and p.role is Role.VOCABULARY else 1) * self.width * p.by_tp for p in parameters)
+
+
+def _table(stage: Decoder, parameters: list[nn.Parameter]) -> nn.Parameter | None:
+    """Return the parameter that embedding and head of the stage have in common, where it is among these."""
+    if not stage.config.tied or stage.embedding is None or stage.head is None:
+        return None
+    table = stage.get_parameter(stage.config.table_name)
+    return table if any(p is table for p in parameters) else None
+
+
+def _watch(module: nn.Module, stage: Decoder, bucket: ExactBucket) -> None:
+    """Let a bucket take the gradients of its parameters, of a module of the stage or around the blocks. `fully_shard`
+    makes what modules compute with in their first forward pass."""
+    if not isinstance(module, FSDPModule):
+        bucket.watch(bucket.parameters)
+        return
+    names = {p: name for name, p in stage.named_parameters()}
+    own = [names[p] for p in bucket.parameters]
+
+    def watch(module: nn.Module, inputs: Any) -> None:
+        handle.remove()
+        bucket.watch([stage.get_parameter(name) for name in own])
+
+    handle = module.register_forward_pre_hook(watch)

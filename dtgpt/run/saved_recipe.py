@@ -1,0 +1,226 @@
+"""What recipe.json of a run folder says, and what a run that goes on keeps of it.
+
+A run keeps its own values: of the recipe file that it is started with again, those count that an option names, and
+those of one start. Older versions wrote some values in another way; they are read here.
+"""
+
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import fields, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from dtgpt.checkpoint.load import FREE, check_optimizer
+from dtgpt.checkpoint.manifest import STATE, as_tuple, quarantine_newer
+from dtgpt.config.overrides import LARGEST, leaves, replace_values, value_text
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.recipe_file import kinds, of_kind
+from dtgpt.config.sections import OptimizerConfig
+from dtgpt.data.open import format_of
+from dtgpt.run.folder import AUTO
+from dtgpt.util.console import hanging, say
+from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.field_types import kinds_of, misfit
+from dtgpt.util.storage import parse_json, read_json, read_regular
+
+ABSENT = object()
+LARGEST_RECIPE = 1 << 20  # bytes of a recipe.json
+OF_ONE_START = ("resume", "runs", "init_from", "exit_after", "exit_interval")  # fields that a resume does not keep
+# What a recipe file leaves to the run: the tokenizer of its data, or of the model that it began with.
+TAKEN = (("data.tokenizer", "auto"), ("data.tokenizer_file", None))
+
+
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """Return what the run's recipe.json says, unchecked, with the "on" and "off" that older versions wrote for fields
+    that are bools now. Raises UserError if it cannot be read."""
+    path, advice = folder / "recipe.json", f'write into it what the newest checkpoint\'s {STATE} has under "recipe"'
+    saved = read_json(path, advice, LARGEST_RECIPE)
+    if not isinstance(saved, dict):
+        raise UserError(f"{path} holds no JSON object; {advice}")
+    for name in (name for name, type_, *_ in leaves(Recipe) if type_ is bool):
+        section, _, key = name.rpartition(".")
+        values = saved.get(section)
+        if isinstance(values, dict) and values.get(key) in ("on", "off"):
+            values[key] = values[key] == "on"
+    return saved
+
+
+def saved_value(saved: dict[str, Any], name: str) -> Any:
+    """Return the value of a dotted field name in what `read_recipe` returned, ABSENT where there is none."""
+    value: Any = saved
+    for part in name.split("."):
+        value = value.get(part, ABSENT) if isinstance(value, dict) else ABSENT
+    return value
+
+
+def changes_since(folder: Path, values: Mapping[str, Any]) -> list[str]:
+    """Return what differs between the saved recipe of a run and `values`, those with which it resumes, as `steps: 10 ->
+    20`. A recipe.json that cannot be read differs in nothing."""
+    try:
+        saved = read_recipe(folder)
+    except UserError:
+        return []
+    changes = []
+    for name, value in values.items():
+        before = as_tuple(saved_value(saved, name))
+        if name == "optimizer.decay_steps" and before is None and not saved_value(saved, "optimizer.decay_samples"):
+            before = saved_value(saved, "steps")
+        if before not in (value, ABSENT) and name not in OF_ONE_START:  # an older run lacks newer fields
+            changes.append(f"{name}: {shown_name(value_text(before))} -> {value_text(value)}")
+    return changes + _note_on_min_lr(saved, values)
+
+
+def _note_on_min_lr(saved: dict[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """Return what to do where the run goes on with a lower learning rate, but with the same one at the end."""
+    before, former_least = saved_value(saved, "optimizer.lr"), saved_value(saved, "optimizer.min_lr")
+    rate, least = values.get("optimizer.lr", 0.0), values.get("optimizer.min_lr", 0.0)
+    if type(before) is not float or rate >= before or not least or least != former_least:
+        return []
+    scaled = f"{least * rate / before:.3g}"
+    return [f"optimizer.min_lr stays {least:g}; to lower it like optimizer.lr, give --optimizer.min_lr {scaled}"]
+
+
+def recipe_of_run(
+    run: Path, file: Recipe, asked: Recipe, given: Collection[str], counted: Callable[[Recipe], Recipe]
+) -> Recipe:
+    """Return the recipe with which `run` goes on: its own, with the values of `asked` for the options `given` and for
+    the fields of OF_ONE_START. What an older run does not have, and `plans`, are the recipe file's. counted: returns a
+    recipe with `steps` in place of `train_samples`, checked."""
+    saved, kept = read_recipe(run), {}
+    kind = saved_value(saved, "optimizer.kind")
+    kind = OptimizerConfig.kind if kind is ABSENT else kind
+    if "optimizer.kind" not in given and {kind, asked.optimizer.kind} <= kinds().keys():
+        if kind != asked.optimizer.kind:
+            say(f"{run} goes on with its optimizer, {kind}, not {asked.optimizer.kind} as the recipe file says")
+        file, asked = of_kind(file, kind), of_kind(asked, kind)
+    takes = asked.optimizer.takes
+    check_optimizer(run, kind, asked.optimizer.kind, takes)
+    if kind in takes:
+        origins = {own: f"as its {theirs}" if theirs else "at zero" for own, theirs in takes[kind].items()}
+        told = " and ".join(f"{own} begins {origin}" for own, origin in origins.items()) or "the states are the same"
+        say(f"{run} was trained with optimizer.kind={kind} and goes on with {asked.optimizer.kind}: {told}")
+    try:
+        unknown = list(_unknown(saved, {name for name, *_ in leaves(file)}))
+    except ValueError as error:
+        raise UserError(f"{run}/recipe.json says {error}; mend it") from None
+    for name, type_, *_ in leaves(file):
+        found = saved_value(saved, name)
+        if name in given or name in OF_ONE_START or found is ABSENT:
+            continue
+        try:
+            kept[name] = _checked(found, type_)
+        except ValueError as error:
+            raise UserError(f"{run}/recipe.json says {name}={shown(found)}, {error}; give --{name}") from None
+    # Older versions wrote out what `none` and `auto` mean.
+    older = saved_value(saved, "exit_interval") is ABSENT
+    if older and kept.get("optimizer.decay_steps") == saved_value(saved, "steps"):
+        kept["optimizer.decay_steps"] = None
+    if kept.get("data.tokenizer_file") is not None and "data.tokenizer" in kept:
+        kept["data.tokenizer"] = "auto"
+        if not Path(kept["data.tokenizer_file"]).exists():  # the run carries it
+            kept["data.tokenizer_file"] = str(run / "tokenizer.json")
+    if "train_samples" in given:  # in place of what those of the run became: see `Recipe.counted`
+        for name in {"steps", "optimizer.decay_samples"} - set(given):
+            kept.pop(name, None)
+        asked = asked if "steps" in given else replace(asked, steps=None)
+    if unknown:
+        say(f"{run}/recipe.json has {', '.join(unknown)}, which this dtgpt does not know and ignores", warning=True)
+    if file.train_samples is not None:
+        file = counted(file)
+    fixed = {each.name for each in fields(file) if getattr(getattr(file, each.name), "fixed", False)}
+    _say_kept({name: attrgetter(name)(file) for name in kept}, kept, fixed)
+    resume = str(run) if asked.resume == AUTO else asked.resume
+    recipe = replace(replace_values(asked, kept), resume=resume)
+    # Where the model's own weights are trained, those of the run stay.
+    takes_base = "init_from" in given and (asked.resume != AUTO or recipe.freezes_weights)
+    return recipe if takes_base else replace(recipe, init_from=None)
+
+
+def _say_kept(asked: dict[str, Any], kept: dict[str, Any], fixed: Collection[str]) -> None:
+    """Say, in a line for each, which values the recipe file `asked` for that the run has not `kept`. fixed: as of
+    `_can_change`."""
+    differing = [n for n, value in asked.items() if kept[n] != value and (n, value) not in TAKEN]
+    if not differing:
+        return
+    lines = ["the recipe file says otherwise than the run, which keeps its values (recipe -> run):"]
+    for name in differing:
+        end = "" if _can_change(name, fixed) else " (cannot change)"
+        lines.append(f"  {name}: {value_text(asked[name])} -> {value_text(kept[name])}{end}")
+    options = [f"--{name} {shlex.quote(value_text(asked[name]))}" for name in differing if _can_change(name, fixed)]
+    if options:
+        lines.append(hanging(f"to change {'them' if options[1:] else 'it'}, give {' '.join(options)}", 2))
+    say("\n".join(lines))
+
+
+def _can_change(name: str, fixed: Collection[str]) -> bool:
+    """Whether a run can go on with another value of a field: not another model, nor samples or tokens of another
+    meaning. fixed: sections of which it keeps all values."""
+    section, _, last = name.rpartition(".")
+    if section in fixed:
+        return False
+    return (
+        last in FREE
+        if section == "model"
+        else name not in ("name", "seq_length", "data.tokenizer", "data.bpe_vocab_size")
+    )
+
+
+def _checked(value: Any, hint: Any) -> Any:
+    """Return a value from JSON if it fits a field's annotation, else raise ValueError."""
+    value = as_tuple(value)
+    if wanted := misfit(value, hint):
+        raise ValueError(f"which is not {wanted}")
+    if isinstance(value, str):
+        os.fsencode(value)  # else it cannot be a path: its UnicodeEncodeError is a ValueError
+    if type(value) is not int:
+        return value
+    try:
+        if float in kinds_of(hint):
+            return float(value)
+        if abs(value) <= LARGEST:
+            return value
+    except OverflowError:
+        pass
+    raise ValueError("which is too large")
+
+
+def _unknown(saved: dict[str, Any], known: set[str], prefix: str = "") -> Iterator[str]:
+    """Yield the names in a recipe.json that no field has. Raises ValueError where a group of fields is none."""
+    for key, value in saved.items():
+        name = f"{prefix}{key}"
+        if any(other.startswith(f"{name}.") for other in known):
+            if not isinstance(value, dict):
+                raise ValueError(f"{name}={shown(value)}, which must be an object")
+            yield from _unknown(value, known, f"{name}.")
+        elif name not in known and name != "plans":
+            yield name[:60]
+
+
+def check_data_of_run(run: Path, path: str | None) -> None:
+    """Raise UserError where a run goes on with data that are not here, and say where it was started: a path counts from
+    there."""
+    if path is None or os.path.exists(path):
+        return
+    form = format_of(path)
+    if (form is not None and form.is_here(path)) or path != saved_value(read_recipe(run), "data.path"):
+        return
+    try:
+        start = parse_json(read_regular(run / "environment.json"))
+        where = f"{start['folder']} on {start['host']}"
+    except (OSError, ValueError, KeyError, TypeError):  # of an older version
+        where = "another folder"
+    raise UserError(
+        f"data.path={path}, which {run} was trained on, is not here; the run was started in {shown_name(where)}: go on "
+        "from there, or give --data.path"
+    )
+
+
+def continue_run(run: Path, values: Mapping[str, Any], step: int) -> None:
+    """Say in which `values` of its recipe `run` differs from now on, and rename its checkpoints of later steps than
+    this one: they are damaged, or of another history."""
+    changes = changes_since(run, values)
+    say("\n  ".join(["resuming, with other options than before:" if changes else "resuming", *changes]))
+    for name in quarantine_newer(run / "checkpoints", step):
+        say(f"a checkpoint that is newer than step {step} is called {name} from now on", warning=True)

@@ -1,0 +1,213 @@
+"""What a run is set up with: processes that meet, agree on what they run and watch each other, data, and a trainer.
+
+Processes that the plan leaves over wait for the end of the run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dtgpt.checkpoint.load import find_checkpoint
+from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.checkpoint.tokenizer import check_own_tokenizer, check_size, ends_of
+from dtgpt.config.execution import Settings, choose_device
+from dtgpt.config.recipe import Recipe
+from dtgpt.data.dataset import Dataset, default_cache
+from dtgpt.data.open import DataRequest, check_counted, check_ends, open_dataset, without_effect
+from dtgpt.parallel.launch import open_mesh
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.run.folder import values_of
+from dtgpt.run.signals import StopRequest
+from dtgpt.train.checkpoints import load_initial_weights, place_of_frozen, restore
+from dtgpt.train.objective import objective_of
+from dtgpt.train.observer import Observer, observers_of
+from dtgpt.train.start import Job, ResumePoint, make_job, model_to_begin_with
+from dtgpt.train.trainer import Trainer
+from dtgpt.util import seams
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors, total_memory
+from dtgpt.util.peers import Process, Watch, peers
+
+MOST_STATE = 128  # bytes of a parameter on a rank: weights, gradients, their sums and moments, of a tied table twice
+
+
+class Setup:
+    """A job on this machine, and what its processes make of it, in this order."""
+
+    settings: Settings
+    observers: list[Observer]  # that capabilities bring
+    watch: Watch  # over the other processes, those that wait too
+    mesh: Mesh
+
+    def __init__(self, job: Job):
+        self.recipe, self.resume, self.choice = job.recipe, job.resume, job.choice
+        self.everyone = Process.from_environment()
+        self.process = self.everyone.among(job.choice.plan.world)  # this one among those that the plan uses
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether the plan does not use this process."""
+        return self.everyone.rank >= self.choice.plan.world
+
+    def join(self, stack: ExitStack) -> None:
+        """Check the job against this machine, then bring the processes of its plan together; `stack` ends the process
+        group. Raises UserError in a process that the plan leaves over."""
+        recipe, rank = self.recipe, self.everyone.rank
+        if self.is_left_over:
+            raise UserError(f"the plan {self.choice.plan.name} leaves rank {rank} over; only dtgpt train lets it wait")
+        for line in self.choice.describe():
+            say(line)
+        self.observers = observers_of(recipe.log, recipe.num_steps)  # each of which can do its part here
+        self.settings = self.settings_here()
+        check_state_fits(self.settings, self.process)
+        stack.enter_context(memory_errors_as_user_errors(_remedy_for_memory(self.settings)))
+        self.watch = Watch()
+        if self.everyone.world > 1 and not dist.is_initialized():
+            self.watch = stack.enter_context(self.watch_over())
+        others = peers(self.everyone.world)
+        stack.enter_context(others.losses_as_user_errors(recipe.timeout, lambda: "start the run again"))
+        values = self.what_ranks_agree_on()
+        self.mesh = stack.enter_context(open_mesh(self.settings, recipe.timeout, self.process, values, self.watch))
+
+    def settings_here(self) -> Settings:
+        """Return the settings of the job on this machine. Raises UserError where a device is missing."""
+        recipe = self.recipe
+        device = choose_device(recipe.device, self.process.local_rank)
+        check_kernels(device)
+        for note in recipe.notes(self.choice, device.type):
+            say(note, warning=True)
+        settings = recipe.settings(self.choice.plan, device)
+        if caution := below_ampere(device, settings.dtype, recipe.attention, recipe.model.dropout):
+            say(caution, warning=True)
+        return settings
+
+    def what_ranks_agree_on(self) -> dict[str, str]:
+        """Return the values of the recipe by name; as `resume`, the checkpoint or run that was found."""
+        values = {name: str(value) for name, value in values_of(self.recipe).items()}
+        found = self.resume.checkpoint or self.resume.run
+        return values if found is None else {**values, "resume": str(found)}
+
+    @contextmanager
+    def watch_over(self) -> Iterator[Watch]:
+        """Yield the watch over all processes, which have agreed on the plan; those that wait are not in the process
+        group. Raises UserError where they do not meet within the recipe's `timeout`, or this one differs from rank
+        0."""
+        everyone, recipe, plan = self.everyone, self.recipe, self.choice.plan.name
+        with peers(everyone.world).watch(everyone, recipe.timeout, recipe.lost_after) as watch:
+            theirs = watch.of_rank_0("plan", plan)
+            if len(self.choice.fits) > 1 and theirs != plan:
+                raise UserError(
+                    f"rank {everyone.rank} differs from rank 0 in the plan: {plan} there, {theirs} on rank 0; start "
+                    "every rank with the same command on the same code"
+                )
+            yield watch
+
+    def wait_for_others(self, stop: StopRequest) -> int:
+        """Return the exit code of the run, for which a process that the plan leaves over waits without memory of a GPU.
+        It ends like the others where a process is lost, and passes a signal that it gets on to rank 0."""
+        with self.watch_over() as watch, stop:
+            watch.remedy = lambda: "go on with --resume if the run has a checkpoint, else start it again"
+            return watch.wait_for_end(lambda: stop.requested)
+
+    def tell_end(self, stop: StopRequest, work: Callable[[], int]) -> int:
+        """Return the exit code that `work` returns, and tell it to the processes that wait. A signal that one of these
+        gets reaches rank 0 as a request to its `stop`."""
+        self.watch.on_stop = stop.ask
+        code = work()
+        if self.process.rank == 0:
+            self.watch.end_run(code)
+        return code
+
+    def read_dataset(self) -> Dataset:
+        """Return the data. One process of each node reads them first and fills the node's cache, from which the others
+        read."""
+        return read_on_every_node(lambda: read_dataset(self.recipe), self.mesh, self.process)
+
+    def make_trainer(self, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Trainer:
+        """Return a trainer at its first step. Its weights are random ones, or those that the recipe's `init_from`
+        names; a run that goes on leaves them to the `checkpoint` that is loaded next, but for those that it freezes."""
+        recipe, resume = self.recipe, self.resume
+        begin = model_to_begin_with(recipe.init_from, recipe.resume)
+        if checkpoint is not None:
+            begin = place_of_frozen(checkpoint, recipe.init_from) if recipe.freezes_weights else None
+        same = begin is not None and check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
+        ends = ends_of(resume.run or (begin if same else None), dataset.tokenizer, recipe.model.vocab_size).ids
+        objective = objective_of(recipe).make(dataset)
+        draw_weights = begin is None and resume.run is None
+        trainer = Trainer(recipe, self.settings, self.mesh, objective, draw_weights, ends)
+        if begin is not None and resume.foreign is None:
+            load_initial_weights(begin, trainer)
+        return trainer
+
+
+@contextmanager
+def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
+    """Yield a trainer of the recipe without a run of its own: processes, data, model, optimizer. It is at its first
+    step, or at that of the newest checkpoint in the folder of `run`."""
+    setup = Setup(make_job(recipe, ResumePoint(run=run), Process.from_environment().world))
+    with ExitStack() as stack:
+        setup.join(stack)
+        checkpoint = None if run is None else find_checkpoint(setup.mesh, run, own=type(recipe.model))
+        trainer = setup.make_trainer(setup.read_dataset(), checkpoint)
+        if checkpoint is not None:
+            restore(checkpoint, trainer, setup.recipe.batch_sizes)
+        trainer.objective.prepare(trainer.step, run)
+        yield trainer
+
+
+def _remedy_for_memory(settings: Settings) -> str:
+    """Return what makes a step need less memory, without a change of the curve, as a sentence goes on."""
+    if settings.micro_batch_size > 1:
+        return "lower micro_batch_size (the curve stays the same)"
+    if settings.recompute_blocks is not None:
+        return "raise recompute_blocks or leave it out (the curve stays the same)"
+    if settings.recompute != "full":
+        return "use --recompute full (the curve stays the same)"
+    return "use a plan that cuts the model over more processes (dtgpt plan shows them)"
+
+
+def check_state_fits(settings: Settings, process: Process) -> None:
+    """Raise UserError where weights, gradients and the optimizer's state do not fit into the device's memory. Of most
+    models all of it fits, however the plan cuts it: then nobody has to count what this rank holds."""
+    most = settings.model.num_parameters * MOST_STATE * process.local_world
+    if settings.freezes_weights or most > total_memory(settings.device):
+        for state_bytes in seams.listed("state_bytes"):
+            check_memory(state_bytes(settings, process.rank), process.local_world, settings.device)
+
+
+def read_dataset(recipe: Recipe) -> Dataset:
+    """Return the recipe's text or prepared tokens, checked against the recipe's model and options."""
+    for note in without_effect(recipe.data):
+        say(note, warning=True)
+    request = DataRequest(
+        seq_length=recipe.sample_length,
+        train_samples=recipe.data.train_samples or recipe.batch_sizes().before(recipe.num_steps),
+        held_out_samples=recipe.log.eval_samples,
+        seed=recipe.seed,
+        cache=default_cache(),
+        vocab_size=recipe.model.vocab_size,
+        batch=recipe.global_batch_size,
+    )
+    dataset = open_dataset(recipe.data, request)
+    if recipe.init_from:
+        check_size(dataset.tokenizer, recipe.model)
+    objective_of(recipe).check(dataset)
+    dataset.check(recipe.sample_length, recipe.model.vocab_size)
+    if recipe.log.sample_tokens:
+        dataset.tokenizer.encode(recipe.log.prompt)  # which raises UserError where the tokenizer cannot
+    check_ends(recipe.data, dataset.tokenizer)
+    if recipe.data.eod_mask_loss:
+        check_counted(dataset, recipe.batch_sizes().before(recipe.num_steps), recipe.sample_length, recipe.seed)
+    return dataset
+
+
+def read_on_every_node(read: Callable[[], Dataset], mesh: Mesh, process: Process) -> Dataset:
+    """Return what `read` returns. One process of each node calls it first and fills the node's cache, from which the
+    others read."""
+    found: list[Dataset] = []
+    mesh.turns(lambda: found.append(read()), lambda rank: process.local_rank == 0)
+    mesh.turns(lambda: found.append(read()), lambda rank: process.local_rank != 0)
+    mesh.agree({"the text": found[0].digest}, "give every node the same data")
+    return found[0]

@@ -1,0 +1,188 @@
+"""The start of a run: which recipe it has, what is refused before its processes meet, and what it is made of.
+
+Read from the top: the recipe that a command works on (its file, its options, and what a run that goes on keeps); the
+checks, which make it a `Job`; then data and trainer. Whatever is wrong is refused here, in one sentence, before a run
+folder is made or changed. What only some runs need is asked of whoever owns it: the run folder of its `recipe.json`, a
+model of its tokenizer and dimensions, a format of the run of another library.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
+from dtgpt.checkpoint.open import ForeignRun, model_values, open_training, training_format
+from dtgpt.checkpoint.tokenizer import named_in, with_own_tokenizer
+from dtgpt.config.overrides import Options, explain_for, read_words, replace_values, take
+from dtgpt.config.plan_choice import AUTO, OR, PlanChoice
+from dtgpt.config.recipe import RUN_NAME, Recipe
+from dtgpt.config.recipe_file import call_recipe, load_module, named_kind, of_kind
+from dtgpt.data.open import check_data, format_of, with_tokenizer
+from dtgpt.run.folder import run_to_resume
+from dtgpt.run.saved_recipe import check_data_of_run, read_recipe, recipe_of_run, saved_value
+from dtgpt.util import seams
+from dtgpt.util.console import counted
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import check_value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """Where a run begins: with a checkpoint of `run`, with the `foreign` run of another library, or, without either,
+    with new weights or those that the recipe's `init_from` names."""
+
+    run: Path | None = None
+    checkpoint: Path | None = None  # the one that the user named; None: the newest that is whole
+    foreign: ForeignRun | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run that can be started: every value was checked, as far as one process can."""
+
+    recipe: Recipe  # with a number of steps, and the tokenizer that `auto` means
+    resume: ResumePoint
+    choice: PlanChoice
+
+
+# The recipe to work on.
+
+
+def load_recipe(path: Path, options: list[str]) -> Recipe:
+    """Return the recipe of a file with the overrides `options`."""
+    return override(call_recipe(load_module(path).recipe), options)
+
+
+def override(file: Recipe, words: list[str]) -> Recipe:
+    """Return the recipe to work on with the options in `words`. A UserError explains options of other programs."""
+    file = of_kind(file, named_kind(words))
+    return settle(file, read_words(words, file, explain=explain_for(file.model.architecture))[1])
+
+
+def settle(file: Recipe, options: Options) -> Recipe:
+    """Return the recipe to work on: that of the recipe file with the values of `options`, which this takes out of
+    `options`. Raises UserError where a run to resume or a model to begin with is not as it must be."""
+    given, asked = set(options), take(file, options)
+    resume = find_resume_point(asked.resume, asked.runs, asked.name, asked.model.vocab_size)
+    return settle_at(resume, file, asked, given)
+
+
+def find_resume_point(resume: str | None, runs: str, name: str, vocab_size: int) -> ResumePoint:
+    """Return where a run goes on by the values of its recipe, which need not be checked yet. `vocab_size`: of the
+    model. Raises UserError where `resume` names neither a run nor a checkpoint, or one that cannot be read."""
+    if not resume:
+        return ResumePoint()
+    if (foreign := open_training(resume, vocab_size)) is not None:
+        return ResumePoint(foreign=foreign)
+    check_value("name", name, RUN_NAME)  # by which `auto` searches
+    run, checkpoint = run_to_resume(resume, Path(runs), name)
+    return ResumePoint(run=run, checkpoint=checkpoint)
+
+
+def settle_at(resume: ResumePoint, file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
+    """Return the recipe to work on, as `settle` does, for a run that begins at `resume`. `asked`: the recipe of `file`
+    with the values of the options `given`."""
+    if (run := resume.run) is not None:
+        recipe = recipe_of_run(run, file, asked, given, lambda file: with_steps(_checked(file)))
+        return recipe if recipe.train_samples is None else _counted_on(recipe, run, resume.checkpoint)
+    if resume.foreign is None and not asked.init_from:
+        return asked
+    # A recipe file does not decide for a tokenizer that another model than that of `init_from` was trained with.
+    if not set(named_in(asked.data)).isdisjoint(given):
+        asked = replace(asked, data=replace(asked.data, other_tokenizer=True))
+    if resume.foreign is not None:
+        return resume.foreign.recipe(asked, given, checked, with_steps)
+    values = model_values(Path(str(asked.init_from)), asked.model, given, asked.sample_length)
+    return replace_values(asked, values)
+
+
+def with_steps(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Recipe:
+    """Return the run with `steps` in place of `train_samples`, as `Recipe.counted` does. The order of prepared data
+    depends on the number of samples asked for, which is therefore kept."""
+    data = recipe.data
+    if recipe.train_samples is not None and data.train_samples is None and format_of(data.path) is not None:
+        data = replace(data, train_samples=recipe.train_samples)
+    return replace(recipe.counted(first_step, first_sample), data=data)
+
+
+def _checked(recipe: Recipe) -> Recipe:
+    checked(recipe)
+    return recipe
+
+
+def _counted_on(recipe: Recipe, run: Path, chosen: Path | None) -> Recipe:
+    """Return the recipe of a resumed run with `steps` in place of `train_samples`: those of its checkpoint, and as many
+    as the samples after it fill, whatever sizes its steps had."""
+    checked(recipe)
+    found = chosen or max(list_checkpoints(run / "checkpoints"), key=step_of, default=None)
+    try:
+        state = read_state(found, own=type(recipe.model)) if found else {}
+    except UserError:  # which is told where the run is resumed
+        state = {}
+    step, seen = state.get("step", 0), state.get("consumed_samples", 0)
+    if seen > recipe.train_samples:
+        raise UserError(f"{run} has already seen {counted(seen, 'sample')}; raise --train_samples to go on")
+    return with_steps(recipe, step, seen)
+
+
+# The checks of one process.
+
+
+def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None = None) -> Job:
+    """Return the job of `world` processes.
+
+    retry: a command that starts as many processes as are written after it, for the message where the plan needs more.
+    Raises UserError, one sentence, on the first value that cannot be trained with, or that does not fit the data, the
+    run that goes on or the number of processes.
+    """
+    if resume.run is not None:
+        check_data_of_run(resume.run, recipe.data.path)
+    recipe = checked(recipe)
+    if resume.run is None and (resume.foreign is not None or recipe.init_from is None):
+        for section in recipe.sections:
+            section.check_new_weights()
+    recipe = with_plan(recipe, world)
+    if resume.foreign is not None:
+        resume.foreign.check(recipe.model, recipe.num_steps)
+    try:
+        choice = recipe.choose_plan(world)
+    except UserError as error:
+        told, needed = tell_plan(str(error), recipe.plan, resume.run), recipe.fewest_processes()
+        raise UserError(f"{told}; such as: {retry} {needed}" if retry and needed > world else told) from None
+    return Job(recipe=recipe, resume=resume, choice=choice)
+
+
+def model_to_begin_with(init_from: str | None, resume: str | None) -> Path | None:
+    """Return the run, folder or file whose weights a new run takes; None where it begins with random ones. Arguments as
+    of a recipe."""
+    if init_from:
+        return Path(init_from)
+    return Path(resume) if resume and training_format(resume) else None
+
+
+def checked(recipe: Recipe) -> Recipe:
+    """Return the recipe with the number of steps and the tokenizer that it means. Raises UserError, one sentence, on
+    the first value that cannot be trained with, or that does not fit the data."""
+    recipe.validate()
+    begin = model_to_begin_with(recipe.init_from, recipe.resume)
+    data, vocab_size = recipe.data, recipe.model.vocab_size
+    if begin is not None:
+        data = with_own_tokenizer(begin, data, recipe.model)
+    check_data(data, vocab_size, begin)
+    recipe = with_steps(replace(recipe, data=data))
+    return replace(recipe, data=with_tokenizer(recipe.data, vocab_size))
+
+
+def with_plan(recipe: Recipe, world: int) -> Recipe:
+    """Return the recipe with the plan that a capability chooses for `world` processes where it leaves that open."""
+    if OR in recipe.plan or recipe.plan == AUTO:  # else nothing is imported
+        for choose in seams.listed("plan_choices"):
+            recipe = choose(recipe, world)
+    return recipe
+
+
+def tell_plan(reason: str, plan: str, run: Path | None) -> str:
+    """Return the reason for which a plan is refused, and what to do where it is that of the `run` that goes on."""
+    if run is not None and saved_value(read_recipe(run), "plan") == plan:
+        return f"{reason}; plan={plan} is that of the run: give --plan for another one"
+    return reason
