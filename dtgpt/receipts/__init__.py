@@ -1,10 +1,10 @@
 """Receipts: a line for each step by which the step can be checked later, under another plan and on other machines."""
 
-from dtgpt.util.seams import Capability, CommandEntry
+from dtgpt.util.seams import Capability, CommandEntry, When
 
 CAPABILITY = Capability(
     sections={"receipts": "dtgpt.receipts.config:ReceiptsConfig"},
-    step_states=("dtgpt.receipts.config:make_state",),
+    step_states=(When("dtgpt.receipts.state:make_state", ("receipts.on",)),),
     entries={"receipts": "dtgpt.receipts.config:check_entry"},
     observers=("dtgpt.receipts.observer:observe",),
     explanations=("dtgpt.receipts.config:EXPLANATIONS",),

@@ -52,6 +52,22 @@ class Answers:
         self._rollouts.check_prompt = lambda step: None  # of the recipe's own code
 
 
+def task_of_kept_answers() -> Any:
+    """Return the section of a recipe whose own code, which asks and rewards, is not here and not needed."""
+    from dtgpt.posttrain.grpo.config import GrpoConfig
+
+    class Kept(GrpoConfig):
+        def prompt(self, index: int) -> str:
+            raise UserError(
+                f"prompt {index} is not among the answers that were kept; give the recipe file: --recipe FILE"
+            )
+
+        def reward(self, index: int, answer: str) -> float:
+            raise UserError(f"an answer to prompt {index} has no reward; give the recipe file: --recipe FILE")
+
+    return Kept()
+
+
 def digest_of(answers: list[Any]) -> str:
     return hashlib.sha256(json.dumps(answers).encode()).hexdigest()
 

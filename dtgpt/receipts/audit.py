@@ -74,7 +74,9 @@ def audit(
 def report_of_files(receipts: Receipts, problems: list[Problem]) -> str:
     """Return what the files of a run say of each other."""
     steps, kept = sorted(receipts.steps), [step_of(f) for f in list_checkpoints(receipts.run / "checkpoints")]
-    lines = [f"{receipts.run}: {counted(len(steps), 'receipt')}" + (f", of steps {steps[0]} to {steps[-1]}" if steps else "")]
+    lines = [
+        f"{receipts.run}: {counted(len(steps), 'receipt')}" + (f", of steps {steps[0]} to {steps[-1]}" if steps else "")
+    ]
     for start in receipts.starts:
         machine = start["machine"]
         lines.append(
@@ -84,7 +86,9 @@ def report_of_files(receipts: Receipts, problems: list[Problem]) -> str:
     if receipts.torn:
         lines.append("  the last line is half written, as a process leaves it that is killed; it does not count")
     if kept:
-        lines.append(f"  steps after {', '.join(map(str, kept[:-1] or kept))} can be computed again: dtgpt audit --step N")
+        lines.append(
+            f"  steps after {', '.join(map(str, kept[:-1] or kept))} can be computed again: dtgpt audit --step N"
+        )
     if problems:
         return "\n".join([*lines, *(f"WRONG: {problem.said}" for problem in problems)])
     checked = f"the chain, {counted(len(kept), 'checkpoint')}, metrics.jsonl and recipe.json say the same"
@@ -103,6 +107,12 @@ def audit_steps(
     check_one_recipe(receipts, begin, last)
     recipe = recipe_of(receipts, last, recipe_file, plan, device)
     own = fitting_plan(plan, [plan], recipe.plans)
+    replicas = recipe.global_batch_size // recipe.micro_batch_size
+    if replicas % own.dp:
+        raise UserError(
+            f"plan {plan} has {own.dp} replicas, and a step of {receipts.run} {counted(replicas, 'micro-batch', 'micro-batches')}, "
+            f"whose size is kept since another one has other bits; choose a plan whose replicas divide {replicas}"
+        )
     recipe.check_plan(own)
     say(f"computing steps {begin + 1} to {last} again under {plan}, from the checkpoint of step {begin}")
     with tempfile.TemporaryDirectory(prefix="dtgpt-audit-") as folder:
@@ -176,7 +186,11 @@ def basis_of(here: dict[str, Any], starts: list[dict[str, Any]]) -> Basis:
         losses=[], norms=[], rates=[], scales=[], memory=[], planned=None, initial="", tensors={},
     )  # fmt: skip
     codes = {start["code"] for start in starts} - {here["code"]}
-    notes = [f"the files of dtgpt are others here ({here['code']}) than those of the run ({', '.join(codes)})"] if codes else []
+    notes = (
+        [f"the files of dtgpt are others here ({here['code']}) than those of the run ({', '.join(codes)})"]
+        if codes
+        else []
+    )
     return Basis(not why, why, limits_of(record) if why else NONE, record.eps, notes)
 
 

@@ -17,7 +17,8 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.receipts.book import FILE, VERSION, Line, read_lines, read_text
 from dtgpt.receipts.digest import Piece, digest
 from dtgpt.receipts.state import GRADIENT, WEIGHT, decoded
-from dtgpt.run.folder import OF_ONE_START, open_run, read_recipe
+from dtgpt.run.folder import open_run
+from dtgpt.run.saved_recipe import OF_ONE_START, read_recipe
 from dtgpt.run.sinks import read_records
 from dtgpt.run.starts import flat
 from dtgpt.util.console import counted
@@ -50,7 +51,9 @@ class Receipts:
             raise UserError(f"{run / FILE} does not begin with the start of a run; restore the file")
         self.starts = [line.value for line in self.lines if line.is_start]
         if (newest := max(int(start["receipts"]) for start in self.starts)) > VERSION:
-            raise UserError(f"{run / FILE} was written by a newer dtgpt, in format {newest}; use the dtgpt that wrote it")
+            raise UserError(
+                f"{run / FILE} was written by a newer dtgpt, in format {newest}; use the dtgpt that wrote it"
+            )
         self.steps = {line.step: line for line in self.lines if "step" in line.value}
         self.tables = {line.step: line for line in self.lines if "checkpoint" in line.value}
 
@@ -93,7 +96,9 @@ def of_chain(receipts: Receipts) -> Iterator[Problem]:
     for line in receipts.lines[1:]:
         if "step" in line.value:
             if 0 <= line.step <= newest:
-                yield Problem("steps", line.step, None, f"step {line.step} stands after step {newest}: it was taken twice")
+                yield Problem(
+                    "steps", line.step, None, f"step {line.step} stands after step {newest}: it was taken twice"
+                )
             elif line.step > newest + 1:
                 yield Problem("steps", newest + 1, None, f"{span(newest + 1, line.step - 1)} no receipt")
             newest = line.step
@@ -104,7 +109,9 @@ def of_chain(receipts: Receipts) -> Iterator[Problem]:
             yield Problem("steps", line.step, None, f"{told(line)} stands after step {newest}")
     runs = {start["run"] for start in receipts.starts}
     if len(runs) > 1:
-        yield Problem("chain", None, None, f"{FILE} has lines of {counted(len(runs), 'run')}: {', '.join(sorted(runs))}")
+        yield Problem(
+            "chain", None, None, f"{FILE} has lines of {counted(len(runs), 'run')}: {', '.join(sorted(runs))}"
+        )
 
 
 def told(line: Line) -> str:
@@ -187,7 +194,9 @@ def of_checkpoint(receipts: Receipts, folder: Path, own: type[ModelConfig] | Non
     numbers = {"step": step, "updates": line.value["updates"], "consumed_samples": line.value["samples"]}
     for name, number in numbers.items():
         if state[name] != number:
-            yield Problem("checkpoint", step, None, f"{folder.name} says {name}={state[name]}, and the receipts {number}")
+            yield Problem(
+                "checkpoint", step, None, f"{folder.name} says {name}={state[name]}, and the receipts {number}"
+            )
     for name, theirs, ours in changed(receipts.start_of(step)["recipe"], state["recipe"]):
         yield Problem("recipe", step, None, f"{folder.name} says {name}={ours}, and the receipts {theirs}")
     wanted = decoded(line.value["digests"])
@@ -240,4 +249,3 @@ def _digest(checkpoint: Checkpoint, label: str, device: torch.device) -> int:
     if count != wanted:
         raise Damaged(checkpoint.folder, f"of {tensor(label)} {count} elements are there, where {wanted} are needed")
     return int(total.item())
-

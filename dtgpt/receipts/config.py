@@ -25,9 +25,6 @@ class ReceiptsConfig(Section):
         if not self.on and self.parts != PARTS:
             raise UserError(f"receipts.parts={self.parts} has no effect without receipts; add --receipts.on")
 
-    def notes_on(self, plan: Any) -> list[str]:
-        return []
-
 
 class _Explained(Explanations):
     def of_recipe(self, architecture: str, name: str, value: str) -> str | None:
@@ -35,16 +32,6 @@ class _Explained(Explanations):
 
 
 EXPLANATIONS = _Explained()
-
-
-def make_state(recipe: Any, settings: Any, mesh: Any) -> Any:
-    """Return the state that takes the digests of steps; None without receipts."""
-    section = recipe.section(ReceiptsConfig)
-    if not section.on:
-        return None
-    from dtgpt.receipts.state import Receipts
-
-    return Receipts(mesh, section.parts)
 
 
 def check_entry(entry: Any, config: Any) -> None:

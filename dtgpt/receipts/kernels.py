@@ -4,6 +4,7 @@ A few programs for each multiprocessor share the chunks of the part whose number
 run of neighbours in the whole tensor, so that an index is the first one's and a count.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -30,7 +31,7 @@ class Table:
         ordered = [chunks for part in range(parts) for own, chunks in found if own == part]
         counts = [sum(len(chunks) for own, chunks in found if own == part) for part in range(parts)]
         ends = torch.tensor([0, *counts]).cumsum(0)
-        bounds = [[int(a), int(b)] for a, b in zip(ends[:-1], ends[1:], strict=True)] + [[0, int(ends[-1])]]
+        bounds = [[int(a), int(b)] for a, b in itertools.pairwise(ends)] + [[0, int(ends[-1])]]
         self.bounds = torch.tensor(bounds, device=device)  # [parts + 1, 2]: chunks of a part; last those of all
         self.chunks = torch.cat([torch.zeros(0, 4, dtype=torch.int64), *ordered]).to(device)  # [C, 4]
         self.grid = PROGRAMS * _multiprocessors(device)

@@ -81,4 +81,3 @@ class _Closing(Sink):
             observer._write()
             observer.book.close()
             observer.book = None
-

@@ -17,26 +17,34 @@ from typing import Any
 import torch
 
 from dtgpt.checkpoint.load import find_checkpoint, read_part
-from dtgpt.checkpoint.manifest import Checkpoint, as_tuple, list_checkpoints, read_state, saved_model, step_folder, step_of
+from dtgpt.checkpoint.manifest import (
+    Checkpoint,
+    as_tuple,
+    list_checkpoints,
+    read_state,
+    saved_model,
+    step_folder,
+    step_of,
+)
+from dtgpt.checkpoint.tokenizer import check_tokenizer
 from dtgpt.config.overrides import leaves, replace_values
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.recipe_file import call_recipe, load_module
+from dtgpt.config.recipe_file import call_recipe, kinds, load_module, of_kind
 from dtgpt.models.config import ModelConfig
-from dtgpt.optim.kinds import kinds, of_kind
+from dtgpt.receipts.answers import task_of_kept_answers
 from dtgpt.receipts.check import Receipts, tensor
 from dtgpt.receipts.start import execution_of
 from dtgpt.receipts.state import Receipts as State
-from dtgpt.run.folder import ABSENT, saved_value
+from dtgpt.run.saved_recipe import ABSENT, saved_value
 from dtgpt.train.checkpoints import restore
-from dtgpt.train.job import ResumePoint, make_job
-from dtgpt.train.processes import join
-from dtgpt.train.startup import check_tokenizer, make_trainer, read_dataset, read_on_every_node
+from dtgpt.train.setup import Setup
+from dtgpt.train.start import ResumePoint, make_job
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
 from dtgpt.util.console import say_error
-from dtgpt.util.environment import child_environment
 from dtgpt.util.errors import UserError
-from dtgpt.util.process import VARIABLES, Process
+from dtgpt.util.hardware import child_environment
+from dtgpt.util.peers import VARIABLES, Process
 
 # Of a run, what steps that are computed again do without.
 WITHOUT = {
@@ -62,6 +70,8 @@ def recipe_of(receipts: Receipts, step: int, recipe_file: Path | None, plan: str
         config = saved_model(newest, read_state(newest), None)
         optimizer = seams.load(kinds()["adamw"])(lr=1.0)
         recipe = Recipe(name=saved["name"], model=config, optimizer=optimizer, micro_batch_size=1, global_batch_size=1)
+        if saved_value(saved, "grpo.group") not in (ABSENT, 0):
+            recipe = replace(recipe, grpo=task_of_kept_answers())
     recipe = of_kind(recipe, saved_value(saved, "optimizer.kind"))
     values = {name: as_tuple(value) for name, *_ in leaves(recipe) if (value := saved_value(saved, name)) is not ABSENT}
     values |= WITHOUT | {"plan": plan, "precision": start["precision"], "micro_batch_size": start["micro_batch_size"]}
@@ -78,21 +88,24 @@ def opened(recipe: Recipe, receipts: Receipts, folder: Path, start: dict[str, An
     """Yield a trainer at the step of a checkpoint of the run, and its receipts. start: the line of the start whose
     steps are taken. Raises UserError where the data or the tokenizer are others."""
     job = make_job(recipe, ResumePoint(run=receipts.run, checkpoint=folder), Process.from_environment().world)
+    setup = Setup(job)
     with ExitStack() as stack:
-        group = join(job, stack)
-        checkpoint = find_checkpoint(group.mesh, receipts.run, folder, own=type(recipe.model))
-        dataset = read_on_every_node(lambda: read_dataset(job.recipe), group.mesh, group.process)
+        setup.join(stack)
+        checkpoint = find_checkpoint(setup.mesh, receipts.run, folder, own=type(recipe.model))
+        dataset = setup.read_dataset()
         if dataset.digest != start["data"]:
             raise UserError(
                 f"{dataset.source} is not what {receipts.run} was trained on: its digest is {dataset.digest[:16]}..., "
                 f"and the receipts say {start['data'][:16]}...; restore the data"
             )
         check_tokenizer(receipts.run, dataset.tokenizer)
-        trainer = make_trainer(job, group, dataset, checkpoint)
+        trainer = setup.make_trainer(dataset, checkpoint)
         state = next(each for each in trainer.optimizer.states if isinstance(each, State))
         state.bind(trainer)
         if state.labels != start["parts"]:
-            raise UserError(f"the tensors of {receipts.run} have other names or sizes here; use the dtgpt that wrote it")
+            raise UserError(
+                f"the tensors of {receipts.run} have other names or sizes here; use the dtgpt that wrote it"
+            )
         restore(checkpoint, trainer, job.recipe.batch_sizes)
         state.pending = []
         if state.answers is not None:

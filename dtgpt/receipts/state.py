@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.config.execution import Settings
+from dtgpt.config.recipe import Recipe
 from dtgpt.models.batch import Batch
 from dtgpt.optim.step_state import StepState
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Part, Shard
 from dtgpt.receipts.answers import keep_answers
-from dtgpt.receipts.config import NAME
+from dtgpt.receipts.config import NAME, ReceiptsConfig
 from dtgpt.receipts.digest import Digests, Piece
 from dtgpt.train.trainer import Trainer
 
@@ -156,7 +158,10 @@ class Receipts(StepState):
         found = self.mesh.all_reduce(sums)[0].cpu().numpy()[len(BATCH) :]
         kept = [not label.startswith(f"{GRADIENT}/") for _, label in self._in_order()]
         trainer = self.trainer
-        numbers = {"updates": int(trainer.optimizer.rule.updates.item()), "samples": trainer.samples_before(trainer.step)}
+        numbers = {
+            "updates": int(trainer.optimizer.rule.updates.item()),
+            "samples": trainer.samples_before(trainer.step),
+        }
         return {"checkpoint": trainer.step, **numbers, "digests": encoded(found[np.array(kept, dtype=bool)])}
 
     def state(self) -> list[dict[str, Any]] | None:
@@ -170,6 +175,11 @@ class Receipts(StepState):
 
     def restore(self, saved: list[dict[str, Any]] | None) -> None:
         self.pending = list(saved or [])
+
+
+def make_state(recipe: Recipe, settings: Settings, mesh: Mesh) -> Receipts:
+    """Return the state that takes the digests of steps."""
+    return Receipts(mesh, recipe.section(ReceiptsConfig).parts)
 
 
 def number_of(value: float) -> float | str:

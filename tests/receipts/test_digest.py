@@ -1,6 +1,7 @@
 """Digests: what they see, that they have no order, and that the kernel adds up the definition's."""
 
 import importlib.util
+import itertools
 import os
 import random
 import subprocess
@@ -69,7 +70,7 @@ def test_parts_add_up_however_a_plan_cuts(seed):
     draw, values = random.Random(seed), torch.randn(WHOLE)
     total = 0
     cuts = [sorted({0, size, draw.randint(0, size)}) for size in WHOLE]
-    regions = [[range(a, b) for a, b in zip(cut, cut[1:], strict=False)] for cut in cuts]
+    regions = [[range(a, b) for a, b in itertools.pairwise(cut)] for cut in cuts]
     for a in regions[0]:
         for b in regions[1]:
             for c in regions[2]:

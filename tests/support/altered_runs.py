@@ -211,7 +211,7 @@ def without_file(run: Path, name: str) -> None:
 
 ALTERATIONS: dict[str, Alteration] = {
     "a weight": Alteration(lambda run: change(run, 8, WEIGHT), "checkpoint", 8, WEIGHT),
-    "a bit of a weight": Alteration(lambda run: change(run, 4, WEIGHT, by=1e-9), "checkpoint", 4, WEIGHT),
+    "a bit of a weight": Alteration(lambda run: change(run, 4, WEIGHT, by=1e-8), "checkpoint", 4, WEIGHT),
     "two weights exchanged": Alteration(lambda run: exchange(run, 6, WEIGHT, WEIGHT), "checkpoint", 6, WEIGHT),
     "weights of two tensors exchanged": Alteration(lambda run: exchange(run, 6, WEIGHT, OTHER), "checkpoint", 6, OTHER),
     "a moment": Alteration(lambda run: change(run, 6, f"{OTHER}.exp_avg_sq"), "checkpoint", 6, "exp_avg_sq"),
@@ -229,7 +229,7 @@ ALTERATIONS: dict[str, Alteration] = {
     "a norm in metrics.jsonl": Alteration(lambda run: metric(run, "grad_norm"), "metrics", 6, "grad_norm"),
     "a loss in a receipt": Alteration(lambda run: edit(run, 3, fitting=False, loss=1.0), "chain", 4, "(step 3)"),
     "a dropped line": Alteration(lambda run: drop(run, False), "chain", 6, "(step 6)"),
-    "a dropped line, the chain made to fit": Alteration(lambda run: drop(run, True), "steps", 5, "step 5 has no receipt"),
+    "a dropped line, the chain made to fit": Alteration(lambda run: drop(run, True), "steps", 5, "step 5 has no"),
     "a line of another run": Alteration(lambda run: take_line(run, False), "chain", 5, "(step 5)"),
     "a line twice": Alteration(lambda run: repeat(run, False), "chain", 5, "(step 5)"),
     "a line twice, the chain made to fit": Alteration(lambda run: repeat(run, True), "steps", 5, "taken twice"),
@@ -239,7 +239,7 @@ ALTERATIONS: dict[str, Alteration] = {
         lambda run: take_line(run, True), "tokens", 5, "batch of step 5", 5
     ),
     "a batch": Alteration(
-        lambda run: edit(run, 5, batch=lambda batch: batch | {"tokens": "0" * 16}), "tokens", 5, "tokens of the batch", 5
+        lambda run: edit(run, 5, batch=lambda batch: batch | {"tokens": "0" * 16}), "tokens", 5, "the tokens", 5
     ),
     "a loss, metrics and chain made to fit": Alteration(loss_everywhere, "loss", 6, "the loss of step 6", 6),
     "a learning rate in all files": Alteration(recipe_everywhere, "learning rate", 5, "the learning rate of step 5", 5),
@@ -247,6 +247,6 @@ ALTERATIONS: dict[str, Alteration] = {
     "a weight and its receipt": Alteration(weight_and_receipt, "weight", 6, WEIGHT, 6),
     "a weight of a step": Alteration(lambda run: one_digest(run, f"weight/{OTHER}", 7), "weight", 7, OTHER, 7),
     "a moment of a checkpoint's receipt": Alteration(
-        lambda run: one_digest(run, f"exp_avg/{OTHER}", 6, "checkpoint"), "checkpoint", 6, "exp_avg", 7
+        lambda run: one_digest(run, f"exp_avg/{OTHER}", 6, "checkpoint"), "checkpoint", 6, "exp_avg"
     ),
 }  # fmt: skip

@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dtgpt.config.sections import CheckpointConfig, LogConfig
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.receipts.config import ReceiptsConfig
 from dtgpt.receipts.recompute import work
 from dtgpt.train.loop import train
@@ -13,7 +15,26 @@ from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
 
 
-def train_with_receipts(recipe, steps: int, plan: str = "single", world: int = 1, parts: int = 2, **values: Any) -> Path:
+def tiny(folder: Path) -> Recipe:
+    """Return a recipe whose steps take milliseconds, with a text in the folder."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
+    return Recipe(
+        name="test",
+        model=GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=257, dropout=0.1),
+        optimizer=OptimizerConfig(lr=1e-2, schedule="constant", warmup=0),
+        steps=8,
+        micro_batch_size=2,
+        global_batch_size=8,
+        device="cpu",
+        runs=str(folder / "runs"),
+        data=DataConfig(path=str(text), tokenizer="bytes"),
+    )
+
+
+def train_with_receipts(
+    recipe, steps: int, plan: str = "single", world: int = 1, parts: int = 2, **values: Any
+) -> Path:
     """Train, with a checkpoint of every other step, and return the run."""
     recipe = change(recipe, model={"num_layers": 2})
     recipe = replace(recipe, **{
