@@ -1,5 +1,5 @@
-"""Answers and rewards of a step that makes its own samples: kept, since the code that rewards may not repeat itself, and
-given back where such a step is computed again.
+"""Answers and rewards of a step that makes its own samples: kept, since the code that rewards may not repeat itself,
+and given back where such a step is computed again.
 
 Rank 0 writes them before their step is taken, so that what a killed run leaves has those of every step that it did.
 """

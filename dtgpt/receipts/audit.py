@@ -1,8 +1,8 @@
 """`dtgpt audit`: whether the receipts of a run are those of its files, and of steps that are computed again.
 
 Where the bits must be equal (the same kind of GPU and the same versions, and the same plan or `--reduce exact`), any
-other bit is a difference. Elsewhere two right runs differ by rounding, and the limits of `dtgpt compare` decide: losses,
-norms, and the tensors of a checkpoint that is kept of an audited step. Batches and learning rates have no rounding.
+other bit is a difference. Elsewhere two right runs differ by rounding, and the limits of `dtgpt compare` decide:
+losses, norms, and the tensors of a checkpoint that is kept of an audited step. Batches and learning rates have no rounding.
 """
 
 import tempfile
@@ -26,9 +26,23 @@ ROUNDINGS = ("none", "order", "sums", "products")  # of `dtgpt.compare.record`, 
 NONE = Limits(0.0, 0.0, 0.0, 0.0)
 # What a run may change where it goes on without other figures: how and where it computes, what it reports and keeps.
 FREE = (
-    "plan", "plans", "device", "attention", "recompute", "recompute_blocks", "compile", "graph", "timeout", "lost_after",
-    "runs", "reduce", "name", "log", "checkpoint", "micro_batch_size", "steps",
-)  # fmt: skip
+    "plan",
+    "plans",
+    "device",
+    "attention",
+    "recompute",
+    "recompute_blocks",
+    "compile",
+    "graph",
+    "timeout",
+    "lost_after",
+    "runs",
+    "reduce",
+    "name",
+    "log",
+    "checkpoint",
+    "micro_batch_size",
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,8 @@ class Difference:
     """The first thing in which steps that were computed again differ from their receipts."""
 
     step: int
-    kind: str  # "checkpoint", "tokens", "answers", "loss", "gradient", "gradient norm", "learning rate", "state", "weight"
+    # "checkpoint", "tokens", "answers", "loss", "gradient", "gradient norm", "learning rate", "state" or "weight"
+    kind: str
     tensor: str | None
     module: str | None
     difference: float | None  # relative; None: only that it differs is known
@@ -57,7 +72,7 @@ class Basis:
 
 def audit(
     run: Path, step: int | None, steps: int, plan: str, device: str | None, recipe_file: Path | None
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Check a run, and compute `steps` steps from `step` on again; None: none. Print what is found, and return it as
     docs/audit.md describes its JSON: "status" is 0, or 1 where something differs. Raises UserError."""
     receipts, own = Receipts(run), own_class(recipe_file)
@@ -97,7 +112,7 @@ def report_of_files(receipts: Receipts, problems: list[Problem]) -> str:
 
 def audit_steps(
     receipts: Receipts, first: int, last: int, plan: str, device: str | None, recipe_file: Path | None
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Compute the steps from the checkpoint before `first` up to `last` again, and compare them with their receipts."""
     begin = checkpoint_before(receipts, first)
     for step in range(begin + 1, last + 1):
@@ -110,8 +125,8 @@ def audit_steps(
     replicas = recipe.global_batch_size // recipe.micro_batch_size
     if replicas % own.dp:
         raise UserError(
-            f"plan {plan} has {own.dp} replicas, and a step of {receipts.run} {counted(replicas, 'micro-batch', 'micro-batches')}, "
-            f"whose size is kept since another one has other bits; choose a plan whose replicas divide {replicas}"
+            f"plan {plan} has {own.dp} replicas, and a step of {receipts.run} "
+            f"{counted(replicas, 'micro-batch', 'micro-batches')}, whose size is kept since another one has other bits; choose a plan whose replicas divide {replicas}"
         )
     recipe.check_plan(own)
     say(f"computing steps {begin + 1} to {last} again under {plan}, from the checkpoint of step {begin}")
@@ -160,8 +175,8 @@ def check_one_recipe(receipts: Receipts, begin: int, last: int) -> None:
         for name, before, now in changed(other["recipe"], final["recipe"]):
             if name not in FREE and name.partition(".")[0] not in ("log", "checkpoint", "plans"):
                 raise UserError(
-                    f"{receipts.run} went on after step {final['after']} with {name}={now} in place of {before}, and no "
-                    f"checkpoint from there on is kept before step {last}; choose steps up to {final['after']}"
+                    f"{receipts.run} went on after step {final['after']} with {name}={now} in place of {before}, and "
+                    f"no checkpoint from there on is kept before step {last}; choose steps up to {final['after']}"
                 )
 
 
@@ -182,9 +197,17 @@ def basis_of(here: dict[str, Any], starts: list[dict[str, Any]]) -> Basis:
         how = "computes sums in other pieces" if exact else "is without --reduce exact"
         why.append(f"{here['plan']} beside {plans} {how}")
     record = Record(
-        dtype=here["dtype"], rounding="products" if other_machine else rounding,
-        losses=[], norms=[], rates=[], scales=[], memory=[], planned=None, initial="", tensors={},
-    )  # fmt: skip
+        dtype=here["dtype"],
+        rounding="products" if other_machine else rounding,
+        losses=[],
+        norms=[],
+        rates=[],
+        scales=[],
+        memory=[],
+        planned=None,
+        initial="",
+        tensors={},
+    )
     codes = {start["code"] for start in starts} - {here["code"]}
     notes = (
         [f"the files of dtgpt are others here ({here['code']}) than those of the run ({', '.join(codes)})"]

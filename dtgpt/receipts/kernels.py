@@ -46,9 +46,19 @@ class Table:
             addresses = [tensor.data_ptr() if tensor.dtype == dtype else 0 for tensor in tensors]
             torch._foreach_add_(self._cells, addresses)
             _add[(self.grid,)](
-                self.chunks, self.bounds, self.rows, self.bases, part, sums, row, sums.shape[1],
-                DTYPE=DTYPES[dtype], CHUNK=self.chunk, PROGRAMS=self.grid, num_warps=WARPS,
-            )  # fmt: skip
+                self.chunks,
+                self.bounds,
+                self.rows,
+                self.bases,
+                part,
+                sums,
+                row,
+                sums.shape[1],
+                DTYPE=DTYPES[dtype],
+                CHUNK=self.chunk,
+                PROGRAMS=self.grid,
+                num_warps=WARPS,
+            )
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -83,9 +93,18 @@ def _mix(x, S0: tl.constexpr, F0: tl.constexpr, S1: tl.constexpr, F1: tl.constex
 
 @triton.jit
 def _add(
-    chunks, bounds, rows, bases, part, sums, row, slots,
-    DTYPE: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+    chunks,
+    bounds,
+    rows,
+    bases,
+    part,
+    sums,
+    row,
+    slots,
+    DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     own = tl.load(part)
     begin, end = tl.load(bounds + 2 * own), tl.load(bounds + 2 * own + 1)
     sums += tl.load(row) * slots

@@ -48,9 +48,16 @@ from dtgpt.util.peers import VARIABLES, Process
 
 # Of a run, what steps that are computed again do without.
 WITHOUT = {
-    "resume": None, "init_from": None, "exit_after": None, "exit_interval": None, "log.wandb": "off",
-    "log.tensorboard": False, "log.eval_tasks": None, "log.sample_tokens": 0, "log.timers": False,
-}  # fmt: skip
+    "resume": None,
+    "init_from": None,
+    "exit_after": None,
+    "exit_interval": None,
+    "log.wandb": "off",
+    "log.tensorboard": False,
+    "log.eval_tasks": None,
+    "log.sample_tokens": 0,
+    "log.timers": False,
+}
 
 
 def own_class(recipe_file: Path | None) -> type[ModelConfig] | None:

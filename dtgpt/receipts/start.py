@@ -13,7 +13,7 @@ DECIDES = ("torch", "triton")  # packages of which other versions may compute ot
 
 def start_of(
     recipe: dict[str, Any], trainer: "Trainer", labels: list[list[str]], bytes_of_parts: list[int]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the line of a start. recipe: its fields; labels: of the digests of each part."""
     return {
         "recipe": json.loads(json.dumps(recipe, default=repr)),

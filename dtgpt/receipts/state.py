@@ -134,10 +134,7 @@ class Receipts(StepState):
         sums = self.mesh.all_reduce(self._sums[rows]).cpu().numpy()
         figures = self._figures[rows]
         losses = (self.mesh.all_reduce(figures[:, 0].clone()) / self.mesh.copies_of_loss).tolist()
-        return [
-            self._line(step, *row)
-            for step, *row in zip(steps, sums, losses, figures[:, 1:].tolist(), strict=True)
-        ]  # fmt: skip
+        return [self._line(step, *row) for step, *row in zip(steps, sums, losses, figures[:, 1:].tolist(), strict=True)]
 
     def _line(self, step: int, sums: np.ndarray, loss: float, figures: list[float]) -> dict[str, Any]:
         norm, rate, empty = figures
