@@ -2,7 +2,8 @@
 
 Where the bits must be equal (the same kind of GPU and the same versions, and the same plan or `--reduce exact`), any
 other bit is a difference. Elsewhere two right runs differ by rounding, and the limits of `dtgpt compare` decide:
-losses, norms, and the tensors of a checkpoint that is kept of an audited step. Batches and learning rates have no rounding.
+losses, norms, and the tensors of a checkpoint that is kept of an audited step. Batches and learning rates have no
+rounding.
 """
 
 import tempfile
@@ -126,7 +127,8 @@ def audit_steps(
     if replicas % own.dp:
         raise UserError(
             f"plan {plan} has {own.dp} replicas, and a step of {receipts.run} "
-            f"{counted(replicas, 'micro-batch', 'micro-batches')}, whose size is kept since another one has other bits; choose a plan whose replicas divide {replicas}"
+            f"{counted(replicas, 'micro-batch', 'micro-batches')}, whose size is kept since another one has other bits; "
+            f"choose a plan whose replicas divide {replicas}"
         )
     recipe.check_plan(own)
     say(f"computing steps {begin + 1} to {last} again under {plan}, from the checkpoint of step {begin}")

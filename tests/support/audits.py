@@ -8,6 +8,7 @@ from typing import Any
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.receipts.config import ReceiptsConfig
 from dtgpt.receipts.recompute import work
 from dtgpt.train.loop import train
@@ -32,11 +33,24 @@ def tiny(folder: Path) -> Recipe:
     )
 
 
+class Sums(GrpoConfig):
+    def prompt(self, index: int) -> str:
+        return f"{index % 9}+{index % 7}="
+
+    def reward(self, index: int, answer: str) -> float:
+        return float(len(set(answer)))
+
+
+def recipe_of_sums(folder: Path, steps: int) -> Recipe:
+    """Return a recipe of reinforcement learning."""
+    recipe = change(tiny(folder), model={"dropout": 0.0}, steps=steps)
+    return replace(recipe, grpo=Sums(group=4, max_new_tokens=3), micro_batch_size=4)
+
+
 def train_with_receipts(
     recipe, steps: int, plan: str = "single", world: int = 1, parts: int = 2, **values: Any
 ) -> Path:
     """Train, with a checkpoint of every other step, and return the run."""
-    recipe = change(recipe, model={"num_layers": 2})
     recipe = replace(recipe, **{
         "steps": steps, "plan": plan, "micro_batch_size": 2,
         "receipts": ReceiptsConfig(on=True, parts=parts), "checkpoint": CheckpointConfig(interval=2, keep_last=0),
