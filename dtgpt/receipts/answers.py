@@ -6,15 +6,12 @@ Rank 0 writes them before their step is taken, so that what a killed run leaves 
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import open_regular, parse_json
-
-if TYPE_CHECKING:
-    from dtgpt.receipts.state import Receipts
-    from dtgpt.train.objective import Objective
 
 FILE = "answers.jsonl"
 
@@ -52,8 +49,8 @@ class Answers:
         self._rollouts.check_prompt = lambda step: None  # of the recipe's own code
 
 
-def task_of_kept_answers() -> Any:
-    """Return the section of a recipe whose own code, which asks and rewards, is not here and not needed."""
+def with_kept_answers(recipe: Any) -> Any:
+    """Return a recipe whose own code, which asks and rewards, is not here and not needed."""
     from dtgpt.posttrain.grpo.config import GrpoConfig
 
     class Kept(GrpoConfig):
@@ -65,7 +62,7 @@ def task_of_kept_answers() -> Any:
         def reward(self, index: int, answer: str) -> float:
             raise UserError(f"an answer to prompt {index} has no reward; give the recipe file: --recipe FILE")
 
-    return Kept()
+    return replace(recipe, grpo=Kept())
 
 
 def digest_of(answers: list[Any]) -> str:
@@ -93,8 +90,7 @@ def cut_answers(folder: Path, step: int) -> None:
         (folder / FILE).write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
-def keep_answers(objective: "Objective", receipts: "Receipts") -> None:
-    """Let the answers of an objective that draws some be kept."""
+def keep_answers(objective: Any, rank: int) -> Answers | None:
+    """Let the answers of an objective that draws some be kept, and return them."""
     rollouts = getattr(objective, "rollouts", None)
-    if rollouts is not None:
-        receipts.answers = Answers(rollouts, receipts.mesh.rank)
+    return None if rollouts is None else Answers(rollouts, rank)

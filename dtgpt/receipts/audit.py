@@ -123,14 +123,15 @@ def audit_steps(
     check_one_recipe(receipts, begin, last)
     recipe = recipe_of(receipts, last, recipe_file, plan, device)
     own = fitting_plan(plan, [plan], recipe.plans)
-    replicas = recipe.global_batch_size // recipe.micro_batch_size
-    if replicas % own.dp:
+    replicas = own.dp or 1
+    micro_batches = recipe.global_batch_size // recipe.micro_batch_size
+    if micro_batches % replicas:
         raise UserError(
-            f"plan {plan} has {own.dp} replicas, and a step of {receipts.run} "
-            f"{counted(replicas, 'micro-batch', 'micro-batches')}, whose size is kept since another one has other bits; "
-            f"choose a plan whose replicas divide {replicas}"
+            f"plan {plan} has {replicas} replicas, and a step of {receipts.run} "
+            f"{counted(micro_batches, 'micro-batch', 'micro-batches')}, whose size is kept since another one has other "
+            f"bits; choose a plan whose replicas divide {micro_batches}"
         )
-    recipe.check_plan(own)
+    recipe.plan_for(own.world)
     say(f"computing steps {begin + 1} to {last} again under {plan}, from the checkpoint of step {begin}")
     with tempfile.TemporaryDirectory(prefix="dtgpt-audit-") as folder:
         file = Path(folder) / "found.json"
@@ -229,7 +230,9 @@ def differences_of(receipts: Receipts, begin: int, found: dict[str, Any], basis:
         yield from of_inputs(step, line, theirs)
         labels = receipts.labels(step)
         others = differing(labels, theirs, line["digests"]) if basis.exact else []
-        apart = next((found["apart"][at] for at in sorted(found["apart"], key=int) if int(at) >= step), {})
+        apart: dict[str, float] = next(
+            (found["apart"][at] for at in sorted(found["apart"], key=int) if int(at) >= step), {}
+        )
         yield from of_figure(step, "loss", line["loss"], theirs["loss"], basis.limits.loss, basis)
         yield from (of_tensor(step, label, apart, basis) for label in others if label.startswith(f"{GRADIENT}/"))
         yield from of_figure(step, "gradient norm", line["norm"], theirs["norm"], basis.limits.tensors, basis)

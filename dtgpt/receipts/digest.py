@@ -5,19 +5,16 @@ gathers anything. Two elements that are exchanged change it, since each is hashe
 fp32, and -0 as 0, as `torch.equal` compares them.
 
 `hashes` defines the hash, two 32-bit mixes (MurmurHash3's, and one of Wellons' "lowbias32" family) of which the second
-mixes the first one's result once more with the index. `Digests` adds up whole lists of tensors: on a GPU one Triton
-kernel reads each element once.
+mixes the first one's result once more with the index. `dtgpt.receipts.sums` adds up whole lists
+of tensors.
 """
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from dtgpt.util.hardware import TRITON
 
 Part = tuple[range, ...]
 MASK = (1 << 32) - 1
@@ -100,34 +97,3 @@ def digest(values: Tensor, piece: Piece) -> Tensor:
         total += hashes(bits_of(some), index[begin : begin + len(some)], key).sum()
         begin += len(some)
     return total
-
-
-class Digests:
-    """Adds the digests of a list of tensors to their slots, those of one part or of all parts. Nothing waits for a GPU,
-    and a CUDA graph may capture it."""
-
-    def __init__(self, pieces: Sequence[Piece], parts: int, device: torch.device):
-        self.pieces, self.parts, self.device = list(pieces), parts, device
-        self.bytes_of_parts = [4 * sum(p.numel for p in pieces if p.part == part) for part in range(parts)]
-        self.all = torch.tensor(parts, device=device)  # in place of the number of a part
-        self._table = None
-        if device.type == "cuda" and TRITON:
-            from dtgpt.receipts.kernels import Table
-
-            self._table = Table(self.pieces, parts, device)
-
-    @torch.no_grad()
-    def add(self, tensors: Sequence[Tensor], part: Tensor, sums: Tensor, row: Tensor) -> None:
-        """Add to a row of `sums`, int64 `[rows, slots]`, the digests of the tensors, one for each piece. part, row:
-        int64 scalars on the device."""
-        if self._table is not None:
-            self._table.add(tensors, part, sums, row)
-            return
-        # A CPU can be asked for the number of the part; of another device all digests are made, and those kept.
-        known = int(part.item()) if self.device.type == "cpu" else None
-        for piece, tensor in zip(self.pieces, tensors, strict=True):
-            if known in (None, self.parts, piece.part):
-                found = digest(tensor, piece)
-                if known is None:
-                    found = torch.where((part == self.parts) | (part == piece.part), found, 0)
-                sums[:, piece.slot].index_add_(0, row.view(1), found.view(1))

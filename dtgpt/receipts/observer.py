@@ -1,6 +1,6 @@
 """What writes receipts, between the steps of a run that has them on."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dtgpt.config.sections import LogConfig
 from dtgpt.run.sinks import Begun, Sink
@@ -33,8 +33,9 @@ class ReceiptObserver(Observer):
     def prepare(self, trainer: "Trainer") -> None:
         found = [state for state in trainer.optimizer.states if state.name == "receipts"]
         if found:
-            self.state, self._trainer = found[0], trainer  # type: ignore[assignment]
-            self.state.bind(trainer)
+            state = cast("Receipts", found[0])
+            state.bind(trainer)
+            self.state, self._trainer = state, trainer
 
     def due(self, step: int) -> bool:
         if self.state is None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +28,18 @@ from dtgpt.checkpoint.manifest import (
 from dtgpt.checkpoint.tokenizer import check_tokenizer
 from dtgpt.config.overrides import leaves, replace_values
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.recipe_file import call_recipe, kinds, load_module, of_kind
+from dtgpt.config.recipe_file import call_recipe, load_module, of_kind
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
-from dtgpt.receipts.answers import task_of_kept_answers
+from dtgpt.receipts.answers import with_kept_answers
 from dtgpt.receipts.check import Receipts, tensor
 from dtgpt.receipts.start import execution_of
 from dtgpt.receipts.state import Receipts as State
 from dtgpt.run.saved_recipe import ABSENT, saved_value
 from dtgpt.train.checkpoints import restore
 from dtgpt.train.setup import Setup
-from dtgpt.train.start import ResumePoint, make_job
+from dtgpt.train.start import Job, ResumePoint, make_job
 from dtgpt.train.trainer import Trainer
-from dtgpt.util import seams
 from dtgpt.util.console import say_error
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import child_environment
@@ -75,10 +74,10 @@ def recipe_of(receipts: Receipts, step: int, recipe_file: Path | None, plan: str
     else:
         newest = list_checkpoints(receipts.run / "checkpoints")[-1]
         config = saved_model(newest, read_state(newest), None)
-        optimizer = seams.load(kinds()["adamw"])(lr=1.0)
+        optimizer = OptimizerConfig(lr=1.0)
         recipe = Recipe(name=saved["name"], model=config, optimizer=optimizer, micro_batch_size=1, global_batch_size=1)
         if saved_value(saved, "grpo.group") not in (ABSENT, 0):
-            recipe = replace(recipe, grpo=task_of_kept_answers())
+            recipe = with_kept_answers(recipe)
     recipe = of_kind(recipe, saved_value(saved, "optimizer.kind"))
     values = {name: as_tuple(value) for name, *_ in leaves(recipe) if (value := saved_value(saved, name)) is not ABSENT}
     values |= WITHOUT | {"plan": plan, "precision": start["precision"], "micro_batch_size": start["micro_batch_size"]}
@@ -91,14 +90,13 @@ def recipe_of(receipts: Receipts, step: int, recipe_file: Path | None, plan: str
 
 
 @contextmanager
-def opened(recipe: Recipe, receipts: Receipts, folder: Path, start: dict[str, Any]) -> Iterator[tuple[Trainer, State]]:
+def opened(job: Job, receipts: Receipts, folder: Path, start: dict[str, Any]) -> Iterator[tuple[Trainer, State]]:
     """Yield a trainer at the step of a checkpoint of the run, and its receipts. start: the line of the start whose
     steps are taken. Raises UserError where the data or the tokenizer are others."""
-    job = make_job(recipe, ResumePoint(run=receipts.run, checkpoint=folder), Process.from_environment().world)
     setup = Setup(job)
     with ExitStack() as stack:
         setup.join(stack)
-        checkpoint = find_checkpoint(setup.mesh, receipts.run, folder, own=type(recipe.model))
+        checkpoint = find_checkpoint(setup.mesh, receipts.run, folder, own=type(job.recipe.model))
         dataset = setup.read_dataset()
         if dataset.digest != start["data"]:
             raise UserError(
@@ -164,7 +162,8 @@ def work(words: list[str]) -> int:
     path = Path(recipe_file) if recipe_file != "none" else None
     recipe = recipe_of(receipts, int(last), path, plan, None if device == "none" else device)
     folder = step_folder(receipts.run / "checkpoints", int(first))
-    with opened(recipe, receipts, folder, receipts.start_of(int(last))) as (trainer, state):
+    job = make_job(recipe, ResumePoint(run=receipts.run, checkpoint=folder), Process.from_environment().world)
+    with opened(job, receipts, folder, receipts.start_of(int(last))) as (trainer, state):
         found = {"execution": execution_of(trainer), **take_steps(trainer, state, receipts, int(last))}
         if trainer.mesh.rank == 0:
             Path(file).write_text(json.dumps(found))

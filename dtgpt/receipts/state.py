@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.config.execution import Settings
-from dtgpt.config.recipe import Recipe
 from dtgpt.models.batch import Batch
 from dtgpt.optim.step_state import StepState
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Part, Shard
-from dtgpt.receipts.answers import keep_answers
+from dtgpt.receipts.answers import Answers, keep_answers
 from dtgpt.receipts.config import NAME, ReceiptsConfig
-from dtgpt.receipts.digest import Digests, Piece
+from dtgpt.receipts.digest import Piece
+from dtgpt.receipts.sums import Digests
 from dtgpt.train.trainer import Trainer
 
 ROWS = 512  # steps of which a rank keeps the digests at most
@@ -40,7 +39,7 @@ class Receipts(StepState):
         self.mesh, self.parts = mesh, parts
         self.trainer: Trainer | None = None
         self.pending: list[dict[str, Any]] = []  # lines that are collected and not written, on every rank the same
-        self.answers: Any = None  # those that steps draw, where they make their samples
+        self.answers: Answers | None = None  # those that steps draw, where they make their samples
         self.sync: Callable[[], None] = lambda: None  # waits, on rank 0, until the disk has the lines that are written
 
     def bind(self, trainer: Trainer) -> None:
@@ -64,7 +63,7 @@ class Receipts(StepState):
         self.collected: int | None = None  # the newest step whose line was made
         take = trainer.objective.take
         trainer.objective.take = partial(self._take, take)  # type: ignore[method-assign]
-        keep_answers(trainer.objective, self)
+        self.answers = keep_answers(trainer.objective, self.mesh.rank)
 
     def _in_order(self) -> Iterator[tuple[int, str]]:
         yield from ((part, label) for part, labels in enumerate(self.labels) for label in labels)
@@ -174,7 +173,7 @@ class Receipts(StepState):
         self.pending = list(saved or [])
 
 
-def make_state(recipe: Recipe, settings: Settings, mesh: Mesh) -> Receipts:
+def make_state(recipe: Any, settings: Any, mesh: Mesh) -> Receipts:
     """Return the state that takes the digests of steps."""
     return Receipts(mesh, recipe.section(ReceiptsConfig).parts)
 

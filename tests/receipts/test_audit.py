@@ -68,7 +68,7 @@ def test_other_sums_are_within_rounding(recipe, plan):
     shifted = checkpoint(run, 4)
     shutil.rmtree(shifted)
     text = (run / FILE).read_text()
-    loss = json.loads([line for line in text.splitlines() if '"step": 3' in line][0])["loss"]
+    loss = json.loads(next(line for line in text.splitlines() if '"step": 3' in line))["loss"]
     (run / FILE).write_text(text.replace(repr(loss), repr(loss * 1.001)))
     found = check(run, 3, 1, plan)["steps"]["first_difference"]
     assert (found["kind"], found["step"], found["verdict"]) == ("loss", 3, "fault")
@@ -124,21 +124,19 @@ def test_answers_and_rewards_are_kept_and_given_back(tmp_path, plan, world):
 
 def test_bad_input_is_one_sentence(recipe, tmp_path):
     run = train_with_receipts(recipe, 4)
-    with pytest.raises(
-        UserError, match="step 2 is computed again from a checkpoint before it.* keeps those of steps 2, 4"
-    ):
+    with pytest.raises(UserError, match=r"step 2 is computed again .* keeps those of steps 2, 4"):
         check(run, 2)
-    with pytest.raises(UserError, match="step 9 has no receipt .*the newest is of step 4"):
+    with pytest.raises(UserError, match=r"step 9 has no receipt .*the newest is of step 4"):
         check(run, 9)
-    with pytest.raises(UserError, match="plan dp3 has 3 replicas, and a step of .* 4 micro-batches"):
+    with pytest.raises(UserError, match=r"plan dp3 has 3 replicas, and a step of .* 4 micro-batches"):
         check(run, 3, plan="dp3")
     text = tmp_path / "text.txt"
     kept = text.read_text()
     text.write_text(kept.replace("7", "8"))
-    with pytest.raises(AssertionError, match="is not what .* was trained on"):
+    with pytest.raises(AssertionError, match=r"is not what .* was trained on"):
         check(run, 3)
     text.unlink()
-    with pytest.raises((UserError, AssertionError), match="is not here"):
+    with pytest.raises((UserError, AssertionError), match=r"is not here"):
         check(run, 3)
     (run / FILE).unlink()
     with pytest.raises(UserError, match=r"has no receipts.jsonl; train with --receipts.on"):

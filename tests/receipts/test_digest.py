@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from dtgpt.receipts.digest import Digests, Piece, bits_of, digest, hashes, key_of
+from dtgpt.receipts.digest import Piece, bits_of, digest, hashes, key_of
+from dtgpt.receipts.sums import Digests
 
 WHOLE = (5, 4, 6)
 
@@ -98,8 +99,9 @@ INTERPRETED = """
 import torch
 from tests.support.interpreter import let_kernels_loop
 let_kernels_loop()
-from dtgpt.receipts.digest import Digests, Piece
+from dtgpt.receipts.digest import Piece
 from dtgpt.receipts.kernels import Table
+from dtgpt.receipts.sums import Digests
 device, pieces, tensors = torch.device("cpu"), [], []
 regions = [(range(5), range(2, 5), range(6)), (range(1, 4), range(4), range(6)), (range(5), range(4), range(3, 5))]
 for slot, region in enumerate(regions):
