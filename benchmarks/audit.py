@@ -1,15 +1,16 @@
 """Audits of random steps under random other plans, planted alterations, and what receipts cost a step.
 
-    python benchmarks/audit.py --cases 100                          # gloo, fp32 and bf16, a tiny model
-    python benchmarks/audit.py --cases 20 --device cuda             # two GPUs, and one that computes their steps again
-    python benchmarks/audit.py --alterations                        # each is found, named and located
-    python benchmarks/audit.py --cost [--nproc 2] [--rounds 12]     # the 345M, 16 samples: steps with and without
-    python benchmarks/audit.py --alter RUN                          # change a weight of the newest checkpoint
+    python -m benchmarks.audit --cases 100                          # gloo, fp32 and bf16, a tiny model
+    python -m benchmarks.audit --cases 20 --device cuda             # two GPUs, and one that computes their steps again
+    python -m benchmarks.audit --alterations                        # each is found, named and located
+    python -m benchmarks.audit --cost [--nproc 2] [--rounds 12]     # the 345M, 16 samples: steps with and without
+    python -m benchmarks.audit --alter RUN                          # change a weight of the newest checkpoint
 
 The exit code is 1 where a case is not equal, or an alteration is not found.
 """
 
 import argparse
+import json
 import random
 import shutil
 import statistics
@@ -20,15 +21,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 from dtgpt.checkpoint.manifest import list_checkpoints, step_of
 from dtgpt.receipts import audit as auditing
 from dtgpt.receipts.audit import audit
 from tests.support.altered_runs import ALTERATIONS, WEIGHT, change
 from tests.support.audits import audited, tiny, train_with_receipts
 
+ROOT = Path(__file__).resolve().parents[1]
 PLANS = {"single": 1, "dp2": 2, "zero1": 2, "zero2": 2, "zero3": 2, "pp2": 2}
 STEPS = 8
 
@@ -90,8 +89,6 @@ def seconds_of_step(nproc: int, steps: int, words: list[str]) -> float:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
-        import json
-
         (run,) = Path(folder).iterdir()
         if words:
             start = json.loads((run / "receipts.jsonl").open().readline())

@@ -116,7 +116,7 @@ def audit_steps(
 ) -> dict[str, Any]:
     """Compute the steps from the checkpoint before `first` up to `last` again, and compare them with their receipts."""
     begin = checkpoint_before(receipts, first)
-    for step in range(begin + 1, last + 1):
+    for step in (last, *range(begin + 1, last)):
         if step not in receipts.steps:
             newest = max(receipts.steps, default=0)
             raise UserError(f"step {step} has no receipt in {receipts.run}; the newest is of step {newest}")
