@@ -1,10 +1,10 @@
 """Audits of random steps under random other plans, planted alterations, and what receipts cost a step.
 
-    python -m benchmarks.audit --cases 100                          # gloo, fp32 and bf16, a tiny model
-    python -m benchmarks.audit --cases 20 --device cuda             # two GPUs, and one that computes their steps again
-    python -m benchmarks.audit --alterations                        # each is found, named and located
-    python -m benchmarks.audit --cost [--nproc 2] [--rounds 12]     # the 345M, 16 samples: steps with and without
-    python -m benchmarks.audit --alter RUN                          # change a weight of the newest checkpoint
+    python benchmarks/audit.py --cases 100                          # gloo, fp32 and bf16, a tiny model
+    python benchmarks/audit.py --cases 20 --device cuda             # two GPUs, and one that computes their steps again
+    python benchmarks/audit.py --alterations                        # each is found, named and located
+    python benchmarks/audit.py --cost [--nproc 2] [--rounds 12]     # the 345M, 16 samples: steps with and without
+    python benchmarks/audit.py --alter RUN                          # change a weight of the newest checkpoint
 
 The exit code is 1 where a case is not equal, or an alteration is not found.
 """
@@ -20,6 +20,8 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dtgpt.checkpoint.manifest import list_checkpoints, step_of
 from dtgpt.receipts import audit as auditing
