@@ -21,6 +21,7 @@ from dtgpt.models import gpt2
 from dtgpt.models.binding import bind
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import Context, DeferredBiasLinear, Linear
+from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import FORMATS, Calibration, Site, Sites
 
 MODELS = {"124m": gpt2.GPT2_124M, "345m": gpt2.GPT2_345M, "774m": gpt2.GPT2_774M, "1558m": gpt2.GPT2_1558M}
@@ -64,7 +65,7 @@ class OurStack(nn.Module):
         calibration, cells = Calibration(keeps_weights=True), {}
         for matrix in matrices:
             found = [Site(*(torch.zeros((), device=CUDA) for _ in range(3))) for _ in FORMATS]
-            bind(matrix, sites=Sites(*found, calibration))
+            bind(matrix, quantised=Fp8Product(Sites(*found, calibration)))
             cells |= {id(site): (site, dtype) for site, dtype in zip(found, FORMATS.values(), strict=True)}
         work()
         for site, dtype in cells.values():

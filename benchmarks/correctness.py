@@ -31,7 +31,7 @@ from dtgpt.compare.fuzz.pool import Pool, PoolJob
 from dtgpt.compare.record import Record, read_record, record, save_record
 from dtgpt.compare.verdict import difference
 from dtgpt.config.execution import choose_device
-from dtgpt.ops.fast import split_backward
+from dtgpt.ops.serve import split_backward
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import load_recipe
 from dtgpt.train.trainer import Trainer

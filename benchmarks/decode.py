@@ -29,12 +29,13 @@ from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan_choice import parse_plan
+from dtgpt.inference.cache import SlotState
+from dtgpt.inference.commands import Begin, Decode, Read
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.memory import bytes_per_slot
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.scheduler import LONGEST_ROUND
-from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.decoder import build_model
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.launch import end_process_group, start_process_group
@@ -143,15 +144,15 @@ def measure_rounds(args: argparse.Namespace, engine: Engine) -> list[dict]:
         hosts, totals = [], []
         for _ in range(args.rounds + 1):
             for slot in range(batch):
-                engine.commands.start(slot, payload)
+                engine.command(Begin(slot, payload))
             drain(device)
             begin = time.perf_counter()
-            engine.commands.decode(range(batch), LONGEST_ROUND, variant)
+            engine.command(Decode(range(batch), LONGEST_ROUND, variant))
             hosts.append((time.perf_counter() - begin) / LONGEST_ROUND)
             drain(device)
             begin = time.perf_counter()
             for _ in range(count):
-                engine.commands.decode(range(batch), LONGEST_ROUND, variant)
+                engine.command(Decode(range(batch), LONGEST_ROUND, variant))
             drain(device)
             totals.append((time.perf_counter() - begin) / LONGEST_ROUND / count)
         host, total = statistics.median(hosts[1:]), statistics.median(totals[1:])
@@ -179,7 +180,7 @@ def measure_prefill(args: argparse.Namespace, engine: Engine) -> dict[str, float
 
     def alone() -> None:
         for _ in range(sequences):
-            engine.commands.prefill(0, ids.tolist())
+            engine.command(Read([0], [ids.tolist()]))
 
     def forward(targets: Tensor | None) -> float:
         work = replayed(lambda: model(batch, targets=targets), device)

@@ -33,7 +33,7 @@ from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.decode.blocks import product
+from dtgpt.ops.kernels.decode.blocks import product
 from dtgpt.ops.loss.head import _losses_and_gradient_
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.build import build_stages

@@ -285,9 +285,9 @@ FAULTS = [
     ),
     Fault(
         "fp8: an activation that no fused kernel knows is replaced by SwiGLU",
-        "dtgpt/models/layers.py",
-        "    name = fused_name(activation, first.bias is not None)",
-        '    name = fused_name(activation, first.bias is not None) or "swiglu"',
+        "dtgpt/ops/fp8/products.py",
+        "        return fused_name(activation, has_bias)",
+        '        return fused_name(activation, has_bias) or "swiglu"',
     ),
     Fault(
         "tp: the mean square of all heads is that of a rank's own",
@@ -298,7 +298,7 @@ FAULTS = [
     Fault(
         "muon: a packed matrix is scaled by the size of the whole weight",
         "dtgpt/optim/muon.py",
-        "factor = self.config.factor(sum(map(len, rows)), shape[1])",
+        "factor = self.config.factor(sum(map(len, rows)), shape[-1])",
         "factor = self.config.factor(*shape)",
     ),
     Fault(

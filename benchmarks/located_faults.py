@@ -234,7 +234,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "causal mask: a query sees the next token",
-            "dtgpt/ops/attention/flash.py",
+            "dtgpt/ops/attention/core.py",
             "hidden = column > position\n",
             "hidden = column > position + 1\n",
         ),
@@ -346,9 +346,10 @@ LOCATED = [
         Fault(
             "replicas halve the second moment from step 3 on",
             "dtgpt/ops/optim/adamw.py",
-            "            factors = numbers if slot.decay else no_decay\n",
-            "            factors = numbers if slot.decay else no_decay\n"
-            "            exp_avg_sq.mul_(0.5 if torch.distributed.is_initialized() and self.updates >= 2 else 1.0)\n",
+            "        self._update(gradients, self._numbers(lr, scale), skip)\n",
+            "        halved = torch.distributed.is_initialized() and self.updates >= 2\n"
+            "        torch._foreach_mul_(self.exp_avg_sq, 0.5 if halved else 1.0)\n"
+            "        self._update(gradients, self._numbers(lr, scale), skip)\n",
         ),
         "--plans dp2 --steps 5",
         "embedding.wpe",

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.gpt2 import GPT2_345M
-from dtgpt.ops.optim import adamw_kernels
+from dtgpt.ops.kernels import adamw_kernels
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.gradients import Accumulator, squared_norm
 

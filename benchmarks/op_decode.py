@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.ops.attention.cached import decode_attention
-from dtgpt.ops.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights
+from dtgpt.ops.kernels.attention.cached import decode_attention
+from dtgpt.ops.kernels.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
 from dtgpt.parallel.cache_sizes import core_sizes
 
 CUDA = torch.device("cuda")

@@ -16,10 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dtgpt.models.batch import document_bounds
-from dtgpt.ops.attention import flash, flash_launch
-from dtgpt.ops.attention.core import AttentionRule, causal_attention
-from dtgpt.ops.attention.packed import split_qkv
+from dtgpt.ops.attention.core import AttentionRule, causal_attention, hidden_columns, split_qkv
 from dtgpt.ops.attention.window import spans_of_window
+from dtgpt.ops.kernels.attention import flash, flash_launch
 from dtgpt.ops.random.philox import fold, root_key
 
 LENGTH, WIDTH, P = 1024, 64, 0.1
@@ -151,7 +150,7 @@ def apart(batch: int, heads: int, mean: int) -> Case:
     x = Inputs(batch, heads)
     torch.manual_seed(1)
     spans = document_bounds(torch.rand(batch, LENGTH) < 1 / mean).cuda()
-    starts, seen = spans[..., 0], ~flash.hidden_columns(LENGTH, LENGTH, spans.device, spans)
+    starts, seen = spans[..., 0], ~hidden_columns(LENGTH, LENGTH, spans.device, spans)
     blocks = create_block_mask(
         lambda b, _, q, column: (q >= column) & (starts[b, q] <= column), batch, None, LENGTH, LENGTH, "cuda"
     )

@@ -4,12 +4,10 @@ import torch
 from cases import Case, run_cases
 from torch import Tensor
 
-from dtgpt.ops.fp8 import activation_kernels, quantize_kernels
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize
-from dtgpt.ops.fp8.quantize_kernels import QuantizeLaunch
-from dtgpt.ops.norm import column_kernels
-from dtgpt.ops.pointwise import gelu_kernels, swiglu_kernels
+from dtgpt.ops.kernels import activation_kernels, column_kernels, gelu_kernels, quantize_kernels, swiglu_kernels
+from dtgpt.ops.kernels.quantize_kernels import QuantizeLaunch
 
 CUDA = torch.device("cuda")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -4,9 +4,8 @@ import torch
 from cases import ONE_TILE, Case, both_ways, run_cases, variants_of
 from torch import Tensor
 
-from dtgpt.ops.norm import column_kernels
-from dtgpt.ops.norm.column_kernels import ColumnLaunch
-from dtgpt.ops.pointwise import gelu_kernels
+from dtgpt.ops.kernels import column_kernels, gelu_kernels
+from dtgpt.ops.kernels.column_kernels import ColumnLaunch
 from dtgpt.ops.pointwise.gelu import bias_gelu, reference
 
 CUDA = torch.device("cuda")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from cases import Case, run_cases
 from torch import Tensor
 
-import dtgpt.ops.loss.cross_entropy_kernels as kernels
+import dtgpt.ops.kernels.cross_entropy_kernels as kernels
 import dtgpt.ops.loss.head as head
 
 VOCAB, WIDTH = 50257, 50304

@@ -4,8 +4,8 @@ import torch
 from cases import ONE_TILE, Case, both_ways, run_cases, variants_of
 from torch import Tensor
 
-from dtgpt.ops.norm import norm_kernels as kernels
-from dtgpt.ops.norm.column_kernels import ColumnLaunch
+from dtgpt.ops.kernels import norm_kernels as kernels
+from dtgpt.ops.kernels.column_kernels import ColumnLaunch
 from dtgpt.ops.norm.norm import residual_norm, residual_norm_reference
 from dtgpt.ops.random.philox import fold, root_key
 

@@ -8,11 +8,11 @@ from cases import ONE_TILE, Case, both_ways, run_cases, variants_of
 from torch import Tensor
 
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
-from dtgpt.ops.norm import norm_kernels
-from dtgpt.ops.norm.column_kernels import ColumnLaunch
+from dtgpt.ops.kernels import norm_kernels, rotary_kernels, swiglu_kernels
+from dtgpt.ops.kernels.column_kernels import ColumnLaunch
 from dtgpt.ops.norm.norm import residual_norm, residual_norm_reference
-from dtgpt.ops.pointwise import swiglu, swiglu_kernels
-from dtgpt.ops.rotary import rotary, rotary_kernels
+from dtgpt.ops.pointwise import swiglu
+from dtgpt.ops.rotary import rotary
 from dtgpt.ops.rotary.table import angle_table
 
 CUDA = torch.device("cuda")

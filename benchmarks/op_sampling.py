@@ -3,8 +3,8 @@
 import torch
 from cases import Case, run_cases
 
+from dtgpt.inference.cache import SlotState
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
-from dtgpt.inference.slot_state import SlotState
 from dtgpt.ops.sampling.reference import sample_reference
 from dtgpt.ops.sampling.sample import sample
 

@@ -6,8 +6,8 @@ The floor counts what a causal kernel must move: the half that is shown read, an
 import torch
 from cases import Case, run_cases
 
-from dtgpt.ops.fused_softmax.softmax import cuda_backward, cuda_forward, plain_backward, plain_forward
-from dtgpt.ops.fused_softmax.softmax_kernels import SoftmaxLaunch, built
+from dtgpt.ops.kernels.fused_softmax.softmax import cuda_backward, cuda_forward, plain_backward, plain_forward
+from dtgpt.ops.kernels.fused_softmax.softmax_kernels import SoftmaxLaunch, built
 from dtgpt.ops.random.philox import fold, root_key
 
 BATCH, HEADS, LENGTH = 32, 16, 1024

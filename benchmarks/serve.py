@@ -30,7 +30,7 @@ from torch import Tensor
 import dtgpt
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.data.tokenizers.open import make_tokenizer
-from dtgpt.inference.generator import Need
+from dtgpt.inference.model import Need
 from dtgpt.inference.options import Options
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.inference.warm_up import warm_up
@@ -92,7 +92,7 @@ def measure_engine(folder: Path, args: argparse.Namespace) -> None:
     def job(asked: dict[str, Any]) -> PromptJob:
         return PromptJob(asked["prompt"], Options(max_new_tokens=asked["max_tokens"], seed=asked["seed"], ends=False))
 
-    def work(session: Session) -> float:
+    def work(session: Session, _: None) -> float:
         warm_up(session, args.clients, model.config.seq_length, model.mesh.device.type == "cuda")
         begin, new = time.monotonic(), 0
         clients = [iter(map(job, requests)) for requests in requests_of(args)]
@@ -106,7 +106,7 @@ def measure_engine(folder: Path, args: argparse.Namespace) -> None:
                         running[session.submit(following)] = client
         return new / (time.monotonic() - begin)
 
-    print(model.generator.run(lambda: Need(args.clients, 1), work))
+    print(model.run(lambda: (Need(args.clients, 1), None), work))
 
 
 class Running(NamedTuple):

@@ -29,7 +29,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import Block
-from dtgpt.ops.pointwise.bias import bias_gradient
+from dtgpt.ops.kernels.bias import bias_gradient
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.build import build_stages

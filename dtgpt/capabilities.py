@@ -4,6 +4,7 @@ works as before."""
 # The module that describes the capability, and those of the capabilities whose modules it imports. Sections of recipes
 # stand in this order, in `--help` too, and formats are asked in it: that of library_tokenizers takes every file.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
     ("dtgpt.liveness", ()),
     ("dtgpt.parallel.shared_memory", ()),
@@ -37,6 +38,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "dtgpt.planning",
         (
+            "dtgpt.ops.kernels",
             "dtgpt.optim.fp8",
             "dtgpt.parallel.context_parallel",
             "dtgpt.parallel.shared_memory",
@@ -67,6 +69,9 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.posttrain.lora",
         ),
     ),
-    ("dtgpt.serve", ("dtgpt.posttrain.chats",)),
+    ("dtgpt.inference.beams", ()),
+    ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
+    ("dtgpt.serve", ("dtgpt.inference.beams", "dtgpt.posttrain.chats")),
+    ("dtgpt.commands.prompt_files", ()),
     ("dtgpt.commands.tools", ()),
 )

@@ -37,7 +37,7 @@ FOLDERS = {
         "dtgpt.comm",
         "dtgpt.parallel.shared_memory",
     ): "all_to_all arena barrier collectives gather kernels message pieces reduce scatter",
-    ("dtgpt.comm", "dtgpt.ops.decode"): "exchange",
+    ("dtgpt.comm", "dtgpt.ops.kernels.decode"): "exchange",
     ("dtgpt.parallel", "dtgpt.parallel.shared_memory"): "edges pushed_shards",
     ("dtgpt.parallel", "dtgpt.parallel.context_parallel"): "context>slices exchange",
     ("dtgpt.parallel", "dtgpt.parallel.exact_sums"): "exact>sums exact_buckets>buckets",
@@ -47,7 +47,30 @@ FOLDERS = {
         "dtgpt.train",
     ): "ending>saving progress>observer job>start settle>start startup>setup processes>setup",
     ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
+    ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
+    (
+        "dtgpt.inference",
+        "dtgpt.inference",
+    ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>forward "
+    "beam>beams.search beam_slots>beams.search fused>kernels.stages",
     ("dtgpt.data.prepare", "dtgpt.data"): "documents",
+    ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",
+    ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",
+    ("dtgpt.ops.attention", "dtgpt.ops.kernels.attention"): (
+        "flash flash_kernels flash_launch flash_mask flash_tiles descriptor_kernels warp_kernels warp_tiles "
+        "cached_kernels exact_kernels shared_kernels packed"
+    ),
+    ("dtgpt.ops.decode", "dtgpt.ops.kernels.decode"): "blocks exact kernels rows",
+    ("dtgpt.ops.sampling", "dtgpt.ops.kernels.sampling"): (
+        "edit_kernels filter_kernels kernels primitives record_kernels"
+    ),
+    ("dtgpt.ops.norm", "dtgpt.ops.kernels"): "norm_kernels column_kernels",
+    ("dtgpt.ops.pointwise", "dtgpt.ops.kernels"): "gelu_kernels swiglu_kernels machine bias",
+    ("dtgpt.ops.loss", "dtgpt.ops.kernels"): "cross_entropy_kernels",
+    ("dtgpt.ops.rotary", "dtgpt.ops.kernels"): "rotary_kernels",
+    ("dtgpt.ops.random", "dtgpt.ops.kernels"): "dropout_kernels triton_philox",
+    ("dtgpt.ops.optim", "dtgpt.ops.kernels"): "adamw_kernels fixed_point_kernels",
+    ("dtgpt.ops.fp8", "dtgpt.ops.kernels"): "activation_kernels quantize_kernels",
     ("dtgpt.config", "dtgpt.config"): "plan_names>plan_choice batch_size>schedule",
     ("dtgpt.data", "dtgpt.data"): "checks>open prefetch>dataset array_cache>file_array",
     ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "special_names>tokenizer",

@@ -20,6 +20,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.hardware import child_environment, why_no_compiler
+from tests.support import changed, cpu_seconds, recorded_map
 from tests.support.budgets import asks_for_all, budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures
 
@@ -54,7 +55,30 @@ QUICK_THOUGH_SLOW = {
 }
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    group = parser.getgroup("dtgpt")
+    group.addoption("--changed", nargs="?", const="", metavar="COMMIT", help=changed.HELP)
+    group.addoption("--cpu-seconds", metavar="FILE", help=cpu_seconds.HELP)
+    group.addoption("--record-map", action="store_true", help=recorded_map.HELP)
+
+
+def pytest_configure(config):
+    changed.configure(config)
+    cpu_seconds.configure(config)
+    recorded_map.configure(config)
+
+
+def pytest_unconfigure(config):
+    changed.finish(config)
+    cpu_seconds.finish(config)
+    recorded_map.finish(config)
+
+
+def pytest_report_header(config):
+    return config.stash[changed.KEY].lines if config.option.changed is not None else []
+
+
+def pytest_collection_modifyitems(config, items):
     for item in items:
         item.user_properties.append(("budget", budget_of(item)))
         is_quick = item.get_closest_marker("slow") is None or item.name in QUICK_THOUGH_SLOW
@@ -67,10 +91,15 @@ def pytest_collection_modifyitems(items):
         for name, reason in missing.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    changed.deselect(config, items)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say which marks `slow` are missing or wrong, after all tests or the quick ones."""
+    """Say what `--changed` chose where `-q` has hidden it, and, after all tests or the quick ones, which marks `slow`
+    are missing or wrong."""
+    if config.option.verbose < 0 and config.option.changed is not None:
+        for line in config.stash[changed.KEY].lines:
+            terminalreporter.write_line(line)
     if asks_for_all(config) and config.option.markexpr in ("not long", "quick"):
         reports = [report for kind in terminalreporter.stats.values() for report in kind]
         found = [

@@ -5,17 +5,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from dtgpt.checkpoint.tokenizer import named_tokenizer, tokenizer_beside
+from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.commands.command import Command
 from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
 from dtgpt.commands.generated import Keyboard
+from dtgpt.commands.model_options import open_as_asked
 from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.generator import Need
-from dtgpt.inference.load import open_model
-from dtgpt.inference.model import Model
+from dtgpt.inference.model import Model, Need
 from dtgpt.inference.options import read_options
-from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.posttrain.chats.template import Message, keep_template, template_of
 from dtgpt.util.console import say_error, write
@@ -66,7 +64,7 @@ class Chat:
                     pieces.append(update.text)
                     write(update.text)
                 if stopped() and not asked:
-                    session.cancel(number)
+                    session.engine.cancel(number)
                     asked = True
         finally:
             write("\n")
@@ -75,21 +73,16 @@ class Chat:
 
 @memory_errors_as_user_errors("use shorter chats (--max-length)")
 def chat(path: Path, options: ChatOptions) -> None:
-    if options.num_samples > 1 or options.num_beams > 1:
+    if options.num_samples > 1 or getattr(options, "num_beams", 1) > 1:
         raise UserError("dtgpt chat gives one answer; leave --num-samples and --num-beams out")
     if options.split_special_tokens:
         raise UserError("a chat is rendered with special tokens; leave --split-special-tokens out")
     base = sampling_of(options)
-    source, settings, mesh = open_model(
-        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
-        options.recipe,
-    )  # fmt: skip
-    named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
-    tokenizer = named or tokenizer_of(path, source.config)
+    source, settings, mesh, tokenizer = open_as_asked(path, options)
     if template_of(tokenizer) is None and options.adapter is not None:
         trained = tokenizer_beside(Path(options.adapter))
         keep_template(tokenizer, None if trained is None else template_of(trained))
-    model = Model(source, settings, mesh, path, options.slots, tokenizer, options.exact)
+    model = Model.read(source, settings, mesh, path, options.slots, tokenizer, options.exact)
     config = model.config
 
     def make(ids: list[int]) -> PromptJob:
@@ -101,20 +94,20 @@ def chat(path: Path, options: ChatOptions) -> None:
         asked = read_options(base, len(ids), config, config.seq_length)
         room = config.seq_length - len(ids)
         job = PromptJob(ids, replace(asked, max_new_tokens=min(asked.max_new_tokens, room)), stops=prompts.stops)
-        model.generator.check(job)
+        model.check(job)
         return job
 
-    def prepare() -> Need:
-        model.generator.check(PromptJob([0], read_options(base, 1, config)))  # options that are wrong for any chat
-        return Need(1, 1)
+    def prepare() -> tuple[Need, None]:
+        model.check(PromptJob([0], read_options(base, 1, config)))  # options that are wrong for any chat
+        return Need(1, 1), None
 
-    def work(session: Session) -> None:
-        model.generator.describe()
+    def work(session: Session, _: None) -> None:
+        model.describe()
         talk(session, Chat(prompts, make, options.system))
 
-    prompts = ChatPrompts(tokenizer, config, model.generator.special.ends)
+    prompts = ChatPrompts(tokenizer, config, model.special.ends)
     try:
-        model.generator.run(prepare, work)
+        model.run(prepare, work)
     finally:
         prompts.close()
 

@@ -8,7 +8,7 @@ from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
 from dtgpt.checkpoint.tokenizer import named_tokenizer, tokenizer_beside, tokenizer_place
 from dtgpt.commands.command import Command
-from dtgpt.commands.model_options import Adapter, MergeFile, RecipeFile, VocabFile
+from dtgpt.commands.model_options import Addend, MergeFile, RecipeFile, VocabFile
 from dtgpt.config.execution import DTYPES
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.library_tokenizers.export import class_note, export_note, transformers_files
@@ -39,7 +39,7 @@ class ConvertOptions:
         "a checkpoint of weights, a Hugging Face folder, a Megatron-LM tree, or the adapters of a run alone, for peft",
     ] = "dtgpt"
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], "type of the written weights; fp32 for --to dtgpt"] = "fp32"
-    adapter: Adapter = None
+    adapter: Addend = None
     recipe: RecipeFile = None
     target_tensor_parallel_size: Annotated[int, "tensor parallel size of the Megatron-LM tree", Bounds(1)] = 1
     target_pipeline_parallel_size: Annotated[int, "pipeline parallel size of the Megatron-LM tree", Bounds(1)] = 1

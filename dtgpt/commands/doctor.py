@@ -12,6 +12,7 @@ import torch
 
 from dtgpt.commands.command import Command
 from dtgpt.data.dataset import default_cache
+from dtgpt.util import seams
 from dtgpt.util.console import hanging, say
 from dtgpt.util.hardware import FLOAT8, HOPPER, SIXTEEN_BITS, TRITON, describe_versions, why_no_compiler, why_no_kernels
 
@@ -31,6 +32,13 @@ class Gpu(NamedTuple):
     name: str
     capability: tuple[int, int]
     gib: float
+
+
+class Served(NamedTuple):
+    """An operation, and what may serve it on a GPU: (kernel, what it is taken for, why it is not there or None)."""
+
+    operation: str
+    kernels: tuple[tuple[str, str, str | None], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,7 @@ class Facts:
     cache_gib: float = 1.0  # free
     missing: list[str] = field(default_factory=list)  # packages of EXTRAS
     variables: dict[str, str] = field(default_factory=dict)
+    served: dict[str, list[Served]] = field(default_factory=dict)  # by the name of a GPU
 
 
 class Finding(NamedTuple):
@@ -66,8 +75,8 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Check this machine: torch, GPUs and which precisions and kernels they run, compilers, memory that processes
-    share, packages. The exit code is 1 if something that dtgpt needs is missing."""
+    """Check this machine: torch, GPUs and which precisions they run, which kernel computes what and why others do not,
+    compilers, memory that processes share, packages. The exit code is 1 if something that dtgpt needs is missing."""
 
 
 def look() -> Facts:
@@ -101,7 +110,34 @@ def look() -> Facts:
         cache_gib=shutil.disk_usage(existing).free / 2**30,
         missing=[name for name in EXTRAS if importlib.util.find_spec(name) is None],
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
+        served={gpu.name: what_serves(torch.device("cuda", index)) for index, gpu in enumerate(gpus)},
     )
+
+
+def what_serves(device: torch.device) -> list[Served]:
+    """Return what may serve each operation on a GPU. Nothing is built."""
+    return [
+        Served(name, tuple((each.name, each.when, each.why_not(device)) for each in seams.load(place)))
+        for name, place in seams.added("kernels").items()
+    ]
+
+
+def tell_served(facts: Facts) -> list[str]:
+    """Return lines that say which kernel computes what, and why others do not; operations that are alike together."""
+    if not facts.gpus:
+        count = len(seams.added("kernels"))
+        return [f"kernels need a CUDA GPU: PyTorch computes the {count} operations that have any"]
+    lines = []
+    for gpu, served in facts.served.items():
+        lines.append(f"what computes on {gpu}, the first that can; else PyTorch:")
+        alike: dict[tuple, list[str]] = {}
+        for operation, kernels in served:
+            alike.setdefault(kernels, []).append(operation)
+        for kernels, operations in alike.items():
+            there = [f"{name} ({when})" for name, when, reason in kernels if reason is None]
+            missing = [f"not {name}: {reason}" for name, _, reason in kernels if reason is not None]
+            lines.append(f"  {', '.join(operations)}: {'; '.join([*(there or ['PyTorch']), *missing])}")
+    return lines
 
 
 def findings(facts: Facts) -> list[Finding]:
@@ -201,9 +237,12 @@ def _of_system(facts: Facts) -> list[Finding]:
 
 def check_machine(options: DoctorOptions) -> int:
     """Print the findings, and return 1 where one of them is wrong."""
-    found = findings(look())
+    facts = look()
+    found = findings(facts)
     for state, text in found:
         say(hanging(f"{state:<6} {text}", 7))
+    for line in tell_served(facts):
+        say(hanging(line, 4))
     wrong = [one for one in found if one.state == "wrong"]
     say("dtgpt does not run here until this is mended" if wrong else "dtgpt runs here")
     return 1 if wrong else 0

@@ -8,11 +8,9 @@ from typing import Annotated, Any, ClassVar
 
 import dtgpt
 from dtgpt.checkpoint.load import Saved
-from dtgpt.checkpoint.tokenizer import named_tokenizer
 from dtgpt.commands.command import Command
-from dtgpt.commands.generated import ProgressLines
 from dtgpt.commands.model_options import (
-    Adapter,
+    Addend,
     Device,
     Exact,
     MaxLength,
@@ -21,7 +19,9 @@ from dtgpt.commands.model_options import (
     RecipeFile,
     TokenizerName,
     VocabFile,
+    open_as_asked,
 )
+from dtgpt.commands.progress import ProgressLines
 from dtgpt.commands.results import check_output, write_results
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation.catalog import Asked, asked_for, prepare
@@ -29,10 +29,8 @@ from dtgpt.evaluation.files import DataFile
 from dtgpt.evaluation.report import Measured, as_json, megatron_lines, table, task_lines
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.evaluation.tasks import Prepared, TaskOptions
-from dtgpt.inference.broadcast import from_rank_0
-from dtgpt.inference.load import open_model
+from dtgpt.inference.broadcast import told_by_rank_0
 from dtgpt.inference.model import Model
-from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.interop.inspect import model_digest
 from dtgpt.models.source import Source
 from dtgpt.posttrain.lora.checkpoint import Merged
@@ -77,7 +75,7 @@ class EvalOptions:
     device: Device = "auto"
     precision: Precision = "auto"
     exact: Exact = False
-    adapter: Adapter = None
+    adapter: Addend = None
     recipe: RecipeFile = None
     max_length: MaxLength = None
     tokenizer: TokenizerName = None
@@ -90,18 +88,12 @@ def evaluate(path: Path, options: EvalOptions) -> None:
     how = TaskOptions(strict=options.strict, overlapping_eval=options.overlapping_eval, limit=options.limit)
     asked, output = asked_for(options.task, options.data, how), Path(options.output)
     check_output(output, "--output", "eval.json", [one.path for one in asked])
-    plan = Plan() if options.plan is None else options.plan
-    source, settings, mesh = open_model(
-        path, plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
-        options.recipe,
-    )  # fmt: skip
-    named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
-    tokenizer = named or tokenizer_of(path, source.config)
-    prepared: list[tuple[DataFile, Prepared]] = []  # on rank 0
+    source, settings, mesh, tokenizer = open_as_asked(path, options, Plan() if options.plan is None else None)
     positions = settings.model.seq_length
-    from_rank_0(mesh, lambda: prepared.extend(prepare(one, tokenizer, positions) for one in asked))
+    _, kept = told_by_rank_0(mesh, lambda: (None, [prepare(one, tokenizer, positions) for one in asked]))
+    prepared = kept[0] if kept else []
     scorer = scorer_of(
-        Model(source, settings, mesh, path, tokenizer=tokenizer, exact=options.exact), options.batch_tokens
+        Model.read(source, settings, mesh, path, tokenizer=tokenizer, exact=options.exact), options.batch_tokens
     )
     with Threads(1) as threads:  # a digest takes seconds, in which the device works
         digest = threads.submit(model_digest, source) if mesh.rank == 0 else None

@@ -1,14 +1,14 @@
 """`dtgpt generate`: continue texts with a model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from dtgpt.checkpoint.tokenizer import named_tokenizer
 from dtgpt.commands.command import Command
-from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
+from dtgpt.commands.generated import Keyboard, converse, show
 from dtgpt.commands.model_options import (
-    Adapter,
+    Addend,
     Device,
     Exact,
     MaxLength,
@@ -18,21 +18,21 @@ from dtgpt.commands.model_options import (
     RecipeFile,
     TokenizerName,
     VocabFile,
+    open_as_asked,
 )
-from dtgpt.commands.prompts import Line, read_prompts_file
 from dtgpt.config.execution import MOST_SLOTS
-from dtgpt.inference.generator import Need, need_of
-from dtgpt.inference.load import open_model
-from dtgpt.inference.model import Model
-from dtgpt.inference.options import OPTIONS, biases, read_options
-from dtgpt.inference.prompts import encode, tokenizer_of
+from dtgpt.inference.model import Model, Need, need_of
+from dtgpt.inference.options import INITIAL, OPTIONS, biases, read_options
+from dtgpt.inference.prompts import encode
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.field_types import PATH, Bounds
+from dtgpt.util.field_types import Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
 
-NEW_TOKENS = OPTIONS["max_new_tokens"].offer.initial  # where nothing is said of it
+NEW_TOKENS: int = INITIAL["max_new_tokens"]  # where nothing is said of it
+NOT_WORDS = "do_sample", "top_logprobs", "prompt_logprobs"  # options that the command does not have
+RENAMED = {"num_return_sequences": "num_samples"}
 
 
 def sampling_words() -> Any:
@@ -40,19 +40,19 @@ def sampling_words() -> Any:
     `max_new_tokens` stands for the initial number, or for as many as the model has positions for."""
     found = []
     for option in OPTIONS.values():
-        offer, type_, default = option.offer, option.kind, option.default
-        if offer.command is None:
+        type_, default = option.kind, option.default
+        if option.name in NOT_WORDS:
             continue
         if type_ not in (bool, int, float):
             type_, default = tuple[str, ...], ()
-        default, text = default if offer.initial is None else offer.initial, option.help
+        default, text = INITIAL.get(option.name, default), option.help
         if option.name == "logit_bias":
             text = f"{text}, as ID:NUMBER"
         if option.name == "max_new_tokens":
             type_, default, text = int | None, None, f"{text}; none: {NEW_TOKENS}"
         bounds = Bounds(option.least, option.most)
         rules = (bounds,) if option.kind in (int, float) else ()
-        found.append((offer.command, Annotated[type_, text, *rules], field(default=default)))
+        found.append((RENAMED.get(option.name, option.name), Annotated[type_, text, *rules], field(default=default)))
     return make_dataclass("SamplingWords", found, frozen=True, kw_only=True)
 
 
@@ -61,10 +61,12 @@ class PromptOptions:
     """Where prompts come from and where texts go."""
 
     prompt: Annotated[str, "text to continue; empty: begin a document"] = ""
-    prompts_file: Annotated[
-        str | None, "file with a prompt in each line; .jsonl: objects with a prompt, and options of its own", PATH
-    ] = None
-    output: Annotated[str | None, "new file for the results, as JSON lines; none: the terminal", PATH] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interactive:
+    """Whether a user types the prompts."""
+
     interactive: Annotated[bool, "read prompts from the terminal, until Ctrl-D; Ctrl-C ends a text"] = False
 
 
@@ -76,7 +78,7 @@ class Execution:
     device: Device = "auto"
     precision: Precision = "auto"
     exact: Exact = False
-    adapter: Adapter = None
+    adapter: Addend = None
     recipe: RecipeFile = None
     slots: Annotated[
         int | None, f"texts at the same time; none: as many as needed, up to {MOST_SLOTS}", Bounds(1, MOST_SLOTS)
@@ -88,10 +90,12 @@ class Execution:
 
 
 SamplingWords: Any = sampling_words()
+MORE = seams.listed("prompt_options")  # dataclasses of more options, whose `chosen` returns what generates by them
+MoreOptions: Any = type("MoreOptions", (*MORE, PromptOptions), {})
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(Execution, SamplingWords, PromptOptions):  # fields are listed from the last base on
+class GenerateOptions(Execution, SamplingWords, Interactive, MoreOptions):  # fields are listed from the last base on
     """Continue texts with a model. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
     convert` reads. Under torchrun, the processes share the model by a plan.
 
@@ -108,43 +112,30 @@ class GenerateOptions(Execution, SamplingWords, PromptOptions):  # fields are li
 
 @memory_errors_as_user_errors("ask for fewer texts at the same time (--slots) or shorter ones (--max-length)")
 def generate(path: Path, options: GenerateOptions) -> None:
-    check_modes(options)
+    work = chosen(options)
     base = sampling_of(options)
     for explanations in seams.listed("explanations"):
         if sentence := explanations.of_model(path, options):
             raise UserError(sentence)
-    source, settings, mesh = open_model(
-        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
-        options.recipe,
-    )  # fmt: skip
-    named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
-    tokenizer = named or tokenizer_of(path, source.config)
-    model = Model(source, settings, mesh, path, options.slots, tokenizer, options.exact)
-    if options.interactive:
-        _converse(model, base)
-    elif options.prompts_file or options.output:
-        _write_results(model, base, options)
-    else:
-        _show(model, base, options.prompt)
+    source, settings, mesh, tokenizer = open_as_asked(path, options)
+    model = Model.read(source, settings, mesh, path, options.slots, tokenizer, options.exact)
+    work(model, base, options)
 
 
-def check_modes(options: GenerateOptions) -> None:
-    """Raise UserError for options that contradict each other."""
-    sources = [name for name in ("prompt", "prompts_file", "interactive") if getattr(options, name)]
-    if len(sources) > 1:
-        one, other = (name.replace("_", "-") for name in sources[:2])
-        raise UserError(f"--{one} and --{other} both say where prompts come from; leave one out")
-    if options.interactive and options.output:
-        raise UserError("--interactive writes to the terminal; leave --output out")
+def chosen(options: GenerateOptions) -> Callable[..., None]:
+    """Return what generates as the options want it. Raise UserError where they contradict each other."""
+    if options.prompt and options.interactive:
+        raise UserError("--prompt and --interactive both say where prompts come from; leave one out")
+    found = [more.chosen(options) for more in MORE]
+    return next(filter(None, found), _converse if options.interactive else _show)
 
 
 def sampling_of(options: GenerateOptions) -> dict[str, Any]:
     """Return the options of the command line that `read_options` knows."""
-    names = {one.name: one.offer.command for one in OPTIONS.values() if one.offer.command is not None}
-    given = {name: getattr(options, word) for name, word in names.items()}
+    given = {name: getattr(options, RENAMED.get(name, name)) for name in OPTIONS if name not in NOT_WORDS}
     given["stop_token_ids"] = [_number(word, int, "--stop-token-ids") for word in given["stop_token_ids"]]
-    pairs = [word.partition(":") for word in given["logit_bias"]]
-    numbers = [(_number(i, int, "--logit-bias"), _number(x, float, "--logit-bias")) for i, _, x in pairs]
+    split = [word.partition(":") for word in given["logit_bias"]]
+    numbers = [(_number(i, int, "--logit-bias"), _number(x, float, "--logit-bias")) for i, _, x in split]
     given["logit_bias"] = biases(numbers)
     return given
 
@@ -157,71 +148,40 @@ def _number(word: str, kind: type, option: str) -> Any:
         raise UserError(f"{option} takes words such as {example}, and {shown(word)} is not a number") from None
 
 
-def make_job(model: Model, line: Line, base: dict[str, Any], index: int) -> PromptJob:
-    """Return the job of a prompt whose options are `base` and its own. Raise UserError where it cannot be done."""
-    given = base | {name: value for name, value in line.options.items() if value is not None}
+def make_job(model: Model, prompt: str, given: dict[str, Any], index: int) -> PromptJob:
+    """Return the job of a prompt with the options `given` by name. Raise UserError where it cannot be done."""
     OPTIONS["split_special_tokens"].check(given["split_special_tokens"])
-    ids = encode(line.prompt, model.tokenizer, model.config, given["split_special_tokens"])
+    ids = encode(prompt, model.tokenizer, model.config, given["split_special_tokens"])
     job = PromptJob(ids, read_options(given, len(ids), model.config, NEW_TOKENS), index)
-    model.generator.check(job)
+    model.check(job)
     return job
 
 
-def _show(model: Model, base: dict[str, Any], prompt: str) -> None:
-    jobs: list[PromptJob] = []
+def _show(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
+    def prepare() -> tuple[Need, PromptJob]:
+        job = make_job(model, options.prompt, base, 0)
+        return need_of([job]), job
 
-    def prepare() -> Need:
-        jobs.append(make_job(model, Line(1, prompt, {}), base, 0))
-        return need_of(jobs)
+    def work(session: Session, job: PromptJob) -> None:
+        model.describe()
+        show(session, options.prompt, job)
 
-    def work(session: Session) -> None:
-        model.generator.describe()
-        show(session, prompt, jobs[0])
-
-    model.generator.run(prepare, work)
+    model.run(prepare, work)
 
 
-def _converse(model: Model, base: dict[str, Any]) -> None:
-    def work(session: Session) -> None:
-        model.generator.describe()
-        with Keyboard() as keyboard:
-            converse(session, keyboard, lambda prompt, turn: make_job(model, Line(1, prompt, {}), base, turn))
-
-    def prepare() -> Need:
+def _converse(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
+    def prepare() -> tuple[Need, None]:
         model.tokenizer  # noqa: B018  # which says why there is none
         shortest = PromptJob([0], read_options(base, 1, model.config, NEW_TOKENS))
-        model.generator.check(shortest)  # options that are wrong for any prompt
-        return Need(shortest.rows, shortest.rows)
+        model.check(shortest)  # options that are wrong for any prompt
+        return Need(shortest.rows, shortest.rows), None
 
-    model.generator.run(prepare, work)
+    def work(session: Session, _: None) -> None:
+        model.describe()
+        with Keyboard() as keyboard:
+            converse(session, keyboard, lambda prompt, turn: make_job(model, prompt, base, turn))
 
-
-def _lines(options: GenerateOptions) -> list[Line]:
-    """Return the prompts of the file, or of the command line."""
-    return read_prompts_file(Path(options.prompts_file)) if options.prompts_file else [Line(1, options.prompt, {})]
-
-
-def _write_results(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
-    lines: list[Line] = []
-    jobs: list[PromptJob] = []
-    results = ResultFile(Path(options.output) if options.output else None)
-
-    def prepare() -> Need:
-        results.check()
-        path = options.prompts_file
-        lines.extend(_lines(options))
-        for index, line in enumerate(lines):
-            try:
-                jobs.append(make_job(model, line, base, index))
-            except UserError as error:
-                raise UserError(f"{path}, line {line.number}: {error}" if path else str(error)) from None
-        return need_of(jobs)
-
-    def work(session: Session) -> None:
-        model.generator.describe()
-        results.write(lines, session.run(jobs))
-
-    model.generator.run(prepare, work)
+    model.run(prepare, work)
 
 
 command = Command(

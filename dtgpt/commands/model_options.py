@@ -1,7 +1,16 @@
 """Options that several commands have: how a model is opened, and which tokenizer it has."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from dtgpt.checkpoint.tokenizer import named_tokenizer
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import Plan
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.load import open_model
+from dtgpt.inference.prompts import tokenizer_of
+from dtgpt.models.source import Source
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.field_types import PATH, Bounds
 
 PlanName = Annotated[
@@ -18,7 +27,7 @@ MaxLength = Annotated[
     int | None, "largest number of tokens of a sequence, with its prompt; less memory for each; none: the model's",
     Bounds(1),
 ]  # fmt: skip
-Adapter = Annotated[
+Addend = Annotated[
     str | None, "adapter (LoRA) to add to the weights: a run or checkpoint with adapters, or a folder of peft", PATH
 ]
 RecipeFile = Annotated[
@@ -29,3 +38,20 @@ TokenizerName = Annotated[
 ]
 VocabFile = Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"]
 MergeFile = Annotated[str | None, "merges.txt, with --vocab-file"]
+
+
+def open_as_asked(path: Path, options: Any, plan: Plan | str | None = None) -> tuple[Source, Settings, Mesh, Tokenizer]:
+    """Return what a `Model` is made of: the model at `path`, opened by all options of this file. plan: None for that of
+    the options. Raise UserError where one is wrong."""
+    source, settings, mesh = open_model(
+        path,
+        options.plan if plan is None else plan,
+        options.device,
+        options.precision,
+        options.max_length,
+        options.exact,
+        options.adapter,
+        options.recipe,
+    )
+    named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
+    return source, settings, mesh, named or tokenizer_of(path, source.config)

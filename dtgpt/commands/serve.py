@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from dtgpt.checkpoint.tokenizer import named_tokenizer
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import (
-    Adapter,
+    Addend,
     Device,
     Exact,
     MaxLength,
@@ -20,14 +19,11 @@ from dtgpt.commands.model_options import (
     RecipeFile,
     TokenizerName,
     VocabFile,
+    open_as_asked,
 )
-from dtgpt.inference.broadcast import true_everywhere
 from dtgpt.inference.finite import WEIGHTS, has_finite_weights
-from dtgpt.inference.generator import Need
-from dtgpt.inference.load import open_model
 from dtgpt.inference.memory import MOST_SLOTS
-from dtgpt.inference.model import Model
-from dtgpt.inference.prompts import tokenizer_of
+from dtgpt.inference.model import Model, Need
 from dtgpt.inference.session import Session
 from dtgpt.serve.explanations import KEY
 from dtgpt.util.errors import UserError, optional_package, shown
@@ -78,7 +74,7 @@ class ServeOptions:
     device: Device = "auto"
     precision: Precision = "auto"
     exact: Exact = False
-    adapter: Adapter = None
+    adapter: Addend = None
     recipe: RecipeFile = None
     warm_up: Annotated[bool, "run steps of all shapes before the port opens"] = True
     tokenizer: TokenizerName = None
@@ -97,14 +93,9 @@ def serve(path: Path, options: ServeOptions) -> None:
     listener = bind(options.host, options.port) if leads else None
     if listener is not None:
         check_access(options, listener, key)
-    source, settings, mesh = open_model(
-        path, options.plan, options.device, options.precision, options.max_length, options.exact, options.adapter,
-        options.recipe,
-    )  # fmt: skip
-    named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
-    tokenizer = named or tokenizer_of(path, source.config)
-    model = Model(source, settings, mesh, path, slots, tokenizer, options.exact)
-    if not true_everywhere(mesh, has_finite_weights(model.stages, mesh, model.config)):
+    source, settings, mesh, tokenizer = open_as_asked(path, options)
+    model = Model.read(source, settings, mesh, path, slots, tokenizer, options.exact)
+    if not all(mesh.gather(has_finite_weights(model.stages, mesh, model.config))):
         raise UserError(f"{path}: {WEIGHTS}")
     need = Need(rows=slots or MOST_SLOTS, at_once=1)
     sys.setswitchinterval(SWITCH_INTERVAL)
@@ -117,12 +108,12 @@ def serve(path: Path, options: ServeOptions) -> None:
 def _lead(model: Model, need: Need, server: "Server", options: ServeOptions) -> None:
     """Serve, on rank 0."""
 
-    def work(session: Session) -> None:
-        model.generator.describe()
+    def work(session: Session, _: None) -> None:
+        model.describe()
         server.serve(session, options.warm_up, options.drain)
 
     try:
-        model.generator.run(lambda: need, work)
+        model.run(lambda: (need, None), work)
     finally:
         server.close()
 
@@ -132,7 +123,7 @@ def _follow(model: Model, need: Need, seconds: float) -> None:
     from dtgpt.serve.life import EndBySignal
 
     EndBySignal(None, seconds).install()
-    model.generator.run(lambda: need, lambda session: None)
+    model.run(lambda: (need, None), lambda session, _: None)
 
 
 def _server(model: Model, name: str, options: ServeOptions, listener: socket.socket, key: str | None) -> "Server":
@@ -142,11 +133,10 @@ def _server(model: Model, name: str, options: ServeOptions, listener: socket.soc
     from dtgpt.serve.service import Service
     from dtgpt.serve.worker import EngineWorker
 
-    generator = model.generator
     limits = RequestLimits(queue=options.queue, seconds=options.seconds)
-    worker = EngineWorker(generator.check, lambda: generator.slots, limits)
+    worker = EngineWorker(model.check, lambda: model.slots, limits)
     service = Service(
-        generator, worker, name, api_key=key, hosts=names_of(options.host, listener),
+        model, worker, name, api_key=key, hosts=names_of(options.host, listener),
         log_prompts=options.log_prompts,
     )  # fmt: skip
     return Server(service, listener, options.host)

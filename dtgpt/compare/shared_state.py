@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dtgpt.optim.update import Update
-from dtgpt.parallel.shards import Shard, slices
+from dtgpt.parallel.layout import slices
+from dtgpt.parallel.shards import Shard
 from dtgpt.train.trainer import Trainer
 
 WEIGHT = "weight"

@@ -9,7 +9,7 @@ from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.sections import Added, OptimizerConfig, Rows, Section, precision_of, section_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Core, inventory
-from dtgpt.ops.attention.core import Backend, choose, in_kernels
+from dtgpt.ops.attention.core import Backend, Case, backend_for
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import why_no_compiler
@@ -132,10 +132,8 @@ class Settings:
         return ["none", "selective" if self.scores_backend else "around_attention", "full"]
 
     def _backend_for(self, head_dim: int, softcap: bool = False, sinks: bool = False) -> Backend:
-        if self.attention != "auto":
-            return self.attention
-        kernels = in_kernels(self.device, self.dtype, head_dim)
-        return choose(self.model.dropout > 0, kernels, softcap, sinks)
+        case = Case(self.device, self.dtype, head_dim, self.model.dropout > 0, softcap, sinks)
+        return backend_for(case, self.attention)
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:

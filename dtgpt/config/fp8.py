@@ -7,9 +7,8 @@ from dtgpt.config.sections import Precision
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import MATRICES, Role
-from dtgpt.ops.fast import has_float8
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import device_name
+from dtgpt.util.hardware import device_name, has_float8
 
 FP8 = "fp8"  # the precision of a recipe
 

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from dtgpt.evaluation.batches import LENGTH_MULTIPLE, Rows, Sample, make_rows, pack, share_samples
 from dtgpt.inference.finite import NotFinite
+from dtgpt.inference.forward import Pending, decode_kernels, gather_columns
 from dtgpt.inference.model import Model
-from dtgpt.inference.results import Pending
-from dtgpt.inference.step import exact_scores, gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
@@ -159,7 +158,7 @@ def _scoring_head(
             wanted = targets[first : first + size]
             part = token_scores(columns, wanted, config.vocab_size)
             if exact:
-                part = part._replace(**exact_scores(logits, wanted, part.top_ids, mesh, config))
+                part = part._replace(**decode_kernels().exact_scores(logits, wanted, part.top_ids, mesh, config))
             parts.append(part)
         scores.append(Scores(*(torch.cat(values) for values in zip(*parts, strict=True))))
         return scores[0].logprobs

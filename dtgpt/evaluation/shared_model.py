@@ -10,9 +10,8 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import TokenScores, scorer_of
 from dtgpt.inference.broadcast import broadcast_json
-from dtgpt.inference.generator import Need, need_of
 from dtgpt.inference.load import load
-from dtgpt.inference.model import Model
+from dtgpt.inference.model import Model, Need, need_of
 from dtgpt.inference.session import PromptJob, Session
 
 SCORE, GENERATE, END = "score", "generate", "end"
@@ -56,15 +55,15 @@ class SharedModel:
         tokenizer = self.model.tokenizer
         assert tokenizer is not None  # without which nothing asks for texts
         silent = set(np.flatnonzero(tokenizer.token_bytes() == 0).tolist())
-        hidden = silent.union(self.model.generator.special.ends)  # in `Completion.text`, or to be left out of it
+        hidden = silent.union(self.model.special.ends)  # in `Completion.text`, or to be left out of it
         self._command(GENERATE)
 
-        def prepare() -> Need:
+        def prepare() -> tuple[Need, None]:
             for job in jobs:
-                self.model.generator.check(job)
-            return need_of(jobs)
+                self.model.check(job)
+            return need_of(jobs), None
 
-        def work(session: Session) -> list[str]:
+        def work(session: Session, _: None) -> list[str]:
             texts = []
             for completions in session.run(jobs):
                 ids = completions[0].ids
@@ -75,7 +74,7 @@ class SharedModel:
                 progress(1)
             return texts
 
-        texts = self.model.generator.run(prepare, work)
+        texts = self.model.run(prepare, work)
         self._in_step = True
         return texts
 
@@ -94,12 +93,12 @@ class SharedModel:
             if kind == SCORE:
                 self._score(None, tokens, lambda done: None)
             else:
-                self.model.generator.run(_unused, _unused)
+                self.model.run(_unused, _unused)
 
     def _score(
         self, samples: Sequence[Sample] | None, tokens: int | None, progress: Callable[[int], None]
     ) -> list[TokenScores]:
-        with self.model.generator.alone():
+        with self.model.alone():
             scores = scorer_of(self.model, tokens).score(samples, lambda done: progress(done * self.model.mesh.plan.dp))
         assert scores is not None  # nothing interrupts it
         return scores

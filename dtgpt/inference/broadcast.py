@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
+
+K = TypeVar("K")
 
 
 def broadcast_json(mesh: Mesh, value: Any = None) -> Any:
@@ -26,24 +28,22 @@ def broadcast_json(mesh: Mesh, value: Any = None) -> Any:
 
 def from_rank_0(mesh: Mesh, work: Callable[[], Any]) -> Any:
     """Return on every rank what `work` returns on rank 0, and raise its UserError on every rank."""
-    if mesh.world == 1:
-        return work()
-    answer: tuple[Any, str | None] | None = None
+    return told_by_rank_0(mesh, lambda: (work(), None))[0]
+
+
+def told_by_rank_0(mesh: Mesh, work: Callable[[], tuple[Any, K]]) -> tuple[Any, tuple[K] | None]:
+    """Call `work` on rank 0, and return the first of its two values on every rank. The second one stays there: it comes
+    as (value,), None on the other ranks. Raise a UserError of `work` on every rank."""
+    told = kept = sentence = None
     if mesh.rank == 0:
         try:
-            answer = work(), None
+            told, value = work()
+            kept = (value,)
         except UserError as error:
-            answer = None, str(error)
-    value, sentence = broadcast_json(mesh, answer)
+            if mesh.world == 1:
+                raise
+            sentence = str(error)
+    told, sentence = broadcast_json(mesh, [told, sentence])
     if sentence is not None:
         raise UserError(sentence)
-    return value
-
-
-def true_everywhere(mesh: Mesh, value: bool) -> bool:
-    """Return on every rank whether `value` is true on all of them."""
-    if mesh.world == 1:
-        return value
-    least = torch.tensor(int(value))
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.commands)
-    return bool(least)
+    return told, kept

@@ -1,22 +1,31 @@
-"""Keys and values of sequences, by slot: one for each sequence, with a place for every position of the model, or, of an
-attention core with a window, for the newest positions alone that the window covers.
+"""What the device keeps of the sequences that are generated, by slot, so that a step needs no more than the slots it is
+for: keys and values of each attention core, and the state of each sequence.
 
-The last slot of a cache is scratch: rows that pad a decode step write there.
+Keys and values have a place for every position of the model, or, of an attention core with a window, for the newest
+positions alone that the window covers. The last slot is scratch: rows that pad a step write there. Models do not know
+of the cache: `attach` binds it to their attention cores.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtgpt.config.plan import Plan
+from dtgpt.inference.sampling import Sampling, SpecialIds, parameters_of
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import attention_cores
 from dtgpt.ops.attention.cached import attend_chunk, attend_rows, write_prompts, write_rings
 from dtgpt.ops.attention.core import AttentionRule, Backend, causal_attention
+from dtgpt.ops.sampling.record import record
+from dtgpt.ops.sampling.sequences import PARAMETERS, Integers, Sequences
 from dtgpt.parallel.cache_sizes import CoreSize, block_core_sizes
+from dtgpt.util.hardware import to_device
+
+KEY = Integers._fields.index("key_0")
 
 
 class Chunk(NamedTuple):
@@ -43,7 +52,7 @@ class DecodeRows(NamedTuple):
 
 
 class Cache:
-    """Keys and values of the attention cores of this rank's stages."""
+    """Keys and values of the attention cores of this rank's stages, and the state of the sequences."""
 
     def __init__(
         self, stages: list[Decoder], config: ModelConfig, plan: Plan, slots: int, dtype: torch.dtype,
@@ -58,6 +67,7 @@ class Cache:
             for core, size in zip(cores, (size for index, _ in blocks for size in sizes[index]), strict=True)
         ]
         self._cores = list(zip(cores, self.layers, strict=True))
+        self.state = SlotState(slots, config.seq_length, device)
 
     def attach(self) -> None:
         """Let the attention cores use this cache."""
@@ -74,12 +84,14 @@ class Cache:
         for layer in self.layers:
             layer.work = work
 
-    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first `length` positions of the slots `sources` to the slots `targets`, int64 `[B]` both. All are
-        read before any is written, so that slots may change places."""
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions, and all of the state, of the slots `sources` to the slots `targets`. All
+        are read before any is written, so that slots may change places."""
+        read, written = self.state.rows([sources, targets])
         for layer in self.layers:
             for kept in (layer.keys, layer.values):
-                kept[targets, :, :length] = kept[sources, :, :length]
+                kept[written, :, :length] = kept[read, :, :length]
+        self.state.copy(read, written)
 
 
 class LayerCache:
@@ -110,3 +122,64 @@ class LayerCache:
 
 def _memory(slots: int, size: CoreSize, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(slots + 1, size.heads, size.positions, size.dim, dtype=dtype, device=device)
+
+
+class SlotState:
+    """Tensors of `slots` + 1 rows; the last row is scratch for rows that only pad a batch.
+
+    token, position: int64 `[S]`; history: int64 `[S, P]`; parameters: int64, as `dtgpt.ops.sampling.sequences` lays
+    them out.
+    """
+
+    def __init__(self, slots: int, positions: int, device: torch.device | str):
+        rows = slots + 1
+        self.positions, self.device = positions, torch.device(device)
+        self.token, self.position = self._zeros(rows), self._zeros(rows)
+        self.history, self.parameters = self._zeros(rows, positions), self._zeros(rows, PARAMETERS)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+    @property
+    def sequences(self) -> Sequences:
+        """What `dtgpt.ops.sampling.sample` reads."""
+        return Sequences(self.token, self.position, self.history, self.parameters)
+
+    @staticmethod
+    def encode(ids: list[int], sampling: Sampling, special: SpecialIds, prompt_index: int, choice: int) -> Tensor:
+        """Return all that `set` needs to start a sequence after the non-empty prompt `ids`: int64 on the CPU."""
+        return torch.cat([parameters_of(sampling, special, len(ids), prompt_index, choice), torch.tensor(ids)])
+
+    def set(self, slot: int, payload: Tensor) -> None:
+        """Start a sequence from what `encode` made."""
+        ids = len(payload) - PARAMETERS
+        uploaded = to_device(payload, self.device)
+        self.parameters[slot] = uploaded[:PARAMETERS]
+        self.history[slot, :ids] = uploaded[PARAMETERS:]
+        self.token[slot] = uploaded[-1]
+        self.position[slot : slot + 1].fill_(ids - 1)  # the assignment of a number would wait for the device
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole rows, int64 `[B]` both; all are read before one is written."""
+        for tensor in self.sequences:
+            tensor[targets] = tensor[sources]
+
+    def set_keys(self, slots: Sequence[int], keys: Sequence[Sequence[int]]) -> None:
+        """Let the draws of each slot be those of a key of two words."""
+        rows, *words = self.rows([slots, *zip(*keys, strict=True)])
+        self.parameters[rows, KEY], self.parameters[rows, KEY + 1] = words
+
+    def assign(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Replace the last token of each slot, where the host chooses it."""
+        rows, chosen = self.rows([slots, tokens])
+        self.token[rows] = chosen
+        self.history[rows, self.position[rows]] = chosen
+
+    def record(self, slots: Tensor, tokens: Tensor) -> None:
+        """Append the tokens int64 `[B]` of a step to the sequences in slots int64 `[B]`. At the last position the
+        position stays, and a further token overwrites the last."""
+        record(self.sequences, slots, tokens)
+
+    def rows(self, numbers: Sequence[Sequence[int]]) -> Tensor:
+        """Copy rows of whole numbers to the device."""
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)

@@ -47,14 +47,14 @@ def to_plain(found: Completion | Score) -> dict[str, Any]:
 
 def completion_of(plain: dict[str, Any]) -> Completion:
     prompt = plain["prompt"]
-    fields = {**plain, "alternatives": _pairs(plain), "prompt": None if prompt is None else score_of(prompt)}
+    fields = {**plain, "alternatives": _alternatives(plain), "prompt": None if prompt is None else score_of(prompt)}
     return Completion(**fields)
 
 
 def score_of(plain: dict[str, Any]) -> Score:
-    return Score(**{**plain, "alternatives": _pairs(plain)})
+    return Score(**{**plain, "alternatives": _alternatives(plain)})
 
 
-def _pairs(plain: dict[str, Any]) -> list[Alternatives]:
+def _alternatives(plain: dict[str, Any]) -> list[Alternatives]:
     """Return alternatives as tuples, of which JSON makes lists."""
     return [[(i, logprob) for i, logprob in row] for row in plain["alternatives"]]

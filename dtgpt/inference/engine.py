@@ -6,22 +6,31 @@ Tokens after the one that ended a sequence, from a round that was launched alrea
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from dtgpt.inference.beam_slots import BeamSlots
+from dtgpt.inference.cache import SlotState
+from dtgpt.inference.commands import (
+    Begin,
+    Channel,
+    Command,
+    Copy,
+    Decode,
+    Ping,
+    Read,
+    Release,
+    Score,
+    follow,
+)
 from dtgpt.inference.completion import Alternatives
 from dtgpt.inference.finite import has_finite_weights
-from dtgpt.inference.leader import Leader, failures_shared, follow
-from dtgpt.inference.messages import Channel
+from dtgpt.inference.forward import Pending
 from dtgpt.inference.prompt_batches import group_prompts
-from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, Request
-from dtgpt.inference.results import Pending
-from dtgpt.inference.runner import ModelRunner
+from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, Request, SearchedRows
 from dtgpt.inference.sampling import key_of, variant_of
 from dtgpt.inference.scheduler import IDLE_TOKENS, PromptChunk, Round, Row, Scheduler, Start
-from dtgpt.inference.slot_state import SlotState
+from dtgpt.inference.step import Step
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.scores import Scores
@@ -39,18 +48,16 @@ class _Active:
     live: set[int]  # choices that are not finished
     ids: dict[int, list[int]]  # new tokens of each choice
     scores: list[Scores] = field(default_factory=list)  # of the chunks of the prompt that are read
-    search: BeamSlots | None = None  # of a request that asks for one, once it has started
+    search: SearchedRows | None = None  # of a request that asks for one, once it has started
 
 
 class _Launched(NamedTuple):
     """A round whose results have not been read."""
 
+    work: Round
     scores: list[tuple[int, Pending[Scores]]]  # by request
-    starts: list[Start]
-    rows: list[Row]
-    drawn: Pending[Sampled] | None
-    beams: tuple[Row, ...]
-    candidates: Pending[Sampled] | None  # for the next tokens of `beams`
+    drawn: Pending[Sampled] | None  # for its rows
+    candidates: Pending[Sampled] | None  # for those of searches
 
 
 class Engine:
@@ -72,12 +79,11 @@ class Engine:
     ):  # fmt: skip
         """Allocate the cache of `slots` sequences. `vocab_size`: ids that may be drawn and asked for, those of the
         tokenizer; None: of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs` and
-        `exact`: as of `ModelRunner`. Raise UserError where `exact` cannot be."""
+        `exact`: as of `Step`. Raise UserError where `exact` cannot be."""
         self.config, self.mesh, self.slots, self.timeout = config, mesh, slots, timeout
         self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
-        self._runner = ModelRunner(stages, mesh, config, dtype, slots, vocab_size, graphs, exact)
+        self._rank_step = Step(stages, mesh, config, dtype, slots, vocab_size, graphs, exact)
         self._channel = Channel(mesh)
-        self.commands = Leader(self._runner, self._channel)  # of rank 0
         self._submitted = 0
         self._forget()
 
@@ -91,7 +97,7 @@ class Engine:
     @property
     def batch_tokens(self) -> int:
         """The most tokens of prompts that are read in one pass; 0: each prompt has a pass of its own."""
-        return self._runner.prompts.batch_tokens
+        return self._rank_step.batch_tokens
 
     @property
     def busy(self) -> bool:
@@ -105,25 +111,30 @@ class Engine:
         handle, self._submitted = self._submitted, self._submitted + 1
         choices = range(request.choices)
         self._requests[handle] = _Active(request, set(choices), {choice: [] for choice in choices})
-        new = request.sampling.max_new_tokens
-        beams = request.beams is not None
-        self._scheduler.add(handle, len(request.ids) - 1, request.rows, new, beams, request.client)
+        self._scheduler.add(
+            request=handle,
+            prefill=len(request.ids) - 1,
+            choices=request.rows,
+            new_tokens=request.sampling.max_new_tokens,
+            searches=request.search is not None,
+            client=request.client,
+        )
         return handle
 
     def cancel(self, handle: int, choice: int | None = None) -> None:
-        """End a choice of a request, or all of them; a beam search ends as a whole. The next step returns an event for
+        """End a choice of a request, or all of them; a search ends as a whole. The next step returns an event for
         each choice that was not finished."""
         active = self._requests.get(handle)
         if active is None:
             return
-        ended = self._scheduler.cancel(handle, None if active.request.beams else choice)
-        for one in sorted(active.live) if active.request.beams else ended:
+        ended = self._scheduler.cancel(handle, None if active.request.search else choice)
+        for one in sorted(active.live) if active.request.search else ended:
             self._ended.append(Event(handle, one, [], [], [], "cancelled"))
             self._remove(handle, one)
 
     def step(self) -> list[Event]:
         """Launch the next round, and return the events of the round before."""
-        with failures_shared(self.mesh, self._channel, self.timeout):
+        with self._channel.failures_shared(self.timeout):
             work = self._scheduler.next_round()
             before, self._launched = self._launched, None if work is None else self._launch(work)
             events, self._ended = self._ended, []
@@ -131,35 +142,42 @@ class Engine:
 
     def ping(self) -> None:
         """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""
-        with failures_shared(self.mesh, self._channel, self.timeout):
-            self.commands.ping()
+        with self._channel.failures_shared(self.timeout):
+            self.command(Ping())
+            self._channel.meet()
 
     def has_finite_weights(self) -> bool:
         """Return whether the weights of this rank are finite."""
-        return has_finite_weights(self._runner.stages, self.mesh, self.config)
+        return has_finite_weights(self._rank_step.stages, self.mesh, self.config)
 
     def follow(self) -> None:
         """Execute the commands of rank 0 on another rank, until rank 0 calls `release`. Raises UserError where any
         other rank fails."""
-        with failures_shared(self.mesh, self._channel, self.timeout):
-            follow(self._runner, self._channel)
+        with self._channel.failures_shared(self.timeout):
+            follow(self._rank_step, self._channel)
 
     def release(self) -> None:
         """Forget all requests, let the other ranks return from `follow`, and leave the stages as they were before."""
         self._forget()
-        with failures_shared(self.mesh, self._channel, self.timeout):
-            self.commands.release()
+        with self._channel.failures_shared(self.timeout):
+            self.command(Release())
 
     def fail(self) -> None:
         """Let the other ranks fail, where this one cannot go on, and leave the stages as they were before."""
         self._forget()
-        self.commands.fail()
+        self._rank_step.detach()
+        self._channel.close()
+
+    def command(self, command: Command) -> Any:
+        """Let every rank execute a command, on rank 0; return its result."""
+        self._channel.send(command)
+        return command.execute(self._rank_step)
 
     def _launch(self, work: Round) -> _Launched:
         scores = self._read(work.chunks)
         self._start(work.starts)
-        drawn, candidates = self._decode(work.rows, work.steps), self._decode(work.beams, steps=1)
-        return _Launched(scores, work.starts, work.rows, drawn, work.beams, candidates)
+        drawn, candidates = self._decode(work.rows, work.steps), self._decode(work.searched, steps=1)
+        return _Launched(work, scores, drawn, candidates)
 
     def _read(self, chunks: Sequence[PromptChunk]) -> list[tuple[int, Pending[Scores]]]:
         """Read chunks of prompts, several in a pass where these ask for no scores. Return the scores, by request."""
@@ -168,19 +186,19 @@ class Engine:
         together = group_prompts(plain, self.config.seq_length, self.batch_tokens)
         for group in together:
             slots, prompts = [chunk.slot for chunk in group], [asked[chunk].ids[: chunk.stop] for chunk in group]
-            self.commands.prefill_batch(slots, prompts)
+            self.command(Read(slots, prompts))
         scores, done = [], {chunk for group in together for chunk in group}
         for chunk in chunks:
             one, (request, slot, first, stop) = asked[chunk], chunk
             if one.score_prompt:
                 ids = one.ids[first : stop + 1]
-                scores.append((request, self.commands.score(slot, ids, first, one.alternatives)))
+                scores.append((request, self.command(Score(slot, first, one.alternatives, ids))))
             elif chunk not in done:
-                self.commands.prefill(slot, one.ids[first:stop], first)
+                self.command(Read([slot], [one.ids[first:stop]], first))
         return scores
 
     def _decode(self, rows: Sequence[Row], steps: int) -> Pending[Sampled] | None:
-        return self.commands.decode([row.slot for row in rows], steps, self._variant(rows)) if rows else None
+        return self.command(Decode([row.slot for row in rows], steps, self._variant(rows))) if rows else None
 
     def _start(self, starts: Sequence[Start]) -> None:
         """Begin the choices of requests: the first of each in the slot that has read the prompt, the others as copies
@@ -190,11 +208,11 @@ class Engine:
         for start in starts:
             active = self._requests[start.request]
             asked, begun = active.request, list(zip(start.choices, start.slots, strict=True))
-            if asked.beams is not None:
-                active.search, begun = BeamSlots(asked, start.slots), begun[:1]  # a search begins with one row
+            if asked.search is not None:
+                active.search, begun = asked.search.begin(asked, start.slots), begun[:1]  # a search begins with one row
             (choice, source), *others = begun
             payload = SlotState.encode(asked.ids, asked.sampling, asked.special, asked.prompt_index, choice)
-            self.commands.start(source, payload)
+            self.command(Begin(source, payload))
             if (len(copies) + len(others)) * max(longest, len(asked.ids)) > COPIED:
                 self._copy(copies, longest)
                 copies, longest = [], 0
@@ -206,30 +224,29 @@ class Engine:
         """Copy the first `length` positions and the state of slots; copies: (source, target, key of the target)."""
         if copies:
             sources, targets, keys = zip(*copies, strict=True)
-            self.commands.copy(sources, targets, length)
-            self.commands.set_keys(targets, keys)
+            self.command(Copy(sources, targets, length, keys))
 
     def _variant(self, rows: Sequence[Row]) -> Variant:
         """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""
         active = [self._requests[row.request] for row in rows]
-        searches = [one.search.search for one in active if one.search is not None]
+        searches = [one.search for one in active if one.search is not None]
         alternatives = max([one.request.alternatives for one in active] + [one.alternatives for one in searches])
         rounded = 1 << (alternatives - 1).bit_length() if alternatives else 0
         variant = variant_of([one.request.sampling for one in active], min(rounded, self.vocab_size))
         return variant._replace(beams=bool(searches))
 
     def _collect(self, launched: _Launched) -> list[Event]:
-        events = []
+        events, work = list[Event](), launched.work
         for request, pending in launched.scores:
             if request in self._requests:
                 self._requests[request].scores.append(pending.wait())
-        for start in launched.starts:
+        for start in work.starts:
             if start.request in self._requests:
                 events += self._begin(start)
         if launched.drawn is not None:
             results = launched.drawn.wait()
             tokens, logprobs = results.tokens.tolist(), results.logprobs.tolist()  # of all rows at once
-            for index, row in enumerate(launched.rows):
+            for index, row in enumerate(work.rows):
                 active = self._requests.get(row.request)
                 if active is not None and row.choice in active.live:
                     count = active.request.alternatives
@@ -237,23 +254,22 @@ class Engine:
                     events += self._extend(row, tokens[index], logprobs[index], likeliest)
         if launched.candidates is not None:
             results = launched.candidates.wait()
-            for request in dict.fromkeys(row.request for row in launched.beams):
+            for request in dict.fromkeys(row.request for row in work.searched):
                 if request in self._requests:
-                    own = {row.choice: index for index, row in enumerate(launched.beams) if row.request == request}
+                    own = {row.choice: index for index, row in enumerate(work.searched) if row.request == request}
                     events += self._search(request, own, results)
         return events
 
     def _search(self, request: int, rows: dict[int, int], results: Sampled) -> list[Event]:
-        """Let a beam search choose from the results of its choices, whose `rows` those are. Return the events of its
+        """Let a search choose from the results of its choices, whose `rows` those are. Return the events of its
         sequences where it is over."""
         active = self._requests[request]
-        if active.search is None:
-            raise ValueError(f"request {request} has no beam search")
+        assert active.search is not None
         if results.logprobs[list(rows.values())].isnan().any():
             return self._break_off(request)
         ids, logprobs = results.top_ids[:, 0].tolist(), results.top_logprobs[:, 0].tolist()
         candidates = {choice: list(zip(ids[row], logprobs[row], strict=True)) for choice, row in rows.items()}
-        if chosen := active.search.advance(candidates, self.commands):
+        if chosen := active.search.advance(candidates, self.command):
             self._scheduler.go_on(request, chosen)
             return []
         for choice in range(active.request.rows):

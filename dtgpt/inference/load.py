@@ -6,10 +6,9 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal
+from typing import Literal
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 
 from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
@@ -20,16 +19,12 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.fused import tells_weights
+from dtgpt.inference.forward import decode_kernels
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.inference.sampling import check_switches
-from dtgpt.inference.step import NO_KERNELS
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Source
-from dtgpt.ops.attention.cached import HEAD_SIZES
-from dtgpt.ops.fast import has_triton
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import say
@@ -78,15 +73,15 @@ def load(
         tokenizer = named_tokenizer(source.config, tokenizer, None, None)
     elif tokenizer is not None:
         check_size(tokenizer, source.config)
-    return Model(source, settings, mesh, Path(path), None if slots == "auto" else slots, tokenizer, exact)
+    return Model.read(source, settings, mesh, Path(path), None if slots == "auto" else slots, tokenizer, exact)
 
 
 def open_model(
     path: Path, plan: Plan | str | None, device: str, precision: str, max_length: int | None = None,
-    exact: bool = False, adapter: str | PathLike | None = None, recipe: Recipe | str | PathLike | None = None,
+    exact: bool = False, addend: str | PathLike | None = None, recipe: Recipe | str | PathLike | None = None,
 ) -> tuple[Source, Settings, Mesh]:  # fmt: skip
-    """Return what a `Model` is made of, with the processes together, before weights are read. Arguments and errors are
-    those of `load`. The settings' model has `max_length` positions, the source's its own."""
+    """Return what a `Model` is made of, with the processes together, before weights are read. `addend`: the adapter.
+    Other arguments and errors are those of `load`. The settings' model has `max_length` positions, the source's all."""
     for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise UserError(f"{name}={shown(value)} is not known; use {', '.join(known)}")
@@ -98,7 +93,7 @@ def open_model(
     dtype = choose_dtype(precision, place)
     check_kernels(place)
     if exact:
-        check_exact(place, resolved, dtype)
+        decode_kernels().check_exact(place, resolved, dtype)
     if process.world > 1 and not dist.is_initialized():
         start_process_group(place, TIMEOUT)
         atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
@@ -108,14 +103,14 @@ def open_model(
         say(note, warning=True)
     source = open_source(path, mesh, own=own)
     check_recipe(path, source.config, own)
-    if adapter is not None:
-        source = with_addend(source, path, Path(adapter), mesh)
+    if addend is not None:
+        source = with_addend(source, path, Path(addend), mesh)
     for note in source.notes:
         say(note, warning=True)
     source.config.validate()
     ends_of(path, None, source.config.vocab_size)  # which refuses what is not an id, before weights are read
     if exact:
-        check_blocks(source.config)
+        decode_kernels().check_blocks(source.config)
     config = shortened(source.config, max_length)
     batch = resolved.dp * 2 * resolved.pp  # the fewest samples that every schedule takes
     resolved.validate(config, 1, batch, config.seq_length)
@@ -130,37 +125,6 @@ def open_model(
         global_batch_size=batch,
     )
     return source, settings, mesh
-
-
-def check_exact(device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
-    """Raise UserError where generation cannot have the bits of training's forward pass."""
-    if not has_triton(torch.empty(0, device=device)):
-        raise UserError(
-            f"exact=True cannot hold on device={device.type}: its matrix products choose the order of sums by the "
-            "number of rows; use a GPU with Triton, or leave exact out"
-        )
-    if plan.tp > 2:
-        raise UserError(
-            f"exact=True cannot hold under tp={plan.tp}: sums over more than two ranks have no order of their own in "
-            "training; use tp=2 with pp, or leave exact out"
-        )
-    if plan.tp > 1 and dtype == torch.float32:
-        raise UserError(
-            f"exact=True cannot hold in fp32 under tp={plan.tp}: training's products with matrices that are cut split "
-            "their sums for some numbers of rows; use precision bf16 or fp16, or tp=1"
-        )
-
-
-def check_blocks(config: ModelConfig) -> None:
-    """Raise UserError for a model whose decode steps have no kernels."""
-    parts = inventory(config)
-    kinds = set(parts.examples)
-    with torch.device("meta"):
-        blocks: list[Any] = [config.make_block(index) for index in kinds]
-        known = all(tells_weights(block) and block.decode_weights().activation for block in blocks)
-    cores = [core for index in kinds for core in parts.cores(index)]
-    if not known or any(core.head_dim not in HEAD_SIZES or not core.is_plain for core in cores):
-        raise UserError(NO_KERNELS)
 
 
 def shortened(config: ModelConfig, max_length: int | None) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Any model that dtgpt can open, cut by any plan, ready for inference.
+"""A model cut by a plan, ready to be used: what `dtgpt.load` returns.
 
     import dtgpt
     model = dtgpt.load("path/to/hf-gpt2", plan=dtgpt.Plan(tp=4))      # under torchrun --nproc-per-node 4
@@ -6,60 +6,108 @@
     logits = model(tokens)                                            # [B, T] -> [B, T, V], on every rank
 
 Each rank holds its own part alone. Of a checkpoint of dtgpt it reads no more than that, of other formats tensor by
-tensor.
+tensor. Whatever generates goes through `run` or `stream`: rank 0 reads the prompts and works with an engine, which is
+made when it is first needed, and the other ranks do what it commands.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from threading import RLock
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.load import load_weights
+from dtgpt.checkpoint.tokenizer import ends_of, tokenizer_beside
 from dtgpt.config.execution import Settings
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.broadcast import broadcast_json, told_by_rank_0
 from dtgpt.inference.completion import Completion, completion_of, score_of, to_plain
-from dtgpt.inference.generator import Generator, Need, need_of
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.finite import NotFinite
+from dtgpt.inference.forward import gather_columns
+from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, free_memory, slots_that_fit
 from dtgpt.inference.options import read_options
-from dtgpt.inference.prompts import GivenPrompts, read_prompts
+from dtgpt.inference.prompts import GivenPrompts, read_prompts, special_ids, tokenizer_of
 from dtgpt.inference.request import check_range
-from dtgpt.inference.sampling import check_switches
+from dtgpt.inference.sampling import SpecialIds, check_switches
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.inference.step import gather_columns
 from dtgpt.inference.text import segments
 from dtgpt.models.batch import Batch
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Source
 from dtgpt.parallel.local import inference_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import run_in_turn
+from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.peers import Process
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # types of tokens
+GPT2_IDS = SpecialIds(newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
+FEW_SLOTS = 16  # with fewer, where more are wanted, a user is told why
+
+P = TypeVar("P")  # what rank 0 has read of a call
+_END = object()  # of an iterator
+
+
+class Need(NamedTuple):
+    """What work needs of the cache."""
+
+    rows: int  # sequences in all
+    at_once: int  # of one prompt
+
+
+def need_of(jobs: Sequence[PromptJob]) -> Need:
+    """Return what the cache needs for at least one job."""
+    return Need(sum(job.rows for job in jobs), max(job.rows for job in jobs))
+
+
+class _Asked(NamedTuple):
+    """The prompts of a call, and what is wanted of each."""
+
+    given: GivenPrompts
+    jobs: list[PromptJob]
+
+
+class _Stream(NamedTuple):
+    """A stream on rank 0."""
+
+    session: Session
+    seen: list[Any]  # its pieces so far
 
 
 class Model:
     """A GPT cut by a plan. All ranks call the same methods with the same arguments, and all get the result."""
 
     def __init__(
-        self, source: Source, settings: Settings, mesh: Mesh, path: Path, slots: int | None = None,
-        tokenizer: Tokenizer | None = None, exact: bool = False,
+        self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, path: Path,
+        slots: int | None = None, tokenizer: Tokenizer | None = None, exact: bool = False,
     ):  # fmt: skip
-        """path, slots, tokenizer, exact: as in `Generator`."""
-        self.config, self.mesh, self.dtype = settings.model, mesh, settings.dtype
-        self.stages = inference_stages(settings, mesh, partial(load_weights, source))
-        self.generator = Generator(self.stages, mesh, self.config, self.dtype, path, slots, tokenizer, exact)
+        """path: of the model, where its tokenizer is looked for, unless `tokenizer` is given. slots: sequences in the
+        cache; None: as many as a call needs and memory allows. exact: give log-probabilities the bits of training's
+        forward pass, on stages that `open_model` accepts for it."""
+        self.stages, self.mesh, self.config, self.dtype, self.path = stages, mesh, config, dtype, path
+        self._wanted, self._given, self.exact = slots, tokenizer, exact
+        self._engine: Engine | None = None
+        self._reserved = 0  # slots that were wanted of it
+        self._stream: _Stream | None = None  # which is not read to its end
+        self._lock = RLock()
+        self._lost = False  # whether one of several processes has failed: they are no longer in step
 
-    @property
-    def exact(self) -> bool:
-        """Whether log-probabilities have the bits of training's forward pass."""
-        return self.generator.exact
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer saved with the model. Raises UserError where there is none."""
-        return self.generator.tokenizer
+    @classmethod
+    def read(
+        cls, source: Source, settings: Settings, mesh: Mesh, path: Path, slots: int | None = None,
+        tokenizer: Tokenizer | None = None, exact: bool = False,
+    ) -> Self:  # fmt: skip
+        """Return a model that was opened, with its weights."""
+        stages = inference_stages(settings, mesh, partial(load_weights, source))
+        return cls(stages, mesh, settings.model, settings.dtype, path, slots, tokenizer, exact)
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -74,7 +122,7 @@ class Model:
             raise UserError(f"{length} tokens are not a valid input; use 1 to {whole}")
         check_range(int(tokens.min()), int(tokens.max()), self.config.vocab_size)
         batch = Batch(tokens.to(self.mesh.device, torch.int64))
-        with self.generator.alone():
+        with self.alone():
             logits = run_in_turn(self.stages, self.mesh, batch, self.dtype)
             return self._gather(logits, (len(tokens), length))[..., : self.config.vocab_size]
 
@@ -107,10 +155,10 @@ class Model:
             if not details and options.get(name) not in (None, 0):
                 raise UserError(f"{name} is one of the details; add details=True, or leave it out")
         if stream:
-            return self._stream(prompts, details or return_full_text, options)
+            return self._pieces_of(prompts, details or return_full_text, options)
 
         def plain(completions: list[Completion]) -> list[dict[str, Any]]:
-            known = self.generator.known_tokenizer
+            known = self.known_tokenizer
             if details and known:
                 for found in completions:
                     found.segments = segments(known, found.ids)
@@ -138,48 +186,36 @@ class Model:
 
     def _run(self, prompts: Any, options: Mapping[str, Any], plain: Callable[[list[Completion]], Any]) -> Any:
         """Return the prompts, and under "found" what `plain` makes of the sequences of each."""
-        asked: list[GivenPrompts] = []
-        jobs: list[PromptJob] = []
 
-        def prepare() -> Need:
-            asked.append(self._read(prompts, options))
-            jobs.extend(self._jobs(asked[0], options))
-            return need_of(jobs)
+        def work(session: Session, asked: _Asked) -> Any:
+            return {**asked.given._asdict(), "found": list(map(plain, session.run(asked.jobs)))}
 
-        def work(session: Session) -> Any:
-            return {**asked[0]._asdict(), "found": list(map(plain, session.run(jobs)))}
+        return self.run(lambda: self._asked(prompts, options), work)
 
-        return self.generator.run(prepare, work)
-
-    def _stream(self, prompts: Any, more: bool, options: Mapping[str, Any]) -> Iterator[Any]:
-        asked: list[GivenPrompts] = []
-        jobs: list[PromptJob] = []
-
-        def prepare() -> Need:
+    def _pieces_of(self, prompts: Any, more: bool, options: Mapping[str, Any]) -> Iterator[Any]:
+        def prepare() -> tuple[Need, _Asked]:
             if more:
                 raise UserError("stream=True yields pieces of the text; leave details and return_full_text out")
-            asked.append(self._read(prompts, options))
-            jobs.extend(self._jobs(asked[0], options))
-            if not asked[0].single or jobs[0].rows > 1:
+            need, asked = self._asked(prompts, options)
+            if not asked.given.single or need.rows > 1:
                 raise UserError("stream=True follows one sequence; give one prompt, one sequence and no beams")
-            return need_of(jobs)
+            return need, asked
 
-        def work(session: Session) -> Iterator[Any]:
-            for update in session.stream(jobs[0]):
-                yield from update.ids if asked[0].texts is None else [update.text] * bool(update.text)
+        def work(session: Session, asked: _Asked) -> Iterator[Any]:
+            for update in session.stream(asked.jobs[0]):
+                yield from update.ids if asked.given.texts is None else [update.text] * bool(update.text)
 
-        return self.generator.stream(prepare, work)
+        return self.stream(prepare, work)
 
-    def _read(self, prompts: Any, options: Mapping[str, Any]) -> GivenPrompts:
+    def _asked(self, prompts: Any, options: Mapping[str, Any]) -> tuple[Need, _Asked]:
+        """Return what a call asks for. Raise UserError where an argument is wrong."""
         split = options.get("split_special_tokens") or False
         check_switches(split_special_tokens=split)
-        return read_prompts(prompts, lambda: self.tokenizer, self.config, split)
-
-    def _jobs(self, asked: GivenPrompts, options: Mapping[str, Any]) -> list[PromptJob]:
-        jobs = [PromptJob(ids, read_options(options, len(ids), self.config), i) for i, ids in enumerate(asked.ids)]
+        given = read_prompts(prompts, lambda: self.tokenizer, self.config, split)
+        jobs = [PromptJob(ids, read_options(options, len(ids), self.config), i) for i, ids in enumerate(given.ids)]
         for job in jobs:
-            self.generator.check(job)
-        return jobs
+            self.check(job)
+        return need_of(jobs), _Asked(given, jobs)
 
     def _gather(self, logits: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """Join the columns of tp ranks, then send them from the stage that has the head to all others."""
@@ -190,6 +226,214 @@ class Model:
             rows = gather_columns(logits.flatten(0, 1), mesh, self.config.padded_vocab_size)
             logits = rows.unflatten(0, shape)
         return mesh.from_last_stage(logits.contiguous())
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model. Raises UserError where there is none."""
+        return self._given or tokenizer_of(self.path, self.config)
+
+    @property
+    def known_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that is given, saved with the model or in use already; None: none of these. Nothing is fetched,
+        since prompts of ids need no tokenizer."""
+        known = vars(self).get("tokenizer") or self._saved_tokenizer
+        return known if known and known.spells else None
+
+    @cached_property
+    def _saved_tokenizer(self) -> Tokenizer | None:
+        return self._given or tokenizer_beside(self.path)
+
+    @cached_property
+    def special(self) -> SpecialIds:
+        """The ids that rules look for."""
+        saved = self._saved_tokenizer
+        ends = ends_of(self.path, saved, self.config.vocab_size).ids
+        if saved is None and self.config.vocab_size == GPT2_124M.vocab_size:
+            return GPT2_IDS._replace(ends=ends)
+        return special_ids(saved, ends) if saved is not None and saved.spells else SpecialIds(ends)
+
+    def check(self, job: PromptJob) -> None:
+        """Raise UserError for a job that this model can never do."""
+        options = job.options
+        job.request(self.special).validate(self.vocab_size, self.config.seq_length, MOST_SLOTS)
+        if self.exact and options.search is not None:
+            _, asked, without = options.search.words
+            raise UserError(
+                f"{asked} searches, and exact log-probabilities are those of sampled tokens; use {without}, or load "
+                "the model without exact"
+            )
+        if options.stop_strings and not self.tokenizer.spells:  # or raises where there is none at all
+            raise UserError("the model's tokens have no text, in which stop strings could be found; use stop_token_ids")
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids that may be drawn and that a job may name: a model may have more than its tokenizer."""
+        known, whole = self.known_tokenizer, self.config.vocab_size
+        return min(whole, known.vocab_size) if known else whole
+
+    @property
+    def slots(self) -> int:
+        """The sequences that the cache holds now."""
+        return self._engine.slots if self._engine else 0
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """The bytes of a sequence in the cache, on the rank that holds most of it."""
+        return bytes_per_slot(self.config, self.mesh.plan, self.dtype)
+
+    def describe(self) -> None:
+        """Print the memory of weights and slots on this rank to stderr."""
+        model = f"{parameters(self.config.num_parameters)}, {str(self.dtype).removeprefix('torch.')}"
+        weights = sum(one.nbytes for one in {one for stage in self.stages for one in stage.parameters()})
+        slots = f"{counted(self.slots, 'slot')} of {byte_size(self.bytes_per_slot)}"
+        say_error(f"{model}, {self.mesh.plan.name}: {byte_size(weights)} of weights and {slots} on each device")
+
+    def run(self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Session, P], Any]) -> Any:
+        """Call `prepare` on rank 0, and `work` with the value that it returned beside its need of the cache. Return on
+        every rank what `work` returned, which is made of texts, numbers, lists and dicts. A UserError of `prepare`, and
+        a NotFinite of `work`, are raised on every rank."""
+        with self.alone():
+            prepared = self._reserve(prepare)
+            if prepared is None:
+                return self._follow()
+            session = self._begin()
+            value, finite = None, True
+            try:
+                value = work(session, *prepared)
+            except NotFinite:
+                finite = False
+            except BaseException:
+                self._fail(session)
+                raise
+            session.close()
+            return self._share(value, finite)
+
+    def stream(
+        self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Session, P], Iterator[Any]]
+    ) -> Iterator[Any]:
+        """Call `prepare` as `run` does, and return an iterator over what `work` yields on rank 0. The other ranks get
+        all of it when it is complete. Any other use of the model ends the stream: to read on is then a UserError."""
+        with self.alone():
+            prepared = self._reserve(prepare)
+        return self._pieces(work, prepared)
+
+    def _pieces(self, work: Callable[[Session, P], Iterator[Any]], prepared: tuple[P] | None) -> Iterator[Any]:
+        if prepared is None:
+            yield from self._follow()
+            return
+        with self.alone():
+            stream = self._stream = _Stream(self._begin(), [])
+        pieces = work(stream.session, *prepared)
+        try:
+            while True:
+                with self._lock:
+                    piece = next(pieces, _END)
+                    if piece is _END:
+                        return self._end(stream)
+                    stream.seen.append(piece)
+                yield piece
+        except GeneratorExit:  # nobody reads on
+            self._end(stream)
+            raise
+        except NotFinite:
+            self._end(stream, finite=False)
+            raise
+        except BaseException:
+            if self._stream is stream:
+                self._stream = None
+                self._fail(stream.session)
+            raise
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the stages, for which other threads wait, and end a stream that has begun. Raise UserError where one of
+        several processes has failed."""
+        with self._lock:
+            if self._lost:
+                raise UserError("a process has failed in a call before this one; start all of them again")
+            if self._stream is not None:
+                self._end(self._stream)
+            yield
+
+    def _end(self, stream: _Stream, finite: bool = True) -> None:
+        """End a stream, unless it has ended: the ranks that follow it go on."""
+        with self._lock:
+            if self._stream is stream:
+                self._stream = None
+                stream.session.close()
+                broadcast_json(self.mesh, [stream.seen, finite])
+
+    def _share(self, value: Any = None, finite: bool = True) -> Any:
+        """Return on every rank the value of rank 0. Raise NotFinite where rank 0 met logits that are not."""
+        value, finite = broadcast_json(self.mesh, [value, finite])
+        if not finite:
+            raise NotFinite
+        return value
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise UserError("the model has failed since this stream was asked for; ask for it again")
+        return self._engine
+
+    def _begin(self) -> Session:
+        return Session(self.engine, self.known_tokenizer, self.special)
+
+    def _fail(self, session: Session) -> None:
+        """Forget the engine, whose state is not known."""
+        session.fail()
+        self._engine, self._reserved, self._lost = None, 0, self.mesh.world > 1
+
+    def _follow(self) -> Any:
+        """Do what rank 0 commands, and return what it shares."""
+        try:
+            self.engine.follow()
+            return self._share()
+        except NotFinite:
+            raise
+        except BaseException:
+            self._lost = True
+            raise
+
+    def _reserve(self, prepare: Callable[[], tuple[Need, P]]) -> tuple[P] | None:
+        """Make an engine for what `prepare` on rank 0 needs, unless there is one. Return what else it returned there,
+        None on the other ranks."""
+        told, kept = told_by_rank_0(self.mesh, prepare)
+        need = Need(*told)
+        wanted = self._wanted or max(need.at_once, min(MOST_SLOTS, 1 << (need.rows - 1).bit_length()))
+        if wanted > self._reserved:
+            self._make_engine(wanted, needed=self._wanted or need.at_once)
+            self._reserved = wanted
+        if need.at_once > self.slots:
+            raise UserError(
+                f"{counted(need.at_once, 'sequence')} of a prompt need as many slots of the cache, which has "
+                f"{self.slots}; ask for fewer, or give more slots"
+            )
+        return kept
+
+    def _make_engine(self, wanted: int, needed: int) -> None:
+        """Make an engine of `wanted` slots, or as many as fit into memory. Raise UserError where `needed` do not."""
+        self._engine, self._reserved = None, 0  # the memory of the last one is free for the next
+        local_world = Process.from_environment().local_world
+
+        def fitting() -> int:
+            return slots_that_fit(free_memory(self.mesh.device, local_world), self.config, self.mesh.plan, self.dtype)
+
+        fits = min(self.mesh.turns(fitting, lambda rank: True))
+        if needed > fits:
+            raise UserError(
+                f"{counted(needed, 'slot')} of the cache, {byte_size(self.bytes_per_slot)} each, do not fit into "
+                f"memory beside the weights, but {fits} do; use fewer, a smaller max_length, or cut the model over "
+                "more processes"
+            )
+        if fits < min(wanted, FEW_SLOTS):
+            say(
+                f"memory has room for {counted(fits, 'sequence')} at the same time, of {self.config.seq_length:,} "
+                f"positions and {byte_size(self.bytes_per_slot)} each; a smaller max_length makes room for more",
+                warning=True,
+            )
+        sizes = min(wanted, fits), broadcast_json(self.mesh, self.vocab_size if self.mesh.rank == 0 else None)
+        self._engine = Engine(self.stages, self.mesh, self.config, self.dtype, *sizes, graphs=True, exact=self.exact)
 
 
 def _bare(found: Completion, answer: Mapping[str, Any], index: int, full: bool) -> str | list[int]:

@@ -3,16 +3,18 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
-from dtgpt.inference.sampling import Control, Offer, Sampling, declared
+from dtgpt.inference.request import Search
+from dtgpt.inference.sampling import MOST_SEQUENCES, Option, Sampling, declared
 from dtgpt.models.config import ModelConfig
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.field_types import Bounds
 
 NEW_TOKENS = 64  # where nothing is said of it
 LONGEST_ID = 20  # digits
-MOST_SEQUENCES, MOST_ALTERNATIVES = 128, 20
+MOST_ALTERNATIVES = 20
 ELSEWHERE = {  # names that other programs have for an option
     "max_length": "max_new_tokens", "max_tokens": "max_new_tokens", "new_tokens": "max_new_tokens",
     "tokens": "max_new_tokens", "tokens_to_generate": "max_new_tokens", "min_length": "min_new_tokens",
@@ -27,56 +29,56 @@ ELSEWHERE = {  # names that other programs have for an option
 class Options(Sampling):
     """The options of a prompt: those of `Sampling`, and those of several sequences, of text and of what is returned."""
 
-    do_sample: Annotated[bool, "false: always the likeliest token, as temperature 0", Offer(command=None)] = True
+    do_sample: Annotated[bool, "false: always the likeliest token, as temperature 0"] = True
     num_return_sequences: Annotated[
-        int, "number of texts for each prompt; of a beam search, the best ones", Bounds(1, MOST_SEQUENCES),
-        Offer(command="num_samples", openai="n", page=Control("main", "Answers")),
-    ] = 1  # fmt: skip
-    num_beams: Annotated[
-        int, "sequences that a beam search follows, in which nothing is drawn; 1: no search", Bounds(1, MOST_SEQUENCES),
-        Offer(openai=None, megatron="beam_width"),
-    ] = 1  # fmt: skip
-    length_penalty: Annotated[
-        float, "a beam scores the sum of its log-probabilities / length ** length_penalty", Bounds(-10, 10),
-        Offer(openai=None, megatron="length_penalty"),
-    ] = 1.0  # fmt: skip
-    early_stopping: Annotated[
-        bool, "end a beam search as soon as num_beams sequences have ended", Offer(openai=None)
-    ] = False
+        int, "number of texts for each prompt; of a beam search, the best ones", Bounds(1, MOST_SEQUENCES)
+    ] = 1
     stop_strings: Annotated[
-        tuple[str, ...], "texts before the first of which the text ends, also across tokens; up to 16",
-        Offer(openai="stop", page=Control("end", "Stop at", example="\\n\\n")),
-    ] = ()  # fmt: skip
+        tuple[str, ...], "texts before the first of which the text ends, also across tokens; up to 16"
+    ] = ()
     split_special_tokens: Annotated[
-        bool, "names of special tokens in the prompt are text as any other, and not these tokens", Offer()
+        bool, "names of special tokens in the prompt are text as any other, and not these tokens"
     ] = False
     top_logprobs: Annotated[
-        int, "likeliest tokens to return with their log-probabilities, at each new token", Bounds(0, MOST_ALTERNATIVES),
-        Offer(command=None, openai=None),
-    ] = 0  # fmt: skip
-    prompt_logprobs: Annotated[
-        bool, "return the log-probabilities of the prompt's tokens", Offer(command=None, openai=None)
-    ] = False
+        int, "likeliest tokens to return with their log-probabilities, at each new token", Bounds(0, MOST_ALTERNATIVES)
+    ] = 0
+    prompt_logprobs: Annotated[bool, "return the log-probabilities of the prompt's tokens"] = False
 
-    def validate(self, vocab_size: int, positions: int) -> None:
-        """Raise UserError for a value that a model of these sizes cannot work with."""
-        super().validate(vocab_size, positions)
-        for name in ("stop_strings", "stop_on_eol", "stop_on_double_eol", "top_logprobs"):
-            if self.num_beams > 1 and getattr(self, name):
-                raise UserError(f"a beam search does not take {name}; leave it out, or use num_beams=1")
-        for name in ("length_penalty", "early_stopping"):
-            if self.num_beams == 1 and (value := getattr(self, name)) != OPTIONS[name].default:
-                raise UserError(f"{name}={value} is for a beam search; give num_beams, or leave it out")
+    search: Search | None = None  # in place of draws
 
     def settled(self) -> "Options":
         """Return these options with a temperature of 0 where they leave the likeliest token alone: without draws, and
         with a top_p of 0, which `Sampling` takes for no filter, as Megatron-LM does."""
-        draws = self.do_sample and self.top_p > 0
-        return self if draws else replace(self, temperature=0.0, top_p=1.0)
+        return self if self.do_sample and self.top_p > 0 else replace(self, temperature=0.0, top_p=1.0)
 
 
-OPTIONS = declared(Options)
+class SearchKind(Protocol):
+    """A kind of search, with options of its own: what a capability has at the seam `searches`."""
+
+    options: dict[str, Option]
+
+    def make(self, given: Mapping[str, Any], options: Options) -> Search | None:
+        """Return the search that the options given by name ask for, None where they ask for none. Raise UserError where
+        one is wrong, or does not go with the other options."""
+
+
+def _in_order() -> dict[str, Option]:
+    """Return all options by name, those of searches behind the number of sequences."""
+    found = dict[str, Option]()
+    for name, option in declared(Options).items():
+        found[name] = option
+        for kind in seams.listed("searches") if name == "num_return_sequences" else ():
+            found |= kind.options
+    return found
+
+
+OPTIONS = _in_order()
 NAMES = tuple(OPTIONS)
+INITIAL: dict[str, Any] = {
+    "max_new_tokens": 200,
+    "temperature": 0.8,
+    "top_k": 50,
+}  # where a person asks: on a terminal or a page
 
 
 def read_options(given: Mapping[str, Any], prompt_length: int, config: ModelConfig, most: int = NEW_TOKENS) -> Options:
@@ -90,8 +92,11 @@ def read_options(given: Mapping[str, Any], prompt_length: int, config: ModelConf
             raise UserError(f"there is no option {shown_name(name)}; {advice(name)}")
     known = {name: plain(name, value) for name, value in given.items() if value is not None}
     known.setdefault("max_new_tokens", max(1, min(most, config.seq_length - prompt_length)))
-    options = Options(**known)
+    options = Options(**{name: value for name, value in known.items() if name in declared(Options)})
     options.validate(config.vocab_size, config.seq_length)
+    for kind in seams.listed("searches"):
+        found = kind.make({name: known[name] for name in kind.options if name in known}, options)
+        options = options if found is None else replace(options, search=found)
     return options.settled()
 
 
@@ -113,10 +118,10 @@ def plain(name: str, value: Any) -> Any:
     return value
 
 
-def biases(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+def biases(given: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return a bias of logits by its tokens. Raise UserError for a token that is given twice."""
     found: dict[Any, Any] = {}
-    for token, bias in pairs:
+    for token, bias in given:
         if token in found:
             raise UserError(f"logit_bias has the token {shown(token)} twice; leave one out")
         found[token] = bias

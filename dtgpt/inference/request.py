@@ -1,16 +1,17 @@
 """Requests to the engine, and the events that it returns."""
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from dtgpt.inference.beam import Beams
 from dtgpt.inference.sampling import Sampling, SpecialIds, endings_of
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
 NO_SPECIAL_IDS = SpecialIds()
+Candidates = Sequence[tuple[int, float]]  # (id, log-probability) of the likeliest tokens of a row
 MOST_ALTERNATIVES = 64  # likeliest tokens for each position
 
 
@@ -25,13 +26,13 @@ class Request:
     choices: int = 1
     score_prompt: bool = False  # whether the tokens of the prompt get log-probabilities
     alternatives: int = 0  # number of likeliest tokens to return for each position
-    beams: Beams | None = None  # search instead of sampling: the choices are the best sequences that it finds
+    search: "Search | None" = None  # instead of draws: the choices are the best sequences that it finds
     client: str = ""  # who shares the slots fairly with others
 
     @property
     def rows(self) -> int:
         """The number of slots that the request needs at once."""
-        return self.choices if self.beams is None else self.beams.width
+        return self.choices if self.search is None else self.search.rows
 
     @property
     def stop_ids(self) -> list[int]:
@@ -54,10 +55,10 @@ class Request:
             )
         if new == 0 and not self.score_prompt:
             raise UserError("max_new_tokens=0 generates nothing; use 1 or more, or ask for scores of the prompt")
-        if self.beams is not None:
-            self._validate_beams(self.beams, vocab_size)
+        if self.search is not None:
+            self.search.validate(self, vocab_size)
         if not 1 <= self.rows <= slots:
-            what = "choice" if self.beams is None else "beam"
+            what = "choice" if self.search is None else self.search.words[0]
             raise UserError(
                 f"{counted(self.rows, what)} of a prompt need as many slots of the cache, which has "
                 f"{slots}; use 1 to {slots}, or more slots"
@@ -65,15 +66,6 @@ class Request:
         most = min(MOST_ALTERNATIVES, vocab_size)
         if not 0 <= self.alternatives <= most:
             raise UserError(f"alternatives={self.alternatives} is not a number of tokens; use 0 to {most}")
-
-    def _validate_beams(self, beams: Beams, vocab_size: int) -> None:
-        beams.validate(vocab_size, self.choices)
-        if self.sampling.max_new_tokens == 0:
-            raise UserError("max_new_tokens=0 leaves nothing to search; use 1 or more")
-        if self.alternatives:
-            raise UserError("a beam search does not return likeliest tokens; use alternatives=0, or no beams")
-        if self.sampling.stop_on_double_eol:
-            raise UserError("a beam search cannot stop at two newlines; leave stop_on_double_eol out, or use no beams")
 
     def accept(self, new: list[int], tokens: list[int], logprobs: list[float]) -> tuple[int, str | None]:
         """Return how many of `tokens`, whose `logprobs` these are, continue a sequence that has `new` ones, and the
@@ -86,7 +78,7 @@ class Request:
             if math.isnan(logprob):
                 return place, NOT_FINITE
             if self.bans_all(ids, token, logprob):
-                return place, "length"  # as of beams
+                return place, "length"
             before = ids[-1] if ids else self.ids[-1]
             ids.append(token)
             if self.ends_with(before, token, len(ids) - 1):
@@ -140,6 +132,39 @@ def check_range(smallest: int, largest: int, vocab_size: int) -> None:
         raise UserError(f"{ids} are not all tokens of this model; use 0 to {vocab_size - 1}")
 
 
+class Search(Protocol):
+    """How the host searches for the sequences of a request, in place of draws: what a capability adds."""
+
+    @property
+    def rows(self) -> int:
+        """The number of slots that it needs at once."""
+
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """What a row is called in messages, the option that asks for the search, and the one that does not."""
+
+    def validate(self, request: Request, vocab_size: int) -> None:
+        """Raise UserError for a request that cannot be searched like this."""
+
+    def begin(self, request: Request, slots: list[int]) -> "SearchedRows":
+        """Return the search for a request whose first slot has read the prompt."""
+
+
+class SearchedRows(Protocol):
+    """A search on its way. The choices of the request are its rows, in the slots that it was given."""
+
+    @property
+    def alternatives(self) -> int:
+        """The number of likeliest tokens of each row that `advance` needs."""
+
+    def advance(self, candidates: Mapping[int, Candidates], command: Callable[[Any], Any]) -> list[int]:
+        """Choose the rows of the next step from the likeliest tokens of each choice, after all rules, and put them into
+        slots by commands (`dtgpt.inference.commands`). Return their choices; none: the search is over."""
+
+    def events(self, handle: int) -> list["Event"]:
+        """Return an event for each sequence that the request asks for, the best first."""
+
+
 class Event(NamedTuple):
     """New tokens of a choice, or the scores of a prompt."""
 
@@ -150,7 +175,7 @@ class Event(NamedTuple):
     alternatives: list[list[tuple[int, float]]]  # for each of `ids`, the likeliest tokens and their log-probabilities
     finish: str | None = None  # in the last event of a choice: "stop", "length", "cancelled" or NOT_FINITE
     greedy: tuple[bool, ...] = ()  # of a prompt, whether each of `ids` is the likeliest token
-    score: float | None = None  # of a sequence that a beam search found, all in one event, the best in choice 0
+    score: float | None = None  # of a sequence that a search found, all in one event, the best in choice 0
 
 
 PROMPT = -1

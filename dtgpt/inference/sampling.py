@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -25,6 +25,7 @@ from dtgpt.util.field_types import Bounds
 
 GREEDY_BELOW = 1e-4  # a lower temperature takes the likeliest token: quotients by it would leave fp32
 LARGEST = 2**31 - 1
+MOST_SEQUENCES = 128  # of a prompt
 BIAS = 100  # largest absolute value, as in OpenAI's API
 FRACTION, PENALTY = Bounds(0, 1), Bounds(-2, 2)
 
@@ -38,110 +39,52 @@ class SpecialIds(NamedTuple):
     colon: int | None = None  # ":"
 
 
-@dataclass(frozen=True)
-class Control:
-    """How the web page offers an option. `slide`: the end of its slider; 0: none. `example`: of a text to type.
-    `beams`: whether it counts in a beam search, too."""
-
-    group: str
-    label: str
-    step: float = 1
-    least: float | None = None  # number that the page takes, where it is above the bound
-    slide: float = 0
-    example: str = ""
-    beams: bool = False
-
-
-@dataclass(frozen=True)
-class Offer:
-    """Where an option can be set beside `Model.generate`: its name on the command line of `dtgpt generate`, as a key of
-    OpenAI's API and of Megatron-LM's; "": the name of the field; None: nowhere. `initial`: the default of the command
-    and of the page, where it is not that of the field. `page`: its control; None: the page does not derive one."""
-
-    command: str | None = ""
-    openai: str | None = ""
-    megatron: str | None = None
-    initial: Any = None
-    page: Control | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How a sequence goes on and where it ends."""
 
     max_new_tokens: Annotated[
-        int, "largest number of tokens to add; lower by default where the model has fewer positions left",
+        int,
+        "largest number of tokens to add; lower by default where the model has fewer positions left",
         Bounds(0, LARGEST),
-        Offer(
-            openai="max_tokens", megatron="tokens_to_generate", initial=200,
-            page=Control("main", "Length", least=1, slide=1024, beams=True),
-        ),
-    ] = 64  # fmt: skip
+    ] = 64
     min_new_tokens: Annotated[
-        int, "smallest number of tokens to add: tokens that end it cannot come before, stop strings do not count",
-        Bounds(0, LARGEST), Offer(openai="min_tokens", page=Control("end", "Length at least")),
-    ] = 0  # fmt: skip
-    temperature: Annotated[
-        float, "sampling temperature; 0: always the likeliest token", Bounds(0, 100),
-        Offer(megatron="temperature", initial=0.8, page=Control("main", "Temperature", step=0.05, slide=2)),
-    ] = 1.0  # fmt: skip
+        int,
+        "smallest number of tokens to add: tokens that end it cannot come before, stop strings do not count",
+        Bounds(0, LARGEST),
+    ] = 0
+    temperature: Annotated[float, "sampling temperature; 0: always the likeliest token", Bounds(0, 100)] = 1.0
     top_k: Annotated[
-        int, "choose from the k likeliest tokens, and those as likely as the last of them; 0: from all",
-        Bounds(0, LARGEST), Offer(megatron="top_k", initial=50, page=Control("main", "Top k")),
-    ] = 0  # fmt: skip
+        int,
+        "choose from the k likeliest tokens, and those as likely as the last of them; 0: from all",
+        Bounds(0, LARGEST),
+    ] = 0
     top_p: Annotated[
-        float, "choose from the likeliest tokens, up to the one with which their probabilities exceed p; 1: from all",
-        FRACTION, Offer(megatron="top_p", page=Control("main", "Top p", step=0.01, slide=1)),
-    ] = 1.0  # fmt: skip
-    top_p_decay: Annotated[
-        float, "the t-th new token, from 0, has top_p x decay^t; 0: no decay", FRACTION,
-        Offer(megatron="top_p_decay", page=Control("more", "Top p decay", step=0.01)),
-    ] = 0.0  # fmt: skip
-    top_p_bound: Annotated[
-        float, "top_p does not decay below this", FRACTION,
-        Offer(megatron="top_p_bound", page=Control("more", "Top p bound", step=0.01)),
-    ] = 0.0  # fmt: skip
+        float,
+        "choose from the likeliest tokens, up to the one with which their probabilities exceed p; 1: from all",
+        FRACTION,
+    ] = 1.0
+    top_p_decay: Annotated[float, "the t-th new token, from 0, has top_p x decay^t; 0: no decay", FRACTION] = 0.0
+    top_p_bound: Annotated[float, "top_p does not decay below this", FRACTION] = 0.0
     min_p: Annotated[
-        float, "choose from the tokens that are at least min_p times as likely as the likeliest; 0: from all", FRACTION,
-        Offer(page=Control("main", "Min p", step=0.01, slide=1)),
-    ] = 0.0  # fmt: skip
-    frequency_penalty: Annotated[
-        float, "taken from a logit for each time that its token was generated", PENALTY,
-        Offer(page=Control("penalties", "Frequency penalty", step=0.1)),
-    ] = 0.0  # fmt: skip
-    presence_penalty: Annotated[
-        float, "taken from a logit if its token was generated", PENALTY,
-        Offer(page=Control("penalties", "Presence penalty", step=0.1)),
-    ] = 0.0  # fmt: skip
-    logit_bias: Annotated[
-        Mapping[int, float], "numbers to add to the logits of up to 300 ids",
-        Offer(page=Control("penalties", "Logit bias", example="50256: -100, 198: 2.5")),
-    ] = field(default_factory=dict)  # fmt: skip
+        float, "choose from the tokens that are at least min_p times as likely as the likeliest; 0: from all", FRACTION
+    ] = 0.0
+    frequency_penalty: Annotated[float, "taken from a logit for each time that its token was generated", PENALTY] = 0.0
+    presence_penalty: Annotated[float, "taken from a logit if its token was generated", PENALTY] = 0.0
+    logit_bias: Annotated[Mapping[int, float], "numbers to add to the logits of up to 300 ids"] = field(
+        default_factory=dict
+    )
     no_repeat_ngram_size: Annotated[
-        int, "no sequence of n tokens comes twice, prompt included; 0: any may", Bounds(0, MOST_NGRAM),
-        Offer(page=Control("penalties", "No n-gram twice")),
-    ] = 0  # fmt: skip
-    prevent_newline_after_colon: Annotated[
-        bool, "no newline is drawn after a colon (Megatron-LM)",
-        Offer(megatron="prevent_newline_after_colon", page=Control("more", "No line end after a colon", beams=True)),
-    ] = False  # fmt: skip
-    seed: Annotated[
-        int, "seed of the draws: the same seed gives the same text", Bounds(-(2**63), 2**64 - 1),
-        Offer(megatron="random_seed", page=Control("more", "Seed", least=0)),
-    ] = 0  # fmt: skip
-    stop_token_ids: Annotated[
-        tuple[int, ...], "ids of tokens that end a text",
-        Offer(page=Control("end", "Stop at ids", example="50256, 198")),
-    ] = ()  # fmt: skip
-    ends: Annotated[bool, "end a text at the model's ends of text", Offer(openai=None)] = True
-    stop_on_eol: Annotated[
-        bool, "end a text after its first line, and not at the end of text (Megatron-LM)",
-        Offer(megatron="stop_on_eol", page=Control("end", "Stop at a line end")),
-    ] = False  # fmt: skip
-    stop_on_double_eol: Annotated[
-        bool, "end a text after an empty line, and not at the end of text (Megatron-LM)",
-        Offer(megatron="stop_on_double_eol", page=Control("end", "Stop at an empty line")),
-    ] = False  # fmt: skip
+        int, "no sequence of n tokens comes twice, prompt included; 0: any may", Bounds(0, MOST_NGRAM)
+    ] = 0
+    prevent_newline_after_colon: Annotated[bool, "no newline is drawn after a colon (Megatron-LM)"] = False
+    seed: Annotated[int, "seed of the draws: the same seed gives the same text", Bounds(-(2**63), 2**64 - 1)] = 0
+    stop_token_ids: Annotated[tuple[int, ...], "ids of tokens that end a text"] = ()
+    ends: Annotated[bool, "end a text at the model's ends of text"] = True
+    stop_on_eol: Annotated[bool, "end a text after its first line, and not at the end of text (Megatron-LM)"] = False
+    stop_on_double_eol: Annotated[bool, "end a text after an empty line, and not at the end of text (Megatron-LM)"] = (
+        False
+    )
 
     def validate(self, vocab_size: int, positions: int) -> None:
         """Raise UserError for a value that a model of these sizes cannot work with."""
@@ -179,7 +122,6 @@ class Option(NamedTuple):
     help: str
     least: float
     most: float
-    offer: Offer
     default: Any
 
     def check(self, value: Any, vocab_size: int = LARGEST, positions: int = LARGEST, name: str = "") -> None:
@@ -210,22 +152,17 @@ def check_switches(**values: Any) -> None:
             raise UserError(f"{name}={shown(value)} is not a switch; use true or false")
 
 
-def _name(given: str | None, field_name: str) -> str | None:
-    return field_name if given == "" else given
-
-
 @cache
-def declared(kind: type[Sampling]) -> dict[str, Option]:
+def declared(kind: Any) -> dict[str, Option]:
     """Return the declared options of a dataclass, by name."""
     hints, found = get_type_hints(kind, include_extras=True), {}
     for one in fields(kind):
-        type_, text, *extras = get_args(hints[one.name])
-        bounds = next((extra for extra in extras if isinstance(extra, Bounds)), Bounds())
-        least, most = (math.nan if limit is None else limit for limit in (bounds.at_least, bounds.at_most))
-        (offer,) = (extra for extra in extras if isinstance(extra, Offer))
-        offer = replace(offer, command=_name(offer.command, one.name), openai=_name(offer.openai, one.name))
-        default = {} if get_origin(type_) is Mapping else one.default
-        found[one.name] = Option(one.name, type_, text, least, most, offer, default)
+        if get_origin(hints[one.name]) is Annotated:
+            type_, text, *bounds = get_args(hints[one.name])
+            limits = bounds[0] if bounds else Bounds()
+            least, most = (math.nan if limit is None else limit for limit in (limits.at_least, limits.at_most))
+            default = {} if get_origin(type_) is Mapping else one.default
+            found[one.name] = Option(one.name, type_, text, least, most, default)
     return found
 
 

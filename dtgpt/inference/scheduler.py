@@ -43,13 +43,13 @@ class Row(NamedTuple):
 
 class Round(NamedTuple):
     """Work to launch, in this order: chunks of prompts, starts of requests, `steps` decode steps of `rows`, one decode
-    step of `beams`."""
+    step of `searched`."""
 
     chunks: list[PromptChunk]
     starts: list[Start]
     rows: list[Row]
     steps: int
-    beams: tuple[Row, ...] = ()
+    searched: tuple[Row, ...] = ()
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Job:
     prefill: int  # tokens of the prompt to prefill
     new_tokens: int
     choices: list[int]  # that are not cancelled
-    beams: bool  # whether the choices are rows of a beam search
+    searches: bool  # whether the host chooses after each step how the choices go on
     client: str
     slots: list[int] = field(default_factory=list)  # as many as choices; the first one is prefilled
     done: int = 0  # tokens prefilled
@@ -72,7 +72,7 @@ class _Running:
 
     row: Row
     left: int  # decode steps that are not launched yet
-    beam: bool  # whether it belongs to a beam search
+    searches: bool  # whether the host chooses after each step how it goes on
     client: str
 
 
@@ -98,21 +98,21 @@ class Scheduler:
         return bool(self._waiting or self._prefilling or self._running)
 
     def add(
-        self, request: int, prefill: int, choices: int, new_tokens: int, beams: bool = False, client: str = ""
+        self, request: int, prefill: int, choices: int, new_tokens: int, searches: bool = False, client: str = ""
     ) -> None:  # fmt: skip
         """Take a request of `choices` rows, at most as many as there are slots. `prefill`: tokens of its prompt that
-        are not fed to a decode step. `beams`: the rows are those of a beam search. Its first step has the first row
+        are not fed to a decode step. `searches`: the host searches with these rows. The first step has the first row
         alone; each further step waits for `go_on`. `client`: who shares the slots fairly with others."""
         if len(self._tokens) > MOST_CLIENTS:
             at_work = {job.client for job in self._prefilling} | {row.client for row in self._running.values()}
             self._tokens = {name: self._tokens[name] for name in at_work | self._waiting.keys()}
         if client not in self._waiting:  # who did not wait has no claim to what others used meanwhile
             self._tokens[client] = max(self._fewest, self._tokens.get(client, 0))
-        job = _Job(request, prefill, new_tokens, list(range(choices)), beams, client)
+        job = _Job(request, prefill, new_tokens, list(range(choices)), searches, client)
         self._waiting.setdefault(client, deque()).append(job)
 
     def go_on(self, request: int, choices: list[int]) -> None:
-        """Let these rows of a beam search take the next step."""
+        """Let these rows of a search take the next step."""
         for choice in choices:
             self._running[request, choice].left = 1
 
@@ -142,21 +142,21 @@ class Scheduler:
         self._admit()
         chunks, starts = self._take_chunks(), self._start()
         ready = [running for running in self._running.values() if running.left]
-        beams = [running for running in ready if running.beam]
-        others = [running for running in ready if not running.beam]
-        # Long rounds would delay prompts that are being read, and each step of a beam search. A request that waits for
+        searched = [running for running in ready if running.searches]
+        others = [running for running in ready if not running.searches]
+        # Long rounds would delay prompts that are being read, and each step of a search. A request that waits for
         # a slot does not shorten rounds: nothing ends earlier for it, and a full server would send every token alone.
-        searching = any(running.beam for running in self._running.values())
+        searching = any(running.searches for running in self._running.values())
         at_once = starts or self._prefilling or searching
         steps = min(1 if at_once else self._longest_round, max((running.left for running in others), default=0))
         for running in ready:
-            new = 1 if running.beam else min(steps, running.left)
+            new = 1 if running.searches else min(steps, running.left)
             running.left -= new
             self._tokens[running.client] += new
         if not (chunks or starts or ready):
             return None
         rows = [running.row for running in others]
-        return Round(chunks, starts, rows, steps, tuple(running.row for running in beams))
+        return Round(chunks, starts, rows, steps, tuple(running.row for running in searched))
 
     def _admit(self) -> None:
         while self._waiting:
@@ -176,7 +176,7 @@ class Scheduler:
         so that sequences which decode wait for no more than that. Where a prompt is cut does not depend on other
         requests."""
         chunks: list[PromptChunk] = []
-        decoding = any(running.left or running.beam for running in self._running.values())
+        decoding = any(running.left or running.searches for running in self._running.values())
         budget = self._chunk if decoding else self._idle_tokens
         self._prefilling.sort(key=lambda job: self._tokens[job.client])
         for job in self._prefilling:
@@ -197,6 +197,6 @@ class Scheduler:
             starts.append(Start(job.request, job.choices, job.slots))
             for choice, slot in zip(job.choices, job.slots, strict=True):
                 row = Row(job.request, choice, slot)
-                left = int(slot == job.slots[0]) if job.beams else job.new_tokens
-                self._running[row[:2]] = _Running(row, left, job.beams, job.client)
+                left = int(slot == job.slots[0]) if job.searches else job.new_tokens
+                self._running[row[:2]] = _Running(row, left, job.searches, job.client)
         return starts

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.beam import Beams
 from dtgpt.inference.completion import Alternatives, Completion, Score
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.finite import NotFinite
@@ -24,25 +23,14 @@ class PromptJob(NamedTuple):
     ids: list[int]
     options: Options
     prompt_index: int = 0  # enters the draws: equal prompts get different texts
-    rules: Beams | None = None  # of a search, in place of the options' own; one beam is a search, too
     client: str = ""  # who shares the slots fairly with others
     stops: tuple[str, ...] = ()  # of a chat's template, besides those of the options
 
     @property
-    def beams(self) -> Beams | None:
-        """The rules of the beam search; None: no search."""
-        options = self.options
-        if self.rules is not None or options.num_beams == 1:
-            return self.rules
-        return Beams(
-            width=options.num_beams, length_penalty=options.length_penalty, early_stopping=options.early_stopping
-        )
-
-    @property
     def rows(self) -> int:
         """The slots of the cache that it takes."""
-        beams = self.beams
-        return self.options.num_return_sequences if beams is None else beams.width
+        options = self.options
+        return options.num_return_sequences if options.search is None else options.search.rows
 
     def request(self, special: SpecialIds) -> Request:
         """Return what the engine is asked for. `special`: the tokenizer's."""
@@ -50,7 +38,7 @@ class PromptJob(NamedTuple):
         return Request(
             ids=self.ids, sampling=options, special=special, prompt_index=self.prompt_index,
             choices=options.num_return_sequences, score_prompt=options.prompt_logprobs,
-            alternatives=options.top_logprobs, beams=self.beams, client=self.client,
+            alternatives=options.top_logprobs, search=options.search, client=self.client,
         )  # fmt: skip
 
 
@@ -72,25 +60,21 @@ class Session:
     """Jobs in an engine, on rank 0."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, special: SpecialIds):
-        self._engine, self._tokenizer, self._special = engine, tokenizer, special
+        self.engine, self._tokenizer, self._special = engine, tokenizer, special
         self._open: dict[int, _OpenJob] = {}
         self._closed = False
 
     def submit(self, job: PromptJob) -> int:
         """Hand a job to the engine; return its number."""
-        handle = self._engine.submit(job.request(self._special))
+        handle = self.engine.submit(job.request(self._special))
         self._open[handle] = _OpenJob(job, self._tokenizer, self._special)
         return handle
-
-    def cancel(self, number: int) -> None:
-        """End a job with what it has."""
-        self._engine.cancel(number)
 
     def step(self) -> list[SequenceUpdate]:
         """Let the engine work; return what it has made since. Raise UserError where the session was closed."""
         if self._closed:
             raise UserError("the model was used again before a stream had ended; read it to its end, or close it first")
-        return [update for event in self._engine.step() if (update := self._take(event)) is not None]
+        return [update for event in self.engine.step() if (update := self._take(event)) is not None]
 
     def finite_step(self) -> list[SequenceUpdate]:
         """Do what `step` does. Raise NotFinite where logits that are not finite end a job."""
@@ -99,30 +83,17 @@ class Session:
             raise NotFinite
         return updates
 
-    def has_finite_weights(self) -> bool:
-        """Return whether the weights of this rank are finite."""
-        return self._engine.has_finite_weights()
-
-    def ping(self) -> None:
-        """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""
-        self._engine.ping()
-
     def close(self) -> None:
         """End all jobs, and let the other ranks go on without the engine."""
         self._closed = True
         for number in self._open:
-            self._engine.cancel(number)
-        self._engine.release()
+            self.engine.cancel(number)
+        self.engine.release()
 
     def fail(self) -> None:
         """Let the other ranks fail, too."""
         self._closed = True
-        self._engine.fail()
-
-    @property
-    def batch_tokens(self) -> int:
-        """The most tokens of prompts that are read in one pass; 0: each prompt has a pass of its own."""
-        return self._engine.batch_tokens
+        self.engine.fail()
 
     @property
     def busy(self) -> bool:
@@ -139,7 +110,7 @@ class Session:
         """Yield the sequences of each job, in the order of the jobs, as they are finished."""
         source, order, done = iter(jobs), deque[int](), {}
         while True:
-            while len(self._open) < AHEAD * self._engine.slots and (job := next(source, None)) is not None:
+            while len(self._open) < AHEAD * self.engine.slots and (job := next(source, None)) is not None:
                 order.append(self.submit(job))
             if not order:
                 return
@@ -162,7 +133,7 @@ class Session:
         before = len(sequence.ids)
         text = sequence.take(event)
         if sequence.finish is not None and event.finish is None:
-            self._engine.cancel(event.request, event.choice)
+            self.engine.cancel(event.request, event.choice)
         completions = job.completions() if all(s.finish is not None for s in job.sequences) else None
         if completions is not None:
             del self._open[event.request]

@@ -1,177 +1,191 @@
-"""One forward pass over flat tokens, each with a slot and a position, through the stages of all ranks.
+"""The steps of generation on a rank: every command of rank 0 ends in a method of `Step`, on all ranks in one order.
 
-Prefill, scoring and decode are the same pass. They differ in the rows that the head computes and in the use of the
-logits. The stages may be those that `dtgpt.load` builds, or those of a run in training. Decode steps use the kernels of
-`dtgpt.ops.decode` where these can run the stages (`dtgpt.inference.fused`).
+Prompts are read in passes over one or several, sequences are continued in rounds of decode steps. Few shapes occur, by
+padding, so that on a GPU each is a CUDA graph, captured when it is first needed. No method waits for the device, but
+the first pass over several prompts of a shape.
 """
 
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.inference.cache import Cache, Chunk, DecodeRows, PromptRows
-from dtgpt.inference.fused import fuse
-from dtgpt.inference.results import R, empty_packed, pack, unpack
-from dtgpt.inference.slot_state import SlotState
-from dtgpt.models.batch import Batch
+from dtgpt.inference.cache import Cache, Chunk
+from dtgpt.inference.forward import Forward, Pending
+from dtgpt.inference.graphs import StepGraphs
+from dtgpt.inference.prompt_batches import BATCH_TOKENS, padded_length, padded_size
+from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.decode.blocks import next_rows
-from dtgpt.ops.pointwise.linear import split_sums
-from dtgpt.ops.sampling.sample import sample
-from dtgpt.ops.sampling.scores import Scores, as_in_training, token_scores
+from dtgpt.ops.sampling.scores import Scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
-from dtgpt.parallel.collectives import GroupCollectives
-from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.stages import run_in_turn
-from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import to_device
+from dtgpt.util.matmul import without_split_k
 
-NO_KERNELS = (
-    "exact=True has kernels for GPT-2 and LLaMA blocks, with tanh-GELU or SwiGLU, whose heads have 16, 32, 64 or 128 "
-    "columns and see all earlier tokens, and this model has others; leave exact out"
-)
-SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
+# Rows of steps that are so short that one graph holds all of a round: else the time between graphs would show.
+ROWS_OF_SHORT_STEPS = 8
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of a decode step: few shapes, thus few graphs
 
 
 class Step:
-    """The passes over one cache. Every rank of the plan takes part in each, and has its results."""
+    """The cache of `slots` sequences, and the stages that work on it.
+
+    All ranks call the same methods in the same order with the same arguments. Between the first of them and `detach`
+    the stages serve inference alone.
+
+    `batch_tokens`: most tokens of a pass over several prompts, padding included; 0: each prompt has a pass of its own.
+    So it is wherever a batch could change a prompt's bits: on CPUs and in fp32, where libraries choose the order of
+    sums by the number of rows.
+    """
 
     def __init__(
-        self, stages: list[Decoder], mesh: Mesh, dtype: torch.dtype, cache: Cache, state: SlotState, vocab_size: int,
-        exact: bool = False,
+        self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
+        vocab_size: int | None = None, graphs: bool = False, exact: bool = False,
     ):  # fmt: skip
-        """exact: compute log-probabilities with the bits of training's forward pass. Raise UserError where no kernels
-        can."""
-        self.stages, self.mesh, self.dtype = stages, mesh, dtype
-        self.cache, self.state, self.vocab_size = cache, state, vocab_size
-        self.exact, self._fused = exact, fuse(stages, mesh, cache, exact)
-        if exact and self._fused is None:
-            raise UserError(NO_KERNELS)
-        self._head_rows = 0
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        """vocab_size: ids that may be drawn; None: those of the model. graphs: replay prefill and decode steps as CUDA
+        graphs on a GPU; not for stages that are sharded over replicas. exact: as of `Forward`."""
+        self.stages, self.mesh, self.slots = stages, mesh, slots
+        self.cache = Cache(stages, config, mesh.plan, slots, dtype, mesh.device)
+        self.passes = Forward(stages, mesh, dtype, self.cache, vocab_size or config.vocab_size, exact)
+        self._graphs = StepGraphs() if graphs and mesh.device.type == "cuda" else None
+        batched = self._graphs is not None and dtype.itemsize == 2 and not mesh.plan.sequence_parallel
+        self.batch_tokens = BATCH_TOKENS if batched else 0
+        self._equal: dict[tuple[int, int], bool] = {}  # by batch size and length, whether bits are those of one prompt
+        self._attached = False
+        if self._graphs is not None:
+            mesh.before_end.append(release_of(self._graphs))
 
-    def attach(self) -> None:
-        """Give the stages the cache, and limit the head to the rows that a pass asks for."""
-        self.cache.attach()
-        for stage in self.stages:
-            if stage.head is not None and not self.mesh.plan.sequence_parallel:  # a rank has a part of the rows there
-                self._hooks.append(stage.head.register_forward_pre_hook(self._select_rows, prepend=True))
+    @torch.no_grad()
+    def read(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Fill the cache of each of `slots`, all different, with the tokens of a prompt, whose positions begin with
+        `first`. Several are read in one pass: they begin at 0 and have one padded length. Raise ValueError where they
+        have not."""
+        self._attach()
+        length, *others = {padded_length(len(ids), self.cache.state.positions) for ids in prompts}
+        if len(prompts) == 1 and (self._graphs is None or first or length is None):
+            return self.passes.fill(self._tensor(prompts[0]), Chunk(slots[0], first, len(prompts[0])))
+        if length is None or others:
+            raise ValueError(f"prompts of {[len(ids) for ids in prompts]} tokens cannot be read in one pass")
+        shape = padded_size(len(prompts), length, self.batch_tokens), length
+        if shape[0] < len(prompts) or not self._equal.get(shape, True):
+            return self._read_alone(slots, prompts, length)
+        self._read_padded(slots, prompts, shape)
+        if self._graphs is not None and shape[0] > 1 and shape not in self._equal:
+            self._equal[shape] = self._is_equal_alone(slots, prompts, length)
+
+    def _read_alone(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], length: int) -> None:
+        for slot, ids in zip(slots, prompts, strict=True):
+            self._read_padded([slot], [ids], (1, length))
+
+    def _read_padded(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], shape: tuple[int, int]) -> None:
+        """Run one pass of `shape`, padded with zeros and with the scratch slot."""
+        size, length = shape
+        missing = size - len(prompts)
+        padded = [[*ids, *[0] * (length - len(ids))] for ids in prompts] + [[0] * length] * missing
+        places, lengths = [*slots, *[self.slots] * missing], [*map(len, prompts), *[0] * missing]
+        inputs = self._tensor(padded), self._tensor(places), self._tensor(lengths)
+        if self._graphs is None:
+            return self.passes.fill_padded(*inputs)
+
+        def idle() -> tuple[Tensor, ...]:
+            return torch.zeros_like(inputs[0]), torch.full_like(inputs[1], self.slots), torch.zeros_like(inputs[2])
+
+        def work(tokens: Tensor, slots: Tensor, lengths: Tensor) -> None:
+            with without_split_k(tokens.device) if self.batch_tokens and not self.passes.exact else nullcontext():
+                self.passes.fill_padded(tokens, slots, lengths)
+
+        self._graphs.run(("prefill", *shape), work, inputs, idle)
+
+    def _is_equal_alone(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], length: int) -> bool:
+        """Read prompts that were read together once more, each alone, and return whether each rank has the same bits.
+
+        Which kernels multiply is chosen by shape, so one look at each shape is enough; it waits for the device, as the
+        capture before it did. The last layer depends on all layers before it."""
+        together = self._last_layer(slots, length)
+        self._read_alone(slots, prompts, length)
+        alone = self._last_layer(slots, length)
+        return all(self.mesh.gather(torch.equal(together, alone)))
+
+    def _last_layer(self, slots: Sequence[int], length: int) -> Tensor:
+        """Return a copy of what the last layer's cache has of the slots, as bytes; empty on a rank without one."""
+        rows, last = self._tensor(slots), self.cache.layers[-1:]
+        kept = [memory[rows, :, :length].flatten() for layer in last for memory in (layer.keys, layer.values)]
+        return torch.cat(kept).view(torch.uint8) if kept else rows.new_empty(0)
+
+    @torch.no_grad()
+    def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending[Scores]:
+        """Read all of `ids` but the last one, and return the scores of all but the first one, with the ids and
+        log-probabilities of the `alternatives` likeliest tokens in place of each."""
+        self._attach()
+        tokens = self._tensor(ids)
+        chunk = Chunk(slot, first, len(ids) - 1)
+        return Pending(self.passes.score(tokens[:-1], tokens[1:], chunk, alternatives))
+
+    @torch.no_grad()
+    def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending[Sampled]:
+        """Draw the next `steps` tokens of each of `slots`, all different: results of shape `[B, steps]`."""
+        self._attach()
+        rows = self._tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
+        if len(rows) > len(slots):
+            self.cache.state.position[self.slots :].zero_()  # attention over the scratch slot stays short
+        drawn = self._decode(rows, steps, variant)
+        return Pending(Sampled(*(values[: len(slots)] for values in drawn)))
+
+    def _decode(self, rows: Tensor, steps: int, variant: Variant) -> Sampled:
+        """Return the results `[B, steps]` of decode steps of padded rows."""
+        if self._graphs is None:
+            return self._steps(rows, steps, variant)
+        if steps == LONGEST_ROUND and len(rows) <= ROWS_OF_SHORT_STEPS:
+            return self._replay(self._graphs, rows, steps, variant)
+        replayed = (self._replay(self._graphs, rows, 1, variant) for _ in range(steps))
+        drawn = [Sampled(*(values.clone() for values in results)) for results in replayed]
+        return Sampled(*(torch.cat(values, dim=1) for values in zip(*drawn, strict=True)))
+
+    def _replay(self, graphs: StepGraphs, rows: Tensor, steps: int, variant: Variant) -> Sampled:
+        """Return the results in memory that the next replay overwrites."""
+
+        def idle() -> tuple[Tensor]:
+            return (torch.full_like(rows, self.slots),)
+
+        name = "decode", len(rows), steps, variant
+        return graphs.run(name, lambda slots: self._steps(slots, steps, variant), (rows,), idle)
+
+    def _steps(self, rows: Tensor, steps: int, variant: Variant) -> Sampled:
+        drawn = [self.passes.draw(rows, variant) for _ in range(steps)]
+        return Sampled(*(torch.stack(values, dim=1) for values in zip(*drawn, strict=True)))
 
     def detach(self) -> None:
-        """Leave the stages as they were before `attach`."""
-        self.cache.detach()
-        while self._hooks:
-            self._hooks.pop().remove()
+        """Leave the stages as they were, until the next command."""
+        if self._attached:
+            self.passes.detach()
+            reshard(*self.stages)
+            self._attached = False
 
-    def prefill(self, tokens: Tensor, chunk: Chunk) -> None:
-        """Fill the cache with a chunk, tokens `[T]`."""
-        self._chunk_logits(tokens, chunk, head_rows=1)  # a head may not take zero rows
+    def _attach(self) -> None:
+        if not self._attached:
+            self.passes.attach()
+            self._attached = True
 
-    def prefill_padded(self, tokens: Tensor, slots: Tensor, lengths: Tensor) -> None:
-        """Fill the cache of each of the slots `[B]` with the first tokens `[B, T]` of a prompt, padded to T from
-        `lengths` int64 `[B]`. A CUDA graph can hold it."""
-        positions = torch.arange(tokens.shape[1], device=self.mesh.device).expand(len(tokens), -1)
-        self._batch_logits(Batch(tokens, positions=positions), PromptRows(slots, lengths), head_rows=1)
+    def _bucket(self, rows: int) -> int:
+        """Return the number of rows of a decode step for `rows` sequences."""
+        bucket = next((size for size in BUCKETS if size >= rows), rows)
+        multiple = self.mesh.plan.tp if self.mesh.plan.sequence_parallel else 1
+        return -(-bucket // multiple) * multiple
 
-    def score(self, tokens: Tensor, targets: Tensor, chunk: Chunk, alternatives: int) -> Scores:
-        """Fill the cache with a chunk, tokens `[T]`, and return the scores of `targets [T]`, the tokens after them."""
-        logits = self._chunk_logits(tokens, chunk, head_rows=len(tokens))
-        scores = None if logits is None else self._scores(logits, targets, alternatives)
-        return self._from_last_stage(Scores, scores, len(tokens), alternatives)
-
-    def decode(self, slots: Tensor, variant: Variant) -> Sampled:
-        """Feed the next token of each of `slots`, int64 `[B]`, draw the one after it, and record that as the slot's
-        next token.
-
-        The slots are the only input, and nothing here waits for the device: a CUDA graph can hold it.
-        """
-        if self._fused is None:
-            tokens, positions = self.state.token[slots], self.state.position[slots]
-        else:
-            tokens, positions = next_rows(slots, self.state.token, self.state.position)
-        logits = self._row_logits(tokens, DecodeRows(slots, positions))
-        drawn = None
-        if logits is not None:
-            columns = gather_columns(logits, self.mesh, self._config.padded_vocab_size)
-            drawn = sample(columns, self.state.sequences, slots, self.vocab_size, variant, self._config.vocab_size)
-            if self.exact:
-                drawn = drawn._replace(**exact_scores(logits, drawn.tokens, drawn.top_ids, self.mesh, self._config))
-        drawn = self._from_last_stage(Sampled, drawn, len(slots), variant.alternatives)
-        self.state.record(slots, drawn.tokens)
-        return drawn
-
-    @property
-    def _config(self) -> ModelConfig:
-        return self.stages[0].config
-
-    def _chunk_logits(self, tokens: Tensor, chunk: Chunk, head_rows: int) -> Tensor | None:
-        """Return as `_logits` does for the tokens `[T]` of a chunk, padded where tp ranks share them evenly."""
-        positions = torch.arange(chunk.first, chunk.first + chunk.length, device=self.mesh.device)
-        plan = self.mesh.plan
-        if plan.sequence_parallel and (padding := -len(tokens) % plan.tp):
-            tokens, positions = (F.pad(flat, (0, padding)) for flat in (tokens, positions))
-        return self._logits(tokens, positions, chunk, head_rows)
-
-    def _logits(self, tokens: Tensor, positions: Tensor, work: Chunk | DecodeRows, head_rows: int) -> Tensor | None:
-        """Return this rank's columns of the logits `[head_rows, V_local]` of the first rows of tokens `[M]`; None on a
-        rank that does not hold the head."""
-        return self._batch_logits(Batch(tokens[None], positions=positions[None]), work, head_rows)
-
-    def _batch_logits(self, batch: Batch, work: Chunk | PromptRows | DecodeRows, head_rows: int) -> Tensor | None:
-        """Return what `_logits` does, of the first sample of a batch."""
-        self.cache.expect(work)
-        self._head_rows = head_rows
-        with nullcontext() if self.exact else split_sums():
-            logits = run_in_turn(self.stages, self.mesh, batch, self.dtype)
-        self.cache.expect(None)
-        return None if logits is None else logits[0, :head_rows]
-
-    def _row_logits(self, tokens: Tensor, rows: DecodeRows) -> Tensor | None:
-        """Return this rank's columns of the logits `[B, V_local]` of a decode step, tokens `[B]`; None on a rank that
-        does not hold the head."""
-        if self._fused is None:
-            return self._logits(tokens, rows.positions, rows, head_rows=len(tokens))
-        logits = run_in_turn(self._fused, self.mesh, (tokens[None], rows), self.dtype)
-        return None if logits is None else logits[0]
-
-    def _select_rows(self, head: torch.nn.Module, inputs: tuple) -> tuple:
-        x, *more = inputs
-        return x[:1, : self._head_rows], *more
-
-    def _scores(self, logits: Tensor, targets: Tensor, alternatives: int) -> Scores:
-        pieces = []
-        for first in range(0, len(targets), SCORED_ROWS):
-            rows = slice(first, first + SCORED_ROWS)
-            columns = gather_columns(logits[rows], self.mesh, self._config.padded_vocab_size)
-            scores = token_scores(columns, targets[rows], self._config.vocab_size, alternatives)
-            if self.exact:
-                exact = exact_scores(logits[rows], targets[rows], scores.top_ids, self.mesh, self._config)
-                scores = scores._replace(**exact)
-            pieces.append(scores)
-        return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
-
-    def _from_last_stage(self, kind: type[R], results: R | None, rows: int, alternatives: int) -> R:
-        """Return the results of the last stage, which alone has some, on every stage."""
-        mesh = self.mesh
-        if mesh.plan.pp == 1 and results is not None:
-            return results
-        packed = empty_packed(rows, alternatives, mesh.device) if results is None else pack(results)
-        return unpack(kind, mesh.from_last_stage(packed))
+    def _tensor(self, numbers: Sequence) -> Tensor:
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
 
 
-def gather_columns(logits: Tensor, mesh: Mesh, columns: int) -> Tensor:
-    """Return logits `[M, V]` from the `[M, V_local]` of each tp rank, V = `columns`, or from `[M, V]`."""
-    if mesh.tp_group is None or logits.shape[1] == columns:
-        return logits
-    if missing := -(-columns // mesh.plan.tp) - logits.shape[1]:  # the last rank may have fewer
-        logits = F.pad(logits, (0, missing))
-    return GroupCollectives(mesh.tp_group).gather(logits, 1)[:, :columns]
+def release_of(graphs: StepGraphs) -> Callable[[], None]:
+    """Return a function that releases `graphs` if they still exist. It does not keep them alive."""
+    reference = weakref.ref(graphs)
 
+    def release() -> None:
+        if (there := reference()) is not None:
+            there.release()
 
-def exact_scores(logits: Tensor, ids: Tensor, top_ids: Tensor, mesh: Mesh, config: ModelConfig) -> dict[str, Tensor]:
-    """Return what `as_in_training` does, from this rank's columns of the logits `[M, V_local]`."""
-    first = chunk(range(config.padded_vocab_size), mesh.plan.tp, mesh.place.tp).start
-    return as_in_training(logits, ids, top_ids, config.vocab_size, first, mesh.tp_group)
+    return release

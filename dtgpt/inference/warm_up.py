@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from dtgpt.inference.options import MOST_SEQUENCES, Options
+from dtgpt.inference.options import Options
 from dtgpt.inference.prompt_batches import PROMPT_LENGTHS, batch_sizes
-from dtgpt.inference.runner import BUCKETS, ROWS_OF_SHORT_STEPS
+from dtgpt.inference.sampling import MOST_SEQUENCES
 from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.step import BUCKETS, ROWS_OF_SHORT_STEPS
 
 SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"top_k": 40})  # of most requests; graphs of others are made on demand
 
@@ -23,7 +24,7 @@ def warm_up(session: Session, slots: int, positions: int, graphs: bool) -> None:
         return
     for length in [size for size in PROMPT_LENGTHS if size <= positions]:
         prompt = _job(min(length + 1, positions - 1), 1)  # all of it but its last token is prefilled
-        for size in batch_sizes(length, session.batch_tokens):
+        for size in batch_sizes(length, session.engine.batch_tokens):
             if size <= slots:
                 _run(session, [prompt] * size)
     rows = sorted({min(size, slots) for size in BUCKETS})

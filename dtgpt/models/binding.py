@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dtgpt.ops.attention.core import AttentionRule, Backend
-from dtgpt.ops.fast import is_apart
-from dtgpt.ops.fp8.parts import Parts
-from dtgpt.ops.fp8.sites import Sites
+from dtgpt.ops.local_linear import Parts
 from dtgpt.ops.loss.head import CoupledLoss
+from dtgpt.ops.serve import is_apart
 
 
 class AttentionCache(Protocol):
@@ -26,13 +25,47 @@ class AttentionCache(Protocol):
         """Keep k and v `[B, T, N_kv, D]`, and return the attention `[B, T, N, D]` of q over what is kept."""
 
 
+class QuantisedProduct(Protocol):
+    """The products of a matrix in fewer bits than its tensors have, by scales that follow from earlier steps."""
+
+    @property
+    def known(self) -> bool:
+        """Whether there are scales. Before that a step computes as without, and observes the values."""
+
+    @property
+    def observes(self) -> bool:
+        """Whether a pass takes the largest values, for products that are of few bits from the next step on."""
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, into: Parts | None = None, out: Parts | None = None
+    ) -> Tensor:
+        """Return x w^T + bias of local tensors. into, out: where x and the result are parts of ranks, how they lie."""
+
+    def name_of(self, activation: Callable[..., Tensor], has_bias: bool) -> Any:
+        """Return what `mlp` calls the activation, with a bias or without; None where it does not know it."""
+
+    def mlp(
+        self,
+        x: Tensor,
+        weight_1: Tensor,
+        bias: Tensor | None,
+        weight_2: Tensor,
+        second: Any,
+        activation: Any,
+        into: Parts | None,
+        out: Parts | None,
+    ) -> Tensor:
+        """Return activation(x weight_1^T, bias) weight_2^T, with few bits between the matrices. second: the product of
+        the second matrix."""
+
+
 class Binding(NamedTuple):
     """The values that modules are given; each kind of module reads its own."""
 
     run: Callable[..., Any] | None = None  # of a `BoundModule`: runs in place of `compute`
     backend: Backend = "auto"  # of an attention core
     cache: AttentionCache | None = None  # of an attention core; None: the tokens of the batch attend to each other
-    sites: Sites | None = None  # of a matrix that computes in fp8
+    quantised: QuantisedProduct | None = None  # of a matrix that computes in few bits
     into: Parts | None = None  # of a matrix that is cut by columns: what makes its input whole
     out: Parts | None = None  # of a matrix that is cut by rows: what sums its output
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # of a matrix: x, weight, bias -> output
@@ -48,10 +81,10 @@ PLAIN = Binding()
 
 
 def exchanges(bound: Binding) -> bool:
-    """Return whether a matrix that a plan cuts sends its activations itself, in 8 bits: its input or its output is then
-    this rank's own."""
+    """Return whether a matrix that a plan cuts sends its activations itself, in few bits: its input or its output is
+    then this rank's own."""
     cut = bound.into is not None or bound.out is not None
-    return cut and bound.sites is not None and bound.sites.quantise and not is_apart()
+    return cut and bound.quantised is not None and bound.quantised.known and not is_apart()
 
 
 def bound_of(module: nn.Module) -> Binding:

@@ -109,8 +109,12 @@ class ModelConfig(ABC):
 
     def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
         """Return the rows of each matrix that a weight `[rows, columns]` packs: queries, keys and values, or the whole
-        weight. per_head: one matrix for each head of queries, keys and values."""
+        weight. per_head: one matrix for each head of queries, keys and values. The rows of a stack of matrices
+        `[E, rows, columns]` are counted from its first one on."""
         rows = parameter.shape[0]
+        if len(parameter.shape) == 3:
+            size = parameter.shape[1]
+            return [(range(first, first + size),) for first in range(0, rows * size, size)]
         if parameter.role is not Role.QKV or parameter.block is None:
             return [(range(rows),)]
         for core in inventory(self).cores(parameter.block):  # heads are stored by group: queries, a key, a value
@@ -133,7 +137,7 @@ class ModelConfig(ABC):
             return 0.0, 0.0
         if role in (Role.NORM, Role.HEAD_NORM, Role.JOINT_NORM):
             return 1.0, 0.0
-        return 0.0, self.init_std / (math.sqrt(2 * self.num_layers) if role is Role.ROW else 1)
+        return 0.0, self.init_std / (math.sqrt(2 * self.num_layers) if role in (Role.ROW, Role.ROW_STACK) else 1)
 
     @property
     def head_dim(self) -> int:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from dtgpt.models.binding import BoundModule, on_meta
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Part, inventory
-from dtgpt.models.layers import Context
-from dtgpt.ops.attention.shared import shared_tokens
+from dtgpt.models.layers import Context, Seen
 from dtgpt.ops.loss.head import Coupled
 from dtgpt.ops.random.philox import fold, normal, row_chunks
+from dtgpt.util import seams
 from dtgpt.util.torch_private import allocate
 
 
@@ -41,7 +41,9 @@ class Decoder(nn.Module):
         by_token: Tensor | None = None, by_sample: Tensor | None = None, copies: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Arguments are those of `Batch`, `x` the tokens or activations; dropout keys of None: evaluation."""
-        seen = document_bounds if copies is None else shared_tokens(copies, x.shape[1])
+        seen: Seen = document_bounds
+        if copies is not None:  # of a capability whose samples share tokens
+            seen = seams.listed("sharings")[0](copies, x.shape[1])
 
         def context(sites: range) -> Context:
             keys = None if dropout_keys is None else dropout_keys[:, sites.start : sites.stop]

@@ -31,7 +31,7 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles
-from dtgpt.ops.attention.packed import split_qkv
+from dtgpt.ops.attention.core import split_qkv
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.pointwise.activation import BIASED, PlainName, fused_name
 from dtgpt.util.field_types import Bounds

@@ -24,7 +24,7 @@ from dtgpt.models.layers import (
     add,
 )
 from dtgpt.models.windows import Window, WindowConfig, WindowPattern
-from dtgpt.ops.attention.packed import split_qkv
+from dtgpt.ops.attention.core import split_qkv
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,31 +1,35 @@
 """Modules that architectures share. Each owns its fusion, so that a model file shows the transformer alone."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dtgpt.models.binding import PLAIN, Binding, BoundModule, exchanges
+from dtgpt.models.binding import PLAIN, Binding, BoundModule, QuantisedProduct, exchanges
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
-from dtgpt.ops.attention.shared import SharedTokens
-from dtgpt.ops.fast import is_apart
-from dtgpt.ops.fp8.linear import fp8_linear
-from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.local_linear import local, on_local_tensors
 from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import Coupled, coupled_loss, head_loss
 from dtgpt.ops.norm.norm import norm, norm_and_pass, residual_norm
 from dtgpt.ops.norm.residual import residual
-from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.linear import linear
 from dtgpt.ops.random.dropout import Site, dropout
+from dtgpt.ops.serve import is_apart
 from dtgpt.util.torch_private import is_dtensor
 
 NO_DROPOUT: Site = (None, 0.0)
 LossWeights = Tensor | Coupled | None  # what a head hands on to `Output`
-Seen = Tensor | SharedTokens | None  # int32 [B, T, 2], bounds of documents; or samples whose tokens rows share
+
+
+class Sharing(Protocol):
+    """How samples share the tokens of a row."""
+
+    def attend(self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return, for rows of tokens, what `attention` returns for samples."""
+
+
+Seen = Tensor | Sharing | None  # int32 [B, T, 2], bounds of documents; or samples that share the tokens of a row
 
 
 class Context(NamedTuple):
@@ -50,8 +54,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        if self.bound.sites is not None:
-            return _in_8_bits(self.bound, x, weight, bias)
+        if self.bound.quantised is not None:
+            return _quantised(self.bound, self.bound.quantised, x, weight, bias)
         if self.bound.product is not None:
             return on_local_tensors(self.bound.product, x, weight, bias)
         return linear(x, weight, bias)
@@ -64,47 +68,46 @@ class DeferredBiasLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
-        if self.bound.sites is not None:
-            return _in_8_bits(self.bound, x, weight, None)
+        if self.bound.quantised is not None:
+            return _quantised(self.bound, self.bound.quantised, x, weight, None)
         if self.bound.product is not None:
             return on_local_tensors(self.bound.product, x, weight, None)
         return linear(x, weight, None)
 
 
-def _in_8_bits(bound: Binding, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x w^T + bias of a module that is bound to sites; x: whole, or this rank's where the matrix sends it."""
-    assert bound.sites is not None
+def _quantised(bound: Binding, product: QuantisedProduct, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x w^T + bias by the product that is bound; x: whole, or this rank's where the matrix sends it."""
     if not exchanges(bound) or (bound.into is not None and is_dtensor(x)):
-        return on_local_tensors(partial(fp8_linear, sites=bound.sites), x, weight, bias)
+        return on_local_tensors(product.linear, x, weight, bias)
     own_bias = None if bias is None else local(bias)
-    return fp8_linear(local(x), local(weight), own_bias, bound.sites, bound.into, bound.out)
+    return product.linear(local(x), local(weight), own_bias, bound.into, bound.out)
 
 
 def observes(part: nn.Module) -> bool:
-    """Return whether a pass through `part` takes the largest values of products that are of 8 bits from the next step
+    """Return whether a pass through `part` takes the largest values of products that are quantised from the next step
     on."""
     linears = (module for module in part.modules() if isinstance(module, Linear | DeferredBiasLinear))
-    sites = (each.bound.sites for each in linears)
-    return any(each is not None and each.record and not each.quantise for each in sites)
+    products = (each.bound.quantised for each in linears)
+    return any(each is not None and each.observes for each in products)
 
 
 def mlp(
     x: Tensor, first: Linear | DeferredBiasLinear, second: DeferredBiasLinear, activation: Callable[..., Tensor]
 ) -> Tensor:
     """Return second(activation(first(x))), or with first.bias, which first leaves to the activation, as its second
-    argument. In a run in fp8, where kernels know the activation, what lies between the matrices is in 8 bits only,
-    unless a plan's own table cuts them."""
-    one, two = first.bound.sites, second.bound.sites
+    argument. Where both products are quantised and know the activation, what lies between the matrices is, too, unless
+    a plan's own table cuts them."""
+    one, two = first.bound.quantised, second.bound.quantised
     into, out = first.bound.into, second.bound.out
     whole = not is_dtensor(first.weight) and not is_dtensor(second.weight)
     fits = whole or (into is not None and out is not None)
     bias = () if first.bias is None else (first.bias,)
-    name = fused_name(activation, first.bias is not None)
-    if one is None or two is None or not fits or not one.quantise or is_apart() or name is None:
+    name = None if one is None or two is None else one.name_of(activation, first.bias is not None)
+    if one is None or name is None or not fits or not one.known or is_apart():
         return second(activation(first(x), *bias))
     weights = [local(module.weight.to(x.dtype)) for module in (first, second)]
     own_bias = None if first.bias is None else local(first.bias)
-    return fp8_mlp(x, weights[0], own_bias, weights[1], one, two, name, into, out)
+    return one.mlp(x, weights[0], own_bias, weights[1], two, name, into, out)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -263,9 +266,8 @@ class AttentionCore(BoundModule):
     def compute(self, q: Tensor, k: Tensor, v: Tensor, site: Site, seen: Seen, first_head: int | None = None) -> Tensor:
         """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T. first_head: the head of this
         rank's parameters that is the first of q, where context parallelism gives some heads only."""
-        if isinstance(seen, SharedTokens):
-            q, k, v = (seen.samples(each) for each in (q, k, v))
-            return seen.rows(self.compute(q, k, v, site, None, first_head))
+        if seen is not None and not isinstance(seen, Tensor):
+            return seen.attend(lambda q, k, v: self.compute(q, k, v, site, None, first_head), q, k, v)
         sinks: Tensor | None = self.sinks
         if sinks is not None:
             local = sinks.to_local() if is_dtensor(sinks) else sinks

@@ -22,6 +22,8 @@ class Role(Enum):
     QKV = "linear map to queries, keys and values, cut between heads"
     COLUMN = "linear map [out, H] that is cut by its outputs"
     ROW = "linear map [H, in] that is cut by its inputs, without its bias"
+    COLUMN_STACK = "stack [E, out, H] of linear maps, each cut by its outputs"
+    ROW_STACK = "stack [E, H, in] of linear maps, each cut by its inputs"
     OUTPUT = "output projection [V, H] and loss"
     HEAD_DROPOUT = "dropout of attention probabilities [N, T, T]"
     STREAM_DROPOUT = "dropout of the residual stream [T, H]"
@@ -30,6 +32,7 @@ class Role(Enum):
 Roles = Mapping[str, Role]  # module pattern -> role
 COLUMNS = (Role.QKV, Role.COLUMN)
 MATRICES = (*COLUMNS, Role.ROW)  # of a block
+STACKS = (Role.COLUMN_STACK, Role.ROW_STACK)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,7 +1,8 @@
-"""A function of the local tensors of a linear map, where tensor parallelism has cut its weight."""
+"""A function of the local tensors of a linear map, where tensor parallelism has cut its weight; and what ranks exchange
+at the outer ends of a pair of matrices, the first cut by outputs, the second alike by inputs."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -11,6 +12,20 @@ if TYPE_CHECKING:  # half a second to import, which only tensor parallelism and 
     from torch.distributed.tensor import DTensor, Placement
 
 Function = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Parts(Protocol):
+    """Activations of which each rank has its part, or which each has whole. Neither method is differentiable."""
+
+    @property
+    def cut(self) -> bool:
+        """Whether each rank has its part."""
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the activations `[B, T, H]` that each rank has whole, from each rank's own; of any type."""
+
+    def sum(self, whole: Tensor) -> Tensor:
+        """Return the sum of the ranks' `whole` `[B, T, H]`, of which each rank gets its own; maybe in place."""
 
 
 def on_local_tensors(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

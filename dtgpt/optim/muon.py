@@ -1,7 +1,8 @@
 """Muon: momentum whose matrices are orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon),
 with the scale and decay of Moonlight (Liu et al. 2025, section 2.2). The config class and the rule.
 
-Every weight of a block is split into its logical matrices (q, k, v; gate and up). Each is orthogonalised on one rank.
+Every weight of a block is split into its logical matrices (q, k, v; gate and up; those of a stack). Each is
+orthogonalised on one rank.
 Embeddings, the head, norms and biases are AdamW's.
 """
 
@@ -21,6 +22,7 @@ from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.gradients import checked
 from dtgpt.ops.optim.newton_schulz import COEFFICIENTS, flops, orthogonalize
 from dtgpt.optim.muon_memory import is_orthogonalized, update_bytes
+from dtgpt.parallel.layout import slices
 from dtgpt.parallel.matrices import Matrices, Pending
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.util.field_types import Bounds, Pattern
@@ -77,7 +79,9 @@ class MuonConfig(OptimizerConfig):
         return is_orthogonalized(shape, role)
 
     def whole_flops(self, shape: Shape, role: Role | None) -> int:
-        return flops(shape[0], shape[1], self.newton_schulz_steps) if self.needs_whole(shape, role) else 0
+        if not self.needs_whole(shape, role):
+            return 0
+        return math.prod(shape[:-2]) * flops(shape[-2], shape[-1], self.newton_schulz_steps)
 
     def update_bytes(self, model: ModelConfig, blocks: tuple[int, ...], ranks: int, parts: int, width: int) -> int:
         return update_bytes(self.newton_schulz_steps, self.per_head, model, blocks, ranks, parts, width)
@@ -117,14 +121,14 @@ class Muon:
         chosen = [s for s in shards if config.needs_whole(known[s.name].shape, known[s.name].role)]
         self.momentum = {s.index: torch.zeros_like(s.local) for s in chosen}
         self.pieces: dict[int, list[Tensor]] = {}  # of each weight, the rows of each matrix in it
-        self.factors: dict[int, Tensor] = {}  # of the learning rate, for each row `[rows, 1]` of the shard
+        self.factors: dict[int, Tensor] = {}  # of the learning rate, for each row `[.., rows, 1]` of the shard
         costs = []
         for shard in chosen:
             pieces = shards.config.pieces(known[shard.name], config.per_head)
             shape = known[shard.name].shape
             self.pieces[shard.index] = [_indices(rows, self.device) for rows in pieces]
             self.factors[shard.index] = self._factors(shard, pieces, shape)
-            costs.append(sum(flops(sum(map(len, rows)), shape[1], config.newton_schulz_steps) for rows in pieces))
+            costs.append(sum(flops(sum(map(len, rows)), shape[-1], config.newton_schulz_steps) for rows in pieces))
         self.dtype = torch.bfloat16 if shards.dtype.itemsize < 4 else torch.float32
         self.orderless = shards.sums.orderless
         self.matrices = Matrices(shards, chosen, costs, self.dtype)
@@ -137,12 +141,12 @@ class Muon:
         )
 
     def _factors(self, shard: Shard, pieces: Sequence[Rows], shape: Shape) -> Tensor:
-        factors = torch.empty(shape[0], 1)
+        factors = torch.empty(math.prod(shape[:-1]))
         for rows in pieces:
-            factor = self.config.factor(sum(map(len, rows)), shape[1])
+            factor = self.config.factor(sum(map(len, rows)), shape[-1])
             for part in rows:
                 factors[part.start : part.stop : part.step] = factor
-        return factors[shard.region[0].start : shard.region[0].stop].to(self.device)
+        return factors.view(*shape[:-1], 1)[slices(shard.region[:-1])].to(self.device)
 
     def _make_others(self, groups: Mapping[int, tuple[float, float]]) -> list[tuple[float, list[int], AdamW]]:
         """Return (factor of the learning rate, shards, rule) of what AdamW updates, by rate and weight decay."""
@@ -201,15 +205,16 @@ class Muon:
         by_shape: dict[Shape, list[tuple[int, Tensor]]] = {}
         for index, whole in wholes.items():
             for rows in self.pieces[index]:
-                by_shape.setdefault((len(rows), whole.shape[1]), []).append((index, rows))
+                by_shape.setdefault((len(rows), whole.shape[-1]), []).append((index, rows))
         own = self.config
         made = {index: torch.empty_like(whole) for index, whole in wholes.items()}
+        given, taken = ({i: whole.flatten(0, -2) for i, whole in each.items()} for each in (wholes, made))  # stacks
         for packed in self._batches(by_shape.values()):
-            stacked = torch.stack([wholes[index].index_select(0, rows) for index, rows in packed])
+            stacked = torch.stack([given[index].index_select(0, rows) for index, rows in packed])
             for (index, rows), result in zip(
                 packed, orthogonalize(stacked, own.newton_schulz_steps, COEFFICIENTS[own.newton_schulz]), strict=True
             ):
-                made[index].index_copy_(0, rows, result)
+                taken[index].index_copy_(0, rows, result)
         return made
 
     def _batches(self, groups: Iterable[list[tuple[int, Tensor]]]) -> Iterator[list[tuple[int, Tensor]]]:

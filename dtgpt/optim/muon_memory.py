@@ -1,5 +1,6 @@
 """The memory that an update by Muon works with, from shapes alone."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -7,13 +8,13 @@ from itertools import groupby
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
-from dtgpt.models.roles import MATRICES, Role
+from dtgpt.models.roles import MATRICES, STACKS, Role
 from dtgpt.ops.optim.newton_schulz import flops
 from dtgpt.parallel.matrices import owners_of, rounds_of
 
 
 def is_orthogonalized(shape: Shape, role: Role | None) -> bool:
-    return len(shape) > 1 and role in MATRICES
+    return len(shape) - (role in STACKS) > 1 and role in (*MATRICES, *STACKS)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _rounds(
         return []
     pieces = [_pieces(per_head, model, weight) for weight in weights]
     costs = [sum(flops(rows, columns, steps) for rows, columns in shapes) for shapes in pieces]
-    sizes = [rows * columns for rows, columns in (weight.shape for weight in weights)]
+    sizes = [math.prod(weight.shape) for weight in weights]
     owners = owners_of(costs, ranks)
     made = []
     for taken in rounds_of(costs, sizes, owners):
@@ -82,7 +83,7 @@ def _rounds(
 
 def _pieces(per_head: bool, model: ModelConfig, weight: Parameter) -> list[Shape]:
     """Return the shapes of the matrices in a weight."""
-    return [(sum(map(len, rows)), weight.shape[1]) for rows in model.pieces(weight, per_head)]
+    return [(sum(map(len, rows)), weight.shape[-1]) for rows in model.pieces(weight, per_head)]
 
 
 def _batches(shapes: list[Shape], width: int) -> float:

@@ -4,6 +4,7 @@ differ in it (Li et al. 2025, https://arxiv.org/abs/2510.05491, algorithm 1). Th
 The norm of a matrix stays that of Muon's, so that Muon's learning rates fit.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -44,9 +45,12 @@ class NorMuon(Muon):
         self.row_beta = config.row_beta
         owned = set(self.matrices.owned(list(self.momentum)))
         self.row_square = {
-            index: torch.zeros(len(self.shards[index].parameter) if index in owned else 0, device=self.device)
+            index: torch.zeros(self._rows(index) if index in owned else 0, device=self.device)
             for index in self.momentum
         }
+
+    def _rows(self, index: int) -> int:
+        return math.prod(self.shards[index].parameter.shape[:-1])
 
     def state(self, index: int) -> dict[str, Tensor]:
         found = super().state(index)
@@ -55,7 +59,7 @@ class NorMuon(Muon):
     def _orthogonalize(self, wholes: Mapping[int, Tensor], skip: Tensor | None) -> dict[int, Tensor]:
         made = super()._orthogonalize(wholes, skip)
         for index, whole in made.items():
-            means = whole.float().square().mean(dim=1)
+            means = whole.float().square().mean(dim=-1).flatten()
             old = self.row_square[index]
             new = torch.lerp(old, means, 1 - self.row_beta)
             old.copy_(new if skip is None else torch.where(skip, old, new))
@@ -65,5 +69,5 @@ class NorMuon(Muon):
                 squares, divisor = means[rows], divisors[rows]
                 changed = (squares / divisor.square()).sum()  # squared norm of the divided matrix, over C
                 factors[rows] = (squares.sum() / changed.clamp(min=EPS)).sqrt() / divisor
-            whole.copy_(whole * factors[:, None])
+            whole.copy_(whole * factors.view(*whole.shape[:-1], 1))
         return made

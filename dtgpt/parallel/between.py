@@ -20,7 +20,7 @@ def dim_of(placement: Placement) -> int | None:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Between:
     """How activations lie on the tp ranks between two pairs of matrices: each rank has them whole (`Replicate`), or its
     part (`Shard`). `peers`: what gathers and sums them faster, where it takes them."""
 
@@ -50,7 +50,7 @@ class Layout:
         return self.peers if self.peers and fits else GroupCollectives(self.mesh.get_group())
 
 
-def sum_parts(part: Tensor, layout: Layout) -> Tensor:
+def sum_parts(part: Tensor, layout: Between) -> Tensor:
     """Return `layout.sum(part)`; backward, the gradient that each rank has whole."""
     if torch.compiler.is_compiling():
         addend = DTensor.from_local(part, layout.mesh, [Partial()], run_check=False)
@@ -58,7 +58,7 @@ def sum_parts(part: Tensor, layout: Layout) -> Tensor:
     return _Sum.apply(part, layout)
 
 
-def whole_input(x: Tensor, layout: Layout) -> DTensor:
+def whole_input(x: Tensor, layout: Between) -> DTensor:
     """Return a local activation as a DTensor that each rank has whole."""
     if torch.compiler.is_compiling():
         part = DTensor.from_local(x, layout.mesh, [layout.placement], run_check=False)
@@ -77,7 +77,7 @@ class _Sum(torch.autograd.Function):
     """All-reduce or reduce-scatter, forward; the identity or an all-gather, backward."""
 
     @staticmethod
-    def forward(ctx, part: Tensor, layout: Layout) -> Tensor:
+    def forward(ctx, part: Tensor, layout: Between) -> Tensor:
         ctx.layout = layout
         return layout.sum(part)
 
@@ -106,7 +106,7 @@ class _Whole(torch.autograd.Function):
     of the gradients of the ranks."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, layout: Layout) -> DTensor:
+    def forward(ctx, x: Tensor, layout: Between) -> DTensor:
         ctx.layout = layout
         return DTensor.from_local(layout.gather(x), layout.mesh, [Replicate()], run_check=False)
 

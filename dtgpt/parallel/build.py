@@ -30,7 +30,6 @@ from dtgpt.models.binding import BoundModule, bind, on_meta
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.ops.attention.core import operations
-from dtgpt.ops.attention.packed import keep_in_graphs
 from dtgpt.ops.loss.head import CoupledLoss
 from dtgpt.parallel.collectives import Collectives
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
@@ -183,7 +182,6 @@ def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()
 def compile_forward(part: Decoder, whole: bool) -> None:
     """Compile what each block computes, and the embedding where it is a plain module; the hooks of `fully_shard` run
     around it, uncompiled. Blocks of one class and shape share their code: it is compiled once."""
-    keep_in_graphs()
     ends = [part.embedding] if whole and part.embedding is not None else []
     for module in cast(Iterable[BoundModule], (*part.blocks.values(), *ends)):
         bind(module, run=torch.compile(module.runner, fullgraph=True, dynamic=False))

@@ -23,18 +23,8 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
-from dtgpt.parallel.tensor import Partition, Table
+from dtgpt.parallel.tensor import Partition, Table, default_table, dims_of
 from dtgpt.util.errors import UserError
-
-STYLES = {
-    Role.VOCABULARY: Partition(weight=0),
-    Role.SINKS: Partition(sinks=0),
-    Role.QKV: Partition(weight=0, bias=0),
-    Role.COLUMN: Partition(weight=0, bias=0),
-    Role.JOINT_NORM: Partition(weight=0),
-    Role.ROW: Partition(weight=1),
-    Role.OUTPUT: Partition(weight=0, bias=0),
-}
 
 
 def inference_table(config: ModelConfig, plan: Plan) -> Table:
@@ -45,7 +35,8 @@ def inference_table(config: ModelConfig, plan: Plan) -> Table:
             f"the plan's table has styles of its own for {', '.join(plan.table)}, but inference cuts models by roles "
             "alone; leave the table out of this plan"
         )
-    return {pattern: STYLES[role] for pattern, role in config.roles.items() if role in STYLES}
+    styles = default_table(config, sequence_parallel=False, seq_length=config.seq_length, peers=None)
+    return {pattern: Partition(**dims) for pattern, style in styles.items() if (dims := dims_of(style))}
 
 
 def inference_stages(settings: Settings, mesh: Mesh, fill: Callable[[Shards], None]) -> list[Decoder]:
@@ -70,7 +61,7 @@ def localize(stage: Decoder, mesh: Mesh) -> None:
             if isinstance(parameter, DTensor):
                 module.register_parameter(key, nn.Parameter(parameter.to_local().detach()))
         role = role_of(name, roles)
-        if role is Role.ROW:
+        if role in (Role.ROW, Role.ROW_STACK):
             module.register_forward_hook(partial(_sum_output, group))
         elif role is Role.JOINT_NORM:
             bind(module, sum_of_heads=partial(_summed, group))

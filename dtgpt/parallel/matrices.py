@@ -6,14 +6,15 @@ compute another one.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.shards import Part, Shard, Shards, is_cut_over_tp, region_of, slices
+from dtgpt.parallel.layout import Part, slices
+from dtgpt.parallel.shards import Shard, Shards, layout_of
 
 ROUND = 1 << 25  # elements that an owner takes in a round, but for a larger matrix
 
@@ -56,15 +57,15 @@ class Matrices:
     def __init__(self, shards: Shards, chosen: Sequence[Shard], costs: Sequence[int], dtype: torch.dtype):
         """costs: of each matrix, in any unit, the same on all ranks. dtype: in which matrices travel."""
         mesh, plan = shards.mesh, shards.mesh.plan
-        first = mesh.place.pp * plan.ranks_of_stage
-        self._places = [RankCoordinates(plan, first + i) for i in range(plan.ranks_of_stage)]
-        self._here = mesh.rank - first
+        self._ranks = range(plan.ranks_of_stage)  # of the stage, as layouts count them
+        self._here = mesh.rank % len(self._ranks)
         self._group = mesh.stage_group
         self._dtype, self._device = dtype, mesh.device
         self._regions: dict[tuple[int, int], Part] = {}  # by shard and rank
         self._parts_travel = plan.shard * plan.tp > 1
         self._shards = {shard.index: shard for shard in chosen}
-        owners = owners_of(costs, len(self._places))
+        self._layouts = {shard.index: layout_of(shard.parameter, plan) for shard in chosen}
+        owners = owners_of(costs, len(self._ranks))
         self._owner = {shard.index: owner for shard, owner in zip(chosen, owners, strict=True)}
         sizes = [shard.parameter.numel() for shard in chosen]
         self.rounds = [[chosen[i].index for i in taken] for taken in rounds_of(costs, sizes, owners)]
@@ -80,12 +81,10 @@ class Matrices:
             return lambda: {index: parts[index] for index in self.owned(list(parts))}
         pieces = [
             [parts[i].reshape(-1) for i in parts if self._owner[i] == rank and self._sends(i, self._here)]
-            for rank in range(len(self._places))
+            for rank in self._ranks
         ]
         owned = self.owned(list(parts))
-        expected = [
-            [(i, self._region(i, rank)) for i in owned if self._sends(i, rank)] for rank in range(len(self._places))
-        ]
+        expected = [[(i, self._region(i, rank)) for i in owned if self._sends(i, rank)] for rank in self._ranks]
         arrived = self._exchange(pieces, expected)
 
         def whole() -> dict[int, Tensor]:
@@ -102,13 +101,9 @@ class Matrices:
         if self._group is None:
             return lambda: dict(wholes)
         pieces = [
-            [wholes[i][slices(self._region(i, rank))].reshape(-1) for i in self.owned(indices)]
-            for rank in range(len(self._places))
+            [wholes[i][slices(self._region(i, rank))].reshape(-1) for i in self.owned(indices)] for rank in self._ranks
         ]
-        expected = [
-            [(i, self._shards[i].region) for i in indices if self._owner[i] == rank]
-            for rank in range(len(self._places))
-        ]
+        expected = [[(i, self._shards[i].region) for i in indices if self._owner[i] == rank] for rank in self._ranks]
         arrived = self._exchange(pieces, expected)
         return lambda: {index: piece for index, _, piece in arrived()}
 
@@ -117,7 +112,7 @@ class Matrices:
     ) -> Callable[[], Iterator[tuple[int, Part, Tensor]]]:
         """Begin an all-to-all. pieces: flat, to each rank. expected: (shard, region) from each. The result waits and
         yields what arrived."""
-        sizes = [[_size(region) for _, region in regions] for regions in expected]
+        sizes = [[math.prod(map(len, region)) for _, region in regions] for regions in expected]
         sending = torch.cat([self._empty((0,)), *(piece for each in pieces for piece in each)])
         receiving = self._empty((sum(map(sum, sizes)),))
         work = dist.all_to_all_single(
@@ -141,18 +136,13 @@ class Matrices:
 
     def _sends(self, index: int, rank: int) -> bool:
         """Return whether a rank sends its part to the owner: one rank of all that hold the part, near the owner."""
-        owner, place, plan = self._places[self._owner[index]], self._places[rank], self._places[rank].plan
-        same_replica = place.data // plan.shard == owner.data // plan.shard
-        return same_replica and (is_cut_over_tp(self._shards[index].parameter) or place.tp == owner.tp)
+        layout = self._layouts[index]
+        return layout.replica(rank) == layout.replica(self._owner[index])
 
     def _region(self, index: int, rank: int) -> Part:
         if (index, rank) not in self._regions:
-            self._regions[index, rank] = region_of(self._shards[index].parameter, self._places[rank])
+            self._regions[index, rank] = self._layouts[index].region(rank)
         return self._regions[index, rank]
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-def _size(region: Part) -> int:
-    return len(region[0]) * len(region[1])

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.fast import split_backward
+from dtgpt.ops.serve import split_backward
 from dtgpt.parallel.engine import TrainingEngine, orderless_mean
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs

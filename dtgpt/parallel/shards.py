@@ -4,6 +4,7 @@ Whatever a plan did to the model, what is left on a rank is a rectangle of each 
 optimizer, the gradient norm and checkpoints work on these rectangles, and need to know nothing else of the plan.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,16 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
 from dtgpt.ops.optim.gradients import largest_magnitude
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Sums
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, slices
+from dtgpt.parallel.mesh import DIMENSIONS, Mesh
 from dtgpt.util.torch_private import is_dtensor
 
-Part = tuple[range, ...]
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it
 
 
@@ -59,11 +61,12 @@ class Shard:
 
     def place_of(self, state: Tensor) -> tuple[tuple[int, ...], Part]:
         """Return (shape of the whole, global indices here) of a tensor of the optimizer's state: the parameter's, or
-        those of a value for each row of a matrix, `[rows]` on one rank and `[0]` on the others."""
+        those of a value for each row of a matrix, or of all of a stack, `[rows]` on one rank and `[0]` on the others.
+        """
         shape = tuple(self.parameter.shape)
         if state.dim() == len(shape):
             return shape, self.region
-        return shape[:1], (range(len(state)),)
+        return (math.prod(shape[:-1]),), (range(len(state)),)
 
 
 class Shards:
@@ -207,12 +210,12 @@ def _shard(
     index: int, name: str, parameter: nn.Parameter, place: RankCoordinates, partial: bool, is_tied_copy: bool,
     masters: bool, gathered: Tensor | None,
 ) -> Shard:  # fmt: skip
-    region, by_tp = region_of(parameter, place), is_cut_over_tp(parameter)
+    layout = layout_of(parameter, place.plan)
+    region = layout.region(place.rank)
     local = (parameter.to_local() if is_dtensor(parameter) else parameter).detach()
     if tuple(local.shape) != tuple(map(len, region)):
         raise ValueError(f"{name}: this rank holds {tuple(local.shape)}, but its region is {tuple(map(len, region))}")
     narrow = local if masters and local.dtype != torch.float32 else None
-    over_tp = 1 if by_tp else place.plan.tp
     return Shard(
         index=index,
         name=name,
@@ -220,10 +223,10 @@ def _shard(
         local=local if narrow is None else torch.empty_like(local, dtype=torch.float32),
         low_precision=gathered if narrow is None else narrow,
         region=region,
-        replicas=place.plan.replicate * over_tp,
+        replicas=layout.replicas,
         partial=partial,
         is_tied_copy=is_tied_copy,
-        replica=place.data // place.plan.shard * over_tp + place.tp % over_tp,
+        replica=layout.replica(place.rank),
     )
 
 
@@ -233,34 +236,19 @@ def _sums_over_tp(stage: Decoder) -> set[str]:
     return {f"{name}.{p}" for name, module in modules for p in bound_of(module).sums_over_tp}
 
 
-def region_of(parameter: nn.Parameter, place: RankCoordinates) -> Part:
-    """Return the global indices of the part of the rank at `place`. Tensor parallelism cuts first, then ZeRO
-    cuts the first dimension of what is left."""
-    first, *rest = region_of_tp(parameter, place)
-    return (chunk(first, place.plan.shard, place.shard) if is_dtensor(parameter) else first, *rest)
+def layout_of(parameter: nn.Parameter, plan: ResolvedPlan) -> ParameterLayout:
+    """Return the layout of a parameter of the finished model, as its placements say."""
+    cuts, own = dict(ZERO), {}
+    if is_dtensor(parameter):
+        mesh = parameter.device_mesh
+        for axis, ranks, cut in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True):
+            if axis not in DIMENSIONS:
+                own[axis] = ranks
+            if axis != "shard" and cut.is_shard():
+                cuts[axis] = cast(Any, cut).dim
+    return ParameterLayout(tuple(parameter.shape), axes_of(plan, own), cuts)
 
 
 def region_of_tp(parameter: nn.Parameter, place: RankCoordinates) -> Part:
     """Return the global indices of what this rank computes with: its part after tensor parallelism, before ZeRO."""
-    region, dim = [range(size) for size in parameter.shape], _cut_over_tp(parameter)
-    if dim is not None:
-        region[dim] = chunk(region[dim], place.plan.tp, place.tp)
-    return tuple(region)
-
-
-def is_cut_over_tp(parameter: nn.Parameter) -> bool:
-    """Return whether each tp rank holds another part."""
-    return _cut_over_tp(parameter) is not None
-
-
-def _cut_over_tp(parameter: nn.Parameter) -> int | None:
-    """Return the dimension that tensor parallelism cuts; None where each tp rank holds all of it."""
-    if not is_dtensor(parameter):
-        return None
-    named = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-    return next((cast(Any, cut).dim for name, cut in named if name == "tp" and cut.is_shard()), None)
-
-
-def slices(part: Part) -> tuple[slice, ...]:
-    """Return the ranges as an index of a tensor."""
-    return tuple(slice(r.start, r.stop) for r in part)
+    return layout_of(parameter, place.plan).region(place.rank, without="shard")

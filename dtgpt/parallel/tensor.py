@@ -27,11 +27,12 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
-from dtgpt.ops.pointwise.bias import register_rule
-from dtgpt.parallel.between import Layout, sum_parts, sum_rows, whole_input
+from dtgpt.parallel.between import Between, sum_parts, sum_rows, whole_input
 from dtgpt.parallel.collectives import Collectives
 from dtgpt.util.errors import UserError
 
+OUTPUTS: Mapping[str, int] = {"weight": 0, "bias": 0}  # dimensions of a linear map's parameters `[out, in]`, `[out]`
+INPUTS: Mapping[str, int] = {"weight": 1}
 BETWEEN = "what lies between the matrices follows from sequence parallelism"
 FIXED = {  # roles that a plan's table cannot replace, and why
     Role.VOCABULARY: "the loss and the tied table are cut over the vocabulary",
@@ -55,7 +56,7 @@ class Columnwise(ColwiseParallel):
         self.peers = peers
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        bind(module, into=Layout(device_mesh, *self.input_layouts, self.peers))
+        bind(module, into=Between(device_mesh, *self.input_layouts, self.peers))
         return super()._apply(module, device_mesh)
 
     @staticmethod
@@ -78,7 +79,7 @@ class DeferredBiasRowwise(RowwiseParallel):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         bias, module.bias = module.bias, None  # what is there becomes a DTensor
-        bind(module, out=Layout(device_mesh, *self.output_layouts, self.peers))
+        bind(module, out=Between(device_mesh, *self.output_layouts, self.peers))
         super()._apply(module, device_mesh)
         module.bias = bias
         return module
@@ -94,14 +95,14 @@ class SequencePart(ParallelStyle):
 
     def __init__(self, *names: str):
         super().__init__()
-        self.names = names
+        self.sums_over_tp = names
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        bind(module, sums_over_tp=self.names)
+        bind(module, sums_over_tp=self.sums_over_tp)
         return module
 
     def __repr__(self) -> str:  # ranks compare their plans, and a run folder keeps its own, by this
-        return f"{type(self).__name__}({', '.join(map(repr, self.names))})"
+        return f"{type(self).__name__}({', '.join(map(repr, self.sums_over_tp))})"
 
 
 class SequencePositions(SequencePart):
@@ -120,8 +121,10 @@ class SequencePositions(SequencePart):
 class SequenceRowwise(DeferredBiasRowwise):
     """`DeferredBiasRowwise` whose output is reduce-scattered over the sequence; each rank adds the bias to its part."""
 
+    sums_over_tp = ("bias",)
+
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        bind(module, sums_over_tp=("bias",))
+        bind(module, sums_over_tp=self.sums_over_tp)
         return super()._apply(module, device_mesh)
 
 
@@ -135,32 +138,6 @@ class VocabularyRows(RowwiseParallel):
         return sum_rows(outputs, mesh, output_layouts[0])
 
 
-class VocabularyShard(ParallelStyle):
-    """A style for the output layer: its table is cut over the vocabulary, its input gathered. It makes local
-    logits, or a loss that is whole on every rank."""
-
-    def __init__(self, input_layout: Placement):
-        super().__init__()
-        self.input_layout = input_layout
-
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(name: str, module: Any, mesh: DeviceMesh) -> None:
-            for key, whole in list(module.named_parameters(recurse=False)):
-                module.register_parameter(key, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
-
-        def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            x, *targets = inputs
-            x = whole_input(x, Layout(mesh, self.input_layout, None))
-            if any(target is not None for target in targets):  # the loss works on local tensors: its gradients add up
-                x = x.to_local(grad_placements=[Partial()])
-            return (x, *targets)
-
-        def local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-            return output.to_local() if isinstance(output, DTensor) else output
-
-        return distribute_module(module, device_mesh, cut, gather, local)
-
-
 class Partition(ParallelStyle):
     """A style that cuts the parameters of `dims`, by name along a dimension, and leaves the module's forward alone."""
 
@@ -170,10 +147,57 @@ class Partition(ParallelStyle):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         for name, dim in self.dims.items():
-            whole = getattr(module, name)
+            whole = getattr(module, name, None)
             if whole is not None:
                 module.register_parameter(name, nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(dim)])))
         return module
+
+
+class VocabularyShard(Partition):
+    """A style for the output layer: its table is cut over the vocabulary, its input gathered. It makes local
+    logits, or a loss that is whole on every rank."""
+
+    def __init__(self, input_layout: Placement):
+        super().__init__(**OUTPUTS)
+        self.input_layout = input_layout
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            x, *targets = inputs
+            x = whole_input(x, Between(mesh, self.input_layout, None))
+            if any(target is not None for target in targets):  # the loss works on local tensors: its gradients add up
+                x = x.to_local(grad_placements=[Partial()])
+            return (x, *targets)
+
+        def local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local() if isinstance(output, DTensor) else output
+
+        return distribute_module(super()._apply(module, device_mesh), device_mesh, None, gather, local)
+
+
+class LocalPart(Partition):
+    """A style for a module that computes with local tensors, such as a stack of matrices: its input, laid out by
+    `into`, becomes whole, or what it makes is summed and laid out by `out`."""
+
+    def __init__(
+        self, peers: Collectives | None, into: Placement | None = None, out: Placement | None = None, **dims: int
+    ):
+        super().__init__(**dims)
+        self.peers, self.into, self.out = peers, into, out
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        if self.into is not None:
+            given = Between(device_mesh, self.into, self.peers)
+            module.register_forward_pre_hook(
+                lambda module, inputs: (
+                    whole_input(inputs[0], given).to_local(grad_placements=[Partial()]),
+                    *inputs[1:],
+                )
+            )
+        if self.out is not None:
+            made = Between(device_mesh, self.out, self.peers)
+            module.register_forward_hook(lambda module, inputs, addend: sum_parts(addend, made))
+        return super()._apply(module, device_mesh)
 
 
 class JointNormShard(Partition):
@@ -224,6 +248,8 @@ def default_table(
         Role.QKV: Columnwise(between, peers),
         Role.COLUMN: Columnwise(between, peers),
         Role.ROW: row(between, peers),
+        Role.COLUMN_STACK: LocalPart(peers, into=between, weight=1, bias=1),
+        Role.ROW_STACK: LocalPart(peers, out=between, weight=2),
         Role.OUTPUT: VocabularyShard(between),
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
         Role.HEAD_NORM: SequencePart("weight"),  # each rank has the gradient of its own heads
@@ -340,15 +366,32 @@ def degrees_of_heads(config: ModelConfig, plan: Plan) -> list[int]:
 
 def _leaves_a_part(style: ParallelStyle | None) -> bool:
     """Return whether a linear map of this style leaves each rank its own part of the output's features."""
+    whole = isinstance(style, ColwiseParallel) and any(layout.is_replicate() for layout in style.output_layouts)
+    return dims_of(style).get("weight") == 0 and not whole
+
+
+def dims_of(style: ParallelStyle | None) -> Mapping[str, int]:
+    """Return the dimension of each parameter, by its name in the module, that a style cuts. Styles of torch are known
+    by their class."""
     if isinstance(style, Partition):
-        return style.dims.get("weight") == 0
-    return isinstance(style, ColwiseParallel) and not any(layout.is_replicate() for layout in style.output_layouts)
+        return style.dims
+    if isinstance(style, ColwiseParallel | VocabularyRows):
+        return OUTPUTS
+    return INPUTS if isinstance(style, RowwiseParallel) else {}
+
+
+def describe_style(
+    module: str, table: Table, roles: Roles
+) -> tuple[ParallelStyle | None, Mapping[str, int], tuple[str, ...]]:
+    """Return the style of a module, the dimension of each parameter that it cuts, and the parameters of which it leaves
+    addends of the gradient on the ranks, by their names in the module."""
+    style = style_of(module, table, roles)
+    return style, dims_of(style), getattr(style, "sums_over_tp", ())
 
 
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
     `parallelize_module` unties."""
-    register_rule()
     roles = part.config.roles
     styles = {name: style_of(name, table, roles) for name, _ in part.named_modules()}
     parallelize_module(part, mesh, {name: style for name, style in styles.items() if style is not None})

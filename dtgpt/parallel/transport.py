@@ -54,7 +54,7 @@ class Transport:
     open_edges: the messages of the stages of this rank, of a shape, with so many places on each edge.
     open_shards: gathers the weights, in a type, and scatters gradients, of another type, of a part that ZeRO cuts;
         returns the shards of parameters that the optimizer writes in 16 bits, too.
-    open_exchange: the `ops.decode.exchange.Exchange` of the tensor-parallel ranks of a group, for decode steps.
+    open_exchange: the `ops.kernels.decode.exchange.Exchange` of the tensor-parallel ranks of a group, for decode steps.
     """
 
     reaches: Callable[[int, int], bool] = lambda ranks, apart: False

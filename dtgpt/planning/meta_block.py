@@ -9,19 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import BoundModule, bind, exchanges
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, JointNorm, Linear
+from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule
-from dtgpt.ops.attention.shared import shared_tokens
-from dtgpt.ops.fast import split_backward
+from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
-from dtgpt.parallel.coordinates import chunk
+from dtgpt.ops.serve import split_backward
+from dtgpt.parallel.layout import Layout, slices
 from dtgpt.planning.alive import Alive
 from dtgpt.posttrain.lora.adapters import local_adapter
 from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.util import seams
 
 
 class BlockKind(NamedTuple):
@@ -86,7 +88,7 @@ def _context(kind: BlockKind, rows: int) -> tuple[Context, list[Tensor]]:
     with torch.device("meta"):
         copies = torch.empty(rows, kind.group, kind.sample_length, dtype=torch.int64)
         positions = torch.empty(rows, kind.length, dtype=torch.int64)
-        seen = shared_tokens(copies, kind.length)
+        seen = seams.listed("sharings")[0](copies, kind.length)
     return Context(positions=positions, seen=seen), [positions, *seen[:-1]]
 
 
@@ -100,44 +102,38 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
     with torch.device("meta"):
         block = config.make_block(kind.example).to(kind.dtype)
     at = f"blocks.{kind.example}"
-    for name, module in block.named_modules():
-        _cut(config, f"{at}.{name}", module, kind.tp, kind.sequence_parallel)
+    layout = Layout(config, ResolvedPlan(tp=kind.tp))
+    for p in inventory(config).of_block(kind.example):
+        path, _, key = p.name.removeprefix(f"{at}.").rpartition(".")
+        module = block.get_submodule(path)
+        part = slices(layout.of(p).region(0))
+        module.register_parameter(key, nn.Parameter(module.get_parameter(key)[part]))
+    for name, module in block.named_modules() if kind.sequence_parallel else ():
+        _exchange(role_of(f"{at}.{name}", config.roles), module, _SequenceParts(kind.tp))
     if kind.lora.rank:
         block.requires_grad_(False)
         for parameter in filter(kind.lora.adapts, inventory(config).of_block(kind.example)):
             module = block.get_submodule(parameter.name.removeprefix(f"{at}.").removesuffix(".weight"))
-            assert isinstance(module, nn.Linear)
             module.lora = local_adapter(module, parameter, config, kind.lora)
             bind(module, product=module.lora.product)
     for module in block.modules():
         if isinstance(module, AttentionCore):
             bind(module, cache=recorder)
         elif isinstance(module, Linear | DeferredBiasLinear) and kind.fp8:
-            bind(module, sites=_known_sites(kind.keeps_weights))
+            bind(module, quantised=_known_product(kind.keeps_weights))
     return block
 
 
-def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> None:
-    """Give a module of a block the shapes of tp rank 0."""
-    role, parts = role_of(name, config.roles), _SequenceParts(tp)
-    if isinstance(module, JointNorm):
-        module.weight = nn.Parameter(module.weight[: len(chunk(range(len(module.weight)), tp, 0))])
-    if not isinstance(module, nn.Linear):
-        return
-    if role in COLUMNS:
-        rows = len(chunk(range(module.out_features), tp, 0))
-        module.weight = nn.Parameter(module.weight[:rows])
-        module.bias = None if module.bias is None else nn.Parameter(module.bias[:rows])
-        if sequence_parallel:
-            bind(module, into=parts)
-            module.register_forward_pre_hook(
-                lambda module, inputs: inputs if exchanges(module.bound) else (parts.gather(inputs[0]), *inputs[1:])
-            )
-    elif role is Role.ROW:
-        module.weight = nn.Parameter(module.weight[:, : len(chunk(range(module.in_features), tp, 0))])
-        if sequence_parallel:
-            bind(module, out=parts)
-            module.register_forward_hook(lambda module, inputs, y: y if exchanges(module.bound) else parts.sum(y))
+def _exchange(role: Role | None, module: nn.Module, parts: "_SequenceParts") -> None:
+    """Let a module of a block make its input whole, or sum its output, as under sequence parallelism."""
+    if role in (*COLUMNS, Role.COLUMN_STACK):
+        bind(module, into=parts)
+        module.register_forward_pre_hook(
+            lambda module, inputs: inputs if exchanges(module.bound) else (parts.gather(inputs[0]), *inputs[1:])
+        )
+    elif role in (Role.ROW, Role.ROW_STACK):
+        bind(module, out=parts)
+        module.register_forward_hook(lambda module, inputs, y: y if exchanges(module.bound) else parts.sum(y))
 
 
 class _SequenceParts(NamedTuple):
@@ -153,10 +149,10 @@ class _SequenceParts(NamedTuple):
         return whole.chunk(self.ranks, dim=1)[0].clone()
 
 
-def _known_sites(keeps_weights: bool) -> Sites:
-    """Return sites whose scales are known, without memory."""
+def _known_product(keeps_weights: bool) -> Fp8Product:
+    """Return a product whose scales are known, without memory."""
     site = Site(*(torch.empty((), device="meta") for _ in Site._fields))
-    return Sites(site, site, site, Calibration(known=True, keeps_weights=keeps_weights))
+    return Fp8Product(Sites(site, site, site, Calibration(known=True, keeps_weights=keeps_weights)))
 
 
 class _Recorder:

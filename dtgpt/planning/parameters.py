@@ -5,19 +5,17 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import Role
-from dtgpt.parallel.coordinates import RankCoordinates, chunk
+from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.gradients import choose_sums
+from dtgpt.parallel.layout import Layout, ParameterLayout
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.parallel.tensor import Partition, Table, VocabularyShard, make_table, style_of
 from dtgpt.planning.allocator import padding
-from dtgpt.posttrain.lora.adapters import names_of, shapes_of
+from dtgpt.posttrain.lora.adapters import layouts_of, names_of
 from dtgpt.posttrain.lora.config import LoraConfig
 
 
@@ -27,7 +25,7 @@ class LocalParameter(NamedTuple):
     name: str  # of the whole parameter
     role: Role | None  # of its module
     block: int | None  # its index; None: of the embedding or the head
-    style: ParallelStyle | None  # of tensor parallelism
+    layout: ParameterLayout
     shape: Shape  # of the whole
     by_tp: int  # after tensor parallelism: what the rank computes with
     local: int  # after ZeRO: what the rank keeps
@@ -48,48 +46,24 @@ def _known(config: ModelConfig, fields: tuple[tuple[str, Any], ...], rank: int) 
 
 
 def _parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[LocalParameter]:
-    place = RankCoordinates(plan, rank)
-    table: Table = make_table(config, plan) if plan.tp > 1 else {}
-    examples, ranges, held = inventory(config).examples, block_ranges(config, plan), []
-    alike: dict[tuple[int, str], LocalParameter] = {}  # by a block of the same kind, and the name within it
-    for stage in place.stages:
+    layout, ranges, held = Layout(config, plan), block_ranges(config, plan), []
+    for stage in RankCoordinates(plan, rank).stages:
         for whole in _parameters_of_stage(config, ranges, stage):
-            if whole.block is None or plan.table:  # which may name one block
-                held.append(_local(config, plan, place, table, whole))
-                continue
-            key = examples[whole.block], whole.name.removeprefix(f"blocks.{whole.block}.")
-            if key not in alike:
-                alike[key] = _local(config, plan, place, table, whole)
-            held.append(alike[key]._replace(name=whole.name, block=whole.block))
+            name = config.table_name if config.tied and whole.name == config.output_name else whole.name
+            held.append(_local(whole._replace(name=name), layout.of(whole), rank))
     return held
 
 
-def _local(
-    config: ModelConfig, plan: ResolvedPlan, place: RankCoordinates, table: Table, whole: Parameter
-) -> LocalParameter:
-    module, _, kind = whole.name.rpartition(".")
-    style = style_of(module, table, config.roles)
-    by_tp, local = _elements(whole.shape, tp_dimension(kind, whole.role, style), plan, place)
+def _local(whole: Parameter, layout: ParameterLayout, rank: int) -> LocalParameter:
     return LocalParameter(
-        name=config.table_name if config.tied and whole.name == config.output_name else whole.name,
+        name=whole.name,
         role=whole.role,
         block=whole.block,
-        style=style,
+        layout=layout,
         shape=whole.shape,
-        by_tp=by_tp,
-        local=local,
+        by_tp=math.prod(layout.local_shape(rank, without="shard")),
+        local=math.prod(layout.local_shape(rank)),
     )
-
-
-def _elements(shape: Shape, dim: int | None, plan: ResolvedPlan, place: RankCoordinates) -> tuple[int, int]:
-    """Return the elements of a parameter of which tensor parallelism cuts `dim`, None: no dimension, after that cut and
-    after that of ZeRO."""
-    cut = list(shape)
-    if dim is not None and dim < len(cut):
-        cut[dim] = len(chunk(range(cut[dim]), plan.tp, place.tp))
-    by_tp = math.prod(cut)
-    cut[0] = len(chunk(range(cut[0]), plan.shard, place.shard))
-    return by_tp, math.prod(cut)
 
 
 def trained_on(settings: Settings, rank: int) -> list[LocalParameter]:
@@ -98,16 +72,13 @@ def trained_on(settings: Settings, rank: int) -> list[LocalParameter]:
     held = parameters_of(config, plan, rank)
     if not lora.rank:
         return held
-    place, made = RankCoordinates(plan, rank), []
-    for p in held:
-        weight = Parameter(p.name, p.shape, p.role, p.block)
-        if not lora.adapts(weight):
-            continue
-        cut = tp_dimension("weight", p.role, p.style)
-        for name, shape, dim in zip(names_of(p.name), shapes_of(weight, config, lora.rank), (1, 0), strict=True):
-            by_tp, local = _elements(shape, dim if cut == dim else None, plan, place)
-            made.append(p._replace(name=name, shape=shape, by_tp=by_tp, local=local))
-    return made
+    weights = [(p, Parameter(p.name, p.shape, p.role, p.block)) for p in held]
+    return [
+        _local(weight._replace(name=name, shape=layout.shape), layout, rank)
+        for p, weight in weights
+        if lora.adapts(weight)
+        for name, layout in zip(names_of(p.name), layouts_of(p.layout, weight, config, lora.rank), strict=True)
+    ]
 
 
 def _parameters_of_stage(config: ModelConfig, ranges: list[range], stage: int) -> Iterator[Parameter]:
@@ -132,17 +103,6 @@ def blocks_again(settings: Settings) -> set[int]:
     """Return the blocks in which something is computed again in backward."""
     ranges = block_ranges(settings.model, settings.plan)
     return {block for blocks in ranges for index, block in enumerate(blocks) if settings.repeats(index)}
-
-
-def tp_dimension(kind: str, role: Role | None, style: ParallelStyle | None) -> int | None:
-    """Return the dimension that tensor parallelism cuts of a module's parameter `kind`, weight or bias, or None."""
-    if isinstance(style, Partition):
-        return style.dims.get(kind)
-    if isinstance(style, ColwiseParallel | VocabularyShard):
-        return 0
-    if isinstance(style, RowwiseParallel):
-        return 0 if role is Role.VOCABULARY else (1 if kind == "weight" else None)
-    return None
 
 
 def by_block(held: list[LocalParameter]) -> list[int]:

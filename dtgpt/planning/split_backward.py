@@ -12,7 +12,7 @@ from typing import Any
 
 from dtgpt.models.binding import bind
 from dtgpt.models.layers import Context
-from dtgpt.ops.fast import split_backward
+from dtgpt.ops.serve import split_backward
 from dtgpt.parallel.build import recomputed
 from dtgpt.planning.alive import Alive
 from dtgpt.planning.meta_block import BlockKind, make_block, make_input

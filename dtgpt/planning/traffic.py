@@ -2,8 +2,6 @@
 
 import math
 
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
 from dtgpt.config.execution import Settings
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan
@@ -11,7 +9,7 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.gradients import Collective, choose_sums
-from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise, SequencePart, SequenceRowwise, degrees_of_heads
+from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise, degrees_of_heads
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import (
     LocalParameter,
@@ -21,6 +19,7 @@ from dtgpt.planning.parameters import (
     trained_on,
 )
 
+OUTPUTS, INPUTS = -2, -1  # dimensions of a matrix
 MATRICES_TRAVEL = "matrices to the ranks that update them, and back"
 
 
@@ -83,8 +82,7 @@ def _over_tp(
     found = [Collective("all-reduce", "tp", loss, 2 * passes * last, 12 * passes * tokens * last)]
     # A matrix cut by rows sums its output, in forward; one cut by columns the gradient of its input, in backward.
     weights = [p for p in held if p.block is not None and p.name.endswith(".weight")]
-    columns = sum(isinstance(p.style, ColwiseParallel) for p in weights)
-    rows = sum(isinstance(p.style, RowwiseParallel) for p in weights)
+    columns, rows = (len(_cut(weights, dim)) for dim in (OUTPUTS, INPUTS))
     into_again, out_again = _recomputed(settings, weights)
     if plan.sequence_parallel:
         n = passes * (columns + rows + first + last)
@@ -92,7 +90,7 @@ def _over_tp(
         gathers, scatters = n + passes * into_again, n + passes * out_again
         # In fp8, matrices send their input, and the gradient of their output, in 8 bits.
         sends_8 = settings.products == FP8 and not plan.splits_backward
-        own = [p for p in weights if sends_8 and isinstance(p.style, Columnwise | DeferredBiasRowwise)]
+        own = [p for p in weights if sends_8 and isinstance(p.layout.style, Columnwise | DeferredBiasRowwise)]
         narrow = passes * (len(own) + _recomputed(settings, own)[0])
         spared = narrow * (unit - unit // settings.dtype.itemsize)
         found.append(Collective("all-gather", "tp", into, gathers, gathers * unit - spared))
@@ -105,15 +103,13 @@ def _over_tp(
     joint = passes * sum(3 if p.block in repeated else 2 for p in held if p.role is Role.JOINT_NORM)
     found.append(Collective("all-reduce", "tp", "mean squares of all heads, fp32", joint, 4 * joint * tokens))
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
-    if settings.freezes_weights:  # the factors of adapters that are whole on every rank
-        partial = [p for p in trained if p.style is not None and p.by_tp == math.prod(p.shape)]
-        size = 4 * sum(p.local for p in partial)
-        return [*found, Collective("all-reduce", "tp", "gradients of adapters, fp32", bool(partial), size)]
-    partial = [p for p in held if _sums_over_tp(p)]
+    partial = [p for p in trained if "tp" in p.layout.sums_over]  # of adapters those that are whole on every rank
     sums = choose_sums(settings)
-    size = sums.total.itemsize * sum(p.local for p in partial)
-    words = f"gradients of {_kinds(partial)}, {sums.words}"
-    return [*found, Collective("all-reduce", "tp", words, bool(partial), size)]
+    what, width, words = _kinds(partial), sums.total.itemsize, sums.words
+    if settings.freezes_weights:
+        what, width, words = "adapters", 4, "fp32"
+    size = width * sum(p.local for p in partial)
+    return [*found, Collective("all-reduce", "tp", f"gradients of {what}, {words}", bool(partial), size)]
 
 
 def _repeated(settings: Settings) -> set[int]:
@@ -127,16 +123,14 @@ def _recomputed(settings: Settings, weights: list[LocalParameter]) -> tuple[int,
     before the output of that one."""
     repeated = _repeated(settings)
     weights = [p for p in weights if p.block in repeated]
-    columns = sum(isinstance(p.style, ColwiseParallel) for p in weights)
-    rows = sum(isinstance(p.style, RowwiseParallel) for p in weights)
     last = {p.block: p for p in weights}  # in the order of the modules
-    ends = [p for p in last.values() if settings.model.dropout == 0 and isinstance(p.style, RowwiseParallel)]
-    return columns, rows - len(ends)
+    ends = _cut(list(last.values()), INPUTS) if settings.model.dropout == 0 else []
+    return len(_cut(weights, OUTPUTS)), len(_cut(weights, INPUTS)) - len(ends)
 
 
-def _sums_over_tp(p: LocalParameter) -> bool:
-    """Return whether gradients of the parameter are addends on the tp ranks."""
-    return isinstance(p.style, SequencePart) or (isinstance(p.style, SequenceRowwise) and p.name.endswith(".bias"))
+def _cut(weights: list[LocalParameter], dim: int) -> list[LocalParameter]:
+    """Return the matrices that tensor parallelism cuts by their OUTPUTS or INPUTS."""
+    return [p for p in weights if p.layout.cut_from_the_end("tp") == dim]
 
 
 def _kinds(partial: list[LocalParameter]) -> str:

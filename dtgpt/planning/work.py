@@ -7,9 +7,11 @@ import torch
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.fp8 import FP8
-from dtgpt.models.inventory import inventory
-from dtgpt.models.roles import COLUMNS, MATRICES, Role
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.models.inventory import Parameter, inventory
+from dtgpt.models.roles import COLUMNS, MATRICES, STACKS, Role
 from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.layout import Layout
 from dtgpt.planning.gpus import Rates
 from dtgpt.posttrain.lora.config import LoraConfig
 
@@ -71,6 +73,7 @@ class Operations:
         self.tokens = settings.rows.number * settings.rows.length
         self.width, self.tp = settings.dtype.itemsize, plan.tp
         self.stream = config.hidden_size / (plan.tp if plan.sequence_parallel else 1)  # elements of a token
+        self.layout = Layout(config, ResolvedPlan(tp=plan.tp))  # without styles of the plan's own
         self.rate = rates.products_fp32 if settings.dtype == torch.float32 else rates.products
 
     def product(self, rows: int, inner: int, columns: int, fp8: bool = False) -> float:
@@ -90,21 +93,23 @@ class Operations:
         forward, backward, quantised, c, r, biases = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         fp8, trains = settings.products == FP8, not settings.freezes_weights
         for p in inventory(config).of_block(index):
-            if p.role not in MATRICES:
+            if p.role not in (*MATRICES, *STACKS):
                 continue
-            rows = len(chunk(range(p.shape[0]), self.tp, 0)) if p.role in COLUMNS else p.shape[0]
-            if len(p.shape) == 1:
-                biases += rows if p.role in COLUMNS else 0
+            shape = self.layout.of(p).local_shape(0)
+            if p.name.endswith(".bias"):
+                biases += shape[-1] if p.role in COLUMNS else 0
                 continue
-            inner = p.shape[1] if p.role in COLUMNS else len(chunk(range(p.shape[1]), self.tp, 0))
-            forward += self.product(self.tokens, inner, rows, fp8)
-            backward += self.product(self.tokens, rows, inner, fp8)
+            *stack, rows, inner = shape
+            count = math.prod(stack)  # of matrices
+            forward += count * self.product(self.tokens, inner, rows, fp8)
+            backward += count * self.product(self.tokens, rows, inner, fp8)
             if trains:
-                backward += self.product(rows, self.tokens, inner, fp8)
+                backward += count * self.product(rows, self.tokens, inner, fp8)
             if settings.freezes_weights:
-                forward, backward = self._adapted(p, rows, inner, forward, backward)
+                forward, backward = self._adapted(p, count, rows, inner, forward, backward)
             quantised += QUANTISED * (self.tokens * (inner + rows) + 2 * rows * inner) * fp8
-            c, r = (c + rows, r) if p.role is Role.COLUMN else (c, r + inner)
+            is_first = p.role in (Role.COLUMN, Role.COLUMN_STACK)
+            c, r = (c + count * rows, r) if is_first else (c, r + count * inner)
         core_forward, core_backward, heads = self._cores(index)
         attended = sum(config.num_heads * core.head_dim for core in inventory(config).cores(index)) / self.tp
         gate = c + max(r - attended, 0)  # the projection of attention takes its input as it is
@@ -127,12 +132,14 @@ class Operations:
             ),
         )
 
-    def _adapted(self, p, rows: int, inner: int, forward: float, backward: float) -> tuple[float, float]:
-        """Return the seconds with the products of an adapter."""
+    def _adapted(
+        self, p: Parameter, count: int, rows: int, inner: int, forward: float, backward: float
+    ) -> tuple[float, float]:
+        """Return the seconds with the products of the adapters of `count` matrices."""
         lora = self.settings.section(LoraConfig)
         if not lora.adapts(p):
             return forward, backward
-        one = self.product(self.tokens, inner, lora.rank) + self.product(self.tokens, lora.rank, rows)
+        one = count * (self.product(self.tokens, inner, lora.rank) + self.product(self.tokens, lora.rank, rows))
         return forward + one, backward + 2 * one
 
     def _cores(self, index: int) -> tuple[float, float, float]:

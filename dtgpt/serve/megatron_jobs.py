@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.beam import Beams
+from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.completion import Completion
-from dtgpt.inference.options import MOST_SEQUENCES, Options
+from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import TooLong, check_length, encode
-from dtgpt.inference.sampling import Sampling, declared
+from dtgpt.inference.sampling import MOST_SEQUENCES
 from dtgpt.inference.session import PromptJob
 from dtgpt.inference.text import segments
 from dtgpt.models.config import ModelConfig
-from dtgpt.serve.megatron_request import ApiRequest
+from dtgpt.serve.megatron_request import OPTION_KEYS, ApiRequest
 from dtgpt.serve.token_names import LOWEST_LOGPROB
 from dtgpt.util.errors import UserError, shown
 
@@ -36,7 +36,7 @@ def make_jobs(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig, seed: 
     if api.beam_width is not None:
         (ids,) = prompts
         return [_search(api, ids, new_tokens, api.beam_width, config)]
-    given = {one.name: getattr(api, one.offer.megatron) for one in declared(Sampling).values() if one.offer.megatron}
+    given = {name: getattr(api, key) for name, key in OPTION_KEYS.items()}
     given |= {"max_new_tokens": new_tokens, "seed": seed, "prompt_logprobs": api.logprobs}
     given["stop_on_eol"] = api.stop_on_eol and not api.stop_on_double_eol
     options = Options(**given)
@@ -94,9 +94,10 @@ def _search(api: ApiRequest, ids: list[int], new_tokens: int, width: int, config
         stops = {"ends": False, "stop_token_ids": (api.stop_token,) * (0 <= api.stop_token < config.vocab_size)}
     options = Options(
         max_new_tokens=new_tokens, num_return_sequences=width,
-        prevent_newline_after_colon=api.prevent_newline_after_colon, **stops,
+        prevent_newline_after_colon=api.prevent_newline_after_colon,
+        search=Beams(width=width, length_penalty=api.length_penalty, ended_bound=True), **stops,
     )  # fmt: skip
-    return PromptJob(ids, options, rules=Beams(width=width, length_penalty=api.length_penalty, ended_bound=True))
+    return PromptJob(ids, options)
 
 
 def answer(

@@ -14,6 +14,18 @@ from dtgpt.util.errors import UserError
 MOST_PROMPTS = 128
 HIGHEST_TEMPERATURE, MOST_TOP_K = float(OPTIONS["temperature"].most), 1000
 LARGEST_SEED = OPTIONS["seed"].most
+OPTION_KEYS = {  # options of generation -> keys
+    "max_new_tokens": "tokens_to_generate",
+    "seed": "random_seed",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "top_p_decay": "top_p_decay",
+    "top_p_bound": "top_p_bound",
+    "prevent_newline_after_colon": "prevent_newline_after_colon",
+    "stop_on_eol": "stop_on_eol",
+    "stop_on_double_eol": "stop_on_double_eol",
+}
 NOT_TEXTS = "prompts is not a list of strings"
 
 

@@ -22,12 +22,12 @@ from dtgpt.serve.token_names import TokenNames
 
 def routes(service: Service) -> list[Route]:
     """Return the routes of OpenAI's API."""
-    tokenizer = service.generator.known_tokenizer
+    tokenizer = service.model.known_tokenizer
     names = TokenNames(tokenizer)
 
     @cache
     def prompts(large: bool) -> ChatPrompts:  # each with a process: a long chat does not hold short ones up
-        return ChatPrompts(service.tokenizer, service.config, service.generator.special.ends)
+        return ChatPrompts(service.tokenizer, service.config, service.model.special.ends)
 
     async def create(request: Request) -> Response:
         asked = await _read(request, await read_json(request, service.limits), service)
@@ -73,7 +73,7 @@ def routes(service: Service) -> list[Route]:
 
 async def _read(request: Request, body: dict[str, Any], service: Service) -> CompletionRequest:
     """Return the request in a JSON object. Encoding a long prompt does not hold other requests up."""
-    arguments = body, service.generator, service.model_id, service.limits
+    arguments = body, service.model, service.model_id, service.limits
     if _size(body.get("prompt")) < LONG:
         return read_request(*arguments)
     return await in_thread(request, read_request, *arguments)

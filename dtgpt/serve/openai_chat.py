@@ -47,7 +47,7 @@ def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[
     asked |= {"prompt": ids, "max_tokens": room if tokens is None else tokens}
     own = likeliest, rendered.stops
     try:
-        return read_request(asked, service.generator, service.model_id, service.limits, *own)
+        return read_request(asked, service.model, service.model_id, service.limits, *own)
     except HttpProblem as problem:
         if problem.param == "max_tokens":
             problem.param, problem.message = length, problem.message.replace("max_tokens", length)

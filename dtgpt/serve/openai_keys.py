@@ -5,8 +5,8 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from dtgpt.inference.options import OPTIONS, plain
-from dtgpt.inference.sampling import check_whole
+from dtgpt.inference.options import OPTIONS, Options, plain
+from dtgpt.inference.sampling import check_whole, declared
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.util.errors import UserError, shown, shown_name
 
@@ -16,7 +16,17 @@ ELSEWHERE = {  # names that other programs have for a key
     "num_return_sequences": "n", "random_seed": "seed", "stop_strings": "stop", "until": "stop", "prompts": "prompt",
     "top_logprobs": "logprobs", "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids",
 }  # fmt: skip
-OPTION_KEYS = {option.offer.openai: option for option in OPTIONS.values() if option.offer.openai is not None}
+NAMED = {  # options with another name there
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+}
+OPTION_KEYS = {
+    NAMED.get(name, name): option
+    for name, option in declared(Options).items()
+    if name not in ("ends", "top_logprobs", "prompt_logprobs")
+}
 
 Reader = Callable[[str, Any], Any]  # (key, value) -> value; raises UserError or HttpProblem
 

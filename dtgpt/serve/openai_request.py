@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.generator import Generator
+from dtgpt.inference.model import Model
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import check_ids, check_length, encode
 from dtgpt.inference.session import PromptJob
@@ -49,7 +49,7 @@ class CompletionRequest:
 
 
 def read_request(
-    body: dict[str, Any], generator: Generator, model: str, limits: RequestLimits, likeliest: int | None = None,
+    body: dict[str, Any], served: Model, model: str, limits: RequestLimits, likeliest: int | None = None,
     stops: tuple[str, ...] = (),
 ) -> CompletionRequest:  # fmt: skip
     """Return the request in a JSON object, to the server of `model`. `likeliest` and `stops`: of a chat, the number of
@@ -66,9 +66,9 @@ def read_request(
     split = keys.get("split_special_tokens", False)
     seed = keys["seed"] if "seed" in keys else draw_seed()
     prompts, jobs = list[Prompt](), list[PromptJob]()
-    for index, prompt in enumerate(_read_prompts(keys["prompt"], generator, limits, split)):
+    for index, prompt in enumerate(_read_prompts(keys["prompt"], served, limits, split)):
         prompts.append(prompt)
-        jobs.append(_job(keys, prompt, index, seed, generator, stops))  # which ends all where the first one is too long
+        jobs.append(_job(keys, prompt, index, seed, served, stops))  # which ends all where the first one is too long
     return CompletionRequest(
         prompts=prompts, jobs=jobs, seed=seed, include_usage=bool(keys["stream_options"]),
         **{name: keys[name] for name in ("n", "best_of", "echo", "logprobs", "stream", "return_token_ids")},
@@ -101,7 +101,7 @@ def _check_together(keys: dict[str, Any]) -> None:
             raise HttpProblem(400, sentence, name)
 
 
-def _read_prompts(given: Any, generator: Generator, limits: RequestLimits, split: bool) -> Iterator[Prompt]:
+def _read_prompts(given: Any, served: Model, limits: RequestLimits, split: bool) -> Iterator[Prompt]:
     """Yield the prompts of a text, of ids, or of a list of either; None begins a document, and so does a list without
     ids among others. `split`: names of special tokens in a text are text as any other."""
     several = [given] if given is None or isinstance(given, str) or _is_ids(given) else given
@@ -115,23 +115,23 @@ def _read_prompts(given: Any, generator: Generator, limits: RequestLimits, split
         raise HttpProblem(400, f"prompt={shown(given)} is not a prompt; give {KINDS}", "prompt")
     for one in several:
         try:
-            prompt = _read_prompt(one, generator, split)
+            prompt = _read_prompt(one, served, split)
         except UserError as error:
             raise bad_request(error, "prompt") from None
         yield prompt
 
 
-def _read_prompt(given: Any, generator: Generator, split: bool) -> Prompt:
+def _read_prompt(given: Any, served: Model, split: bool) -> Prompt:
     """Return a prompt. Raise UserError where it is not one."""
     if given is None or given == []:
-        ids = encode("", generator.tokenizer, generator.config)
-        return Prompt(ids, generator.tokenizer.decode(ids))
+        ids = encode("", served.tokenizer, served.config)
+        return Prompt(ids, served.tokenizer.decode(ids))
     if isinstance(given, str):
-        check_length(given, generator.tokenizer, generator.config)
-        return Prompt(encode(given, generator.tokenizer, generator.config, split), given)
-    ids = check_ids(given, generator.config)
-    fits = len(ids) <= generator.config.seq_length  # else nobody wants the text
-    return Prompt(ids, text_of(generator.known_tokenizer, ids) if fits else "")
+        check_length(given, served.tokenizer, served.config)
+        return Prompt(encode(given, served.tokenizer, served.config, split), given)
+    ids = check_ids(given, served.config)
+    fits = len(ids) <= served.config.seq_length  # else nobody wants the text
+    return Prompt(ids, text_of(served.known_tokenizer, ids) if fits else "")
 
 
 def _is_ids(value: Any) -> bool:
@@ -144,18 +144,18 @@ def text_of(tokenizer: Tokenizer | None, ids: list[int]) -> str:
 
 
 def _job(
-    keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator: Generator, stops: tuple[str, ...]
+    keys: dict[str, Any], prompt: Prompt, index: int, seed: int, served: Model, stops: tuple[str, ...]
 ) -> PromptJob:
     """Return the job of a prompt. Raise HttpProblem where the model cannot do it."""
-    positions = generator.config.seq_length
+    positions = served.config.seq_length
     new = keys.get("max_tokens")
     if new is None:
         new = max(1, min(NEW_TOKENS, positions - len(prompt.ids)))
     if len(prompt.ids) + new > positions:
         raise HttpProblem(400, _too_long(len(prompt.ids), new, positions), "max_tokens", code=TOO_LONG)
-    job = PromptJob(prompt.ids, _options(keys, new, seed, generator.vocab_size), index, stops=stops)
+    job = PromptJob(prompt.ids, _options(keys, new, seed, served.vocab_size), index, stops=stops)
     try:
-        generator.check(job)
+        served.check(job)
     except UserError as error:
         raise _renamed(error) from None
     return job

@@ -18,19 +18,19 @@ class Server:
 
     def __init__(self, service: Service, listener: socket.socket, host: str):
         self._service, self._host = service, host
-        several = service.generator.mesh.world > 1
+        several = service.model.mesh.world > 1
         watch = partial(end_where_a_rank_is_silent, service.worker) if several else (lambda: None)
         self._http = HttpServer(make_app(service), listener, watch, service.worker.stop)
 
     def serve(self, session: Session, warm: bool, drain: float) -> None:
         """Serve until a signal ends it and running requests are finished, within `drain` seconds. `warm`: run steps of
         all shapes before the port opens."""
-        generator = self._service.generator
+        model = self._service.model
         if warm:
-            graphs = generator.mesh.device.type == "cuda"
+            graphs = model.mesh.device.type == "cuda"
             if graphs:
                 say_error("preparing steps of all shapes, which takes up to a minute (--warm-up off: at first use)")
-            warm_up(session, generator.slots, generator.config.seq_length, graphs)
+            warm_up(session, model.slots, model.config.seq_length, graphs)
         allow_many_connections()
         gc.collect()
         gc.freeze()  # what was imported need not be searched for garbage again, which takes as long as many steps

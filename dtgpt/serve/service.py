@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.generator import Generator
+from dtgpt.inference.model import Model
 from dtgpt.inference.session import PromptJob
 from dtgpt.models.config import ModelConfig
 from dtgpt.serve.limits import RequestLimits
@@ -89,7 +89,7 @@ class Service:
     have, or several with commas in between, one for each client; None: none.
     """
 
-    generator: Generator
+    model: Model
     worker: EngineWorker
     model_id: str
     api_key: str | None = None
@@ -99,7 +99,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        if (tokenizer := self.generator.known_tokenizer) is not None:
+        if (tokenizer := self.model.known_tokenizer) is not None:
             tokenizer.name = Path(tokenizer.name).name  # it may be a path, and sentences with it are told to clients
 
     @property
@@ -112,12 +112,12 @@ class Service:
 
     @property
     def config(self) -> ModelConfig:
-        return self.generator.config
+        return self.model.config
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model. Raises UserError where there is none."""
-        return self.generator.tokenizer
+        return self.model.tokenizer
 
     def submit(
         self, request: Request, jobs: list[PromptJob], prompts: Sequence[Any] = (), quiet: bool = False

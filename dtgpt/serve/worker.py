@@ -204,7 +204,7 @@ class EngineWorker:
         self._take_commands(session)
         if self._deadline is not None and time.monotonic() >= self._deadline:
             for number in list(self._places):
-                session.cancel(number)
+                session.engine.cancel(number)
         if session.busy:
             begin = self._since = time.monotonic()
             updates = session.step()
@@ -215,7 +215,7 @@ class EngineWorker:
     def _take_commands(self, session: Session) -> None:
         """Execute what was put into the queue. Wait for it where the engine has nothing to do."""
         if not session.busy and self._deadline is None:
-            command: Command = Session.ping  # nobody else would notice a rank that hangs while nothing is asked
+            command: Command = _ping  # nobody else would notice a rank that hangs while nothing is asked
             self._since = None
             with suppress(Empty):
                 command = self._commands.get(timeout=HEARTBEAT)
@@ -240,7 +240,7 @@ class EngineWorker:
     def _stop(self, session: Session, ticket: Ticket) -> None:
         for number in self._numbers.get(ticket, []):
             if number in self._places:
-                session.cancel(number)
+                session.engine.cancel(number)
 
     def _drain(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -250,7 +250,7 @@ class EngineWorker:
     def _doubt_weights(self, session: Session) -> None:
         """Take no new requests where logits are not finite because the weights are not."""
         if self._finite_weights is None:
-            self._finite_weights = session.has_finite_weights()
+            self._finite_weights = session.engine.has_finite_weights()
             if not self._finite_weights and self._state == "ready":
                 self._state = NOT_FINITE
 
@@ -281,6 +281,10 @@ class EngineWorker:
     def _fail_tickets(self, error: HttpProblem) -> None:
         for ticket in list(self._tickets):
             _call(ticket.loop, ticket.fail, error)
+
+
+def _ping(session: Session) -> None:
+    session.engine.ping()
 
 
 def _deliver(batch: dict[Ticket, list[SequenceUpdate]]) -> None:

@@ -100,6 +100,12 @@ def what_runs_on(
     )
 
 
+@functools.cache
+def has_float8(device: torch.device) -> bool:
+    """Return whether a GPU multiplies 8-bit floats, as those from compute capability 8.9 on do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return dense FLOP/s at 16 bits; None where they are not known, and in fp32, whose peak depends on TF32."""
     if device.type != "cuda" or dtype.itemsize != 2:

@@ -85,7 +85,13 @@ class Capability:
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
     state_bytes: tuple[str, ...] = ()  # of a rank, before it allocates: a function of its settings and its number
     plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes
+    sharings: tuple[str, ...] = ()  # of the tokens of a row by samples: a `models.layers.Sharing` for `Batch.copies`
+    prompt_options: tuple[str, ...] = ()  # of `dtgpt generate`: a dataclass of options, with a function `chosen`
+    searches: tuple[str, ...] = ()  # for sequences, in place of draws: an `inference.options.SearchKind`
+    decoders: tuple[str, ...] = ()  # what serves decode steps: an `inference.forward.DecodeKernels`
     explanations: tuple[str, ...] = ()  # `Explanations`
+    # What may serve an operation: a sequence of `ops.serve.Kernel`, by the operation's name.
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
 
 OFF = (None, False, 0, "", "off")

@@ -25,7 +25,7 @@ from dtgpt.checkpoint.shard_file import (
     write_file,
 )
 from dtgpt.parallel.coordinates import chunk
-from dtgpt.parallel.shards import slices
+from dtgpt.parallel.layout import slices
 from dtgpt.util.storage import write_text
 
 CASES = 60

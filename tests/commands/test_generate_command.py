@@ -17,7 +17,7 @@ import dtgpt
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.cli import main
 from dtgpt.commands.generate import GenerateOptions
-from dtgpt.commands.prompts import NOT_OPTIONS, read_prompts_file
+from dtgpt.commands.prompt_files.prompts import NOT_OPTIONS, read_prompts_file
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import NAMES

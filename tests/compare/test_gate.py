@@ -12,6 +12,7 @@ from dtgpt.compare.gate import Reference, locate
 from dtgpt.compare.record import Tracing
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
+from tests.support.interpreter import first_kernels_of
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 
@@ -99,9 +100,8 @@ def test_a_part_of_a_gradient_is_told_from_a_fault(recipe, tmp_path, monkeypatch
     which there is one sample."""
     monkeypatch.setattr("dtgpt.compare.float64.OPERATIONS", 0.0)
     tracing = Tracing(tmp_path / "one", tmp_path / "shared", is_reference=True)
-    with monkeypatch.context() as patch:
-        for module in ("norm", "residual"):
-            patch.setattr(f"dtgpt.ops.norm.{module}.may_fuse", lambda x: x.dtype != torch.float64)
+    fused = ("norm_and_pass", "residual_norm", "residual")
+    with first_kernels_of(*fused, where=lambda x: x.dtype != torch.float64):
         reference = Reference(tracing.file, traced_record(recipe, tracing))
     assert located(recipe, reference, tmp_path).fault is None
     change, module, _ = FAULTS["backward"]

@@ -9,8 +9,7 @@ import torch
 from dtgpt.models.batch import Batch, DocumentMasks, document_bounds, reset_positions
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.ops.attention.core import causal_attention
-from dtgpt.ops.attention.flash import hidden_columns
+from dtgpt.ops.attention.core import causal_attention, hidden_columns
 from dtgpt.ops.loss.cross_entropy import cross_entropy
 from dtgpt.ops.loss.head import head_loss
 from dtgpt.ops.random.philox import root_key

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.inference.beam import Beams
+from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.models.decoder import build_model
@@ -85,7 +85,7 @@ def test_beams(models, width, length_penalty, rules):
                 length_penalty=length_penalty, early_stopping=early, output_scores=True, **rules,
             )  # fmt: skip
             sampling = Sampling(max_new_tokens=NEW, stop_token_ids=tuple(stops), **rules)
-            events = events_of(model, Request(ids=prompt, sampling=sampling, beams=beams, choices=returned))
+            events = events_of(model, Request(ids=prompt, sampling=sampling, search=beams, choices=returned))
             assert [event.choice for event in events] == list(range(returned))
             sequences = [up_to_end(ids, stops) for ids in found.sequences[:, len(prompt) :].tolist()]
             assert [event.ids for event in events] == sequences

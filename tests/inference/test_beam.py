@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtgpt.inference.beam import BeamRow, Beams, BeamSearch, Hypothesis, fp32
+from dtgpt.inference.beams.search import BeamRow, Beams, BeamSearch, Hypothesis, fp32
 from dtgpt.util.errors import UserError
 
 LogProbs = Callable[[tuple[int, ...]], list[float]]  # of every token after these
@@ -130,4 +130,4 @@ def test_a_token_of_probability_0_is_never_taken():
 ])  # fmt: skip
 def test_what_cannot_be_searched_is_refused(beams, choices, words):
     with pytest.raises(UserError, match=words):
-        beams.validate(10, choices)
+        beams.check(10, choices)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtgpt.config.plan import Plan
-from dtgpt.inference.beam import Beams
+from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import PROMPT, Request
 from dtgpt.inference.sampling import Sampling, SpecialIds
@@ -29,7 +29,7 @@ def model() -> Decoder:
 
 def asked(width: int = 3, **changes) -> Request:
     sampling = changes.pop("sampling", Sampling(max_new_tokens=8))
-    return Request(ids=PROMPT_IDS, sampling=sampling, beams=Beams(width=width), **changes)
+    return Request(ids=PROMPT_IDS, sampling=sampling, search=Beams(width=width), **changes)
 
 
 def test_one_event_has_all_of_a_sequence(model):
@@ -68,7 +68,7 @@ def test_where_rules_ban_every_token_sequences_end_as_they_are(model):
     sampling = Sampling(max_new_tokens=5, no_repeat_ngram_size=1)
 
     def found(ids: list[int]) -> list[tuple]:
-        request = Request(ids=ids, sampling=sampling, beams=Beams(width=2), choices=2)
+        request = Request(ids=ids, sampling=sampling, search=Beams(width=2), choices=2)
         return [(event.ids, event.finish) for event in events_of(small, request)]
 
     assert sorted(found([0, 1])) == [([2, 3], "length"), ([3, 2], "length")]
@@ -77,15 +77,15 @@ def test_where_rules_ban_every_token_sequences_end_as_they_are(model):
 
 def test_a_search_takes_a_step_when_it_is_told_to_and_others_take_single_steps_beside_it():
     scheduler = Scheduler(slots=4)
-    scheduler.add(0, prefill=0, choices=3, new_tokens=9, beams=True)
+    scheduler.add(0, prefill=0, choices=3, new_tokens=9, searches=True)
     scheduler.add(1, prefill=0, choices=1, new_tokens=9)
     beams, other = [Row(0, choice, choice) for choice in range(3)], Row(1, 0, 3)
     first = scheduler.next_round()
-    assert (first.rows, first.steps, first.beams) == ([other], 1, (beams[0],))
+    assert (first.rows, first.steps, first.searched) == ([other], 1, (beams[0],))
     waiting = scheduler.next_round()
-    assert (waiting.rows, waiting.steps, waiting.beams) == ([other], 1, ())
+    assert (waiting.rows, waiting.steps, waiting.searched) == ([other], 1, ())
     scheduler.go_on(0, [2, 0])
-    assert scheduler.next_round().beams == (beams[0], beams[2])
+    assert scheduler.next_round().searched == (beams[0], beams[2])
     for choice in range(3):
         scheduler.finish(0, choice)
     assert scheduler.next_round().steps == 6

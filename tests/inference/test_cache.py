@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtgpt.config.plan import Plan
-from dtgpt.inference.cache import Cache
+from dtgpt.inference.cache import Cache, SlotState
 from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, slots_that_fit
-from dtgpt.inference.runner import ModelRunner
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
-from dtgpt.inference.slot_state import SlotState
+from dtgpt.inference.step import Step
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
@@ -39,9 +38,9 @@ TOLERANCE = 1e-5
 quick = settings(deadline=None, max_examples=30)
 
 
-def make_runner(config, backend="auto", slots=3):
+def make_step(config, backend="auto", slots=3):
     stages, mesh = bodies.inference_stages(config, "single", attention=backend)
-    return ModelRunner(stages, mesh, config, torch.float32, slots)
+    return Step(stages, mesh, config, torch.float32, slots)
 
 
 def whole_log_probabilities(config, ids):
@@ -50,20 +49,20 @@ def whole_log_probabilities(config, ids):
     return torch.log_softmax(bodies.whole_logits(model, ids), dim=-1)
 
 
-def cached_log_probabilities(runner, ids, borders, decoded, slot):
+def cached_log_probabilities(step, ids, borders, decoded, slot):
     """[T - 1, V] of the tokens after each of ids[:-1]: chunks between borders, then `decoded` single steps."""
     rows = []
     for first, stop in pairwise(borders):
-        results = runner.score(slot, ids[first : stop + 1], first, alternatives=VOCABULARY).wait()
+        results = step.score(slot, ids[first : stop + 1], first, alternatives=VOCABULARY).wait()
         rows.append((results.top_ids, results.top_logprobs))
     prompt = len(ids) - decoded
     sampling = Sampling(max_new_tokens=decoded, temperature=0)
-    runner.start(slot, SlotState.encode(ids[:prompt], sampling, SpecialIds(), 0, 0))
+    step.cache.state.set(slot, SlotState.encode(ids[:prompt], sampling, SpecialIds(), 0, 0))
     variant = variant_of([sampling], alternatives=VOCABULARY)
     for token in ids[prompt:]:
-        results = runner.decode([slot], 1, variant).wait()
+        results = step.decode([slot], 1, variant).wait()
         rows.append((results.top_ids[0], results.top_logprobs[0]))
-        runner.assign([slot], [token])
+        step.cache.state.assign([slot], [token])
     top_ids, logprobs = (torch.cat(parts) for parts in zip(*rows, strict=True))
     return torch.empty(len(ids) - 1, VOCABULARY).scatter_(1, top_ids, logprobs)
 
@@ -77,7 +76,7 @@ UNKNOWN = [(WindowedConfig, backend) for backend in ("sdpa", "fused_softmax", "f
 def test_cached_is_recomputed_whatever_the_back_end_the_chunks_and_what_the_slot_held(architecture, backend):
     config = CONFIGS[architecture]
     expected = whole_log_probabilities(config, IDS)
-    runner = make_runner(config, backend)
+    step = make_step(config, backend)
 
     @quick
     @given(st.data())
@@ -87,47 +86,47 @@ def test_cached_is_recomputed_whatever_the_back_end_the_chunks_and_what_the_slot
         cuts = data.draw(st.sets(st.integers(1, length - 1)))
         borders = [0, *sorted(cut for cut in cuts if cut < length - decoded - 1), length - decoded - 1]
         if data.draw(st.booleans()):
-            bodies.poison(runner.cache)
+            bodies.poison(step.cache)
         slot = data.draw(st.integers(0, 2))
-        found = cached_log_probabilities(runner, IDS[:length], sorted(set(borders)), decoded, slot)
+        found = cached_log_probabilities(step, IDS[:length], sorted(set(borders)), decoded, slot)
         assert (found - expected[: length - 1]).abs().max() < TOLERANCE * expected.abs().max()
 
     run()
 
 
 def test_slots_may_change_places():
-    runner = make_runner(CONFIGS[GPT2Config], slots=4)
-    for layer in runner.cache.layers:
+    step = make_step(CONFIGS[GPT2Config], slots=4)
+    for layer in step.cache.layers:
         for kept in (layer.keys, layer.values):
             kept.normal_(generator=torch.Generator().manual_seed(1))
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in runner.cache.layers]
-    runner.copy([2, 0, 1, 1], [0, 1, 2, 3], length=5)
-    for layer, old in zip(runner.cache.layers, before, strict=True):
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in step.cache.layers]
+    step.cache.copy([2, 0, 1, 1], [0, 1, 2, 3], length=5)
+    for layer, old in zip(step.cache.layers, before, strict=True):
         for kept, was in zip((layer.keys, layer.values), old, strict=True):
             assert torch.equal(kept[:4, :, :5], was[[2, 0, 1, 1], :, :5])
             assert torch.equal(kept[:4, :, 5:], was[:4, :, 5:]) and torch.equal(kept[4], was[4])
 
 
 def test_attention_over_the_scratch_slot_stays_short():
-    runner = make_runner(CONFIGS[GPT2Config], slots=3)
+    step = make_step(CONFIGS[GPT2Config], slots=3)
     sampling = Sampling(max_new_tokens=9)
     for slot in range(3):
-        runner.start(slot, SlotState.encode([5], sampling, SpecialIds(), 0, slot))
+        step.cache.state.set(slot, SlotState.encode([5], sampling, SpecialIds(), 0, slot))
     for _ in range(3):
-        runner.decode([0, 1, 2], 3, variant_of([sampling]))  # four rows, one of them scratch
-    assert runner.state.position.tolist() == [9, 9, 9, 3]
+        step.decode([0, 1, 2], 3, variant_of([sampling]))  # four rows, one of them scratch
+    assert step.cache.state.position.tolist() == [9, 9, 9, 3]
 
 
-def test_a_detached_runner_leaves_the_stages_as_they_were():
+def test_a_detached_step_leaves_the_stages_as_they_were():
     config = CONFIGS[GPT2Config]
-    runner = make_runner(config)
-    (stage,) = runner.stages
+    step = make_step(config)
+    (stage,) = step.stages
     before = bodies.whole_logits(stage, IDS)
     for _ in range(2):
-        runner.prefill(0, IDS[:5])
+        step.read([0], [IDS[:5]])
         with pytest.raises(RuntimeError, match="not run by a step"):
             bodies.whole_logits(stage, IDS)
-        runner.detach()
+        step.detach()
         assert torch.equal(bodies.whole_logits(stage, IDS), before)
 
 

@@ -128,12 +128,12 @@ def test_the_tokenizer_counts_where_the_files_name_no_token_of_the_model(bare, t
         folder = write_tokenizer(naming(bare, tmp_path / str(number), generation))
         model = dtgpt.load(folder)
         assert model.generate(PROMPT, logit_bias={end: 100}) == [end]
-        assert model.generator.special.ends == (end,)
+        assert model.special.ends == (end,)
 
 
 def test_completions_and_chats_of_a_server(talking, free):
     model = dtgpt.load(talking)
-    with served(model.generator) as service, client(make_app(service)) as http:
+    with served(model) as service, client(make_app(service)) as http:
         asked = {"max_tokens": NEW, "temperature": 0, "return_token_ids": True}
         (choice,) = http.post("/v1/completions", json={"prompt": PROMPT, **asked}).json()["choices"]
         assert choice["finish_reason"] == "stop" and choice["token_ids"] == free[:5]
@@ -167,7 +167,7 @@ def test_a_run_that_begins_with_the_model_and_what_is_made_of_it(talking, free, 
     convert(run, tmp_path / "weights", ConvertOptions())
     convert(tmp_path / "weights", tmp_path / "hf", ConvertOptions(to="hf"))
     for model in (run, run / "checkpoints" / "step_00000001", tmp_path / "weights", tmp_path / "hf"):
-        assert dtgpt.load(model).generator.special.ends == tuple(many)
+        assert dtgpt.load(model).special.ends == tuple(many)
     config = transformers.GenerationConfig.from_pretrained(tmp_path / "hf")
     assert config.eos_token_id == many
     other = override(recipe, ["--init_from", str(tmp_path / "many"), "--data.tokenizer", "bytes"])

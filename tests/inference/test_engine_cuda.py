@@ -13,6 +13,7 @@ import torch
 
 import dtgpt
 from dtgpt.config.plan import Plan
+from dtgpt.inference.cache import SlotState
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import NO_SPECIAL_IDS, Request
 from dtgpt.inference.sampling import Sampling
@@ -46,7 +47,7 @@ SAMPLINGS = {
 def make(config, dtype: torch.dtype, slots: int = 16, graphs: bool = True) -> Engine:
     model = build_model(config, CUDA, dtype, root_key(0, CUDA)).to(dtype)
     engine = Engine([model], Mesh(Plan().for_world(1), CUDA), config, dtype, slots, graphs=graphs)
-    poison(engine._runner.cache)
+    poison(engine._rank_step.cache)
     return engine
 
 
@@ -71,7 +72,7 @@ def serve(engine: Engine, asked: list[Request]) -> list[list[int]]:
 )
 def test_the_text_is_the_same_alone_and_in_company(config, name):
     engine, asked = make(config, torch.bfloat16), requests(SAMPLINGS[name])
-    assert engine._runner.step._fused is not None
+    assert engine._rank_step.passes._decoders is not None
     together = serve(engine, asked)
     assert [serve(engine, [request])[0] for request in reversed(asked)][::-1] == together
     assert serve(make(config, torch.bfloat16, slots=3), asked) == together
@@ -88,30 +89,30 @@ def test_the_cache_of_a_prompt_has_the_same_bits_alone_and_in_batches(config, dt
     """Both in the pass that checks a shape and in later replays. A shape that had other bits would be read one prompt
     at a time: then the cache is right, but the last line fails, and nothing is gained."""
     engine = make(config, dtype, slots=64)
-    runner, generator = engine._runner, torch.Generator().manual_seed(3)
+    step, generator = engine._rank_step, torch.Generator().manual_seed(3)
     for tokens, counts in BATCHES.items():
         if tokens > config.seq_length:
             continue
         prompts = torch.randint(0, 1000, (max(counts), tokens), generator=generator).tolist()
         alone = []
         for ids in prompts:
-            runner.prefill(0, ids)
-            alone.append(kept_of(runner.cache, 0)[:, :, :, :tokens])
+            step.read([0], [ids])
+            alone.append(kept_of(step.cache, 0)[:, :, :, :tokens])
         for count in counts:
             for first in (0, 0, max(counts) - count):  # the same batch again, and one of other prompts
-                poison(runner.cache)
+                poison(step.cache)
                 slots = torch.randperm(64, generator=generator)[:count].tolist()
-                runner.prefill_batch(slots, prompts[first : first + count])
+                step.read(slots, prompts[first : first + count])
                 for slot, wanted in zip(slots, alone[first : first + count], strict=True):
-                    assert torch.equal(kept_of(runner.cache, slot)[:, :, :, :tokens], wanted), (tokens, count)
-    assert all(runner.prompts._equal.values()), runner.prompts._equal
-    assert runner.prompts._equal.keys() >= {(64, 16), (4, 64), (8, 256), (16, 512)}
+                    assert torch.equal(kept_of(step.cache, slot)[:, :, :, :tokens], wanted), (tokens, count)
+    assert all(step._equal.values()), step._equal
+    assert step._equal.keys() >= {(64, 16), (4, 64), (8, 256), (16, 512)}
 
 
 def test_products_of_training_are_as_before():
     before = torch.backends.cuda.preferred_blas_library()
-    runner = make(CONFIG, torch.bfloat16)._runner
-    runner.prefill_batch([0, 1], [[1] * 150] * 2)
+    step = make(CONFIG, torch.bfloat16)._rank_step
+    step.read([0, 1], [[1] * 150] * 2)
     assert torch.backends.cuda.preferred_blas_library() == before
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction_split_k
 
@@ -134,7 +135,7 @@ OTHER = OtherConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=512, v
 )  # fmt: skip
 def test_log_probabilities_are_those_of_the_whole_window(config, dtype, bound):
     engine = make(config, dtype)
-    model = engine._runner.stages[0]
+    model = engine._rank_step.stages[0]
     asked = [request for request in requests(SAMPLINGS["plain"]) if len(request.ids) < 480]
     handles = [engine.submit(request) for request in asked]
     events = drain(engine)
@@ -151,15 +152,15 @@ def test_log_probabilities_are_those_of_the_whole_window(config, dtype, bound):
 
 def test_the_host_never_waits_in_a_round():
     engine = make(CONFIG, torch.bfloat16)
-    runner, slots = engine._runner, [0, 1, 2]
+    step, slots = engine._rank_step, [0, 1, 2]
     for slot in slots:
-        runner.prefill(slot, [1, 2, 3])
-        runner.start(slot, runner.state.encode([1, 2, 3, 4], Sampling(), NO_SPECIAL_IDS, slot, 0))
-    runner.decode(slots, 8, Variant())
+        step.read([slot], [[1, 2, 3]])
+        step.cache.state.set(slot, SlotState.encode([1, 2, 3, 4], Sampling(), NO_SPECIAL_IDS, slot, 0))
+    step.decode(slots, 8, Variant())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pending = [runner.decode(slots, 8, Variant()) for _ in range(3)]
+        pending = [step.decode(slots, 8, Variant()) for _ in range(3)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(math.isfinite(value) for value in pending[-1].wait().logprobs.flatten().tolist())

@@ -11,8 +11,9 @@ import dtgpt
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.inference import load
 from dtgpt.inference.engine import Engine
+from dtgpt.inference.kernels import serve
+from dtgpt.inference.kernels.serve import KERNELS
 from dtgpt.inference.request import PROMPT, Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.interop.hf.model import save_huggingface
@@ -22,7 +23,8 @@ from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.pointwise.linear import FEW, linear, split_sums
+from dtgpt.ops.kernels.linear import FEW
+from dtgpt.ops.pointwise.linear import linear, split_sums
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel import local
 from dtgpt.parallel.build import build_stages, compile_forward
@@ -92,7 +94,7 @@ def generated(engine: Engine) -> list[tuple[list[int], list[float], int]]:
     """Return (ids, log-probabilities, first position of these) of sequences that fill the cache, drawn together: half
     of the prompts are scored, in cuts or whole."""
     config = engine.config
-    poison(engine._runner.cache)
+    poison(engine._rank_step.cache)
     generator, found = torch.Generator().manual_seed(0), {}
     for index, length in enumerate((1, 2, 16, 17, 40, 64, 65, 127, 128, 129, 200, 255)):
         ids = torch.randint(0, 1000, (length,), generator=generator).tolist()
@@ -226,16 +228,16 @@ WITHOUT = {
 
 @pytest.mark.parametrize("config", WITHOUT.values(), ids=WITHOUT)
 def test_a_model_without_decode_kernels_is_refused(config):
-    load.check_blocks(GPT2)
-    load.check_blocks(replace(LLAMA, attention_bias="all", rope_scaling="yarn", window=LLAMA.seq_length))
+    KERNELS.check_blocks(GPT2)
+    KERNELS.check_blocks(replace(LLAMA, attention_bias="all", rope_scaling="yarn", window=LLAMA.seq_length))
     with pytest.raises(UserError, match=r"exact=True has kernels for GPT-2 and LLaMA blocks.*leave exact out"):
-        load.check_blocks(config)
+        KERNELS.check_blocks(config)
 
 
 def test_beams_are_refused(tmp_path):
     save_huggingface(InMemory(build_model(SMALL, CPU, torch.float32, root_key(0))), tmp_path / "model")
     model = dtgpt.load(tmp_path / "model", device="cpu")
-    model.generator.exact = True
+    model.exact = True
     with pytest.raises(UserError, match=r"num_beams=2 searches.*use num_beams=1"):
         model.generate([1, 2], num_beams=2)
 
@@ -249,13 +251,13 @@ def test_products_of_rows_have_the_gradients_of_others_where_tensor_parallelism_
 
 
 def test_more_tensor_parallel_ranks_than_two_and_two_in_fp32_are_refused(monkeypatch):
-    monkeypatch.setattr(load, "has_triton", lambda x: True)
-    load.check_exact(CPU, Plan(pp=2, tp=2).for_world(4), torch.bfloat16)
+    monkeypatch.setattr(serve, "has_triton", lambda x: True)
+    KERNELS.check_exact(CPU, Plan(pp=2, tp=2).for_world(4), torch.bfloat16)
     with pytest.raises(UserError, match=r"exact=True cannot hold under tp=4.*use tp=2"):
-        load.check_exact(CPU, Plan(tp=4).for_world(4), torch.bfloat16)
-    load.check_exact(CPU, Plan(pp=2).for_world(2), torch.float32)
+        KERNELS.check_exact(CPU, Plan(tp=4).for_world(4), torch.bfloat16)
+    KERNELS.check_exact(CPU, Plan(pp=2).for_world(2), torch.float32)
     with pytest.raises(UserError, match=r"exact=True cannot hold in fp32 under tp=2.*use precision bf16"):
-        load.check_exact(CPU, Plan(tp=2).for_world(2), torch.float32)
+        KERNELS.check_exact(CPU, Plan(tp=2).for_world(2), torch.float32)
 
 
 @pytest.mark.slow(2)

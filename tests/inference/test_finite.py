@@ -13,7 +13,7 @@ from dtgpt.config.plan import Plan
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import scorer_of
-from dtgpt.inference.beam import Beams
+from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.finite import LOGITS, NotFinite, has_finite_weights
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import NOT_FINITE, Event, Request
@@ -56,7 +56,7 @@ def model(folder):
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("changes", [{}, {"choices": 2}, {"beams": Beams(width=2)}, {"ids": [1] * 6},
+@pytest.mark.parametrize("changes", [{}, {"choices": 2}, {"search": Beams(width=2)}, {"ids": [1] * 6},
                                      {"ids": [1] * 7, "score_prompt": True}], ids=str)  # fmt: skip
 def test_a_request_ends_where_its_logits_are_not_finite_and_others_go_on(value, changes):
     model = broken_model(value)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from dtgpt.inference import fused
-from dtgpt.inference.fused import FusedStage
+from dtgpt.inference.kernels import stages
+from dtgpt.inference.kernels.stages import FusedStage
 from dtgpt.parallel.shared_memory import arena
 from dtgpt.parallel.shared_memory.arena import SWITCH
 from dtgpt.parallel.shared_memory.transport import SHARED_MEMORY
@@ -22,10 +22,10 @@ def process(monkeypatch) -> Group:
     """A process in its first group, which has made no exchange yet."""
     group = Group()
     monkeypatch.setattr(arena, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
-    monkeypatch.setattr(fused, "_exchanges", {})
+    monkeypatch.setattr(stages, "_exchanges", {})
     monkeypatch.setattr(arena, "_first_group", None)
     made = replace(SHARED_MEMORY, open_exchange=lambda mesh, group: "exchange")
-    monkeypatch.setattr(fused, "transport", lambda: made)
+    monkeypatch.setattr(stages, "transport", lambda: made)
     monkeypatch.delenv(SWITCH, raising=False)
     return group
 
@@ -37,7 +37,7 @@ def exchange_of(monkeypatch, built: bool = True, others: tuple[bool, bool] | Non
     def gather(vote: tuple[bool, bool]) -> list[tuple[bool, bool]]:
         return [vote, vote if others is None else others]
 
-    monkeypatch.setattr(fused, "kernels_of_few_rows", lambda blocks, keys, ranks: "kernels" if built else None)
+    monkeypatch.setattr(stages, "kernels_of_few_rows", lambda blocks, keys, ranks: "kernels" if built else None)
     stage = FusedStage.__new__(FusedStage)
     stage._exchange, stage._blocks, stage._keys = None, [], []
     stage._mesh = SimpleNamespace(tp_group=object(), plan=SimpleNamespace(tp=tp), gather=gather)

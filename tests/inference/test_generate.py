@@ -96,9 +96,9 @@ def test_a_text_depends_on_its_seed_and_its_index_and_not_on_its_neighbours(mode
     assert model.generate([[2], [1]], **options)[1] != alone
     assert model.generate([1], seed=1, **options) != alone
     assert model.generate([1], max_new_tokens=7, ends=False) == alone[:7]
-    small = dtgpt.load(model.generator.path, tokenizer=BYTES, slots=1)
+    small = dtgpt.load(model.path, tokenizer=BYTES, slots=1)
     prompts = [[i] for i in range(9)]
-    assert small.generate(prompts, **options) == model.generate(prompts, **options) and small.generator.slots == 1
+    assert small.generate(prompts, **options) == model.generate(prompts, **options) and small.slots == 1
 
 
 def test_slots_grow_with_the_calls_and_a_number_of_slots_is_kept(foreign):
@@ -106,11 +106,11 @@ def test_slots_grow_with_the_calls_and_a_number_of_slots_is_kept(foreign):
     seen = []
     for prompts in ([1], [[1]] * 3, [1], [[1]] * 9):
         model.generate(prompts, max_new_tokens=1)
-        seen.append(model.generator.slots)
+        seen.append(model.slots)
     assert seen == [1, 4, 4, 16]
-    cache = weakref.ref(model.generator.engine._runner.cache.layers[0].keys)
+    cache = weakref.ref(model.engine._rank_step.cache.layers[0].keys)
     model.generate([[1]] * 17, max_new_tokens=1)
-    assert cache() is None and model.generator.slots == 32
+    assert cache() is None and model.slots == 32
     few = dtgpt.load(foreign, slots=2)
     with pytest.raises(UserError, match="3 sequences of a prompt need as many slots of the cache, which has 2"):
         few.generate([1], num_return_sequences=3)
@@ -121,12 +121,12 @@ def test_slots_grow_with_the_calls_and_a_number_of_slots_is_kept(foreign):
 
 def test_slots_that_do_not_fit_are_told_before_they_are_made(foreign, monkeypatch):
     model = dtgpt.load(foreign)
-    one = model.generator.bytes_per_slot
-    monkeypatch.setattr("dtgpt.inference.generator.free_memory", lambda *_: 8 * one)
-    assert len(model.generate([[1]] * 9, max_new_tokens=2)) == 9 and model.generator.slots < 8
+    one = model.bytes_per_slot
+    monkeypatch.setattr("dtgpt.inference.model.free_memory", lambda *_: 8 * one)
+    assert len(model.generate([[1]] * 9, max_new_tokens=2)) == 9 and model.slots < 8
     with pytest.raises(UserError, match=r"20 slots of the cache, .*KiB each, do not fit .* but \d do"):
         model.generate([1], num_return_sequences=20)
-    monkeypatch.setattr("dtgpt.inference.generator.free_memory", lambda *_: one)
+    monkeypatch.setattr("dtgpt.inference.model.free_memory", lambda *_: one)
     with pytest.raises(UserError, match="MiB are free"):
         dtgpt.load(foreign).generate([1])
 
@@ -296,7 +296,7 @@ JSON = st.recursive(
 @given(options=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
 def test_any_value_of_any_option_is_taken_or_refused_in_one_sentence(model, options):
     try:
-        model.generator.check(PromptJob([1, 2], read_options(options, 2, CONFIG)))
+        model.check(PromptJob([1, 2], read_options(options, 2, CONFIG)))
     except UserError as error:
         assert "\n" not in str(error) and len(str(error)) < 400
 
@@ -316,7 +316,7 @@ def test_a_model_with_gpt2s_vocabulary_ends_without_its_tokenizer(tmp_path, monk
     assert model.generate([1], logit_bias={50256: 100}) == [50256]
     assert model.generate([1], logit_bias={628: 100}, stop_on_double_eol=True) == [628]
     assert model.generate([1], max_new_tokens=2, details=True).text is None
-    assert model.generator.special == special_ids(from_files(*gpt2_files(tmp_path)), [50256])
+    assert model.special == special_ids(from_files(*gpt2_files(tmp_path)), [50256])
 
 
 def test_the_default_number_of_tokens_is_what_the_positions_leave(model):

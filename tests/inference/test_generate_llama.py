@@ -13,8 +13,9 @@ from dtgpt.cli import main
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.tokenizers.open import make_tokenizer
-from dtgpt.inference import generator
-from dtgpt.inference.beam import Beams
+from dtgpt.inference import model as models
+from dtgpt.inference.beams.search import Beams
+from dtgpt.inference.commands import Read
 from dtgpt.inference.memory import bytes_per_slot
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
@@ -68,7 +69,7 @@ def requests() -> list[Request]:
     asked = [Request(ids=ids, sampling=drawn, prompt_index=i) for i, ids in enumerate(PROMPTS)]
     asked[1] = Request(ids=PROMPTS[1], sampling=drawn, choices=3)
     asked[3] = Request(ids=PROMPTS[3], sampling=Sampling(temperature=0.0, max_new_tokens=NEW), score_prompt=True)
-    return [*asked, Request(ids=PROMPTS[4], sampling=Sampling(max_new_tokens=NEW), beams=Beams(width=3))]
+    return [*asked, Request(ids=PROMPTS[4], sampling=Sampling(max_new_tokens=NEW), search=Beams(width=3))]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +113,8 @@ def test_the_cache_keeps_rotated_keys_of_the_heads_of_keys_alone():
     rows = []
     with engine_of(model, slots=1) as engine:
         for ids in ([5, 7, 7], [7, 5, 7]):
-            engine.commands.prefill(0, ids)
-            rows.append(engine._runner.cache.layers[0].keys[0].clone())
+            engine.command(Read([0], [ids]))
+            rows.append(engine._rank_step.cache.layers[0].keys[0].clone())
     first, second = rows
     assert first.shape == (2, 48, 8)
     assert torch.equal(first[:, 2], second[:, 2]) and not torch.allclose(first[:, 1], first[:, 2])
@@ -149,7 +150,7 @@ def test_shorter_slots_change_no_text_and_take_less_memory(folder):
     position = 8 + 4 * whole.config.num_layers * sum(
         2 * size.heads * size.dim for size in core_sizes(whole.config, 0, 1)
     )
-    assert whole.generator.bytes_per_slot - short.generator.bytes_per_slot == 36 * position
+    assert whole.bytes_per_slot - short.bytes_per_slot == 36 * position
     with pytest.raises(UserError, match="max_new_tokens=11 need 13 positions, but the model has 12"):
         short.generate("ab", max_new_tokens=11)
 
@@ -162,7 +163,7 @@ def test_lengths_that_the_model_does_not_have_are_refused(folder, length):
 
 def test_a_user_is_told_where_memory_has_room_for_few(folder, monkeypatch, capsys):
     model = dtgpt.load(folder, device="cpu", max_length=40)
-    monkeypatch.setattr(generator, "free_memory", lambda device, local_world: 5 * model.generator.bytes_per_slot)
+    monkeypatch.setattr(models, "free_memory", lambda device, local_world: 5 * model.bytes_per_slot)
     model.generate("ab", max_new_tokens=1)
     assert "room" not in capsys.readouterr().err
     model.generate(["ab"] * 9, max_new_tokens=1)

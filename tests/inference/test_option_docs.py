@@ -9,7 +9,7 @@ from typing import get_args, get_origin
 import pytest
 
 import dtgpt
-from dtgpt.inference.options import OPTIONS
+from dtgpt.inference.options import INITIAL, OPTIONS
 from dtgpt.inference.sampling import Option
 from dtgpt.serve.openai_keys import OPTION_KEYS
 
@@ -35,7 +35,7 @@ def default(option: Option) -> str:
 def of_generation() -> list[str]:
     rows = ["| option | default | values | meaning |", "|---|---|---|---|"]
     for option in OPTIONS.values():
-        command = "" if option.offer.initial is None else f" (command: {option.offer.initial})"
+        command = f" (command: {INITIAL[option.name]})" if option.name in INITIAL else ""
         rows.append(f"| `{option.name}` | {default(option)}{command} | {values(option)} | {option.help} |")
     return rows
 

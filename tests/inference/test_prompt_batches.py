@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtgpt.inference.prefill import Prefill
 from dtgpt.inference.prompt_batches import (
     BATCH_TOKENS,
     FEW_TOKENS,
@@ -21,9 +20,9 @@ from dtgpt.inference.prompt_batches import (
     passes_over,
 )
 from dtgpt.inference.request import Request
-from dtgpt.inference.runner import ModelRunner
 from dtgpt.inference.sampling import Sampling
 from dtgpt.inference.scheduler import PromptChunk
+from dtgpt.inference.step import Step
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.console import stderr_dropped
 from dtgpt.util.matmul import without_split_k
@@ -104,25 +103,23 @@ def test_requests_that_arrive_together_are_read_together(plan, world):
     assert texts[5, 0] == texts[0, 0]
 
 
-def prefill_with_graphs(change: Callable | None = None) -> tuple[Prefill, list[int], ModelRunner]:
-    """Return a `Prefill` as on a GPU, with graphs that run eagerly, and the sizes of the passes that it made. `change`:
+def step_with_graphs(change: Callable | None = None) -> tuple[Step, list[int]]:
+    """Return a `Step` as on a GPU, with graphs that run eagerly, and the sizes of the passes that it made. `change`:
     called after each pass with its size and the cache."""
     stages, mesh = bodies.inference_stages(CONFIG, "single")
-    runner = ModelRunner(stages, mesh, CONFIG, torch.float32, len(PROMPTS))
-    sizes, plain = [], runner.step.prefill_padded
+    step = Step(stages, mesh, CONFIG, torch.float32, len(PROMPTS))
+    sizes, plain = [], step.passes.fill_padded
 
     def read(tokens, slots, lengths):
         sizes.append(len(slots))
         plain(tokens, slots, lengths)
         if change:
-            change(len(slots), runner.cache)
+            change(len(slots), step.cache)
 
-    runner.step.prefill_padded = read
-    graphs = mock.Mock(run=lambda name, work, inputs, idle: work(*inputs))
-    prefill = Prefill(runner.step, graphs, scratch=len(PROMPTS))
-    prefill.batch_tokens = 256
-    runner.step.attach()
-    return prefill, sizes, runner
+    step.passes.fill_padded = read
+    step._graphs = mock.Mock(run=lambda name, work, inputs, idle: work(*inputs))
+    step.batch_tokens = 256
+    return step, sizes
 
 
 def test_a_shape_that_changes_bits_is_read_one_prompt_at_a_time():
@@ -130,27 +127,27 @@ def test_a_shape_that_changes_bits_is_read_one_prompt_at_a_time():
         if size > 1:
             cache.layers[-1].values[2, 0, 5, 0] += 1e-6
 
-    prefill, sizes, runner = prefill_with_graphs(change)
-    prefill.read(range(5), PROMPTS)
+    step, sizes = step_with_graphs(change)
+    step.read(range(5), PROMPTS)
     assert sizes == [8, 1, 1, 1, 1, 1]
-    prefill.read(range(5), PROMPTS)
+    step.read(range(5), PROMPTS)
     assert sizes[6:] == [1] * 5
     alone = bodies.read_prompts(CONFIG, "single", PROMPTS, 0)
-    torch.testing.assert_close(bodies.kept_of(runner.cache, 2)[..., :32, :], alone[2], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(bodies.kept_of(step.cache, 2)[..., :32, :], alone[2], rtol=1e-6, atol=1e-6)
 
 
 def test_a_shape_that_changes_no_bit_is_checked_once(monkeypatch):
-    prefill, sizes, _ = prefill_with_graphs()
-    monkeypatch.setattr(prefill, "_last_layer", lambda slots, length: torch.ones(1))  # a CPU's bits may differ
+    step, sizes = step_with_graphs()
+    monkeypatch.setattr(step, "_last_layer", lambda slots, length: torch.ones(1))  # a CPU's bits may differ
     for count in (5, 4, 5):  # 4 are padded to the same shape
-        prefill.read(range(count), PROMPTS[:count])
+        step.read(range(count), PROMPTS[:count])
     assert sizes == [8, 1, 1, 1, 1, 1, 8, 8]
 
 
 def test_prompts_of_several_lengths_are_refused():
-    prefill, _, _ = prefill_with_graphs()
+    step, _ = step_with_graphs()
     with pytest.raises(ValueError, match=r"\[3, 40\] tokens cannot be read in one pass"):
-        prefill.read([0, 1], [[1] * 3, [1] * 40])
+        step.read([0, 1], [[1] * 3, [1] * 40])
 
 
 def test_products_split_no_sum_inside_of_the_block_alone(monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtgpt.inference.beam import Beams
+from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.request import PROMPT, Request
 from dtgpt.inference.sampling import Sampling, SpecialIds
 from dtgpt.models.gpt2 import GPT2Config
@@ -58,7 +58,7 @@ def requests(draw) -> Request:
         choices=draw(st.integers(1, beams.width if beams else 3)),
         score_prompt=draw(st.booleans()),
         alternatives=0 if beams else draw(st.integers(0, 3)),
-        beams=beams,
+        search=beams,
     )
 
 

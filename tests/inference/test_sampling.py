@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
+from dtgpt.inference.cache import SlotState
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
-from dtgpt.inference.slot_state import SlotState
 from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_STOPS, NONE, Variant, unpack
 from dtgpt.util.errors import UserError
 
@@ -171,7 +171,7 @@ def test_slots_are_copied_at_once_and_tokens_assigned():
         state.set(slot, SlotState.encode([slot] * (slot + 1), Sampling(top_k=slot + 2), IDS, 0, 0))
     state.record(torch.arange(3), torch.tensor([30, 31, 32]))
     before = [tensor.clone() for tensor in state.sequences]
-    state.copy([1, 0, 0], [0, 1, 2])
+    state.copy(torch.tensor([1, 0, 0]), torch.tensor([0, 1, 2]))
     for old, new in zip(before, state.sequences, strict=True):
         assert torch.equal(new[:3], old[[1, 0, 0]]) and torch.equal(new[3], old[3])
     state.assign([2, 0], [40, 41])

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtgpt.data.tokenizers.open import make_tokenizer
-from dtgpt.inference.beam import Beams
+from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.sampling import SpecialIds
@@ -163,7 +163,7 @@ def test_a_cancelled_job_has_what_it_has():
     session, _ = session_of(LONG, steps=4)
     number = session.submit(job())
     assert "".join(update.text for update in session.step()) == LONG[:4]
-    session.cancel(number)
+    session.engine.cancel(number)
     (update,) = [update for update in session.step() if update.completions]
     assert update.completions[0].text == LONG[:4] and update.completions[0].finish_reason == "cancelled"
     assert not session.busy
@@ -185,13 +185,13 @@ def test_without_a_tokenizer_there_are_ids_alone():
     assert found.prompt_logprobs == [-1.0, -1.0] and found.prompt.total == -2.0
 
 
-def test_a_job_searches_by_the_rules_of_its_options_or_by_its_own():
-    assert job().beams is None and job(num_return_sequences=3).rows == 3
-    own = job(num_beams=4, length_penalty=2.0, early_stopping=True)
-    assert own.rows == 4 and own.request(SpecialIds()).beams == Beams(width=4, length_penalty=2.0, early_stopping=True)
+def test_a_job_searches_by_the_rules_of_its_options():
+    assert job().options.search is None and job(num_return_sequences=3).rows == 3
+    own = job(search=Beams(width=4, length_penalty=2.0, early_stopping=True))
+    assert own.rows == 4 and own.request(SpecialIds()).search == Beams(width=4, length_penalty=2.0, early_stopping=True)
     megatron = Beams(width=1, ended_bound=True)  # one beam is a search, too
-    asked = job(num_beams=4)._replace(rules=megatron)
-    assert asked.rows == 1 and asked.request(SpecialIds()).beams is megatron
+    asked = job(search=megatron)
+    assert asked.rows == 1 and asked.request(SpecialIds()).search is megatron
 
 
 def test_updates_hold_the_log_probabilities_the_reason_of_the_end_and_the_scores_of_the_prompt():

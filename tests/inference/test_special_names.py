@@ -7,7 +7,6 @@ import pytest
 
 import dtgpt
 from dtgpt.commands.generate import make_job
-from dtgpt.commands.prompts import Line
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.evaluation.tasks import continued, encoded
 from dtgpt.inference.options import OPTIONS
@@ -57,16 +56,15 @@ def test_a_prompt_is_that_of_transformers_in_every_door(model, folder, text):
     found = model.generate(text, details=True, prompt_logprobs=True, max_new_tokens=1)
     assert found.prompt.ids == expected
     base = {name: option.default for name, option in OPTIONS.items()} | {"max_new_tokens": 3}
-    assert make_job(model, Line(1, text, {}), base, 0).ids == expected
-    assert make_job(model, Line(1, text, {"split_special_tokens": True}), base, 0).ids == split
-    assert make_job(model, Line(1, text, {}), base | {"split_special_tokens": True}, 0).ids == split
+    assert make_job(model, text, base, 0).ids == expected
+    assert make_job(model, text, base | {"split_special_tokens": True}, 0).ids == split
     assert encoded(model.tokenizer, [text]) == [expected]
     assert continued(model.tokenizer, [text]) == [theirs(folder, text, add_special_tokens=False)]
     assert model.tokenizer.encode(text) == [BEGIN, *split[1:]] == split  # of data: names are text
 
 
 def test_completions_take_the_same_ids_and_the_switch(model, folder):
-    with served(model.generator) as service, client(make_app(service)) as http:
+    with served(model) as service, client(make_app(service)) as http:
 
         def prompt_tokens(path="/v1/completions", **keys) -> int:
             answer = http.post(path, json={"max_tokens": 1, **keys})

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dtgpt.inference.generator import Need
-from dtgpt.inference.runner import ModelRunner
+from dtgpt.inference.model import Need
+from dtgpt.inference.step import Step
 from dtgpt.inference.warm_up import warm_up
 from tests.support.server import bytes_tokenizer, generator_of, tiny_model
 
@@ -12,22 +12,22 @@ from tests.support.server import bytes_tokenizer, generator_of, tiny_model
 def shapes(monkeypatch):
     """Run a warm-up; return the lengths of prefills, and rows and filters of decode steps."""
     prefills, steps = set(), set()
-    prefill, decode = ModelRunner.prefill, ModelRunner.decode
+    read, decode = Step.read, Step.decode
 
-    def seen_prefill(runner, slot, ids, first=0):
-        prefills.add(len(ids))
-        prefill(runner, slot, ids, first)
+    def seen_read(step, slots, prompts, first):
+        prefills.update(map(len, prompts))
+        read(step, slots, prompts, first)
 
-    def seen_decode(runner, slots, count, variant):
+    def seen_decode(step, slots, count, variant):
         steps.add((len(slots), variant.filters))
-        return decode(runner, slots, count, variant)
+        return decode(step, slots, count, variant)
 
-    monkeypatch.setattr(ModelRunner, "prefill", seen_prefill)
-    monkeypatch.setattr(ModelRunner, "decode", seen_decode)
+    monkeypatch.setattr(Step, "read", seen_read)
+    monkeypatch.setattr(Step, "decode", seen_decode)
 
     def run(slots, positions, graphs):
         generator = generator_of(tiny_model(seq_length=positions), bytes_tokenizer(), slots)
-        generator.run(lambda: Need(slots, 1), lambda session: warm_up(session, slots, positions, graphs))
+        generator.run(lambda: (Need(slots, 1), None), lambda session, _: warm_up(session, slots, positions, graphs))
         return prefills, steps
 
     return run
@@ -47,33 +47,33 @@ def test_models_of_few_positions_are_warmed_up_as_far_as_they_generate(shapes, p
 
 
 def test_few_rows_take_whole_rounds_too(monkeypatch):
-    rounds, decode = set(), ModelRunner.decode
+    rounds, decode = set(), Step.decode
 
-    def seen(runner, slots, count, variant):
+    def seen(step, slots, count, variant):
         rounds.add((len(slots), count, variant.filters))
-        return decode(runner, slots, count, variant)
+        return decode(step, slots, count, variant)
 
-    monkeypatch.setattr(ModelRunner, "decode", seen)
+    monkeypatch.setattr(Step, "decode", seen)
     generator = generator_of(tiny_model(seq_length=64), bytes_tokenizer(), 12)
-    generator.run(lambda: Need(12, 1), lambda session: warm_up(session, 12, 64, graphs=True))
+    generator.run(lambda: (Need(12, 1), None), lambda session, _: warm_up(session, 12, 64, graphs=True))
     few = (1, 2, 4, 8)
     assert rounds >= {(rows, steps, filters) for rows in few for steps in (1, 8) for filters in (False, True)}
 
 
 def test_prompts_are_read_in_batches_of_every_size(monkeypatch):
-    batches, read = set(), ModelRunner.prefill_batch
+    batches, read = set(), Step.read
 
-    def seen(runner, slots, prompts):
+    def seen(step, slots, prompts, first):
         batches.add((len(prompts), len(prompts[0])))
-        read(runner, slots, prompts)
+        read(step, slots, prompts, first)
 
-    def work(session):
-        session._engine._runner.prompts.batch_tokens = 512
-        session._engine._forget()
+    def work(session, _):
+        session.engine._rank_step.batch_tokens = 512
+        session.engine._forget()
         warm_up(session, 20, 64, graphs=True)
 
-    monkeypatch.setattr(ModelRunner, "prefill_batch", seen)
-    generator_of(tiny_model(), bytes_tokenizer(), 20).run(lambda: Need(20, 1), work)
+    monkeypatch.setattr(Step, "read", seen)
+    generator_of(tiny_model(), bytes_tokenizer(), 20).run(lambda: (Need(20, 1), None), work)
     assert batches >= {(16, 16), (8, 32), (16, 32), (4, 62), (8, 62)}
 
 

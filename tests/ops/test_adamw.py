@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtgpt.ops.optim import adamw
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.gradients import Accumulator, squared_norm
 from tests.support.bodies_adamw import (
@@ -28,7 +27,7 @@ from tests.support.bodies_adamw import (
     number,
 )
 from tests.support.bodies_exact import check_fixed_point, check_pieces, check_squares
-from tests.support.interpreter import let_kernels_loop
+from tests.support.interpreter import first_kernels_of, let_kernels_loop
 
 TRITON = importlib.util.find_spec("triton") is not None
 
@@ -161,9 +160,17 @@ def test_mixed_dtypes():
 def interpreted() -> None:
     """Run by the test below in a process of its own: the kernels, on CPU tensors."""
     let_kernels_loop()
-    adamw.has_triton = importlib.import_module("dtgpt.ops.optim.gradients").has_triton = lambda x: True
-    kernels = importlib.import_module("dtgpt.ops.optim.adamw_kernels")
-    kernels.CHUNK = 1024
+    importlib.import_module("dtgpt.ops.kernels.adamw_kernels").CHUNK = 1024
+    with first_kernels_of("adamw", "accumulate"):
+        interpreted_rules()
+    with first_kernels_of("accumulate_fixed_point", "add_fixed_point_of_ranks", "squares_of_rows"):
+        check_fixed_point(torch.float32, 49)
+        check_fixed_point(torch.float16, 32)
+        check_pieces(torch.bfloat16)
+        check_squares()
+
+
+def interpreted_rules() -> None:
     follow_truth(torch.bfloat16, torch.bfloat16, steps=3)
     follow_truth(torch.float32, None, steps=3)
     test_a_step_without_a_flag_is_one_that_is_not_skipped()
@@ -171,11 +178,6 @@ def interpreted() -> None:
     check_tensors_off_16_bytes()
     check_mixed_dtypes()
     check_totals([torch.float32, torch.bfloat16])
-    importlib.import_module("dtgpt.ops.optim.fixed_point").has_triton = lambda x: True
-    check_fixed_point(torch.float32, 49)
-    check_fixed_point(torch.float16, 32)
-    check_pieces(torch.bfloat16)
-    check_squares()
     AdamW([Slot(torch.empty(0), None, decay=True)], **SETTINGS).step([torch.empty(0)], number(0.1), number(1.0))
 
 

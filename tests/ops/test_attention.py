@@ -10,9 +10,8 @@ import torch
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.batch import document_bounds
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.attention import flash, flash_launch
-from dtgpt.ops.attention.core import Backend, causal_attention, check_backend, choose, in_kernels
-from dtgpt.ops.attention.packed import split_qkv
+from dtgpt.ops.attention.core import Backend, Case, backend_for, causal_attention, check_backend, split_qkv
+from dtgpt.ops.kernels.attention import flash, flash_launch
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.planning.activations import core_bytes
 from dtgpt.util.errors import UserError
@@ -125,7 +124,8 @@ def test_shapes_that_do_not_fit_are_refused(backend):
 def test_the_fastest_back_end_with_the_same_bits_in_every_run_is_chosen(dropping, kernels):
     """PyTorch's own never where something drops: it draws masks from a generator."""
     without = "explicit" if dropping else "sdpa"
-    assert choose(dropping, kernels) == ("flash" if kernels else without)
+    case = Case(torch.device("cuda"), torch.bfloat16 if kernels else torch.float32, 64, dropping)
+    assert backend_for(case) == ("flash" if kernels else without)
 
 
 @pytest.mark.parametrize("memory, largest", [(232448, 256), (166912, 128), (101376, 128)])  # of H200, A100, RTX 4090
@@ -133,8 +133,10 @@ def test_kernels_take_the_heads_for_which_a_gpu_has_memory(memory, largest, monk
     monkeypatch.setattr(flash_launch, "shared_memory", lambda device: memory)
     cuda = torch.device("cuda")
     for size in (64, 80, 128, 160, 256, 320):
-        assert in_kernels(cuda, torch.bfloat16, size) == in_kernels(cuda, torch.float16, size) == (size <= largest)
-        assert not in_kernels(cuda, torch.float32, size) and not in_kernels(torch.device("cpu"), torch.bfloat16, size)
+        taken = {backend_for(Case(cuda, dtype, size)) for dtype in (torch.bfloat16, torch.float16)}
+        assert taken == {"flash" if size <= largest else "sdpa"}
+        for device, dtype in ((cuda, torch.float32), (torch.device("cpu"), torch.bfloat16)):
+            assert backend_for(Case(device, dtype, size)) == "sdpa"
 
 
 def test_pytorchs_own_never_draws_a_mask():

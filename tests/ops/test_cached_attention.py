@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtgpt.ops.attention.cached import SPLIT, attend_chunk, attend_rows, spread_splits
+from dtgpt.ops.attention.cached import attend_chunk, attend_rows
 from dtgpt.ops.attention.core import Backend, causal_attention
-from dtgpt.ops.attention.flash import reference
-from dtgpt.ops.decode.blocks import choose_tile
+from dtgpt.ops.kernels.attention.cached import SPLIT, spread_splits
+from dtgpt.ops.kernels.attention.flash import reference
+from dtgpt.ops.kernels.decode.blocks import choose_tile
 
 POSITIONS, HEADS, DIM, SLOTS = 12, 4, 8, 5
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # ||a - b|| / ||b||

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference, write_prompts
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
-from dtgpt.ops.decode import blocks
-from dtgpt.ops.decode.blocks import embed, run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
+from dtgpt.ops.kernels.decode import blocks
+from dtgpt.ops.kernels.decode.blocks import embed, run_blocks, run_head
 from dtgpt.ops.norm.norm import norm_reference
 from dtgpt.ops.pointwise.swiglu import reference as swiglu
 from dtgpt.ops.rotary.rotary import rotate

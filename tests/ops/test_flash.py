@@ -17,8 +17,10 @@ from dtgpt.models import layers
 from dtgpt.models.batch import document_bounds
 from dtgpt.models.gpt2 import GPT2_345M
 from dtgpt.models.llama import LLAMA2_7B, LLAMA32_1B, QWEN3_0_6B
-from dtgpt.ops.attention import flash, flash_launch
-from dtgpt.ops.attention.packed import are_packed, keep_in_graphs, split_qkv
+from dtgpt.ops.attention.core import causal_attention
+from dtgpt.ops.kernels.attention import flash, flash_launch
+from dtgpt.ops.kernels.attention.packed import are_packed, keep_in_graphs
+from dtgpt.ops.kernels.attention.packed import split as split_qkv
 from dtgpt.ops.random.dropout import attention_mask
 from tests.support.bodies_flash import TOLERANCE, check, error, gradients, inputs, keys_of, truth
 
@@ -66,7 +68,7 @@ def test_a_probability_that_rounds_to_nothing_drops_nothing():
 @pytest.mark.parametrize("spans", [torch.zeros(2, 9, 2), torch.zeros(2, 8, 2).int(), torch.zeros(2, 9).int()])
 def test_wrong_spans_are_an_error(spans):
     with pytest.raises(ValueError, match="int32"):
-        flash.flash_attention(*inputs((2, 9, 2, 8), torch.float32)[1], spans=spans)
+        causal_attention(*inputs((2, 9, 2, 8), torch.float32)[1], spans=spans, backend="flash")
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -88,7 +90,7 @@ def test_documents_of_the_last_queries_have_the_values_and_gradients_of_the_defi
 )
 def test_a_wrong_shape_is_an_error(q, k, v, keys):
     with pytest.raises(ValueError, match="shape"):
-        flash.flash_attention(*map(torch.randn, (q, k, v)), keys_of(keys), 0.1)
+        causal_attention(*map(torch.randn, (q, k, v)), keys_of(keys), 0.1, backend="flash")
 
 
 @pytest.mark.slow(2)

@@ -10,11 +10,12 @@ from dtgpt.models import layers
 from dtgpt.models.binding import bind
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.decode.blocks import product as decode_product
 from dtgpt.ops.fp8 import quantize as module
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.product import product
+from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum, transposed
+from dtgpt.ops.kernels.decode.blocks import product as decode_product
 from dtgpt.ops.pointwise import swiglu
 from tests.ops.test_norm import needs_triton
 from tests.support.bodies_float8 import (
@@ -132,8 +133,8 @@ def test_an_activation_that_no_kernel_knows_is_that_of_the_model(function, width
 
     def run(forward) -> list[torch.Tensor]:
         made = make_sites("cpu", False), make_sites("cpu", False)
-        bind(first, sites=made[0])
-        bind(second, sites=made[1])
+        bind(first, quantised=Fp8Product(made[0]))
+        bind(second, quantised=Fp8Product(made[1]))
         inputs = [x.clone().requires_grad_(), *first.parameters(), second.weight]
         y = forward(inputs[0])
         cells = [site.amax for sites in made for site in (sites.input, sites.weight, sites.gradient)]

@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
-from dtgpt.ops.pointwise import bias, gelu
-from dtgpt.ops.pointwise.linear import linear, linear_by_column_sum
+from dtgpt.ops.kernels import bias, pointwise
+from dtgpt.ops.kernels.linear import linear_by_column_sum
+from dtgpt.ops.pointwise import gelu
+from dtgpt.ops.pointwise.linear import linear
 from tests.ops.test_norm import interpret, needs_triton
 from tests.support.bodies_norm import check, check_gelu, custom_ops, cut_linear, draw, results
 from tests.support.ranks import pool
@@ -23,7 +25,7 @@ def test_the_ops_on_a_cpu_have_the_values_and_gradients_of_float64(dtype):
 def test_the_ops_keep_the_contract_of_custom_ops():
     x, _, shift, *_ = draw((2, 3), 24, torch.float32)
     opcheck(bias._column_sum, (x,))
-    opcheck(gelu._bias_gelu, (x.requires_grad_(), shift.requires_grad_()))
+    opcheck(pointwise._bias_gelu, (x.requires_grad_(), shift.requires_grad_()))
 
 
 def test_backward_saves_nothing_but_x_and_the_bias():

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from dtgpt.ops.fast import split_backward
-from dtgpt.ops.norm import norm as ops
+from dtgpt.ops.kernels import norm as ops
 from dtgpt.ops.norm.norm import norm, norm_and_pass, norm_reference, residual_norm, residual_norm_reference
 from dtgpt.ops.norm.residual import residual, residual_reference
+from dtgpt.ops.serve import split_backward
 from tests.support.bodies_norm import (
     EPS,
     capture,

@@ -10,11 +10,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dtgpt.interop.hf.llama import read_config
-from dtgpt.ops.fast import split_backward
+from dtgpt.ops.kernels import rotary as kernels
 from dtgpt.ops.norm.norm import norm_reference
-from dtgpt.ops.rotary import rotary as ops
 from dtgpt.ops.rotary.rotary import rotary_qkv
 from dtgpt.ops.rotary.table import angle_table, frequencies, rotation_of
+from dtgpt.ops.serve import split_backward
 from tests.ops.test_norm import interpret, needs_triton
 from tests.support.bodies_norm import EPS, ROTATION, capture, check_rotary, custom_ops, results, saved_bytes
 
@@ -89,7 +89,7 @@ def test_the_ops_on_a_cpu_have_the_values_and_gradients_of_float64(dtype, placed
 def test_the_op_keeps_the_contract_of_custom_ops(normed):
     qkv, pair = torch.randn(2, 3, 1, 4, 6).requires_grad_(), weights(6, normed) or [None, None]
     pair = [t if t is None else t.requires_grad_() for t in pair]
-    opcheck(ops._rotary, (qkv, torch.tensor([[0, 1, 2], [0, 0, 1]]), *pair, EPS, ROTATION.numbers, 10))
+    opcheck(kernels._rotary, (qkv, torch.tensor([[0, 1, 2], [0, 0, 1]]), *pair, EPS, ROTATION.numbers, 10))
 
 
 @pytest.mark.parametrize(

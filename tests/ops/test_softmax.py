@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fused_softmax import softmax_kernels
-from dtgpt.ops.fused_softmax.softmax import cuda_backward, cuda_forward, reference, scaled_masked_softmax
-from dtgpt.ops.fused_softmax.softmax_kernels import SoftmaxLaunch
+from dtgpt.ops.kernels.fused_softmax import softmax_kernels
+from dtgpt.ops.kernels.fused_softmax.softmax import cuda_backward, cuda_forward, reference, scaled_masked_softmax
+from dtgpt.ops.kernels.fused_softmax.softmax_kernels import SoftmaxLaunch
 from dtgpt.ops.random.dropout import attention_dropout
 from dtgpt.ops.random.philox import fold, root_key
 

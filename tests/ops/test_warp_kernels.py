@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dtgpt.models.batch import document_bounds
-from dtgpt.ops import fast
-from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.window import spans_of_window
+from dtgpt.ops.kernels import devices
+from dtgpt.ops.kernels.attention import flash, flash_launch
 from tests.support.bodies_flash import gradients, inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,8 +26,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
     ],
 )  # fmt: skip
 def test_hopper_and_versions_of_triton_that_were_tried_run_gluon(version, capability, expected):
-    assert fast.serves_gluon(version, capability) == expected
-    assert not fast.has_gluon(torch.device("cpu"))
+    assert devices.serves_gluon(version, capability) == expected
+    assert not devices.has_gluon(torch.device("cpu"))
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_launches_fit_the_kernels_which_compile_without_a_gpu(length, documents,
 
     if not triton.__version__.startswith(COMPILED):
         pytest.skip("needs a version of Triton that is known to compile them")
-    from dtgpt.ops.attention import warp_kernels
+    from dtgpt.ops.kernels.attention import warp_kernels
 
     monkeypatch.setattr(flash_launch, "BOUNDED", 0)
     seen = {}
@@ -142,7 +142,7 @@ def check_bits(length, kv_heads, dtype, sinks, spans, monkeypatch):
     """Where there are no heads of keys and values of their own, q, k and v are packed."""
     leaves, qkv = inputs((2, length, 4, 128), dtype, "cuda", kv_heads)
     monkeypatch.setattr(flash_launch, "BOUNDED", 0)
-    if not flash_launch.takes_warps(*qkv[:2], spans):
+    if not flash_launch.takes_warps(*qkv[:2], drops=False, spans=spans):
         pytest.skip("needs a Hopper GPU and a version of Triton that was tried")
     drains = [torch.randn(4, device="cuda").to(dtype).requires_grad_()] if sinks else []
     cotangent, found = torch.randn_like(qkv[0]), []

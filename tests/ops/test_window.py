@@ -8,7 +8,7 @@ import torch
 
 from dtgpt.models.batch import document_bounds
 from dtgpt.ops.attention.cached import attend_chunk, attend_rows, write_rings
-from dtgpt.ops.attention.core import AttentionRule, causal_attention, check_backend, choose, unknown_to
+from dtgpt.ops.attention.core import AttentionRule, Case, backend_for, causal_attention, check_backend, unknown_to
 from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.util.errors import UserError
 from tests.support.bodies_flash import keys_of, truth
@@ -136,5 +136,6 @@ def test_what_a_back_end_does_not_know_is_refused_and_auto_finds_one_that_does()
         with pytest.raises(UserError, match=f"attention={backend} does not know {said}.*; use --attention auto"):
             check_backend(backend, 0.0, 64, [(False, False), rule])
     check_backend("flash", 0.0, 64, [(False, True)])
-    assert choose(False, True, sinks=True) == "flash"
-    assert choose(False, False, sinks=True) == choose(False, True, softcap=True) == "explicit"
+    here, wide = Case(torch.device("cuda"), torch.bfloat16, 64), Case(torch.device("cuda"), torch.float32, 64)
+    assert backend_for(here._replace(sinks=True)) == "flash"
+    assert backend_for(wide._replace(sinks=True)) == backend_for(here._replace(softcap=True)) == "explicit"

@@ -11,8 +11,8 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
+from dtgpt.parallel.layout import slices
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.shards import slices
 from tests.support.bodies_shards import CPU, KEY, Piece, build, largest_made, norm_of, shards_of, whole_gradient
 from tests.support.ranks import pool
 

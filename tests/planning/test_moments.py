@@ -11,7 +11,7 @@ from dtgpt.models.binding import bind
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import Context
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.fast import split_backward
+from dtgpt.ops.serve import split_backward
 from dtgpt.optim import muon_memory
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.parallel import matrices

@@ -415,9 +415,9 @@ def test_where_kernels_turn_out_to_be_missing_answers_are_drawn_without_them(grp
 def test_the_plan_counts_the_answers_that_are_drawn_together(grpo):
     with open_trainer(change(grpo, model={"seq_length": 64}, seq_length=16)) as trainer:
         trainer.objective.rollouts.draw(0)
-        runner, settings = trainer.objective.rollouts.engine._runner, trainer.settings
-        held = [memory for layer in runner.cache.layers for memory in (layer.keys, layer.values)]
-        taken = sum(memory.nbytes for memory in (*held, *runner.state.sequences))
+        step, settings = trainer.objective.rollouts.engine._rank_step, trainer.settings
+        held = [memory for layer in step.cache.layers for memory in (layer.keys, layer.values)]
+        taken = sum(memory.nbytes for memory in (*held, *step.cache.state.sequences))
         assert trainer.objective.rollouts.engine.slots == 8 == settings.slots
         assert memory_of(settings, 0).cache == taken
     plain = change(grpo, grpo=GrpoConfig())

@@ -96,7 +96,7 @@ def test_a_run_begins_with_weights_data_and_a_tokenizer_in_formats_that_one_file
 def test_a_model_in_such_a_format_generates_and_ends_where_its_file_says(example, parts):
     folder, _ = parts
     model = dtgpt.load(folder / "model.npz", device="cpu")
-    assert model.tokenizer.decode([2]) == "a" and model.generator.special.ends == (1,)
+    assert model.tokenizer.decode([2]) == "a" and model.special.ends == (1,)
     assert model.generate([2, 3], max_new_tokens=3)
     assert open_config(folder / "model.npz") == CONFIG
 

@@ -17,6 +17,7 @@ from dtgpt.models.binding import bind
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.gemma3 import Gemma3Config
 from dtgpt.models.llama import MLP, LlamaConfig
+from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.sampling.edits import penalize
 from dtgpt.ops.sampling.reference import kept
 from dtgpt.optim.muon import MuonConfig
@@ -189,7 +190,7 @@ def test_an_mlp_in_8_bits_has_the_activation_of_its_model():
         part.weight.data.copy_(0.2 * draw(*part.weight.shape, seed=index))
         sites = bodies_fp8.sites(2.0**3, 2.0**6, 2.0**10)
         sites.calibration.known = True
-        bind(part, sites=sites)
+        bind(part, quantised=Fp8Product(sites))
     gate, up = (x.double() @ mlp.gate_up.weight.double().t()).unflatten(-1, (-1, 2)).unbind(-1)
     right = (F.gelu(gate, approximate="tanh") * up) @ mlp.down.weight.double().t()
     with torch.no_grad():

@@ -17,7 +17,7 @@ from dtgpt.commands.generate import command as generate_command
 from dtgpt.commands.serve import command as serve_command
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.evaluation.shared_model import open_shared
-from dtgpt.inference.fused import parts_of, tells_weights
+from dtgpt.inference.kernels.stages import parts_of, tells_weights
 from dtgpt.interop.inspect import model_digest
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config

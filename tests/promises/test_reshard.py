@@ -11,7 +11,7 @@ import torch
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.shard_file import read_header
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.parallel.shards import slices
+from dtgpt.parallel.layout import slices
 from tests.support.bodies_checkpoint import load_each, train_and_save
 from tests.support.ranks import pool
 from tests.support.runs import change

@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(folder):
-    with served(dtgpt.load(folder).generator) as service, live_server(service) as address:
+    with served(dtgpt.load(folder)) as service, live_server(service) as address:
         yield address
 
 

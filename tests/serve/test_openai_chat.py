@@ -11,7 +11,7 @@ import pytest
 from dtgpt.commands.chat import RESET, Chat, talk
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.inference.chat import ChatPrompts
-from dtgpt.inference.generator import Need
+from dtgpt.inference.model import Need
 from dtgpt.inference.options import Options
 from dtgpt.inference.session import PromptJob
 from dtgpt.posttrain.chats.template import template_of
@@ -257,7 +257,7 @@ def test_a_terminal_keeps_the_chat_until_it_is_reset(monkeypatch, capsys, model,
 
     monkeypatch.setattr("sys.stdin", io.StringIO(f"Hello\nHow?\n{RESET}\nAgain\n"))
     generator = generator_of(model, tokenizer)
-    generator.run(lambda: Need(1, 1), lambda session: talk(session, Chat(prompts, make, "Be brief.")))
+    generator.run(lambda: (Need(1, 1), None), lambda session, _: talk(session, Chat(prompts, make, "Be brief.")))
     first, second, third = asked
     start = "<|im_start|>system\nBe brief.<|im_end|><|im_start|>user\n"
     assert first == f"{start}Hello<|im_end|><|im_start|>assistant\n"

@@ -17,7 +17,7 @@ import torch
 
 from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.beam import BeamSearch
+from dtgpt.inference.beams.search import BeamSearch
 from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.request import Request
 from dtgpt.inference.session import PromptJob, Session
@@ -238,8 +238,8 @@ class Guided(BeamSearch):
 def search(kind: type[BeamSearch], asked: Request, model: Decoder, tokenizer: Tokenizer, recorded: dict) -> dict:
     """The answer of a search on this host, over log-probabilities of whole sequences. Its candidates are the likeliest
     tokens, and all tokens as likely as the last one of these that are recorded."""
-    assert asked.beams is not None
-    beams = kind(asked.beams, asked.sampling.max_new_tokens, asked.stop_ids)
+    assert asked.search is not None
+    beams = kind(asked.search, asked.sampling.max_new_tokens, asked.stop_ids)
     if isinstance(beams, Guided):
         beams.wanted = [own[len(asked.ids) :] for own in recorded["segments"]]
         beams.decode = partial(segments, tokenizer)

@@ -25,7 +25,7 @@ from dtgpt.checkpoint import shard_file as host
 from dtgpt.checkpoint.load import find_checkpoint, load_training
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
-from dtgpt.parallel.shards import slices
+from dtgpt.parallel.layout import slices
 from dtgpt.run.folder import RunLock
 from dtgpt.run.report import NullReport
 from dtgpt.train.loop import train
@@ -95,7 +95,8 @@ def load_each(recipe: Recipe, folders: list[Path]) -> dict[str, str]:
                 if shard.low_precision is not None:
                     shard.low_precision.fill_(torch.nan)
             step = max((folder / "checkpoints").glob("step_*"))
-            load_training(find_checkpoint(run.mesh, folder, step), run.shards, run.optimizer.rule)
+            own = type(recipe.model)
+            load_training(find_checkpoint(run.mesh, folder, step, own=own), run.shards, run.optimizer.rule)
             for shard in run.shards:
                 for suffix, value in tensors_of(run):
                     if not torch.equal(value(shard), truth[shard.name + suffix][slices(shard.region)]):

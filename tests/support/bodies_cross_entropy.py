@@ -120,7 +120,7 @@ ROWS = [Rows(5, 384, 0, 257), Rows(3, 384, 100, 384), Rows(2, 390, 7, 256), Rows
 
 def check_kernels(device: str, dtype: torch.dtype, cases: list[Rows]) -> None:
     """The Triton kernels against the plain passes. What lies in the padding is no number."""
-    from dtgpt.ops.loss.cross_entropy_kernels import launch_gradient, launch_loss, launch_terms
+    from dtgpt.ops.kernels.cross_entropy_kernels import launch_gradient, launch_loss, launch_terms
 
     generator = torch.Generator().manual_seed(1)
     rtol = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
@@ -152,7 +152,7 @@ def check_kernels(device: str, dtype: torch.dtype, cases: list[Rows]) -> None:
 
 def interpret_kernels() -> None:
     """`check_kernels` on a CPU, under Triton's interpreter, in blocks so small that rows have several."""
-    import dtgpt.ops.loss.cross_entropy_kernels as kernels
+    import dtgpt.ops.kernels.cross_entropy_kernels as kernels
 
     let_kernels_loop()
     for dtype in (torch.float32, torch.bfloat16):

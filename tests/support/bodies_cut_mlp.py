@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.models import layers
+from dtgpt.ops.fp8 import products
 from dtgpt.parallel import tensor
 from dtgpt.parallel.collectives import GroupCollectives
 from dtgpt.planning.traffic import collectives_of
@@ -41,11 +42,11 @@ def second_step(recipe: Recipe, by_modules: bool) -> Found:
         scales = scales_of(trainer)
         trainer.train_step()
         if by_modules:
-            changes.enter_context(mock.patch.object(layers, "fused_name", lambda *of: None))
+            changes.enter_context(mock.patch.object(products, "fused_name", lambda *of: None))
             for module in (layers, tensor):
                 changes.enter_context(mock.patch.object(module, "exchanges", lambda bound: False))
         changes.enter_context(mock.patch.object(GroupCollectives, "gather", gather))
-        fused = changes.enter_context(mock.patch.object(layers, "fp8_mlp", wraps=layers.fp8_mlp))
+        fused = changes.enter_context(mock.patch.object(products, "fp8_mlp", wraps=products.fp8_mlp))
         loss = trainer.gradients()
         gradients = {shard.name: trainer.gradient(shard).clone() for shard in trainer.shards}
         settings, rank = trainer.settings, trainer.mesh.rank

@@ -10,10 +10,11 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.cache import Cache
+from dtgpt.inference.commands import Read
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import Event, Request
-from dtgpt.inference.runner import ModelRunner
 from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.step import Step
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.philox import root_key
@@ -62,7 +63,7 @@ def poison(cache: Cache) -> None:
 
 def serve(engine: Engine, requests: list[Request]) -> list[Event]:
     """Return all events of requests that arrive at once, on rank 0."""
-    poison(engine._runner.cache)
+    poison(engine._rank_step.cache)
     if engine.mesh.rank > 0:
         engine.follow()
         return []
@@ -81,9 +82,9 @@ def generate(config: ModelConfig, plan: str, requests: list[Request], slots: int
 def bytes_of_slots(config: ModelConfig, plan: str, slots: int = 3) -> int:
     """Return what this rank allocates for a slot."""
     stages, mesh = inference_stages(config, plan)
-    runner = ModelRunner(stages, mesh, config, torch.float32, slots)
+    runner = Step(stages, mesh, config, torch.float32, slots)
     kept = [kept for layer in runner.cache.layers for kept in (layer.keys, layer.values)]
-    kept += [value for value in vars(runner.state).values() if isinstance(value, Tensor)]
+    kept += [value for value in vars(runner.cache.state).values() if isinstance(value, Tensor)]
     assert all(len(tensor) == slots + 1 for tensor in kept)
     return sum(tensor[0].nbytes for tensor in kept)
 
@@ -114,7 +115,7 @@ def failing(config: ModelConfig, plan: str, rank: int) -> str:
 def _serve_with_failure(config: ModelConfig, plan: str, rank: int) -> str:
     stages, mesh = inference_stages(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, 1)
-    decode, calls = engine._runner.decode, []
+    decode, calls = engine._rank_step.decode, []
 
     def fail(*arguments):
         calls.append(arguments)
@@ -122,7 +123,7 @@ def _serve_with_failure(config: ModelConfig, plan: str, rank: int) -> str:
             raise ValueError("the device is on fire")
         return decode(*arguments)
 
-    engine._runner.decode = fail  # type: ignore[method-assign]
+    engine._rank_step.decode = fail  # type: ignore[method-assign]
     try:
         serve(engine, [Request(ids=[5, 6], sampling=Sampling(max_new_tokens=8))])
     except Exception as error:
@@ -135,18 +136,18 @@ def read_prompts(config: ModelConfig, plan: str, prompts: list[list[int]], batch
     one pass, or one after the other where batch_tokens is 0."""
     stages, mesh = inference_stages(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, len(prompts))
-    engine._runner.prompts.batch_tokens = batch_tokens
-    poison(engine._runner.cache)
+    engine._rank_step.batch_tokens = batch_tokens
+    poison(engine._rank_step.cache)
     if mesh.rank > 0:
         engine.follow()
     else:
         if batch_tokens:
-            engine.commands.prefill_batch(range(len(prompts)), prompts)
+            engine.command(Read(range(len(prompts)), prompts))
         else:
             for slot, ids in enumerate(prompts):
-                engine.commands.prefill(slot, ids)
+                engine.command(Read([slot], [ids]))
         engine.release()
-    return [kept_of(engine._runner.cache, slot)[:, :, :, : len(ids)] for slot, ids in enumerate(prompts)]
+    return [kept_of(engine._rank_step.cache, slot)[:, :, :, : len(ids)] for slot, ids in enumerate(prompts)]
 
 
 def kept_of(cache: Cache, slot: int) -> Tensor:
@@ -158,12 +159,12 @@ def count_batches(config: ModelConfig, plan: str, requests: list[Request]) -> tu
     """Return the events of requests that arrive at once, and the number of prompts of each pass over several."""
     stages, mesh = inference_stages(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, len(requests))
-    engine._runner.prompts.batch_tokens = 256
-    read, counts = engine._runner.prefill_batch, []
+    engine._rank_step.batch_tokens = 256
+    read, counts = engine._rank_step.read, []
 
-    def counted(slots, prompts):
-        counts.append(len(slots))
-        read(slots, prompts)
+    def counted(slots, prompts, first):
+        counts.extend([len(slots)] * (len(slots) > 1))
+        read(slots, prompts, first)
 
-    engine._runner.prefill_batch = counted
+    engine._rank_step.read = counted  # type: ignore[method-assign]
     return serve(engine, requests), counts

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from hashlib import sha256
 from operator import attrgetter
 from unittest import mock
@@ -17,6 +17,7 @@ from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
+from dtgpt.ops.kernels.linear import CHAIN_NAME
 from dtgpt.ops.loss.head import _losses_and_gradient_
 from dtgpt.ops.optim.fixed_point import (
     FixedPointSum,
@@ -27,10 +28,13 @@ from dtgpt.ops.optim.fixed_point import (
     rounded,
     squares_of_rows,
 )
+from dtgpt.ops.pointwise.linear import linear, linear_into
+from dtgpt.ops.serve import load_kernels
 from dtgpt.parallel.gradients import local_gradient
 from dtgpt.train.setup import open_trainer
 from dtgpt.util import seams
 from tests.support.bodies_engine import inference_stages, training_stages
+from tests.support.interpreter import kernels_asked_of
 
 
 def bits_of_steps(recipe: Recipe) -> dict[str, str]:
@@ -132,7 +136,7 @@ def check_squares() -> None:
     assert rounded(exact_sum(torch.tensor([1.0, math.nan]).double())).isnan()
 
 
-def by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
     """Return `F.linear` of plain tensors, where a row's sums do not depend on the number of rows."""
     assert type(x.data) is Tensor and type(weight.data) is Tensor
     made = (x.unsqueeze(-2) * weight).sum(-1)
@@ -142,8 +146,13 @@ def by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @contextmanager
 def products_by_rows() -> Iterator[None]:
     """Let products be as on a GPU, where few rows have chains of their own."""
-    module = "dtgpt.ops.pointwise.linear"
-    with mock.patch(f"{module}.may_fuse", lambda x: True), mock.patch(f"{module}._chain", by_rows):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("dtgpt.ops.kernels.linear.may_fuse", lambda x: True))
+        stack.enter_context(kernels_asked_of("linear", "linear_into"))
+        for operation in (linear, linear_into):
+            load_kernels(operation.name)
+            kernels = [k._replace(run=by_rows) if k.name == CHAIN_NAME else k for k in operation.kernels]
+            stack.enter_context(mock.patch.object(operation, "kernels", kernels))
         yield
 
 

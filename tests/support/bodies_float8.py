@@ -12,7 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from dtgpt.models import layers
 from dtgpt.models.binding import bind
 from dtgpt.ops.fp8 import activation, quantize
+from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
+from dtgpt.ops.kernels import pointwise
 from dtgpt.ops.pointwise import gelu, swiglu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -73,10 +75,10 @@ def check_activation(rows: int, columns: int, gated: bool, device: torch.device 
             *fast.backward(dy, x, bias, factor, dtype, cells[1]),
         )
         if gated:
-            y, dx = swiglu.kernels().swiglu_forward(x), swiglu.kernels().swiglu_backward(dy, x)
+            y, dx = pointwise.swiglu_kernels().swiglu_forward(x), pointwise.swiglu_kernels().swiglu_backward(dy, x)
         else:
-            y = gelu.kernels().bias_gelu_forward(x, bias)
-            dx, d_bias = gelu.kernels().bias_gelu_backward(dy, x, bias)
+            y = pointwise.gelu_kernels().bias_gelu_forward(x, bias)
+            dx, d_bias = pointwise.gelu_kernels().bias_gelu_backward(dy, x, bias)
             torch.testing.assert_close(found[4], d_bias, rtol=2**-7, atol=1e-3)
         true = [
             quantize.reference(t, factor, dtype, cell, True, True, False) for t, cell in ((y, cells[2]), (dx, cells[3]))
@@ -109,8 +111,8 @@ def assert_fused_mlp(rows: int, width: int, inner: int, gated: bool, device: tor
 
     def run(function, keeps_weights: bool) -> list[Tensor]:
         made = make_sites(device, keeps_weights), make_sites(device, keeps_weights)
-        bind(first, sites=made[0])
-        bind(second, sites=made[1])
+        bind(first, quantised=Fp8Product(made[0]))
+        bind(second, quantised=Fp8Product(made[1]))
         inputs = [x.clone().requires_grad_(), first.weight, second.weight, *([] if gated else [first.bias])]
         kept: list[int] = []
         with saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):

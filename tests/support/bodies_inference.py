@@ -6,7 +6,7 @@ from torch import Tensor
 import dtgpt
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.finite import has_finite_weights
-from dtgpt.inference.generator import Need
+from dtgpt.inference.model import Need
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import gather
@@ -52,10 +52,10 @@ def after_a_failure(path, plan, prompt) -> list[str]:
     """The sentences of a call in whose midst rank 0 fails, and of the next call."""
     model = load(path, plan)
 
-    def work(session) -> None:
+    def work(session, _) -> None:
         raise UserError("the disk is full")
 
-    calls = lambda: model.generator.run(lambda: Need(1, 1), work), lambda: model.generate(prompt)
+    calls = lambda: model.run(lambda: (Need(1, 1), None), work), lambda: model.generate(prompt)
     return [sentence(call) for call in calls]
 
 

@@ -12,15 +12,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from dtgpt.ops.kernels import bias, pointwise
+from dtgpt.ops.kernels import norm as kernels_of_norm
+from dtgpt.ops.kernels import rotary as kernels_of_rotary
+from dtgpt.ops.kernels.linear import linear_by_column_sum
 from dtgpt.ops.norm import norm, residual
-from dtgpt.ops.pointwise import bias, gated, gelu, relu2, swiglu
-from dtgpt.ops.pointwise.linear import linear_by_column_sum
-from dtgpt.ops.random import dropout
+from dtgpt.ops.pointwise import gated, gelu, relu2, swiglu
 from dtgpt.ops.random.dropout import keep_mask
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.ops.rotary import rotary
 from dtgpt.ops.rotary.table import Rotation, angle_table
-from tests.support.interpreter import let_kernels_loop
+from tests.support.interpreter import definitions_of, first_kernels_of, let_kernels_loop
 
 EPS = 1e-5
 # Of bf16 the interpreter cuts bits off where a GPU rounds.
@@ -90,7 +92,7 @@ def check(fast: Function, oracle: Function, inputs: Sequence[Tensor], tolerance:
     dtype."""
     inputs = [t.clone().requires_grad_() for t in inputs]
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    with mock.patch.object(dropout, "has_triton", lambda x: False):  # whose kernel computes in fp32
+    with definitions_of("dropout"):  # whose kernel computes in fp32
         outputs = oracle(*wide)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         cotangents = [torch.randn_like(t).to(inputs[0].dtype) for t in outputs]
@@ -202,13 +204,15 @@ def check_rotary(
     check(fast, oracle, inputs, tolerance=4e-6 if sums else 0.0)
 
 
+NAMES = (
+    "norm_and_pass", "residual_norm", "residual", "bias_gelu", "bias_relu2", "swiglu", "gated", "rotary_qkv",
+)  # fmt: skip
+
+
 def custom_ops() -> ExitStack:
     """Public functions take their custom ops on a CPU too."""
     stack = ExitStack()
-    for module in (swiglu, gated, rotary, relu2):
-        stack.enter_context(mock.patch.object(module, "takes_custom_op", lambda x, has_parameters: True))
-    for module in (norm, residual, gelu):
-        stack.enter_context(mock.patch.object(module, "may_fuse", lambda x: True))
+    stack.enter_context(first_kernels_of(*NAMES))
     stack.enter_context(mock.patch.object(bias, "has_triton", lambda x: True))
     return stack
 
@@ -216,11 +220,7 @@ def custom_ops() -> ExitStack:
 def interpret(body: Callable, *cases: tuple) -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the ops' references."""
     let_kernels_loop()
-    ops = [
-        value
-        for module in (norm, residual, gelu, relu2, bias, swiglu, gated, rotary)
-        for value in vars(module).values()
-    ]
+    ops = [value for module in (kernels_of_norm, pointwise, bias, kernels_of_rotary) for value in vars(module).values()]
     for op in ops:
         if isinstance(op, torch.library.CustomOpDef) and "cuda" in op._backend_fns:
             op._backend_fns["cpu"] = op._backend_fns["cuda"]
@@ -245,5 +245,6 @@ def cut_linear(x: Tensor, weight: Tensor, shift: Tensor) -> list[list]:
     def square(function: Function) -> Function:  # outputs of x's shape
         return lambda x, weight, shift: function(x, weight, shift).redistribute(placements=[Replicate()])
 
+    bias.register_rule()
     placements = [Replicate(), Shard(0), Shard(0)]
     return [cut_results(square(f), [x, weight, shift], placements, 1) for f in (linear_by_column_sum, F.linear)]

@@ -12,16 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.inference.cache import SlotState
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
-from dtgpt.inference.slot_state import SlotState
 from dtgpt.ops.random.philox import fold, root_key, uniform
-from dtgpt.ops.sampling import record
 from dtgpt.ops.sampling import sample as op
 from dtgpt.ops.sampling.edits import edit
 from dtgpt.ops.sampling.record import record_reference
 from dtgpt.ops.sampling.reference import kept, sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
-from tests.support.interpreter import let_kernels_loop
+from tests.support.interpreter import first_kernels_of, let_kernels_loop
 
 NO_IDS = SpecialIds()
 
@@ -268,7 +267,7 @@ def check_record(device: str) -> None:
     expected, found = state_of(rows, 16), state_of(rows, 16, device)
     for first in (5, 50, 500):
         tokens = torch.arange(first, first + 4)
-        record_reference(expected.sequences, slots, tokens)
+        record_reference(tokens, slots, expected.sequences)
         found.record(slots.to(device), tokens.to(device))
     assert all(torch.equal(one, other.cpu()) for one, other in zip(expected.sequences, found.sequences, strict=True))
 
@@ -276,7 +275,11 @@ def check_record(device: str) -> None:
 def interpret() -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the reference."""
     let_kernels_loop()
-    op.has_triton = record.has_triton = lambda x: True
+    with first_kernels_of("sample", "record"):
+        _interpret()
+
+
+def _interpret() -> None:
     check_record("cpu")
     names = ("kernels", "filter_kernels", "edit_kernels")
     kernels, filters, edits = (importlib.import_module(f"dtgpt.ops.sampling.{name}") for name in names)

@@ -23,8 +23,9 @@ from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.layout import Part, slices
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.shards import Part, Shards, slices
+from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import places_of_edge
 from dtgpt.planning.parameters import LocalParameter, parameters_of
 

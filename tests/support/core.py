@@ -26,13 +26,13 @@ CORE = {  # rooms, and their files as regular expressions
         r"models/(config|inventory|roles|binding|batch|decoder|layers|gpt2|llama|rotary|windows|source)"
     ),
     "ops": (
-        r"ops/(fast|local_linear|attention/core|attention/window|norm/norm|norm/residual|loss/head|loss/cross_entropy|"
-        r"pointwise/linear|pointwise/gelu|pointwise/swiglu|pointwise/gated|pointwise/activation|pointwise/machine|"
-        r"rotary/rotary|rotary/table|rotary/frequencies|random/philox|random/dropout|random/sliced|optim/adamw|"
+        r"ops/(serve|local_linear|attention/core|attention/window|norm/norm|norm/residual|loss/head|loss/cross_entropy|"
+        r"pointwise/linear|pointwise/gelu|pointwise/swiglu|pointwise/gated|pointwise/activation|pointwise/relu2|"
+        r"rotary/rotary|rotary/table|random/few|random/philox|random/dropout|random/sliced|optim/adamw|"
         r"optim/optimizer|optim/gradients)"
     ),
     "plan": (
-        r"config/(plan|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|between|fsdp|shards|stages|"
+        r"config/(plan|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|layout|between|fsdp|shards|stages|"
         r"gradients|collectives|transport|engine|pipeline|local)"
     ),
     "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|recipe_file)",
@@ -50,14 +50,16 @@ CORE = {  # rooms, and their files as regular expressions
         r"data/tokenizers/(tokenizer|char|byte_level|open)"
     ),
     "generate": (
-        r"inference/(engine|generator|session|scheduler|request|runner|step|cache|sampling|model|load|text|options|"
-        r"results|slot_state|completion|prompts|memory|messages|leader|prefill)|ops/attention/cached|"
-        r"ops/sampling/(sample|reference|sequences|scores|record)"
+        r"inference/(engine|session|scheduler|request|commands|step|forward|cache|sampling|model|load|text|options|"
+        r"completion|prompts|memory|broadcast|finite|graphs|prompt_batches)|parallel/cache_sizes|ops/attention/cached|"
+        r"ops/decode/weights|ops/sampling/(sample|reference|edits|sequences|scores|record)"
     ),
     "util": (
-        r"util/(console|errors|field_types|storage|hardware|peers|threads|timers|torch_private|seams)"
+        r"util/(console|errors|field_types|storage|hardware|peers|threads|timers|torch_private|seams|matmul)"
     ),
-    "command": r"cli|capabilities|commands/(command|train|generate|help|launcher)|__init__|__main__",
+    "command": (
+        r"cli|capabilities|commands/(command|train|generate|generated|model_options|help|launcher)|__init__|__main__"
+    ),
 }  # fmt: skip
 # Words of identifiers that name what is no part of the core.
 CAPABILITIES = {

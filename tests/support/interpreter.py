@@ -1,4 +1,67 @@
-"""Triton's interpreter, which runs kernels on a CPU where TRITON_INTERPRET=1."""
+"""Kernels on a CPU: which serve there, and Triton's interpreter, which runs them where TRITON_INTERPRET=1."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from torch import Tensor
+
+from dtgpt.ops.serve import Kernel, Operation, load_kernels
+
+
+@contextmanager
+def chosen_by(choose: Callable[..., Kernel | None]) -> Iterator[None]:
+    """Operations are served by what `choose` returns in place of `Operation.choose`."""
+
+    def call(self, x, *others):
+        kernel = self.choose(x, *others)
+        return self.definition(x, *others) if kernel is None else kernel.run(x, *others)
+
+    with mock.patch.object(Operation, "choose", choose), mock.patch.object(Operation, "__call__", call):
+        yield
+
+
+@contextmanager
+def first_kernels_of(*names: str, where: Callable[[Tensor], bool] = lambda x: True) -> Iterator[None]:
+    """Operations of these names take their first kernel, whatever the device, for the tensors of which `where` says
+    so."""
+    choose = Operation.choose
+
+    def first(self, x, *others):
+        if self.name not in names or not where(x):
+            return choose(self, x, *others)
+        load_kernels(self.name)
+        return self.kernels[0]
+
+    with chosen_by(first):
+        yield
+
+
+@contextmanager
+def kernels_asked_of(*names: str) -> Iterator[None]:
+    """Operations of these names ask their kernels on a CPU in fp32, too."""
+    choose = Operation.choose
+
+    def ask(self, x, *others):
+        if self.name not in names:
+            return choose(self, x, *others)
+        load_kernels(self.name)
+        return next((kernel for kernel in self.kernels if kernel.serves(x, *others)), None)
+
+    with chosen_by(ask):
+        yield
+
+
+@contextmanager
+def definitions_of(*names: str) -> Iterator[None]:
+    """Operations of these names take their definition."""
+    choose = Operation.choose
+
+    def none(self, x, *others):
+        return None if self.name in names else choose(self, x, *others)
+
+    with chosen_by(none):
+        yield
 
 
 def let_kernels_loop() -> None:

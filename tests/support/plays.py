@@ -49,8 +49,8 @@ def play(
     of a prompt, and most steps of a round. batch_tokens: of a pass over several prompts; 0: one prompt a pass."""
     stages, mesh = inference_stages(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, slots)
-    poison(engine._runner.cache)
-    engine._runner.prompts.batch_tokens = batch_tokens
+    poison(engine._rank_step.cache)
+    engine._rank_step.batch_tokens = batch_tokens
     engine._scheduler = Scheduler(slots, *sizes, idle_tokens=batch_tokens)
     if mesh.rank > 0:
         engine.follow()

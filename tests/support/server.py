@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from dtgpt.config.plan import Plan
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.generator import Generator, Need
+from dtgpt.inference.model import Model, Need
 from dtgpt.inference.session import Session
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, build_model
@@ -43,25 +43,25 @@ def tiny_model(**shape: Any) -> Decoder:
     return build_model(GPT2Config(**sizes), CPU, torch.float32, root_key(0))
 
 
-def generator_of(model: Decoder | ModelConfig, tokenizer: Tokenizer | None, slots: int = SLOTS) -> Generator:
-    """The generator of a model, in fp32 on one process; of a config alone for engines that have no model."""
+def generator_of(model: Decoder | ModelConfig, tokenizer: Tokenizer | None, slots: int = SLOTS) -> Model:
+    """A model, in fp32 on one process; of a config alone for engines that have no model."""
     config, stages = (model.config, [model]) if isinstance(model, Decoder) else (model, [])
     mesh = Mesh(Plan().for_world(1), CPU)
-    return Generator(stages, mesh, config, torch.float32, Path("nowhere"), slots, tokenizer)
+    return Model(stages, mesh, config, torch.float32, Path("nowhere"), slots, tokenizer)
 
 
 @contextmanager
 def served(
-    model: Decoder | Generator, tokenizer: Tokenizer | None = None, slots: int = SLOTS, **service: Any
+    model: Decoder | Model, tokenizer: Tokenizer | None = None, slots: int = SLOTS, **service: Any
 ) -> Iterator[Service]:
     """The service of a model, whose engine runs in a thread for the length of the block."""
-    own = isinstance(model, Generator)
+    own = isinstance(model, Model)
     generator = model if own else generator_of(model, tokenizer or bytes_tokenizer(), slots)
     limits = service.pop("limits", None)
     worker = EngineWorker(generator.check, lambda: generator.slots, limits)
 
     def engine() -> None:
-        generator.run(lambda: Need(slots, 1), worker.run)
+        generator.run(lambda: (Need(slots, 1), None), lambda session, _: worker.run(session))
 
     with _running(engine, worker):
         yield Service(generator, worker, "tiny", **service)

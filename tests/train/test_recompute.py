@@ -10,8 +10,8 @@ from dtgpt.compare.record import Record
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models import layers
 from dtgpt.models.layers import AttentionCore
-from dtgpt.ops.attention import flash
 from dtgpt.ops.attention.core import PLAIN_RULE, causal_attention, operations
+from dtgpt.ops.kernels.attention import flash
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.ranks import pool

@@ -93,7 +93,7 @@ def test_the_cache_is_gone_with_the_text(recipe, monkeypatch):
 
     def note(engine, *arguments, **options):
         make(engine, *arguments, **options)
-        caches.append(weakref.ref(engine._runner.cache.layers[0].keys))
+        caches.append(weakref.ref(engine._rank_step.cache.layers[0].keys))
 
     monkeypatch.setattr(Engine, "__init__", note)
     run = training(recipe)

@@ -10,8 +10,8 @@ import torch
 
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.ops.decode import exchange, rows
-from dtgpt.ops.fused_softmax import softmax_kernels
+from dtgpt.ops.kernels.decode import exchange, rows
+from dtgpt.ops.kernels.fused_softmax import softmax_kernels
 from dtgpt.util import extension
 
 pytestmark = pytest.mark.slow(8)
@@ -110,7 +110,9 @@ def test_a_struct_of_another_size_is_told_and_not_launched(monkeypatch, capsys):
     assert extension.library(rows.SOURCE, torch.device("cuda"), structs=rows.STRUCTS) is None
     extension.library.cache_clear()
     told = capsys.readouterr().err
-    assert f"its struct Product has {size + 8} bytes, where dtgpt.ops.decode.rows.Product has {size}; give" in told
+    assert (
+        f"its struct Product has {size + 8} bytes, where dtgpt.ops.kernels.decode.rows.Product has {size}; give" in told
+    )
     monkeypatch.setattr(ctypes, "CDLL", lambda path: object())  # a library without the function
     assert extension.library(rows.SOURCE, torch.device("cuda"), structs=rows.STRUCTS) is None
     extension.library.cache_clear()

@@ -1,1 +1,1 @@
-"""Causal attention with dropout by global index: choice of back end, flash kernels."""
+"""Causal attention with dropout by global index: over a batch, and over keys and values that a cache keeps."""

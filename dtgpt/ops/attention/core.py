@@ -1,10 +1,11 @@
 """Causal scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) with dropout on the probabilities by index.
 
-Back ends: `explicit`, the reference, computes all probabilities with a softmax in fp32; `sdpa` is PyTorch's own, whose
-masks depend on a generator's state, so that it is used only without dropout; `fused_softmax` runs one operation between
-the two matrix products; `flash` computes the probabilities tile by tile and saves none of them. On a GPU, gradients of
-`sdpa` differ in their last bits from run to run, since its kernels (cuDNN, FlashAttention-2) add up those of q in any
-order; all others give the same bits in every run.
+Back ends: `explicit`, the definition, computes all probabilities with a softmax in fp32; `sdpa` is PyTorch's own, whose
+masks depend on a generator's state, so that it is used only without dropout. Kernels (`dtgpt.ops.kernels`) have names
+of back ends, too: `flash` computes the probabilities tile by tile and saves none of them; `fused_softmax` runs one
+operation between the two matrix products. `auto` takes the first kernel that serves, then `sdpa`, then `explicit`. On a
+GPU, gradients of `sdpa` differ in their last bits from run to run, since its kernels (cuDNN, FlashAttention-2) add up
+those of q in any order; all others give the same bits in every run.
 
 An `AttentionRule` says what differs from layer to layer. Every back end knows the window and the scale. Sinks are known
 to `explicit` and `flash`, softly bounded scores to `explicit` alone: `auto` takes what knows them, the others refuse.
@@ -15,7 +16,7 @@ Sharding rule: samples and heads may be sharded; a shard of the heads passes the
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +24,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtgpt.ops.attention.flash import LARGEST_HEAD, by_heads, check_inputs, flash_attention, hidden_columns
-from dtgpt.ops.attention.flash_launch import largest_head
-from dtgpt.ops.attention.window import spans_of_window
-from dtgpt.ops.fast import has_triton
-from dtgpt.ops.fused_softmax.softmax import scaled_masked_softmax
 from dtgpt.ops.random.dropout import attention_dropout
+from dtgpt.ops.serve import Kernel, Operation, load_kernels
 from dtgpt.util.errors import UserError
 
 Backend = Literal["auto", "sdpa", "fused_softmax", "flash", "explicit"]
+LARGEST_HEAD = 256  # D that `flash` takes anywhere; smaller GPUs take fewer
 # Kernels of PyTorch for a mask. cuDNN's backward computes NaN for some lengths (PyTorch's issue 196678).
 MASKED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -51,6 +49,17 @@ class AttentionRule(NamedTuple):
 
 
 PLAIN_RULE = AttentionRule()
+
+
+class Case(NamedTuple):
+    """What decides which kernel computes attention. It does not depend on the plan."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    drops: bool = False
+    softcap: bool = False
+    sinks: bool = False
 
 
 def causal_attention(
@@ -74,68 +83,133 @@ def causal_attention(
     where shapes do not fit, or where the back end does not know the rule.
     """
     kept = key if p > 0 else None
-    chosen, has_sinks = backend, rule.sinks is not None
-    if backend == "auto":
-        kernels = has_triton(q) and in_kernels(q.device, q.dtype, q.shape[-1])
-        chosen = choose(kept is not None, kernels, rule.softcap is not None, has_sinks)
-    elif unknown := unknown_to(backend, rule.softcap is not None, has_sinks):
+    case = Case(q.device, q.dtype, q.shape[-1], kept is not None, rule.softcap is not None, rule.sinks is not None)
+    if unknown := unknown_to(backend, case.softcap, case.sinks):
         raise ValueError(f"the back end {backend} does not know {unknown}")
-    queries, columns = q.shape[1], k.shape[1]
-    window = None if rule.window is None or rule.window >= columns else rule.window
-    if chosen == "flash":
-        if window is not None:
-            spans = spans_of_window(window, len(q), columns, q.device, spans)
-        return flash_attention(q, k, v, kept, p, start[0], spans, rule.scale, rule.sinks)
     check_inputs(q, k, v, key, spans, rule.sinks)
-    bounded = spans is not None or window is not None
-    hidden = hidden_columns(queries, columns, q.device, spans, window) if bounded else None
-    start = (start[0], start[1] + columns - queries, start[2])
-    if chosen == "sdpa" and kept is None:
-        return sdpa(q, k, v, hidden, rule.scale)
-    q, k, v = by_heads(q, k, v)
-    if chosen == "fused_softmax":
-        scale, mask = rule.factor(q.shape[-1]), "causal" if hidden is None else _of_samples(hidden, len(q))
-        out = scaled_masked_softmax(q @ k.transpose(-2, -1), scale, mask, key=kept, p=p, start=start) @ v
-    else:
-        out = explicit(q, k, v, kept, p, start, hidden, rule)
-    return out.transpose(1, 2)
+    if rule.window is not None and rule.window >= k.shape[1]:
+        rule = rule._replace(window=None)
+    kernel = kernel_for(case, backend)
+    if kernel is not None:
+        return kernel.run(q, k, v, kept, p, start, spans, rule)
+    if kept is None and (backend == "sdpa" or (backend == "auto" and in_pytorch(case) == "sdpa")):
+        return sdpa(q, k, v, hidden_by(q, k, spans, rule), rule.scale)
+    return ATTENTION.definition(q, k, v, kept, p, start, spans, rule)
 
 
-def _of_samples(hidden: Tensor, batch: int) -> Tensor:
-    """Return a mask as one `[B, 1, T, S]` for samples."""
-    return hidden if hidden.dim() == 4 else hidden.expand(batch, 1, -1, -1).contiguous()
+def defined(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    p: float,
+    start: tuple[int, ...],
+    spans: Tensor | None,
+    rule: AttentionRule,
+) -> Tensor:
+    """Return what `causal_attention` does, from inputs that fit, by `explicit`."""
+    hidden, start = hidden_by(q, k, spans, rule), positions_of(q, k, start)
+    return explicit(*by_heads(q, k, v), key, p, start, hidden, rule).transpose(1, 2)
 
 
-def in_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether `auto` takes Triton kernels for such heads on such a device, where it has Triton. It does not
-    depend on the plan."""
-    return device.type == "cuda" and dtype != torch.float32 and head_dim <= largest_head(dtype, device)
+ATTENTION = Operation("attention", defined, "softmax(q k^T / sqrt(D)) v, causal (Vaswani et al. 2017, 3.2.1)")
 
 
-def choose(dropping: bool, kernels: bool, softcap: bool = False, sinks: bool = False) -> Backend:
-    """Return the back end for a layer: `flash` where its kernels serve, which gives the same bits in every run, else
-    `sdpa`, or `explicit` where something drops or `sdpa` does not know the layer's rule.
+def hidden_by(q: Tensor, k: Tensor, spans: Tensor | None, rule: AttentionRule) -> Tensor | None:
+    """Return `hidden_columns` for documents or a window; None where causality alone hides."""
+    if spans is None and rule.window is None:
+        return None
+    return hidden_columns(q.shape[1], k.shape[1], q.device, spans, rule.window)
 
-    dropping: whether there is dropout. kernels: as of `in_kernels`. softcap, sinks: whether the layer has them.
-    Measured by `benchmarks/op_flash.py` on an H200, forward and backward of flash take 0.91 times as long as cuDNN's at
-    head_dim 64 and 4096 tokens, and 1.10 times as long at 128, where PyTorch has no kernel with reproducible gradients
-    that is as fast.
-    """
-    if kernels and not softcap:
-        return "flash"
-    return "explicit" if dropping or softcap or sinks else "sdpa"
+
+# q, k and v, views [B, T, N, D], of qkv [B, T, N, 3, D].
+split_qkv = Operation("split_qkv", lambda qkv: qkv.unbind(3), "q, k, v = qkv[..., i, :], i = 0, 1, 2")
+
+
+def positions_of(q: Tensor, k: Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of the first probability within a sample; start: that of its head, its query and its column."""
+    return (start[0], start[1] + k.shape[1] - q.shape[1], start[2])
+
+
+def kernel_for(case: Case, backend: Backend = "auto") -> Kernel | None:
+    """Return the kernel that computes attention; None: PyTorch does. Raise UserError for one that there is not."""
+    if backend in ("sdpa", "explicit") or (backend == "auto" and case.device.type == "cpu"):
+        return None
+    load_kernels(ATTENTION.name)
+    for kernel in ATTENTION.kernels:
+        if kernel.name == backend or (backend == "auto" and kernel.serves(case)):
+            return kernel
+    if backend == "auto":
+        return None
+    raise UserError(f"attention={backend} is a kernel, and this dtgpt has none of that name; use --attention auto")
+
+
+def in_pytorch(case: Case) -> Backend:
+    """Return the back end where no kernel serves: PyTorch's own, unless something drops or it does not know a rule."""
+    return "explicit" if case.drops or case.softcap or case.sinks else "sdpa"
+
+
+def backend_for(case: Case, backend: Backend = "auto") -> Backend:
+    """Return the name of what computes attention."""
+    if backend != "auto":
+        return backend
+    kernel = kernel_for(case)
+    return in_pytorch(case) if kernel is None else cast(Backend, kernel.name)
 
 
 def operations() -> list[OpOverload]:
-    """Return the operations, of `flash` and of `sdpa`, that an attention core's output comes from."""
+    """Return the operations, of kernels and of `sdpa`, that an attention core's output comes from."""
     aten = torch.ops.aten
+    load_kernels(ATTENTION.name)
     return [
-        torch.ops.dtgpt.flash_forward.default,
+        *(each for kernel in ATTENTION.kernels for each in kernel.kept),
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
     ]
+
+
+def hidden_columns(
+    queries: int, columns: int, device: torch.device, spans: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """Return bool `[T, S]`, or `[B, 1, T, S]` with spans, True where a query may not attend: to columns after its
+    position, which is i + S - T for query i, before its document, or further back than `window` columns. spans: as of
+    `causal_attention`."""
+    column = torch.arange(columns, device=device)
+    position = torch.arange(columns - queries, columns, device=device)[:, None]
+    hidden = column > position
+    if window is not None:
+        hidden = hidden | (column <= position - window)
+    return hidden if spans is None else (hidden | (column < spans[:, columns - queries :, :1]))[:, None]
+
+
+def by_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v as `[B, N, T, D]` and twice `[B, N, S, D]`: heads of k and v are repeated for their queries."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    return (q, k, v) if group == 1 else (q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
+
+
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, spans: Tensor | None, sinks: Tensor | None = None
+) -> None:
+    """Raise ValueError where shapes do not fit."""
+    if not (q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3] and _covers(q, k)):
+        raise ValueError(
+            f"q, k, v have the shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; they need to be "
+            "[B, T, N, D] and twice [B, S, N_kv, D], where S >= T and N_kv divides N"
+        )
+    if key is not None and key.shape != (len(q), 2):
+        raise ValueError(f"keys have the shape {tuple(key.shape)}; {len(q)} samples need [{len(q)}, 2]")
+    if spans is not None and (spans.shape != (*k.shape[:2], 2) or spans.dtype != torch.int32):
+        raise ValueError(f"spans are {spans.dtype} {tuple(spans.shape)}; they need to be int32 [B, S, 2]")
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks have the shape {tuple(sinks.shape)}; {q.shape[2]} heads need [{q.shape[2]}]")
+
+
+def _covers(q: Tensor, k: Tensor) -> bool:
+    return k.shape[1] >= q.shape[1] and 0 < k.shape[2] <= q.shape[2] and q.shape[2] % k.shape[2] == 0
 
 
 def unknown_to(backend: Backend, softcap: bool, sinks: bool) -> str:

@@ -4,16 +4,16 @@ A row holds what its G samples share, and then what each has for itself: S token
 tokens works on rows; attention works on samples `[B G, T]`, with the bits that it has for samples which share nothing.
 In gradients of tokens that samples share, these are added in their order, rounded once.
 
-Reference: `sum_rows` on a CPU. Fast path: one Triton kernel, which reads and writes each number once.
 Sharding rule: rows and heads may be sharded.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.serve import Operation
 
 
 class SharedTokens(NamedTuple):
@@ -33,6 +33,10 @@ class SharedTokens(NamedTuple):
     def rows(self, x: Tensor) -> Tensor:
         """Return rows `[B, S, ..]` of samples x `[B G, T, ..]`, from the tokens that count."""
         return _Moved.apply(x, self.to_rows, self.from_rows, len(x) // self.group)
+
+    def attend(self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return, for rows `[B, S, ..]`, what `attention` returns for samples."""
+        return self.rows(attention(*(self.samples(each) for each in (q, k, v))))
 
 
 def shared_tokens(copies: Tensor, size: int) -> SharedTokens:
@@ -83,12 +87,15 @@ class _Moved(torch.autograd.Function):
 def sum_rows(x: Tensor, table: Tensor) -> Tensor:
     """Return `[M, F]`: for each row of the table int64 `[M, K]` the sum of the rows of x `[N, F]` that it names, in its
     order; -1: none."""
-    if has_triton(x):
-        from dtgpt.ops.attention.shared_kernels import launch_sum  # imported on first use, since it needs Triton
+    return SUM_ROWS(x, table)
 
-        return launch_sum(x.contiguous(), table)
+
+def _sum_rows(x: Tensor, table: Tensor) -> Tensor:
     found = x.index_select(0, table.clamp(min=0).flatten()).view(*table.shape, -1) * (table >= 0)[..., None]
     return found.sum(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+SUM_ROWS = Operation("sum_rows", _sum_rows, "y[i] = the sum over j of x[table[i, j]]")
 
 
 @sum_rows.register_fake

@@ -1,1 +1,1 @@
-"""Decode steps in 16 bits on a GPU: transformer blocks for one token each of a few sequences."""
+"""What decode steps need to know of a model."""

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from dtgpt.ops.fp8.activation import activation_backward, activation_forward
 from dtgpt.ops.fp8.linear import quantized_weight, transposed_weight
-from dtgpt.ops.fp8.parts import Parts, quantize_whole
+from dtgpt.ops.fp8.parts import quantize_whole
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Sites
+from dtgpt.ops.local_linear import Parts
 from dtgpt.ops.pointwise.activation import Name, check_bias
 
 

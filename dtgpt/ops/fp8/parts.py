@@ -1,26 +1,11 @@
-"""What ranks exchange at the outer ends of a pair of matrices: the first cut by outputs, the second alike by inputs."""
-
-from typing import Protocol
+"""Activations that ranks have whole, in 8 bits: those that each has its part of are sent in 8 bits, too."""
 
 import torch
 from torch import Tensor
 
 from dtgpt.ops.fp8.quantize import quantize, transposed
 from dtgpt.ops.fp8.sites import Site
-
-
-class Parts(Protocol):
-    """Activations of which each rank has its part, or which each has whole. Neither method is differentiable."""
-
-    @property
-    def cut(self) -> bool:
-        """Whether each rank has its part."""
-
-    def gather(self, part: Tensor) -> Tensor:
-        """Return the activations `[B, T, H]` that each rank has whole, from each rank's own; of any type."""
-
-    def sum(self, whole: Tensor) -> Tensor:
-        """Return the sum of the ranks' `whole` `[B, T, H]`, of which each rank gets its own; maybe in place."""
+from dtgpt.ops.local_linear import Parts
 
 
 def quantize_whole(

@@ -9,9 +9,9 @@ column sum. Sharding rule: any dimension may be sharded; amax is then that of th
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
 from dtgpt.ops.fp8.product import ROWS
-from dtgpt.ops.pointwise.bias import reference as column_sum
+from dtgpt.ops.kernels.bias import reference as column_sum
+from dtgpt.ops.kernels.devices import has_triton
 
 
 def reference(
@@ -60,7 +60,7 @@ def has_kernel(x: Tensor) -> bool:
 
 
 def kernels():
-    from dtgpt.ops.fp8 import quantize_kernels  # imported on first use, since it needs Triton
+    from dtgpt.ops.kernels import quantize_kernels  # imported on first use, since it needs Triton
 
     return quantize_kernels
 

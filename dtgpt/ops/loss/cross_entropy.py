@@ -5,10 +5,9 @@ sends three numbers per token, its largest logit, its sum of exponentials and th
 gathered. Columns that only pad the token table are excluded from the softmax. A `cap` bounds the logits softly before
 the softmax: z becomes `capped(z, cap)`; 0: it stays.
 
-Reference: `reference`, on whole logits. Fast path: the passes over the rows, `row_terms`, `to_gradient_` and
-`to_loss_and_gradient_`, are Triton kernels on a GPU; elsewhere plain torch goes through the rows in chunks. In both
-cases fp32 logits of full size never exist. `head` runs the passes between the matrix products of the output
-projection; `cross_entropy` takes logits that exist already.
+Definition: `reference`, on whole logits. The passes over the rows, `row_terms`, `to_gradient_` and
+`to_loss_and_gradient_`, go through them in chunks, so that fp32 logits of full size never exist. `head` runs the passes
+between the matrix products of the output projection; `cross_entropy` takes logits that exist already.
 Sharding rule: all ranks of the group have the same rows; a rank has the columns `start ... start + V_local`.
 """
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton, plain_on_cpu
+from dtgpt.ops.serve import Operation, plain_on_cpu
 
 CHUNK = 1 << 22  # logits that eager code widens to fp32 at a time: 16 MiB
 
@@ -141,18 +140,32 @@ def plain_gradient(
     return (torch.where(columns < real, gradient, 0) * scale.reshape(-1, 1)).to(logits.dtype)
 
 
+def _terms_to_gradient_(
+    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int, cap: float
+) -> None:
+    scale = scale.expand(len(logits))
+    for rows in _chunks(logits):
+        terms = targets[rows], largest[rows], total[rows], scale[rows]
+        logits[rows] = plain_gradient(logits[rows], *terms, start, real, cap)
+
+
+def _whole_losses(logits: Tensor, targets: Tensor, scale: Tensor | None, real: int, cap: float) -> Tensor:
+    """Return the losses of whole rows, and where there is a scale replace the logits by the gradient."""
+    terms = local_terms(logits, targets, 0, real, cap)
+    if scale is not None:
+        to_gradient_(logits, targets, terms[0], terms[1], scale, 0, real, cap)
+    return losses_of(*terms)
+
+
+# What a pass computes. Around each is an op of PyTorch, so that a compiler takes it as it is.
+TERMS = Operation("cross_entropy_terms", local_terms, "of each row max(z), sum(exp(z - max(z))) and z[target]")
+GRADIENT = Operation("cross_entropy_gradient", _terms_to_gradient_, "(softmax(z) - onehot) scale, in place")
+WHOLE_LOSSES = Operation("cross_entropy_losses", _whole_losses, "log(sum(exp(z))) - z[target]; the gradient in place")
+
+
 def _row_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: float = 0.0) -> Tensor:
     """Return `local_terms`, in one pass over the logits."""
-    if real == 0 or not has_triton(logits):
-        return local_terms(logits, targets, start, real, cap)
-    from dtgpt.ops.loss.cross_entropy_kernels import launch_terms
-
-    return launch_terms(logits, targets, start, real, cap)
-
-
-_terms_op = torch.library.custom_op("dtgpt::cross_entropy_terms", _row_terms, mutates_args=())
-_terms_op.register_fake(lambda logits, *_: logits.new_empty(3, len(logits), dtype=torch.float32))
-row_terms = plain_on_cpu(_row_terms, _terms_op)
+    return TERMS(logits, targets, start, real, cap)
 
 
 def _to_gradient_(
@@ -165,59 +178,33 @@ def _to_gradient_(
     largest, total: fp32 `[rows]`, terms of whole rows; scale: fp32, one for all rows or `[rows]`, applied before the
     result is rounded.
     """
-    if has_triton(logits):
-        from dtgpt.ops.loss.cross_entropy_kernels import launch_gradient
-
-        launch_gradient(logits, targets, largest, total, scale, start, real, cap)
-        return
-    scale = scale.expand(len(logits))
-    for rows in _chunks(logits):
-        terms = targets[rows], largest[rows], total[rows], scale[rows]
-        logits[rows] = plain_gradient(logits[rows], *terms, start, real, cap)
-
-
-_gradient_op = torch.library.custom_op("dtgpt::cross_entropy_gradient_", _to_gradient_, mutates_args=("logits",))
-to_gradient_ = plain_on_cpu(_to_gradient_, _gradient_op)
+    GRADIENT(logits, targets, largest, total, scale, start, real, cap)
 
 
 def _to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int, cap: float = 0.0) -> Tensor:
     """Return the losses, fp32 `[rows]`, and apply `to_gradient_`, where this rank holds the whole vocabulary."""
-    if has_triton(logits):
-        from dtgpt.ops.loss.cross_entropy_kernels import launch_loss
-
-        return launch_loss(logits, targets, scale, real, cap)
-    terms = local_terms(logits, targets, 0, real, cap)
-    to_gradient_(logits, targets, terms[0], terms[1], scale, 0, real, cap)
-    return losses_of(*terms)
-
-
-_loss_op = torch.library.custom_op("dtgpt::cross_entropy_", _to_loss_and_gradient_, mutates_args=("logits",))
-_loss_op.register_fake(lambda logits, *_: logits.new_empty(len(logits), dtype=torch.float32))
-to_loss_and_gradient_ = plain_on_cpu(_to_loss_and_gradient_, _loss_op)
+    return WHOLE_LOSSES(logits, targets, scale, real, cap)
 
 
 def _row_losses(logits: Tensor, targets: Tensor, real: int, cap: float = 0.0) -> Tensor:
     """Return the losses, fp32 `[rows]`, where this rank holds the whole vocabulary, with the bits of
     `to_loss_and_gradient_`."""
-    if not has_triton(logits):
-        return losses_of(*local_terms(logits, targets, 0, real, cap))
-    from dtgpt.ops.loss.cross_entropy_kernels import launch_loss
-
-    return launch_loss(logits, targets, None, real, cap)
+    return WHOLE_LOSSES(logits, targets, None, real, cap)
 
 
+_terms_op = torch.library.custom_op("dtgpt::cross_entropy_terms", _row_terms, mutates_args=())
+_gradient_op = torch.library.custom_op("dtgpt::cross_entropy_gradient_", _to_gradient_, mutates_args=("logits",))
+_loss_op = torch.library.custom_op("dtgpt::cross_entropy_", _to_loss_and_gradient_, mutates_args=("logits",))
 _losses_op = torch.library.custom_op("dtgpt::cross_entropy_losses", _row_losses, mutates_args=())
-_losses_op.register_fake(lambda logits, *_: logits.new_empty(len(logits), dtype=torch.float32))
-row_losses = plain_on_cpu(_row_losses, _losses_op)
+_terms_op.register_fake(lambda logits, *_: logits.new_empty(3, len(logits), dtype=torch.float32))
+for _op in (_loss_op, _losses_op):
+    _op.register_fake(lambda logits, *_: logits.new_empty(len(logits), dtype=torch.float32))
+row_terms, to_gradient_ = plain_on_cpu(_row_terms, _terms_op), plain_on_cpu(_to_gradient_, _gradient_op)
+to_loss_and_gradient_, row_losses = (
+    plain_on_cpu(_to_loss_and_gradient_, _loss_op),
+    plain_on_cpu(_row_losses, _losses_op),
+)
 
 
-def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """Return x times a scalar fp32 tensor, rounded once.
-
-    PyTorch's product of two dtypes is slower, since it reads one element at a time.
-    """
-    if not has_triton(x) or not x.is_contiguous():
-        return x * factor
-    from dtgpt.ops.loss.cross_entropy_kernels import launch_scaled
-
-    return launch_scaled(x, factor)
+# x, factor: x times a scalar fp32 tensor, rounded once.
+scaled = Operation("scaled", torch.mul, "x factor")

@@ -5,8 +5,8 @@ gradient; two matrix products then make the chunk's part of the gradients. Backw
 that of Liger Kernel's linear cross-entropy (Hsu et al. 2024), vocabulary parallelism that of Megatron-LM (Shoeybi et
 al. 2019, section 3).
 
-Reference: `reference`. Fast path: PyTorch's matrix products, and between them the passes of `cross_entropy`,
-which read and write a chunk once on a GPU. A chunk has as many rows as LOGITS_BYTES allow: one chunk is fastest.
+Definition: `reference`. Here are PyTorch's matrix products, and between them the passes of `cross_entropy`, which read
+and write a chunk once on a GPU. A chunk has as many rows as LOGITS_BYTES allow: one chunk is fastest.
 Sharding rule: x `[B, T, H]` is replicated over the group, the weight is sharded over the vocabulary. The gradient of x
 is a partial sum, for the caller to reduce; that of the weight is complete.
 """
@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dtgpt.ops.fast import is_apart
 from dtgpt.ops.loss import cross_entropy as passes
-from dtgpt.ops.pointwise.linear import linear, takes_chain
+from dtgpt.ops.pointwise.linear import linear, linear_into
+from dtgpt.ops.serve import is_apart
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -80,7 +80,7 @@ def head_loss(
     start, group, weight, bias = _local(weight, bias, start, group)
     if is_apart():
         loss = passes.cross_entropy(linear(x, weight, bias), targets, vocab_size, start, group, weights, cap)
-        return loss if scale is None else _Scaled.apply(loss, scale)
+        return loss if scale is None else _InPlaceOf.apply(loss, loss.detach(), scale)
     place = (vocab_size, start, group)
     arguments = (x.flatten(0, -2), weight, bias, targets.flatten(), *place, passes.flat(weights), cap)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -110,9 +110,8 @@ def coupled_loss(
     if isinstance(made, Tensor):
         return made
     value, weights = made
-    return _Valued.apply(
-        head_loss(x, weight, targets, vocab_size, scale=scale, weights=weights, bias=bias, cap=cap), value
-    )
+    loss = head_loss(x, weight, targets, vocab_size, scale=scale, weights=weights, bias=bias, cap=cap)
+    return _InPlaceOf.apply(loss, value, None)
 
 
 def _local(
@@ -156,13 +155,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int, gro
     chunks = _chunks(len(x), len(weight), vocab_size, group, x.element_size())
     memory = x.new_empty(chunks[0].stop, len(weight))
     for rows in chunks:
-        place = memory[: rows.stop - rows.start]
-        if takes_chain(x[rows], weight):
-            yield rows, linear(x[rows], weight, bias)
-        elif bias is None:
-            yield rows, torch.mm(x[rows], weight.t(), out=place)
-        else:
-            yield rows, torch.addmm(bias, x[rows], weight.t(), out=place)
+        yield rows, linear_into(x[rows], weight, bias, memory[: rows.stop - rows.start])
 
 
 @torch.no_grad()
@@ -186,29 +179,18 @@ def _row_losses(
     return passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group))
 
 
-class _Scaled(torch.autograd.Function):
-    """Return a loss unchanged, and multiply its gradient by `scale`."""
+class _InPlaceOf(torch.autograd.Function):
+    """Return `value` with the gradient of a loss, times `scale` where it is a tensor."""
 
     @staticmethod
-    def forward(ctx, loss: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx, loss: Tensor, value: Tensor, scale: Tensor | None) -> Tensor:
         ctx.save_for_backward(scale)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad * ctx.saved_tensors[0], None
-
-
-class _Valued(torch.autograd.Function):
-    """Return another value with the gradient of a loss."""
-
-    @staticmethod
-    def forward(ctx, loss: Tensor, value: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, None
+        (scale,) = ctx.saved_tensors
+        return grad if scale is None else grad * scale, None, None
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -5,19 +5,20 @@ the inverse of the loss scale), updates master weights and moments in fp32, and 
 computes with. Where a flag on the device says so it changes nothing. It never waits for the device, and a CUDA graph
 may capture it.
 
-Reference: `reference`, one tensor in plain torch. Fast path: one Triton kernel for all tensors, 28 bytes per parameter
-with bf16 gradients and weights. It is not a custom op, since neither autograd nor torch.compile sees an optimizer step.
+Definition: `reference`, of one tensor. The operation is the rule of all tensors of a run. It is no op of PyTorch, since
+neither autograd nor torch.compile sees an optimizer step.
 Sharding rule: everything is elementwise, so a rank passes its shard of each tensor, whatever its placement.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
 from dtgpt.ops.optim.gradients import DTYPES, checked
+from dtgpt.ops.serve import Operation
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,45 @@ def reference(
     return master * kept - rate * (exp_avg / (exp_avg_sq.sqrt() / root + eps)), exp_avg, exp_avg_sq
 
 
+Update = Callable[[list[Tensor], Tensor, Tensor | None], None]  # of gradients, `AdamW._numbers` and `skip`
+
+
+def _plain_update(
+    _: Tensor,
+    slots: Sequence[Slot],
+    exp_avg: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    betas: tuple[float, float],
+    eps: float,
+) -> Update:
+    return partial(_update, slots, exp_avg, exp_avg_sq, betas, eps)
+
+
+def _update(
+    slots: Sequence[Slot],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    betas: tuple[float, float],
+    eps: float,
+    gradients: list[Tensor],
+    numbers: Tensor,
+    skip: Tensor | None,
+) -> None:
+    no_decay = numbers.clone()
+    no_decay[1] = 1
+    for slot, exp_avg, exp_avg_sq, gradient in zip(slots, exp_avgs, exp_avg_sqs, gradients, strict=True):
+        factors = numbers if slot.decay else no_decay
+        new = reference(slot.master, exp_avg, exp_avg_sq, gradient, factors, betas, eps)
+        for old, value in zip((slot.master, exp_avg, exp_avg_sq), new, strict=True):
+            old.copy_(value if skip is None else torch.where(skip, old, value))
+        if slot.low_precision is not None:
+            rounded = slot.master.to(slot.low_precision.dtype)
+            slot.low_precision.copy_(rounded if skip is None else torch.where(skip, slot.low_precision, rounded))
+
+
+ADAMW = Operation("adamw", _plain_update, "the rule of AdamW, for all weights of a run")
+
+
 class AdamW:
     """Update weights and their moments: an `Optimizer` (`dtgpt.ops.optim.optimizer`).
 
@@ -58,21 +98,14 @@ class AdamW:
             _check_slot(i, slot)
         self.slots = tuple(slots)
         self._masters = [slot.master.detach() for slot in slots]
-        self._narrow = [None if slot.low_precision is None else slot.low_precision.detach() for slot in slots]
         self.exp_avg = tuple(torch.zeros_like(m) for m in self._masters)
         self.exp_avg_sq = tuple(torch.zeros_like(m) for m in self._masters)
-        self._betas, self._eps, self._weight_decay = (beta1, beta2), eps, weight_decay
+        self._weight_decay = weight_decay
         device = self._masters[0].device
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # an exponent: counts exactly up to 2^53
         self._decays = torch.tensor([beta1, beta2], dtype=torch.float64, device=device)
-        self._table = None
-        if has_triton(self._masters[0]):
-            from dtgpt.ops.optim import adamw_kernels
-
-            addresses = [[t.data_ptr() for t in ts] for ts in (self._masters, self.exp_avg, self.exp_avg_sq)]
-            narrow = [0 if n is None else n.data_ptr() for n in self._narrow]
-            columns = [*addresses, narrow, [int(slot.decay) for slot in slots]]
-            self._table = adamw_kernels.Table([m.numel() for m in self._masters], columns, device)
+        rest = (self.slots, self.exp_avg, self.exp_avg_sq, (beta1, beta2), eps)
+        self._update: Update = ADAMW(self._masters[0], *rest)
 
     def state(self, index: int) -> dict[str, Tensor]:
         """Return the moments of slot `index`, by their names in checkpoints."""
@@ -88,14 +121,7 @@ class AdamW:
         shape and device.
         """
         gradients = checked(gradients, self._masters)
-        numbers = self._numbers(lr, scale)
-        if self._table is not None:
-            from dtgpt.ops.optim import adamw_kernels
-
-            dtypes = [None if n is None else n.dtype for n in self._narrow]
-            adamw_kernels.adamw(self._table, gradients, dtypes, numbers, skip, self._betas, self._eps)
-        else:
-            self._plain_step(gradients, numbers, skip)
+        self._update(gradients, self._numbers(lr, scale), skip)
         self.updates += 1 if skip is None else ~skip
 
     def _numbers(self, lr: Tensor, scale: Tensor) -> Tensor:
@@ -105,19 +131,6 @@ class AdamW:
         first, second = (1 - self._decays ** (self.updates + 1)).unbind()
         lr = lr.double()
         return torch.stack([scale.double(), 1 - lr * self._weight_decay, lr / first, second.sqrt()]).float()
-
-    def _plain_step(self, gradients: list[Tensor], numbers: Tensor, skip: Tensor | None) -> None:
-        no_decay = numbers.clone()
-        no_decay[1] = 1
-        for i, slot in enumerate(self.slots):
-            master, exp_avg, exp_avg_sq = self._masters[i], self.exp_avg[i], self.exp_avg_sq[i]
-            factors = numbers if slot.decay else no_decay
-            new = reference(master, exp_avg, exp_avg_sq, gradients[i], factors, self._betas, self._eps)
-            for old, value in zip((master, exp_avg, exp_avg_sq), new, strict=True):
-                old.copy_(value if skip is None else torch.where(skip, old, value))
-            if slot.low_precision is not None:
-                rounded = master.to(slot.low_precision.dtype)
-                slot.low_precision.copy_(rounded if skip is None else torch.where(skip, slot.low_precision, rounded))
 
 
 def _check_slot(i: int, slot: Slot) -> None:

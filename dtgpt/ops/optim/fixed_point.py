@@ -4,19 +4,20 @@
 of 2^-24). What a gradient has below a unit is cut off. `add_integers` and `add_rounded` do so with what came from the
 ranks of a group. `squares_of_rows` and `exact_sum` give the norm.
 
-Fast path: one Triton kernel for all tensors, for those of all ranks, and for the rows of a matrix. Sharding rule: sums
+Sharding rule: sums
 are elementwise; rows must be whole, as ZeRO leaves them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
 from dtgpt.ops.optim.gradients import checked
+from dtgpt.ops.serve import Operation
 
 LARGEST = 61  # binary logarithm of the largest sum: the other two bits hold the sign and the head's gradient of a table
 UNITS = tuple(2.0**power for power in (48, 16, -16, -48, -80, -112))  # of the integers of `exact_sum`
@@ -40,6 +41,21 @@ class Range(NamedTuple):
         return cls(fraction, torch.tensor(2.0 ** (LARGEST - fraction) / addends).item())  # as kernels read it: in fp32
 
 
+def _plain_add(misfits: Tensor, totals: Sequence[Tensor], range_: Range) -> Callable[[list[Tensor], bool], None]:
+    return partial(_add, misfits, totals, range_)
+
+
+def _add(misfits: Tensor, totals: Sequence[Tensor], range_: Range, gradients: list[Tensor], first: bool) -> None:
+    for total, gradient in zip(totals, gradients, strict=True):
+        integers, fits = _as_integers(gradient, range_)
+        total.copy_(integers) if first else total.add_(integers)
+        if fits is not None:
+            misfits += (~fits).any()
+
+
+ACCUMULATE = Operation("accumulate_fixed_point", _plain_add, "totals += integers of gradients, of all tensors")
+
+
 class FixedPointSum:
     """Sum gradients in int64 `totals`, contiguous tensors whose memory must not be replaced.
 
@@ -48,29 +64,13 @@ class FixedPointSum:
     """
 
     def __init__(self, totals: Sequence[Tensor], misfits: Tensor, range_: Range):
-        self.totals, self.misfits, self._range = list(totals), misfits, range_
-        self._table = None
-        if has_triton(misfits):
-            from dtgpt.ops.optim import adamw_kernels
-
-            sizes, addresses = [t.numel() for t in totals], [t.data_ptr() for t in totals]
-            self._table = adamw_kernels.Table(sizes, [addresses], misfits.device)
+        self.totals, self.misfits = list(totals), misfits
+        self._add: Callable[[list[Tensor], bool], None] = ACCUMULATE(misfits, self.totals, range_)
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor], first: bool = False) -> None:
         """Add gradients in fp32, bf16 or fp16 to the totals. first: what the totals hold does not count."""
-        gradients = checked(gradients, self.totals)
-        if self._table is not None:
-            from dtgpt.ops.optim import adamw_kernels
-
-            numbers = 2.0**self._range.fraction, self._range.limit
-            adamw_kernels.accumulate_fixed(self._table, gradients, self.misfits, *numbers, first)
-            return
-        for total, gradient in zip(self.totals, gradients, strict=True):
-            integers, fits = _as_integers(gradient, self._range)
-            total.copy_(integers) if first else total.add_(integers)
-            if fits is not None:
-                self.misfits += (~fits).any()
+        self._add(checked(gradients, self.totals), first)
 
 
 @torch.no_grad()
@@ -78,30 +78,29 @@ def add_rounded(own: Tensor, others: Tensor, out: Tensor, range_: Range) -> None
     """Set fp32 `out [n]` to the sum of `own [k n]` and of the rows of `others [ranks - 1, k n]`, all contiguous, where
     each element of the sum has k addends side by side in every row. It is exact but for one rounding; NaN where an
     addend does not fit."""
-    if has_triton(out):
-        from dtgpt.ops.optim import fixed_point_kernels
-
-        fixed_point_kernels.launch_add(own, others, out, None, range_.fraction, range_.limit, first=True)
-        return
-    total, fits = _integers_of(own, others, len(out), range_)
-    out.copy_(total).mul_(2.0**-range_.fraction)
-    if fits is not None:
-        out.masked_fill_(~fits, math.nan)
+    ADD_OF_RANKS(out, own, others, None, range_, True)
 
 
 @torch.no_grad()
 def add_integers(own: Tensor, others: Tensor, out: Tensor, misfits: Tensor, range_: Range, first: bool) -> None:
     """Add the same sum to int64 `out [n]`, as integers, or set it in the `first` call; count in the int64 scalar
     `misfits` where addends do not fit."""
-    if has_triton(out):
-        from dtgpt.ops.optim import fixed_point_kernels
+    ADD_OF_RANKS(out, own, others, misfits, range_, first)
 
-        fixed_point_kernels.launch_add(own, others, out, misfits, range_.fraction, range_.limit, first)
-        return
+
+def _add_of_ranks(out: Tensor, own: Tensor, others: Tensor, misfits: Tensor | None, range_: Range, first: bool) -> None:
     total, fits = _integers_of(own, others, len(out), range_)
+    if misfits is None:
+        out.copy_(total).mul_(2.0**-range_.fraction)
+        if fits is not None:
+            out.masked_fill_(~fits, math.nan)
+        return
     out.copy_(total) if first else out.add_(total)
     if fits is not None:
         misfits += (~fits).any()
+
+
+ADD_OF_RANKS = Operation("add_fixed_point_of_ranks", _add_of_ranks, "out += integers of what the ranks of a group sent")
 
 
 def _integers_of(own: Tensor, others: Tensor, size: int, range_: Range) -> tuple[Tensor, Tensor | None]:
@@ -130,16 +129,19 @@ def squares_of_rows(x: Tensor) -> Tensor:
     sum do not depend on the other rows, nor on their number."""
     if x.dim() == 1:
         return x.double().square()
-    if has_triton(x) and x.numel():
-        from dtgpt.ops.optim import adamw_kernels
+    return SQUARES_OF_ROWS(x)
 
-        return adamw_kernels.squares_of_rows(x)
+
+def _squares_by_halves(x: Tensor) -> Tensor:
     sums = x.flatten(1).double().square()
     while (columns := sums.shape[1]) > 1:
         half = columns // 2
         halves = sums[:, :half] + sums[:, half : 2 * half]
         sums = torch.cat([halves, sums[:, 2 * half :]], dim=1)
     return sums.sum(1)
+
+
+SQUARES_OF_ROWS = Operation("squares_of_rows", _squares_by_halves, "sum(x^2) of each row, in fp64")
 
 
 def exact_sum(values: Tensor) -> Tensor:

@@ -1,18 +1,26 @@
 """Lists of gradients, in the dtypes that autograd gave them: sums over micro-batches, norms, checks.
 
-Fast path: one Triton kernel, or a few of PyTorch's, for all tensors. Sharding rule: everything but the norms is
+Each is a few kernels of PyTorch for all tensors. Sharding rule: everything but the norms is
 elementwise; sums of squares of different shards add up.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.serve import Operation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients and of weights
+
+
+def _plain_add(_: Tensor, totals: Sequence[Tensor]) -> Callable[[list[Tensor]], None]:
+    return partial(torch._foreach_add_, totals)
+
+
+ACCUMULATE = Operation("accumulate", _plain_add, "totals += gradients, for all tensors of a run")
 
 
 class Accumulator:
@@ -23,12 +31,7 @@ class Accumulator:
             if total.dtype != torch.float32 or not total.is_contiguous():
                 raise ValueError(f"total {i} must be fp32 and contiguous")
         self.totals = list(totals)
-        self._table = None
-        if has_triton(self.totals[0]):
-            from dtgpt.ops.optim import adamw_kernels
-
-            sizes, addresses = [t.numel() for t in totals], [t.data_ptr() for t in totals]
-            self._table = adamw_kernels.Table(sizes, [addresses], self.totals[0].device)
+        self._add: Callable[[list[Tensor]], None] = ACCUMULATE(self.totals[0], self.totals)
 
     @torch.no_grad()
     def store(self, gradients: Sequence[Tensor]) -> None:
@@ -37,14 +40,8 @@ class Accumulator:
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add gradients to the totals in one pass. (PyTorch launches one kernel per tensor where dtypes differ.)"""
-        gradients = checked(gradients, self.totals)
-        if self._table is not None:
-            from dtgpt.ops.optim import adamw_kernels
-
-            adamw_kernels.accumulate(self._table, gradients)
-        else:
-            torch._foreach_add_(self.totals, gradients)
+        """Add gradients to the totals in one pass."""
+        self._add(checked(gradients, self.totals))
 
 
 @torch.no_grad()

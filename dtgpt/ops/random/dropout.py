@@ -1,9 +1,8 @@
 """Dropout (Srivastava et al. 2014) whose mask is a pure function of (key, global element index).
 
-Reference: plain torch, which Inductor fuses. Philox runs once for every eight neighbours of the last dimension (each of
-its four words serves two of them with 16 bits) and leaves one byte, so the kernel that applies the mask reads 1/16 of
-the bytes of a bf16 activation. Fast path: a Triton kernel that draws the mask in registers. Backward draws the mask
-again: nothing of the size of the activation is saved.
+Inductor fuses the definition, which is plain torch. Philox runs once for every eight neighbours of the last dimension
+(each of its four words serves two of them with 16 bits) and leaves one byte, so the kernel that applies the mask reads
+1/16 of the bytes of a bf16 activation. Backward draws the mask again: nothing of the size of the activation is saved.
 
 The masks of attention's probabilities follow a rule that is cheaper where decisions are kept as bits (`sliced`): see
 `attention_dropout`.
@@ -20,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dtgpt.ops.fast import has_triton
 from dtgpt.ops.random.few import are_few, few_words
 from dtgpt.ops.random.philox import block_words, covering_blocks, fold
 from dtgpt.ops.random.sliced import keep_words, unpack_words
+from dtgpt.ops.serve import Operation
 
 LANES = 8  # elements that share one evaluation of Philox
 Site = tuple  # (key [B, 2] or None, p) and, of a shard, its start: see `dtgpt.models.layers.Dropout`
@@ -89,9 +88,7 @@ def _apply(x: Tensor, key: Tensor, p: float, start: Sequence[int], attention: bo
     return torch.where(mask(key, ranges, p), x * keep_scale(p), 0)
 
 
-def _has_kernel(x: Tensor, key: Tensor, start: Sequence[int], attention: bool) -> bool:
-    fits = x.dim() == 3 and key.dim() == 2 and start[-1] % LANES == 0
-    return fits and not attention and has_triton(x)
+DROPOUT = Operation("dropout", _apply, "x / (1 - p) where a number of (key, index) is at least p, else 0")
 
 
 def dropout(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None = None) -> Tensor:
@@ -113,33 +110,28 @@ def _dropped(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None, atte
     if p == 0:
         return x
     first = [0] * (x.dim() - key.dim() + 1) if start is None else list(start)
-    if torch.compiler.is_compiling() and not _has_kernel(x, key, first, attention):
+    if torch.compiler.is_compiling() and DROPOUT.choose(x, key, p, first, attention) is None:
         # Inductor fuses plain torch with its neighbours. Its partitioner would save the mask instead of drawing it
         # again; checkpoint forbids that, and saves the key alone, since the gradient does not need x.
         return checkpoint(_apply, x, key, p, first, attention, use_reentrant=False, preserve_rng_state=False)
     return torch.ops.dtgpt.dropout(x, key, p, first, attention)
 
 
-def dropout_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:
+def _dropout_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:
     """Return int64 `[B, sites, 2]`: the key of every dropout site for the samples `sample_ids` int64 `[B]`.
 
     key: int64 `[2]`, that of a step. A mask depends on the sample's index in the run, never on its place in a
     micro-batch.
     """
-    if has_triton(key):
-        from dtgpt.ops.random.dropout_kernels import launch_keys
-
-        return launch_keys(key, sample_ids, sites)
     return fold(key, sample_ids[:, None], torch.arange(sites, device=key.device))
+
+
+dropout_keys = Operation("dropout_keys", _dropout_keys, "fold(key, sample, site)")
 
 
 @torch.library.custom_op("dtgpt::dropout", mutates_args=())
 def _dropout(x: Tensor, key: Tensor, p: float, start: list[int], attention: bool) -> Tensor:
-    if not _has_kernel(x, key, start, attention):
-        return _apply(x, key, p, start, attention)
-    from dtgpt.ops.random.dropout_kernels import launch_dropout
-
-    return launch_dropout(x.contiguous(), key, threshold(p), keep_scale(p), start)
+    return DROPOUT(x, key, p, start, attention)
 
 
 _dropout.register_fake(lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))

@@ -29,7 +29,7 @@ SHARED_ROWS = 1 << 31  # no row of a tensor: dimensions are below it
 
 def bit_of_lane(lanes: Any) -> Any:
     """Return the bit, 0 ... 31, of the decisions of `lanes`, 0 ... 31, in a word: the order in which the tensor cores'
-    registers hold columns, see `dtgpt.ops.attention.flash_mask.kept`."""
+    registers hold columns, see `dtgpt.ops.kernels.attention.flash_mask.kept`."""
     return ((lanes & 1) << 4) | (lanes & 8) | ((lanes & 16) >> 2) | ((lanes & 6) >> 1)
 
 

@@ -1,7 +1,5 @@
 """From a packed QKV projection to q, k and v: normalise heads where the model does so, rotate by position.
 
-Reference: `reference`. Fast path: one Triton kernel each way, fp32 inside. Backward needs nothing but the angles, which
-follow from the positions; with norms the packed input is saved, from which backward normalises the heads again.
 Sharding rule: samples, positions and heads of keys and values may be sharded; a shard of the positions passes them. The
 norms' weights are whole on every shard; a shard's gradients of them are partial sums.
 """
@@ -11,10 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import takes_custom_op
-from dtgpt.ops.norm.norm import norm_reference, reciprocal_root, rms_norm_gradient
-from dtgpt.ops.norm.residual import like
+from dtgpt.ops.norm.norm import norm_reference
 from dtgpt.ops.rotary.table import Rotation, angle_table, rotation_of
+from dtgpt.ops.serve import Operation
 from dtgpt.util.torch_private import constant_result
 
 
@@ -28,7 +25,7 @@ def reference(
     q, k = q.to(wide), k.to(wide)
     if q_weight is not None and k_weight is not None:
         q, k = norm_reference(q, q_weight, None, eps), norm_reference(k, k_weight, None, eps)
-    cosine, sine = _angles(table, positions, qkv.shape[1])
+    cosine, sine = angles_of(table, positions, qkv.shape[1])
     return rotate(q, cosine, sine).to(qkv.dtype), rotate(k, cosine, sine).to(qkv.dtype), v
 
 
@@ -57,10 +54,18 @@ def rotary_qkv(
     Raises ValueError where shapes do not fit.
     """
     _check_inputs(qkv, positions, num_positions, q_weight, k_weight)
-    if takes_custom_op(qkv, has_parameters=q_weight is not None):
-        return _rotary(qkv, positions, q_weight, k_weight, eps, rotation.numbers, num_positions)
-    table = _table(qkv.shape[-1], rotation.numbers, num_positions, qkv.device)
+    return ROTARY_QKV(qkv, positions, q_weight, k_weight, eps, rotation.numbers, num_positions)
+
+
+def _from_numbers(
+    qkv: Tensor, positions: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+    rotation: Sequence[float], num_positions: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    table = table_of(qkv.shape[-1], rotation, num_positions, qkv.device)
     return reference(qkv, positions, table, q_weight, k_weight, eps)
+
+
+ROTARY_QKV = Operation("rotary_qkv", _from_numbers, "q, k and v; columns i and i + D / 2 of q and k rotated by angle i")
 
 
 def _check_inputs(
@@ -81,13 +86,7 @@ def _check_inputs(
             raise ValueError(f"the weight of a head's norm has the shape {tuple(weight.shape)}, not {shape[4:]}")
 
 
-def kernels():
-    from dtgpt.ops.rotary import rotary_kernels  # imported on first use, since it needs Triton
-
-    return rotary_kernels
-
-
-def _angles(table: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+def angles_of(table: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines `[B, T, 1, D / 2]`."""
     chosen = table[:, :length].unsqueeze(1) if positions is None else table[:, positions]
     cosine, sine = chosen.unsqueeze(-2)
@@ -95,76 +94,6 @@ def _angles(table: Tensor, positions: Tensor | None, length: int) -> tuple[Tenso
 
 
 @constant_result  # Dynamo looks through caches, and would trace how the table is made
-def _table(head_dim: int, rotation: Sequence[float], num_positions: int, device: torch.device) -> Tensor:
+def table_of(head_dim: int, rotation: Sequence[float], num_positions: int, device: torch.device) -> Tensor:
     """Return `angle_table`. The ops take the numbers that it follows from, so that they neither save nor trace it."""
     return angle_table(rotation_of(rotation), head_dim, num_positions, device)
-
-
-@torch.library.custom_op("dtgpt::rotary_qkv", mutates_args=(), device_types="cpu")
-def _rotary(
-    qkv: Tensor, positions: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    rotation: Sequence[float], num_positions: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    table = _table(qkv.shape[-1], rotation, num_positions, qkv.device)
-    q, k, v = reference(qkv, positions, table, q_weight, k_weight, eps)
-    return q, k, v.clone(memory_format=torch.contiguous_format)
-
-
-@_rotary.register_kernel("cuda")
-def _(qkv, positions, q_weight, k_weight, eps, rotation, num_positions):
-    table = _table(qkv.shape[-1], rotation, num_positions, qkv.device)
-    return kernels().rotary_forward(qkv, positions, table, q_weight, k_weight, eps)
-
-
-@_rotary.register_fake
-def _(qkv, *_):
-    batch, length, groups, parts, size = qkv.shape
-    k, v = (qkv.new_empty(batch, length, groups, size) for _ in range(2))
-    return qkv.new_empty(batch, length, groups * (parts - 2), size), k, v
-
-
-@torch.library.custom_op("dtgpt::rotary_qkv_backward", mutates_args=(), device_types="cpu")
-def _rotary_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, positions: Tensor | None, q_weight: Tensor | None,
-    k_weight: Tensor | None, eps: float, rotation: Sequence[float], num_positions: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (d_qkv, dq_weight, dk_weight); qkv is None, and the latter two are empty, without norms."""
-    wide = torch.promote_types(dq.dtype, torch.float32)
-    cosine, sine = _angles(_table(dq.shape[-1], rotation, num_positions, dq.device), positions, dq.shape[1])
-    q, k = (rotate(t.to(wide), cosine, -sine) for t in (dq, dk))
-    dq_weight, dk_weight = dq.new_empty(0), dq.new_empty(0)
-    if qkv is not None and q_weight is not None and k_weight is not None:
-        q_heads, k_heads, _ = split_heads(qkv)
-        q, dq_weight = rms_norm_gradient(q, q_heads, reciprocal_root(q_heads, eps), q_weight)
-        k, dk_weight = rms_norm_gradient(k, k_heads, reciprocal_root(k_heads, eps), k_weight)
-        dq_weight, dk_weight = dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype)
-    parts = q.unflatten(2, (dk.shape[2], -1)), k.unsqueeze(3), dv.to(wide).unsqueeze(3)
-    return torch.cat(parts, dim=3).to(dq.dtype), dq_weight, dk_weight
-
-
-@_rotary_backward.register_kernel("cuda")
-def _(dq, dk, dv, qkv, positions, q_weight, k_weight, eps, rotation, num_positions):
-    table = _table(dq.shape[-1], rotation, num_positions, dq.device)
-    d_qkv, *sums = kernels().rotary_backward(dq, dk, dv, qkv, positions, table, q_weight, k_weight, eps)
-    return d_qkv, *(dq.new_empty(0) if t is None else t for t in sums)
-
-
-@_rotary_backward.register_fake
-def _(dq, dk, dv, qkv, positions, q_weight, k_weight, *_):
-    batch, length, groups, size = dk.shape
-    d_qkv = dq.new_empty(batch, length, groups, dq.shape[2] // groups + 2, size)
-    return d_qkv, like(q_weight, dq), like(k_weight, dq)
-
-
-def _save(ctx, inputs, output) -> None:
-    qkv, positions, q_weight, k_weight, *ctx.numbers = inputs
-    ctx.save_for_backward(None if q_weight is None else qkv, positions, q_weight, k_weight)
-
-
-def _differentiate(ctx, dq: Tensor, dk: Tensor, dv: Tensor):
-    saved = ctx.saved_tensors  # read once: recomputation frees saved tensors after the first access
-    d_qkv, *d_weights = _rotary_backward(dq, dk, dv, *saved, *ctx.numbers)
-    return d_qkv, None, *((None, None) if saved[2] is None else d_weights), None, None, None
-
-
-_rotary.register_autograd(_differentiate, setup_context=_save)

@@ -5,16 +5,15 @@ frequency and presence penalty; no repeated n-grams; no ending before `min_new_t
 is 0 or top_k 1; else temperature, top-k (ties with the k-th stay), top-p, min-p, and a draw by the Gumbel-max trick.
 Its noise is a pure function of (key, position, id). The smallest id wins among equals. If every id is banned, id 0 is
 chosen.
-
-Reference: `reference.py` and `edits.py`. Fast path: Triton kernels, which read the logits of rows in chunks: two
-launches; filters cost three more, rules on logits two. The candidates of beams have no fast path.
 """
 
 from torch import Tensor
 
-from dtgpt.ops.fast import has_triton
 from dtgpt.ops.sampling.reference import sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Sequences, Variant
+from dtgpt.ops.serve import Operation
+
+SAMPLE = Operation("sample", sample_reference, "argmax of logits / temperature + Gumbel noise, of the ids that stay")
 
 
 def sample(
@@ -27,11 +26,4 @@ def sample(
     slots: int64 `[B]`, the row of `sequences` that each row of logits belongs to. Nothing is synchronised with the
     host, and all shapes follow from those of the arguments: a CUDA graph can capture the call.
     """
-    if variant.beams or not has_triton(logits):  # a beam search draws nothing
-        return sample_reference(logits, sequences, slots, vocab_size, variant, columns)
-    from dtgpt.ops.sampling.edit_kernels import launch_edits
-    from dtgpt.ops.sampling.kernels import launch_sample
-
-    measured = logits if logits.stride(1) == 1 else logits.contiguous()
-    edited = launch_edits(measured, sequences, slots, variant) if variant.edits or variant.ngram else measured
-    return launch_sample(measured, edited, sequences, slots, vocab_size, variant, columns or vocab_size)
+    return SAMPLE(logits, sequences, slots, vocab_size, variant, columns)

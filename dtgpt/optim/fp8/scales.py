@@ -25,6 +25,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import DeferredBiasLinear, Linear
 from dtgpt.models.roles import MATRICES
+from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import FORMATS, Calibration, Site, Sites
 from dtgpt.optim.step_state import StepState
 from dtgpt.parallel.mesh import Mesh
@@ -67,7 +68,8 @@ class Fp8Scales(StepState):
             if not isinstance(module, Linear | DeferredBiasLinear):
                 raise TypeError(f"{name} is a {type(module).__name__}, which does not compute in fp8")
             of_input, of_weight, of_gradient = all_sites[number * len(FORMATS) : (number + 1) * len(FORMATS)]
-            bind(module, sites=Sites(of_input, of_weight, of_gradient, self.calibration))
+            sites = Sites(of_input, of_weight, of_gradient, self.calibration)
+            bind(module, quantised=Fp8Product(sites))
 
     @contextmanager
     def as_loaded(self) -> Iterator[None]:

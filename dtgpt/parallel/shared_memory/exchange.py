@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from dtgpt.ops.decode.exchange import SOURCE, STRUCTS, Exchange, bytes_of
+from dtgpt.ops.kernels.decode.exchange import SOURCE, STRUCTS, Exchange, bytes_of
 from dtgpt.parallel.shared_memory.arena import AllRanks, share
 from dtgpt.util.extension import library
 

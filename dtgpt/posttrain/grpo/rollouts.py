@@ -24,7 +24,7 @@ from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.completion import Completion
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.load import check_blocks
+from dtgpt.inference.forward import decode_kernels
 from dtgpt.inference.memory import free_memory, slots_that_fit
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
@@ -285,7 +285,7 @@ def why_not_exact(settings: Settings) -> str | None:
     if settings.attention_backend != "flash":
         return f"attention={settings.attention_backend} here, and the kernels for it have the bits of flash"
     try:
-        check_blocks(settings.model)
+        decode_kernels().check_blocks(settings.model)
     except UserError:
         return f"there are no kernels for it that run blocks of this {settings.model.architecture} model"
     return None

@@ -10,6 +10,8 @@ rank, and its gradients are addends.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +25,9 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.ops.random.philox import fold, normal, row_chunks
-from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.parallel.shards import Shards
+from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.layout import ZERO, ParameterLayout
+from dtgpt.parallel.shards import Shards, layout_of
 from dtgpt.posttrain.lora.config import LoraConfig
 
 NAME = "lora"  # of the module below that of the matrix
@@ -43,9 +46,38 @@ def names_of(weight: str) -> tuple[str, str]:
 
 
 def shapes_of(parameter: Parameter, config: ModelConfig, rank: int) -> tuple[Shape, Shape]:
-    """Return the shapes of A and B of the adapter of a weight."""
-    rows, columns = parameter.shape
-    return (len(config.pieces(parameter)) * rank, columns), (rows, rank)
+    """Return the shapes of A and B of the adapter of a weight; of a stack, those of each matrix are stacked."""
+    return _shapes(parameter.shape, count_packed(parameter, config), rank)
+
+
+def _shapes(shape: Shape, count: int, rank: int) -> tuple[Shape, Shape]:
+    *stack, rows, columns = shape
+    return (*stack, count * rank, columns), (*stack, rows, rank)
+
+
+def count_packed(parameter: Parameter, config: ModelConfig) -> int:
+    """Return the number of matrices that a weight packs; 1 for a stack, where an adapter is a stack, too."""
+    return 1 if len(parameter.shape) > 2 else len(config.pieces(parameter))
+
+
+def layouts_of(
+    weight: ParameterLayout, parameter: Parameter, config: ModelConfig, rank: int
+) -> tuple[ParameterLayout, ParameterLayout]:
+    """Return the layouts of A and B of the adapter of a weight: A has no rows of it that could be cut, and B no
+    columns."""
+    shapes = shapes_of(parameter, config, rank)
+    whole = [axis for axis in weight.cuts if axis not in ZERO]
+    rows, columns = ([axis for axis in whole if weight.cut_from_the_end(axis) == dim] for dim in (-2, -1))
+    a, b = (
+        replace(
+            weight,
+            shape=shape,
+            cuts={axis: dim for axis, dim in weight.cuts.items() if axis not in lacks},
+            sums_over=tuple(lacks),
+        )
+        for shape, lacks in zip(shapes, (rows, columns), strict=True)
+    )
+    return a, b
 
 
 def matrix_of_rows(parameter: Parameter, config: ModelConfig) -> Tensor:
@@ -76,8 +108,11 @@ class Adapter(nn.Module):
         self.matrices, self.count, self.scale = matrices, count, scale
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x W^T + bias with the adapter's addend, of the local tensors of a linear map."""
+        """Return x W^T + bias with the adapter's addend, of the local tensors of a linear map; for a stack of maps
+        `[E, out, in]` with the inputs `[E, .., in]`, `[E, .., out]`."""
         a, b = (_local(parameter).to(x.dtype) for parameter in (self.a, self.b))
+        if weight.dim() == 3:
+            return torch.baddbmm(torch.bmm(x, weight.mT), torch.bmm(x, a.mT) * self.scale, b.mT)
         if self.matrices.device != b.device:
             self.matrices = self.matrices.to(b.device)
         y = F.linear(x, weight, bias)
@@ -85,11 +120,11 @@ class Adapter(nn.Module):
         return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), spread(b, self.matrices, self.count).t()).view(y.shape)
 
 
-def local_adapter(module: nn.Linear, parameter: Parameter, config: ModelConfig, lora: LoraConfig) -> Adapter:
+def local_adapter(module: nn.Module, parameter: Parameter, config: ModelConfig, lora: LoraConfig) -> Adapter:
     """Return the adapter of this rank's part of a matrix, by which planning measures what a block keeps."""
-    (rows, columns), count = module.weight.shape, len(config.pieces(parameter))
-    a, b = module.weight.new_empty(count * lora.rank, columns), module.weight.new_empty(rows, lora.rank)
-    return Adapter(a, b, torch.zeros(rows, dtype=torch.int64, device=a.device), count, lora.scale)
+    count, weight = count_packed(parameter, config), module.get_parameter("weight")
+    a, b = (weight.new_empty(each) for each in _shapes(tuple(weight.shape), count, lora.rank))
+    return Adapter(a, b, torch.zeros(b.shape[-2], dtype=torch.int64, device=a.device), count, lora.scale)
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -99,28 +134,27 @@ def _local(parameter: Tensor) -> Tensor:
 def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, device: torch.device) -> None:
     """Freeze a stage on the meta device, cut by tensor parallelism, and add its adapters. device: of the run."""
     part.requires_grad_(False)
-    config, lora, tp = part.config, settings.section(LoraConfig), settings.plan.tp
+    config, lora = part.config, settings.section(LoraConfig)
     dtype = settings.dtype if settings.plan.narrows_weights else torch.float32
     for parameter in adapted(config, lora):
         if str(parameter.block) not in part.blocks:
             continue
         module = part.get_submodule(parameter.name.removesuffix(".weight"))
-        matrices = matrix_of_rows(parameter, config)
-        with torch.device("meta"):
-            a, b = (torch.empty(shape, dtype=dtype) for shape in shapes_of(parameter, config, lora.rank))
-        weight = module.weight
-        addends: tuple[str, ...] = ()
-        if isinstance(weight, DTensor) and (cut := weight.placements[0]).is_shard():
-            assert isinstance(cut, Sharded)
-            if cut.dim == 0:
-                b, addends = distribute_tensor(b, weight.device_mesh, [cut]), ("a",)
-                rows = chunk(range(len(matrices)), tp, place.tp)
-                matrices = matrices[rows.start : rows.stop]
-            else:
-                a, addends = distribute_tensor(a, weight.device_mesh, [cut]), ("b",)
-        adapter = Adapter(a, b, matrices.to(device), len(config.pieces(parameter)), lora.scale)
+        weight = module.get_parameter("weight")
+        layouts = layouts_of(layout_of(weight, settings.plan), parameter, config, lora.rank)
+        factors = []
+        for layout in layouts:
+            with torch.device("meta"):
+                factors.append(torch.empty(layout.shape, dtype=dtype))
+            if "tp" in layout.cuts:
+                cut = Sharded(layout.cuts["tp"])
+                factors[-1] = distribute_tensor(factors[-1], cast(DTensor, weight).device_mesh, [cut])
+        a, b = factors
+        rows = layouts[1].region(place.rank, without="shard")[-2]
+        matrices = matrix_of_rows(parameter, config)[rows.start : rows.stop].to(device)
+        adapter = Adapter(a, b, matrices, count_packed(parameter, config), lora.scale)
         module.add_module(NAME, adapter)
-        bind(adapter, sums_over_tp=addends)
+        bind(adapter, sums_over_tp=tuple(n for n, own in zip("ab", layouts, strict=True) if "tp" in own.sums_over))
         bind(module, product=adapter.product)
 
 
@@ -132,7 +166,7 @@ def initialize_adapters(shards: Shards, settings: Settings, key: Tensor) -> None
         if shard.name.endswith(B):
             shard.local.zero_()
             continue
-        own, std = fold(key, shard.name).to(shard.local.device), (3 * shard.parameter.shape[1]) ** -0.5
+        own, std = fold(key, shard.name).to(shard.local.device), (3 * shard.parameter.shape[-1]) ** -0.5
         for rows, piece in row_chunks(shard.region):
             shard.local[rows] = std * normal(own, piece)
     shards.publish()

@@ -20,6 +20,7 @@ from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Part, Source
+from dtgpt.parallel.layout import slices
 from dtgpt.posttrain.lora.adapters import adapted, matrix_of_rows, names_of, shapes_of, spread
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.errors import UserError, shown_name
@@ -39,7 +40,7 @@ def fingerprint(source: Source) -> str:
         if len(parameter.shape) == 1:
             part: Part = (range(parameter.shape[0]),)
         elif parameter.block in (0, config.num_layers - 1):
-            part = (range(1), range(parameter.shape[1]))
+            part = (range(1), *map(range, parameter.shape[1:]))
         else:
             continue
         digest.update(source.read(parameter.name, part).contiguous().numpy().tobytes())
@@ -117,10 +118,9 @@ class SavedAdapter:
         a, b = self.factors(name)
         matrices = matrix_of_rows(self.weights[name], self.config)
         if part is not None:
-            rows, columns = part
-            a, b = a[:, columns.start : columns.stop], b[rows.start : rows.stop]
-            matrices = matrices[rows.start : rows.stop]
-        return self.lora.scale * spread(b, matrices, len(a) // self.lora.rank) @ a
+            *stack, rows, columns = slices(tuple(part))
+            a, b, matrices = a[(*stack, slice(None), columns)], b[(*stack, rows)], matrices[rows]
+        return self.lora.scale * spread(b, matrices, a.shape[-2] // self.lora.rank) @ a
 
 
 class Merged(Source):

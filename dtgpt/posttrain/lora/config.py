@@ -14,7 +14,11 @@ from dtgpt.util.field_types import Bounds, Pattern
 if TYPE_CHECKING:
     from dtgpt.config.recipe import Recipe  # which has this section
 
-TARGETS = {"qkv": Role.QKV, "column": Role.COLUMN, "row": Role.ROW}
+TARGETS = {
+    "qkv": {Role.QKV},
+    "column": {Role.COLUMN, Role.COLUMN_STACK},
+    "row": {Role.ROW, Role.ROW_STACK},
+}
 NAMES = "|".join(TARGETS)
 
 
@@ -36,7 +40,7 @@ class LoraConfig(Section):
 
     @property
     def roles(self) -> set[Role]:
-        return {TARGETS[name] for name in self.targets.split(",")}
+        return {role for name in self.targets.split(",") for role in TARGETS[name]}
 
     @property
     def scale(self) -> float:
@@ -44,7 +48,7 @@ class LoraConfig(Section):
 
     def adapts(self, parameter: Parameter) -> bool:
         """Return whether a parameter of the model has an adapter."""
-        return parameter.block is not None and len(parameter.shape) == 2 and parameter.role in self.roles
+        return parameter.block is not None and parameter.name.endswith(".weight") and parameter.role in self.roles
 
     @property
     def freezes_weights(self) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtgpt.ops.decode import exchange
+from dtgpt.ops.kernels.decode import exchange
 from dtgpt.parallel.shared_memory.arena import Area
 from dtgpt.parallel.shared_memory.barrier import FLAG, Barrier
 from dtgpt.parallel.shared_memory.collectives import KernelCollectives, area_bytes

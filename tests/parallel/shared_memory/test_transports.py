@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.ops.decode.exchange import CAPACITY
+from dtgpt.ops.kernels.decode.exchange import CAPACITY
 from dtgpt.ops.optim.fixed_point import Range, add_integers, add_rounded
 from dtgpt.parallel.collectives import FlatSum, GroupCollectives, NarrowSum, flat_length
 from dtgpt.parallel.coordinates import chunk

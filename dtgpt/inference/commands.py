@@ -1,0 +1,218 @@
+"""What rank 0 lets all ranks do: commands, each a value that becomes numbers, comes back from them, and is executed.
+
+Rank 0 alone knows the requests. A command reaches the other ranks as int64 numbers over gloo, never as a pickle, which
+would execute what arrives, and every rank executes it: so all of them run the same passes in the same order.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import chain, islice
+from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtgpt.inference.forward import Pending
+from dtgpt.inference.step import Step
+from dtgpt.ops.sampling.scores import Scores
+from dtgpt.ops.sampling.sequences import Sampled, Variant
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.peers import peers
+
+FAILURE = "inference failure"  # the name under which the rank that fails first leaves its reason
+INLINE = 63  # numbers of a command that its first message holds, behind their count
+
+
+class Command(Protocol):
+    """A NamedTuple, one of `COMMANDS`."""
+
+    def execute(self, step: Step) -> Any:
+        """Do what is commanded on this rank. The results are those of rank 0 on every rank."""
+
+
+class Read(NamedTuple):
+    """Read prompts into slots."""
+
+    slots: Sequence[int]
+    prompts: Sequence[Sequence[int]]
+    first: int = 0
+
+    def execute(self, step: Step) -> None:
+        step.read(self.slots, self.prompts, self.first)
+
+
+class Score(NamedTuple):
+    """Read a chunk of a prompt, and score its tokens."""
+
+    slot: int
+    first: int
+    alternatives: int
+    ids: Sequence[int]
+
+    def execute(self, step: Step) -> Pending[Scores]:
+        return step.score(self.slot, self.ids, self.first, self.alternatives)
+
+
+class Begin(NamedTuple):
+    """Begin a sequence in a slot whose cache has all of its tokens but the last."""
+
+    slot: int
+    payload: Tensor  # of `SlotState.encode`
+
+    def execute(self, step: Step) -> None:
+        step.cache.state.set(self.slot, self.payload)
+
+
+class Copy(NamedTuple):
+    """Copy the first `length` positions, and the state, of slots to others, all at once. keys: two words for each of
+    the targets, whose draws belong to them from now on; none: to the key that was copied."""
+
+    sources: Sequence[int]
+    targets: Sequence[int]
+    length: int
+    keys: Sequence[Sequence[int]] = ()
+
+    def execute(self, step: Step) -> None:
+        step.cache.copy(self.sources, self.targets, self.length)
+        if self.keys:
+            step.cache.state.set_keys(self.targets, self.keys)
+
+
+class Assign(NamedTuple):
+    """Replace the token that each slot has drawn last."""
+
+    slots: Sequence[int]
+    tokens: Sequence[int]
+
+    def execute(self, step: Step) -> None:
+        step.cache.state.assign(self.slots, self.tokens)
+
+
+class Decode(NamedTuple):
+    """Draw the next tokens of slots."""
+
+    slots: Sequence[int]
+    steps: int
+    variant: Variant
+
+    def execute(self, step: Step) -> Pending[Sampled]:
+        return step.decode(self.slots, self.steps, self.variant)
+
+
+class Ping(NamedTuple):
+    """Meet: sending alone tells nothing of a rank that hangs."""
+
+    def execute(self, step: Step) -> None:
+        """Do nothing: ranks meet in the channel."""
+
+
+class Release(NamedTuple):
+    """Leave the stages as they were, and return from `follow`."""
+
+    def execute(self, step: Step) -> None:
+        step.detach()
+
+
+COMMANDS: tuple[type[Any], ...] = (Read, Score, Begin, Copy, Assign, Decode, Ping, Release)
+
+
+def encode(value: Any) -> list[int]:
+    """Return a value as numbers: a whole number is itself, a NamedTuple its fields, and of any other sequence its
+    length comes first."""
+    if isinstance(value, int):
+        return [int(value)]
+    if hasattr(value, "_fields"):
+        return list(chain.from_iterable(map(encode, value)))
+    parts = value.tolist() if isinstance(value, Tensor) else list(value)
+    numbers = parts if not parts or isinstance(parts[0], int) else chain.from_iterable(map(encode, parts))
+    return [len(parts), *numbers]
+
+
+def decode(kind: Any, numbers: Iterator[int]) -> Any:
+    """Return the value of a type of which these are the numbers."""
+    if kind in (int, bool):
+        return kind(next(numbers))
+    if hasattr(kind, "_fields"):
+        return kind(*(decode(part, numbers) for part in _parts(kind)))
+    item, count = (int,) if kind is Tensor else get_args(kind), next(numbers)
+    parts = list(islice(numbers, count)) if item == (int,) else [decode(item[0], numbers) for _ in range(count)]
+    return torch.tensor(parts, dtype=torch.int64) if kind is Tensor else parts
+
+
+@cache
+def _parts(kind: Any) -> list[Any]:
+    hints = get_type_hints(kind)
+    return [hints[name] for name in kind._fields]
+
+
+class Channel:
+    """Carries commands from rank 0 to the other ranks. All ranks create it at the same point."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self._group = mesh.commands
+
+    def send(self, command: Command) -> None:
+        """Broadcast a command from rank 0. Does nothing in a single process."""
+        if self._group is None:
+            return
+        numbers = torch.tensor([COMMANDS.index(type(command)), *encode(command)], dtype=torch.int64)
+        first = torch.zeros(1 + INLINE, dtype=torch.int64)
+        first[0], first[1 : 1 + len(numbers)] = len(numbers), numbers[:INLINE]
+        dist.broadcast(first, 0, group=self._group)
+        if len(numbers) > INLINE:
+            dist.broadcast(numbers[INLINE:].contiguous(), 0, group=self._group)
+
+    def receive(self) -> Command:
+        """Return the next command of rank 0."""
+        first = torch.empty(1 + INLINE, dtype=torch.int64)
+        dist.broadcast(first, 0, group=self._group)
+        length, *numbers = first.tolist()
+        if length > INLINE:
+            rest = torch.empty(length - INLINE, dtype=torch.int64)
+            dist.broadcast(rest, 0, group=self._group)
+            numbers += rest.tolist()
+        index, *found = numbers
+        return decode(COMMANDS[index], iter(found))
+
+    def meet(self) -> None:
+        """Wait until all ranks have called this. Does nothing in a single process."""
+        if self._group is not None:
+            dist.all_reduce(torch.zeros(1), group=self._group)
+
+    def close(self) -> None:
+        """Close the channel on this rank. Ranks that wait for a command fail at once."""
+        self._group = None
+        self._mesh.close_commands()
+
+    @contextmanager
+    def failures_shared(self, timeout: float) -> Iterator[None]:
+        """Where this rank fails, leave its reason for the other ranks, and close the channel, for which they wait.
+        Where another rank failed first, raise a UserError with the reason of that one. `timeout`: seconds that
+        collectives of the mesh wait."""
+        mesh = self._mesh
+
+        def remedy() -> str:
+            reason = mesh.posted(FAILURE)
+            return f"start all of them again{f' ({reason})' if reason else ''}"
+
+        try:
+            with peers(mesh.world).losses_as_user_errors(timeout, remedy):
+                yield
+        except BaseException as error:
+            if mesh.world > 1:
+                if mesh.posted(FAILURE) is None:
+                    mesh.post(FAILURE, f"rank {mesh.rank}: {error or repr(error)}")
+                self.close()
+            raise
+
+
+def follow(step: Step, channel: Channel) -> None:
+    """Execute the commands of rank 0, until it releases this rank."""
+    while not isinstance(command := channel.receive(), Release):
+        command.execute(step)
+        if isinstance(command, Ping):
+            channel.meet()
+    command.execute(step)

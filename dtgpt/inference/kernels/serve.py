@@ -1,0 +1,99 @@
+"""Which stages the kernels of decode steps serve, as the core asks for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.inference.cache import Cache
+from dtgpt.inference.forward import DecodeKernels, Decoders
+from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of, tells_weights
+from dtgpt.models.binding import bound_of
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.inventory import attention_cores, inventory
+from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
+from dtgpt.ops.kernels.decode.blocks import next_rows
+from dtgpt.ops.kernels.devices import has_triton
+from dtgpt.ops.sampling.scores import as_in_training
+from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.errors import UserError
+
+NO_KERNELS = (
+    "exact=True has kernels for GPT-2 and LLaMA blocks, with tanh-GELU or SwiGLU, whose heads have 16, 32, 64 or 128 "
+    "columns and see all earlier tokens, and this model has others; leave exact out"
+)
+
+
+class _Kernels:
+    def serve(self, stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool) -> Decoders | None:
+        fused = fuse(stages, mesh, cache, exact)
+        if fused is not None:
+            return Decoders(stages=fused, next_rows=next_rows)
+        if exact:
+            raise UserError(NO_KERNELS)
+        return None
+
+    def check_exact(self, device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
+        if not has_triton(torch.empty(0, device=device)):
+            raise UserError(
+                f"exact=True cannot hold on device={device.type}: its matrix products choose the order of sums by the "
+                "number of rows; use a GPU with Triton, or leave exact out"
+            )
+        if plan.tp > 2:
+            raise UserError(
+                f"exact=True cannot hold under tp={plan.tp}: sums over more than two ranks have no order of their own "
+                "in training; use tp=2 with pp, or leave exact out"
+            )
+        if plan.tp > 1 and dtype == torch.float32:
+            raise UserError(
+                f"exact=True cannot hold in fp32 under tp={plan.tp}: training's products with matrices that are cut "
+                "split their sums for some numbers of rows; use precision bf16 or fp16, or tp=1"
+            )
+
+    def check_blocks(self, config: ModelConfig) -> None:
+        parts = inventory(config)
+        kinds = set(parts.examples)
+        with torch.device("meta"):
+            blocks: list[Any] = [config.make_block(index) for index in kinds]
+            known = all(tells_weights(block) and block.decode_weights().activation for block in blocks)
+        cores = [core for index in kinds for core in parts.cores(index)]
+        if not known or any(core.head_dim not in HEAD_SIZES or not core.is_plain for core in cores):
+            raise UserError(NO_KERNELS)
+
+    def exact_scores(
+        self, logits: Tensor, ids: Tensor, top_ids: Tensor, mesh: Mesh, config: ModelConfig
+    ) -> dict[str, Tensor]:
+        first = chunk(range(config.padded_vocab_size), mesh.plan.tp, mesh.place.tp).start
+        return as_in_training(logits, ids, top_ids, config.vocab_size, first, mesh.tp_group)
+
+
+KERNELS: DecodeKernels = _Kernels()
+
+
+def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -> list[FusedStage] | None:
+    """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32 unless
+    `exact`, with parameters that are cut for training, with adapters, or with blocks, a rule of attention or an
+    activation that they do not know. All ranks of the mesh take part. exact: as `ExactStage`s."""
+    modules = [module for stage in stages for module in parts_of(stage)]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    sizes_known = (2, 4) if exact else (2,)  # bytes of an element
+    if any(bound_of(module).product is not None for stage in stages for module in stage.modules()):
+        return None  # of a run that trains adapters
+    usable = all(type(p.data) is Tensor and p.dtype.itemsize in sizes_known and has_triton(p) for p in parameters)
+    sizes = {layer.keys.shape[-1] for layer in cache.layers}
+    if not usable or not all(map(tells_weights, modules)) or not sizes <= set(HEAD_SIZES):
+        return None
+    blocks: list[Any] = [block for stage in stages for block in stage.blocks.values()]
+    if not all(core.is_plain for block in blocks for core in attention_cores(block)):
+        return None
+    if len(cache.layers) != len(blocks) or not all(block.decode_weights().activation for block in blocks):
+        return None
+    layers = iter(cache.layers)
+    kind = ExactStage if exact else FusedStage
+    fused = [kind(stage, [next(layers) for _ in stage.blocks], mesh) for stage in stages]
+    for stage in fused:
+        stage.share_exchange()
+    return fused

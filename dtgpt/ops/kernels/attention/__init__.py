@@ -1,0 +1,1 @@
+"""Kernels of attention: which serves when is in `serve.py`."""

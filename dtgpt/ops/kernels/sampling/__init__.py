@@ -1,0 +1,1 @@
+"""Kernels that choose the next token of each sequence from its logits."""

@@ -1,0 +1,127 @@
+"""Which part of each parameter a rank holds: for each axis of the mesh the dimension that it cuts.
+
+The styles of tensor parallelism cut a model, and `fully_shard` cuts what they leave of it. What both do stands here,
+from shapes, roles and the plan alone, for all that works with parts: initial weights, optimizers, checkpoints, and
+planning, which has no ranks. A parameter may have axes of its own: experts lie on some of the ranks that otherwise hold
+the same weights.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import Parameter, Shape, inventory
+from dtgpt.parallel.coordinates import chunk
+
+Part = tuple[range, ...]  # global indices of a part of a tensor
+ZERO: Mapping[str, int] = {"shard": 0}  # ZeRO cuts the first dimension of every parameter
+
+
+def axes_of(plan: ResolvedPlan, own: Mapping[str, int] = MappingProxyType({})) -> dict[str, int]:
+    """Return {axis: ranks} of the grid of a stage's ranks, the outermost axis first. own: axes of a parameter among the
+    ranks of data, which lie next to tp: ZeRO and replicas have the rest of these ranks."""
+    rest = plan.data_ranks // math.prod(own.values())
+    replicate, shard = (1, rest) if plan.zero else (rest, 1)
+    return {"replicate": replicate, "shard": shard, **own, "tp": plan.tp}
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How the ranks of a pipeline stage share a parameter, where they are those of `axes`."""
+
+    shape: Shape  # of the whole
+    axes: dict[str, int]  # as of `axes_of`
+    cuts: Mapping[str, int]  # axis -> the dimension that it cuts; ranks along any other axis hold the same
+    sums_over: tuple[str, ...] = ()  # axes whose ranks have addends of the gradient
+    style: Any = field(default=None, compare=False)  # a `ParallelStyle`, or None
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the place of a rank along each axis."""
+        found = {}
+        for axis, ranks in reversed(self.axes.items()):
+            rank, found[axis] = divmod(rank, ranks)
+        return found
+
+    def region(self, rank: int, without: str | None = None) -> Part:
+        """Return the global indices of a rank's part. The innermost axis cuts first, the next one what that leaves.
+        without: an axis that is taken to cut nothing; without "shard" it is the part that the rank computes with."""
+        region, place = [range(size) for size in self.shape], self.coordinates(rank)
+        for axis, index in place.items():
+            if axis in self.cuts and axis != without:
+                dim = self.cuts[axis]
+                region[dim] = chunk(region[dim], self.axes[axis], index)
+        return tuple(region)
+
+    def local_shape(self, rank: int, without: str | None = None) -> Shape:
+        """Return the shape of a rank's part."""
+        return tuple(map(len, self.region(rank, without)))
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that hold each part."""
+        return math.prod(ranks for axis, ranks in self.axes.items() if axis not in self.cuts)
+
+    def replica(self, rank: int) -> int:
+        """Return which of these `replicas` a rank holds."""
+        place, found = self.coordinates(rank), 0
+        for axis, ranks in self.axes.items():
+            if axis not in self.cuts:
+                found = found * ranks + place[axis]
+        return found
+
+    def cut_from_the_end(self, axis: str) -> int | None:
+        """Return the dimension of a matrix, or a stack of matrices, that an axis cuts: -2 for the outputs, -1 for the
+        inputs; None for a vector, or where it cuts none."""
+        return self.cuts[axis] - len(self.shape) if axis in self.cuts and len(self.shape) > 1 else None
+
+
+class Layout:
+    """The layout of each parameter of a model under a plan."""
+
+    def __init__(self, config: ModelConfig, plan: ResolvedPlan, table: Mapping[str, Any] | None = None):
+        """table: styles of tensor parallelism; None: those of the plan."""
+        self.config, self.plan, self.axes = config, plan, axes_of(plan)
+        self._describe: Callable[[str], tuple[Any, Mapping[str, int], tuple[str, ...]]] = lambda module: (None, {}, ())
+        if plan.tp > 1:
+            from dtgpt.parallel.tensor import describe_style, make_table  # DTensor, which no other plan needs
+
+            self._describe = partial(describe_style, table=table or make_table(config, plan), roles=config.roles)
+        self._examples = inventory(config).examples
+        self._known: dict[tuple[int | None, str], ParameterLayout] = {}
+
+    def of(self, parameter: Parameter) -> ParameterLayout:
+        """Return the layout of a parameter. Blocks of one kind have the same one, unless the plan's own table names
+        some of them."""
+        name, block = parameter.name, parameter.block
+        key = block, name
+        if block is not None and not self.plan.table:
+            key = self._examples[block], name.removeprefix(f"blocks.{block}.")
+        if key not in self._known:
+            self._known[key] = self._make(parameter)
+        return self._known[key]
+
+    def _make(self, parameter: Parameter) -> ParameterLayout:
+        module, _, kind = parameter.name.rpartition(".")
+        style, dims, sums = self._describe(module)
+        dim = dims.get(kind)
+        return ParameterLayout(
+            shape=parameter.shape,
+            axes=self.axes,
+            cuts=ZERO if dim is None else {**ZERO, "tp": dim},
+            sums_over=("tp",) if kind in sums else (),
+            style=style,
+        )
+
+    def parameters(self) -> dict[str, ParameterLayout]:
+        """Return the layout of every parameter of the model, by name."""
+        return {p.name: self.of(p) for p in inventory(self.config).parameters()}
+
+
+def slices(part: Part) -> tuple[slice, ...]:
+    """Return the ranges as an index of a tensor."""
+    return tuple(slice(r.start, r.stop) for r in part)

@@ -1,0 +1,175 @@
+"""A recorded run says which test executed which function, in forks, pools and programs; CPU seconds count them too."""
+
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtgpt.util.hardware import child_environment
+from tests.support import call_log, cpu_seconds
+from tests.support.budgets import REFERENCE
+from tests.support.recorded_map import load_record
+
+SUPPORT = Path(__file__).parents[1] / "support"
+OWN = "__init__ budgets call_log changed cpu_seconds recorded_map source_tree source_units"  # they need no dtgpt
+CONFTEST = """
+import pytest
+from tests.support import changed, cpu_seconds, recorded_map
+
+def pytest_addoption(parser):
+    parser.addoption("--changed", nargs="?", const="")
+    parser.addoption("--cpu-seconds")
+    parser.addoption("--record-map", action="store_true")
+
+def pytest_configure(config):
+    for part in (changed, cpu_seconds, recorded_map):
+        part.configure(config)
+
+def pytest_unconfigure(config):
+    for part in (changed, cpu_seconds, recorded_map):
+        part.finish(config)
+
+def pytest_report_header(config):
+    return config.stash[changed.KEY].lines if config.option.changed is not None else []
+
+def pytest_collection_modifyitems(config, items):
+    changed.deselect(config, items)
+
+@pytest.fixture(scope="session")
+def shared():
+    from dtgpt.sums import share
+    return share()
+"""
+SUMS = """
+def add(a, b): return a + b
+def share(): return 1
+def forked(): return 2
+def pooled(): return 3
+def started(): return 4
+def later(): return 5
+def made(): return 6
+MADE = made()
+"""
+TESTS = """
+import multiprocessing, os, subprocess, sys, threading
+from pathlib import Path
+from dtgpt import sums
+
+PAGE = Path(__file__).parents[1].joinpath("page.md").read_text()
+
+def test_add(): assert sums.add(1, 2) == 3
+def test_first(shared): assert shared == 1
+def test_second(shared): assert shared == 1
+def test_thread():
+    thread = threading.Thread(target=sums.later)
+    thread.start()
+    thread.join()
+def test_fork():
+    child = os.fork()
+    if not child:
+        sums.forked()
+        os._exit(0)
+    os.waitpid(child, 0)
+def test_pool():
+    process = multiprocessing.get_context("forkserver").Process(target=sums.pooled)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+def test_program(): subprocess.run([sys.executable, "-c", "from dtgpt import sums; sums.started()"], check=True)
+def test_alone(): subprocess.run([sys.executable, "-I", "-c", ""], check=True)
+def test_read(): assert Path(__file__).parents[1].joinpath("recipes", "tiny.txt").read_text()
+"""
+FILES = {
+    "dtgpt/__init__.py": "", "dtgpt/sums.py": SUMS, "tests/__init__.py": "", "tests/conftest.py": CONFTEST,
+    "tests/test_sums.py": TESTS, "recipes/tiny.txt": "a", "page.md": "b", "pytest.ini": "[pytest]\ntestpaths = tests\n",
+}  # fmt: skip
+
+
+def pytest_of(folder: Path, *words: str) -> str:
+    environment = child_environment() | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow(5)
+def test_each_process_of_a_test_is_recorded_and_a_change_runs_what_executed_it(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "tests" / "support").mkdir()
+    for name in OWN.split():
+        (tmp_path / "tests" / "support" / f"{name}.py").write_bytes((SUPPORT / f"{name}.py").read_bytes())
+    for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=-", "-c", "user.email=-", "commit", "-qm-"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    pytest_of(tmp_path, "-n", "2", "--record-map", "--cpu-seconds", "seconds.txt")
+    used = load_record(tmp_path / "tests" / "recorded_map.xz").used
+
+    def tests_of(words: str) -> set[str]:
+        return {test.removeprefix("tests/test_sums.py::test_") for test in used[words]}
+
+    wanted = {"add": "add", "forked": "fork", "pooled": "pool", "started": "program", "later": "thread"}
+    assert {name: tests_of(f"dtgpt/sums.py:{name}") for name in wanted} == {k: {v} for k, v in wanted.items()}
+    assert tests_of("dtgpt/sums.py:share") == {"first", "second"}
+    assert tests_of("dtgpt/sums.py:made") == {"import dtgpt/sums.py"}
+    assert tests_of("read recipes/tiny.txt") == {"read"} and tests_of("unseen") == {"alone"}
+    assert tests_of("read page.md") == {"import tests/test_sums.py"}
+    seconds = (tmp_path / "seconds.txt").read_text()
+    assert re.search(r"(?m)^ +\d+\.\d  tests/test_sums.py$", seconds), seconds
+
+    path = tmp_path / "dtgpt" / "sums.py"
+    path.write_text(SUMS.replace("return 3", "return 4"))
+    said = pytest_of(tmp_path, "-n", "2", "--changed", "-v")
+    assert set(re.findall(r"PASSED tests/test_sums.py::test_(\w+)", said)) == {"pool", "alone"}
+    assert "changed since" in said and "by the record of" in said and "chosen: 2 of 9 recorded tests" in said
+
+
+def test_what_a_process_calls_after_a_test_has_begun_belongs_to_this_test(tmp_path):
+    log = call_log.CallLog(str(tmp_path))
+    for number in (7, 0, 8):
+        log.begin(number)
+        log.note(number, "dtgpt/a.py:f")
+    pairs = list(struct.iter_unpack("=II", (tmp_path / "pairs").read_bytes()))
+    assert pairs == [(number, call_log.checksum("dtgpt/a.py:f")) for number in (7, 8)]  # 0: between tests
+    assert (tmp_path / "words").read_text() == "dtgpt/a.py:f\n"
+
+
+ORPHANS = """
+import os, time
+from tests.support.cpu_seconds import clock
+
+def work(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end: pass
+
+before = clock().now()
+child = os.fork()
+if not child:
+    if not os.fork():
+        work(0.3)
+        os._exit(0)
+    work(0.3)
+    os._exit(0)  # before its own child ends
+os.waitpid(child, 0)
+while clock().now() - before < 0.55: time.sleep(0.05)
+time.sleep(0.6)
+assert clock().now() - before < 0.9
+children = [line for line in os.popen(f"ps -o stat= --ppid {os.getpid()}").read().split() if line.startswith("Z")]
+assert not children, children
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_seconds_of_processes_whose_parent_has_ended_count_and_none_stays():
+    subprocess.run([sys.executable, "-c", ORPHANS], env=child_environment(), check=True, timeout=60)
+
+
+def test_seconds_are_told_by_file_with_the_loop():
+    found = [("loop", REFERENCE / 2), ("a.py::x", 1.0), ("a.py::y", 2.0), ("b.py::z", 4.0), ("all", 8.0), ("all", 1.0)]
+    lines = cpu_seconds.report(found)
+    assert lines[0] == "7.0 CPU seconds of tests, and 2.0 between them (imports, collection)"
+    assert lines[1].endswith(": 14.0") and lines[2:] == ["     4.0  b.py", "     3.0  a.py"]

@@ -1,0 +1,158 @@
+"""Write down, while tests run, which function each test calls, in every process that it starts.
+
+Imports the standard library only: a copy of this file in PYTHONPATH starts it with each Python process, before torch.
+What is written is small and unbuffered, since pools end their processes with SIGKILL: pairs of 32 bits, the number of
+the test and a checksum of what it used, and for each checksum once its words.
+"""
+
+import mmap
+import os
+import struct
+import sys
+import threading
+import zlib
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
+SKIPPED = (".git", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "build", "runs")  # not sources
+FOREIGN = -1
+IMPORT = 1 << 31  # in place of a test's number: the import of the file with this checksum
+# These open sources to compile them, or to show lines of a traceback.
+READERS = ("importlib", "linecache", "tokenize", "_pytest")
+
+
+def checksum(words: str) -> int:
+    return zlib.crc32(words.encode())
+
+
+def import_number(file: str) -> int:
+    """Return what stands in place of a test's number for calls while a file is imported."""
+    return IMPORT | (checksum(f"import {file}") & (IMPORT - 1))
+
+
+class CallLog:
+    """What one pytest worker and all of its descendants write to the files of a folder."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+        self._pairs = os.open(f"{folder}/pairs", flags)
+        self._words = os.open(f"{folder}/words", flags)
+        descriptor = os.open(f"{folder}/number", os.O_CREAT | os.O_RDWR)
+        os.ftruncate(descriptor, 4)
+        self._number = memoryview(mmap.mmap(descriptor, 4)).cast("I")  # shared: forks see the next test begin
+        os.close(descriptor)
+        self._last: dict[int, int] = {}  # by id of a code object: the number under which it was written last
+        self._kept: list[CodeType] = []  # else another object could get the id
+        self._known: set[int] = set()
+        self._imports: list[tuple[int, int]] = []  # thread, number
+
+    def begin(self, number: int) -> None:
+        """Let what is called from now on belong to a test, or 0: to none."""
+        self._number[0] = number
+
+    def _current(self) -> int:
+        """Return the number of the test, or of the import that this thread is in."""
+        if self._imports and self._imports[-1][0] == threading.get_ident():
+            return self._imports[-1][1]
+        return self._number[0]
+
+    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Note the call of a function; the trace function of Python, which asks for no lines."""
+        code = frame.f_code
+        number = self._current()
+        last = self._last.get(id(code))
+        if last in (number, FOREIGN) or ROOT is None:  # None: the interpreter ends
+            return None
+        own = code.co_filename.startswith(ROOT)
+        if last is None:
+            self._kept.append(code)
+        self._last[id(code)] = number if own else FOREIGN
+        if own:
+            file = code.co_filename[len(ROOT) :]
+            if code.co_name != "<module>":
+                self.note(number, f"{file}:{code.co_qualname.partition('.<locals>')[0]}")
+            elif frame.f_globals.get("__name__") != "__main__":
+                return self._begin_import(frame, file)
+        return None
+
+    def _begin_import(self, frame: FrameType, file: str) -> Any:
+        del self._last[id(frame.f_code)]  # imported again, it is to be seen again
+        entry = (threading.get_ident(), import_number(file))
+        self.name(f"import {file}")
+        self._imports.append(entry)
+        frame.f_trace_lines = False
+
+        def leave(_: FrameType, event: str, __: Any) -> Any:
+            if event == "return" and entry in self._imports:
+                del self._imports[len(self._imports) - 1 - self._imports[::-1].index(entry) :]
+            return leave
+
+        return leave
+
+    def note(self, number: int, words: str) -> None:
+        """Write that the test used what the words name."""
+        if number:
+            os.write(self._pairs, struct.pack("=II", number, self.name(words)))
+
+    def name(self, words: str) -> int:
+        """Return the checksum of the words, which are written once."""
+        key = checksum(words)
+        if key not in self._known:
+            self._known.add(key)
+            os.write(self._words, f"{words}\n".encode())
+        return key
+
+    def audit(self, event: str, args: tuple) -> None:
+        """Note files and folders of the tree that a test reads, and starts of Python that do not write here."""
+        if event in ("open", "os.listdir", "os.scandir"):
+            self._audit_path("read" if event == "open" else "list", args[0])
+        elif event == "subprocess.Popen":
+            program, words, _, environment = args
+            words = [os.fsdecode(word) for word in words] if isinstance(words, list | tuple) else [str(words)]
+            has_hook = environment is None or self.folder in str(environment.get("PYTHONPATH", ""))
+            if "python" in os.path.basename(os.fsdecode(program or words[0])) and (
+                not has_hook or {"-I", "-E", "-S"} & set(words)
+            ):
+                self.note(self._current(), "unseen")
+
+    def _audit_path(self, kind: str, path: Any) -> None:
+        if not isinstance(path, str | bytes | os.PathLike):
+            return
+        try:
+            path = os.path.abspath(os.fsdecode(path))
+        except OSError:  # the working folder is gone
+            return
+        if not path.startswith(ROOT) and path + os.sep != ROOT:
+            return
+        name = path[len(ROOT) :]
+        if name.partition(os.sep)[0] in SKIPPED or name.endswith(".pyc"):
+            return
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and not frame.f_code.co_filename.startswith(ROOT):
+            if any(reader in frame.f_code.co_filename for reader in READERS):
+                return
+            frame = frame.f_back
+        reader = frame.f_code.co_filename[len(ROOT) :] if frame else ""
+        if reader.startswith("dtgpt") and name.startswith("dtgpt"):
+            return  # a start of several processes compares their sources, whatever these say
+        self.note(self._current(), f"{kind} {name}")
+
+
+def write_hook(folder: str, root: str = ROOT) -> None:
+    """Make `folder` an entry of PYTHONPATH with which Python processes write to it from their start on. root: of the
+    tree whose functions are of interest, with a slash."""
+    Path(folder, "calls_of_tests.py").write_bytes(Path(__file__).read_bytes())
+    text = f"import calls_of_tests\n\ncalls_of_tests.ROOT = {root!r}\ncalls_of_tests.start({folder!r})\n"
+    Path(folder, "sitecustomize.py").write_text(text)
+
+
+def start(folder: str) -> CallLog:
+    """Begin to write in this process and in what it forks."""
+    log = CallLog(folder)
+    sys.addaudithook(log.audit)
+    threading.settrace(log.trace)
+    sys.settrace(log.trace)
+    return log
