@@ -26,7 +26,7 @@ class Table:
         rows = [[piece.slot, *map(signed, key_of(piece.label))] for piece in pieces] or [[0, 0, 0]]
         self.rows = torch.tensor(rows, dtype=torch.int64, device=device)  # [N, 3]: slot, key
         self.bases = torch.zeros(max(1, len(pieces)), dtype=torch.int64, device=device)  # addresses
-        self._cells = self.bases.unbind()
+        self._cells, self._known = self.bases.unbind(), list[int]()
         found = [(piece.part, _chunks(number, piece, chunk)) for number, piece in enumerate(pieces)]
         ordered = [chunks for part in range(parts) for own, chunks in found if own == part]
         counts = [sum(len(chunks) for own, chunks in found if own == part) for part in range(parts)]
@@ -42,9 +42,11 @@ class Table:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors) if len(self.chunks) else ():
             # Addresses reach the device as arguments of a kernel: no memory of the host has to outlive a copy, and a
             # CUDA graph keeps those that it captured.
-            self.bases.zero_()
             addresses = [tensor.data_ptr() if tensor.dtype == dtype else 0 for tensor in tensors]
-            torch._foreach_add_(self._cells, addresses)
+            if addresses != self._known:  # those of weights and states stay what they are
+                self.bases.zero_()
+                torch._foreach_add_(self._cells, addresses)
+                self._known = addresses
             _add[(self.grid,)](
                 self.chunks,
                 self.bounds,
