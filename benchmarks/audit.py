@@ -1,7 +1,7 @@
 """Audits of random steps under random other plans, planted alterations, and what receipts cost a step.
 
     python benchmarks/audit.py --cases 100                          # gloo, fp32 and bf16, a tiny model
-    python benchmarks/audit.py --cases 20 --device cuda             # two GPUs, and one that computes their steps again
+    python benchmarks/audit.py --cases 20 --on-gpus                 # two GPUs, and one that computes their steps again
     python benchmarks/audit.py --alterations                        # each is found, named and located
     python benchmarks/audit.py --cost [--nproc 2] [--rounds 12]     # the 345M, 16 samples: steps with and without
     python benchmarks/audit.py --alter RUN                          # change a weight of the newest checkpoint
@@ -11,6 +11,7 @@ The exit code is 1 where a case is not equal, or an alteration is not found.
 
 import argparse
 import json
+import os
 import random
 import shutil
 import statistics
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,11 +36,11 @@ PLANS = {"single": 1, "dp2": 2, "zero1": 2, "zero2": 2, "zero3": 2, "pp2": 2}
 STEPS = 8
 
 
-def run_cases(count: int, device: str, seed: int) -> int:
+def run_cases(count: int, seed: int) -> int:
     """Audit random steps of runs of each plan and precision under random other plans; return how many are not equal."""
     draw, wrong = random.Random(seed), 0
     with tempfile.TemporaryDirectory() as folder:
-        recipe = replace(tiny(Path(folder)), device=device)
+        recipe = tiny(Path(folder))
         runs = {}
         for number in range(count):
             precision, plan = draw.choice(["fp32", "bf16"]), draw.choice(list(PLANS))
@@ -56,12 +58,53 @@ def run_cases(count: int, device: str, seed: int) -> int:
     return wrong
 
 
-def run_alterations(device: str) -> int:
+def run_cases_on_gpus(count: int, seed: int, device: str) -> int:
+    """Let one GPU compute random steps of runs on two again, four at a time; return how many are not equal."""
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny(Path(folder))  # its text
+        recipe = Path(folder) / "tiny.py"
+        recipe.write_text(
+            "from pathlib import Path\nfrom tests.support.audits import tiny\n\n"
+            f"def recipe():\n    return tiny(Path({folder!r}))\n"
+        )
+        runs = {}
+        for plan, precision in (("dp2", "bf16"), ("zero2", "fp32"), ("pp2", "bf16"), ("zero3", "bf16")):
+            words = f"--nproc 2 --plan {plan} --precision {precision} --device {device} --steps {STEPS} --reduce exact"
+            words += f" --attention explicit --runs {folder}/{plan} --receipts.on --receipts.parts 3 --log.interval 1"
+            words += " --log.eval_interval 0 --log.sample_tokens 0 --checkpoint.interval 2 --checkpoint.keep_last 0"
+            done = program("train", str(recipe), *words.split())
+            if done.returncode:
+                sys.exit(done.stdout + done.stderr)
+            (runs[plan],) = Path(folder, plan).iterdir()
+
+        def compute_again(case: tuple[str, int]) -> str:
+            plan, step = case
+            done = program("audit", str(runs[plan]), "--step", str(step))
+            return f"{plan}, step {step} on one: {(done.stdout + done.stderr).splitlines()[-1]}"
+
+        cases = [(draw.choice(list(runs)), draw.randint(3, STEPS)) for _ in range(count)]
+        with ThreadPoolExecutor(4) as pool:
+            told = list(pool.map(compute_again, cases))
+        print("\n".join(told))
+        equal = sum(": equal: " in one for one in told)
+    print(f"{equal} of {count} equal")
+    return count - equal
+
+
+def program(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `dtgpt` with these words."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "dtgpt", *words]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+
+
+def run_alterations() -> int:
     """Alter a run in each way, and return how many alterations are not found, named and located."""
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         for name, seed in (("run", 1), ("other", 2)):
-            base = replace(tiny(Path(folder)), seed=seed, device=device, runs=f"{folder}/{name}")
+            base = replace(tiny(Path(folder)), seed=seed, runs=f"{folder}/{name}")
             train_with_receipts(base, STEPS, parts=1, reduce="exact").rename(Path(folder) / f"{name}-run")
         for name, altered in ALTERATIONS.items():
             for each in ("run", "other"):
@@ -118,14 +161,13 @@ def main() -> None:
     ways.add_argument("--alterations", action="store_true", help="planted alterations")
     ways.add_argument("--cost", action="store_true", help="what receipts cost a step of the 345M")
     ways.add_argument("--alter", type=Path, metavar="RUN", help="change a weight of the newest checkpoint")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--on-gpus", action="store_true", help="--cases: of runs on two GPUs, on one")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="with --on-gpus; cpu: a trial of it")
     parser.add_argument("--nproc", type=int, default=1, help="GPUs of --cost")
     parser.add_argument("--rounds", type=int, default=12, help="interleaved rounds of --cost")
     parser.add_argument("--steps", type=int, default=200, help="steps of a run of --cost")
     parser.add_argument("--seed", type=int, default=1, help="of --cases")
     options = parser.parse_args()
-    if options.device == "cpu":
-        auditing.start_processes = audited  # forks, which begin at once
     begin = time.time()
     wrong = 0
     if options.alter:
@@ -134,8 +176,13 @@ def main() -> None:
     elif options.cost:
         measure_cost(options.nproc, options.rounds, options.steps)
     else:
-        ways_to_check = run_alterations(options.device) if options.alterations else 0
-        wrong = ways_to_check or (run_cases(options.cases, options.device, options.seed) if options.cases else 0)
+        auditing.start_processes = audited  # forks, which begin at once
+        if options.alterations:
+            wrong = run_alterations()
+        elif options.on_gpus:
+            wrong = run_cases_on_gpus(options.cases, options.seed, options.device)
+        else:
+            wrong = run_cases(options.cases, options.seed)
     print(f"{time.time() - begin:.0f} s")
     sys.exit(bool(wrong))
 
