@@ -58,6 +58,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.posttrain.lora",
         ),
     ),
+    ("dtgpt.receipts", ("dtgpt.compare", "dtgpt.posttrain.grpo")),
     (
         "dtgpt.evaluation",
         (

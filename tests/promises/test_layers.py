@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[2] / "dtgpt"
 LAYERS = (
     ["util"], ["liveness", "translate"], ["ops"], ["models"], ["config"], ["data", "parallel"],
     ["optim", "planning"], ["checkpoint"], ["interop", "run"], ["inference"], ["train", "serve"],
-    ["charts", "evaluation"], ["posttrain"], ["compare"], ["commands"], ["cli"], ["moved", "capabilities"],
-    ["__main__", "__init__"],
+    ["charts", "evaluation"], ["posttrain"], ["compare"], ["commands"], ["receipts"], ["cli"],
+    ["moved", "capabilities"], ["__main__", "__init__"],
 )  # fmt: skip
 # Rooms that import this capability, which stands above them, until a seam takes its place. None may be added.
 STILL = {

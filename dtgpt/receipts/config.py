@@ -1,0 +1,40 @@
+"""The recipe's section of receipts, and what a checkpoint says of those that were not written yet."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from dtgpt.config.sections import Section
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds
+from dtgpt.util.seams import Explanations
+
+NAME = "receipts"  # of the section, and of the entry of a checkpoint
+PARTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiptsConfig(Section):
+    on: Annotated[bool, "write a receipt of each step, by which dtgpt audit can compute the step again"] = False
+    parts: Annotated[
+        int,
+        "a receipt has the digests of one of so many parts of the tensors, each part in its turn; 1: of all tensors",
+        Bounds(1, 4096),
+    ] = PARTS
+
+    def check_recipe(self, recipe: Any) -> None:
+        if not self.on and self.parts != PARTS:
+            raise UserError(f"receipts.parts={self.parts} has no effect without receipts; add --receipts.on")
+
+
+class _Explained(Explanations):
+    def of_recipe(self, architecture: str, name: str, value: str) -> str | None:
+        return "receipts of steps are turned on by --receipts.on" if name == NAME else None
+
+
+EXPLANATIONS = _Explained()
+
+
+def check_entry(entry: Any, config: Any) -> None:
+    """Raise ValueError where an entry of a checkpoint is not what the state returned."""
+    if type(entry) is not list or not all(type(line) is dict for line in entry):
+        raise ValueError(f"{NAME} must be a list of lines")

@@ -1,0 +1,54 @@
+"""Every alteration of a run's files is found, named and located."""
+
+import shutil
+
+import pytest
+
+from dtgpt.config.sections import OptimizerConfig
+from dtgpt.receipts import audit as auditing
+from dtgpt.receipts.audit import audit
+from tests.support.altered_runs import ALTERATIONS
+from tests.support.audits import audited, tiny, train_with_receipts
+
+pytestmark = pytest.mark.slow(50)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a run, and another one with another seed."""
+    folder = tmp_path_factory.mktemp("runs")
+    recipe = tiny(folder)
+    for name, seed in (("run", 1), ("other", 2)):
+        options = {"optimizer": OptimizerConfig(lr=1e-2, schedule="constant"), "seed": seed, "runs": str(folder / name)}
+        train_with_receipts(recipe, steps=8, parts=1, reduce="exact", **options).rename(folder / f"{name}-run")
+    return folder
+
+
+@pytest.fixture
+def run(runs, tmp_path, monkeypatch):
+    """A copy of the run, beside the other one, which no two tests share."""
+    for name in ("run", "other"):
+        shutil.copytree(runs / f"{name}-run", tmp_path / name)
+    monkeypatch.setattr(auditing, "start_processes", audited)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_is_found(run, name):
+    altered = ALTERATIONS[name]
+    altered.work(run)
+    if altered.step_to_audit is None:
+        problems = audit(run, None, 1, "single", None, None)["problems"]
+        first = next((problem for problem in problems if altered.named in problem["said"]), problems[0])
+    else:
+        assert audit(run, None, 1, "single", None, None)["status"] == 0, "the files show it already"
+        first = audit(run, altered.step_to_audit, 1, "dp2", None, None)["steps"]["first_difference"]
+    assert (first["kind"], first["step"]) == (altered.kind, altered.step), first
+    assert altered.named in first["said"], first
+
+
+def test_nothing_is_found_where_nothing_is_altered(run):
+    assert audit(run, None, 1, "single", None, None) == {"version": 1, "run": str(run), "problems": [], "status": 0}
+    for plan in ("single", "dp2", "pp2"):
+        found = audit(run, 4, 3, plan, None, None)
+        assert (found["status"], found["steps"]["verdict"], found["steps"]["checkpoint"]) == (0, "equal", 2)
