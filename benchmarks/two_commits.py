@@ -42,7 +42,7 @@ def train_step(stack: ExitStack, args: argparse.Namespace, plan: str, *options: 
     """Return the step of a model under a plan."""
     from train_step import make_recipe
 
-    from dtgpt.train.setup import open_trainer
+    from dtgpt import open_trainer  # by the name that all commits have
 
     asked = argparse.Namespace(model=args.model, plans=[plan], dropout=0.1, micro_batch_size=8, micro_batches=2)
     recipe, _ = make_recipe(asked, [*options, "--device", args.device], plan)
@@ -55,7 +55,7 @@ def grpo_step(stack: ExitStack, args: argparse.Namespace) -> Step:
     from grpo import recipe_of
 
     from dtgpt.config.overrides import apply_overrides
-    from dtgpt.train.setup import open_trainer
+    from dtgpt import open_trainer  # by the name that all commits have
 
     small = args.device == "cpu"
     sizes = {"prompts": 2, "group": 2, "new": 8} if small else {"prompts": 16, "group": 8, "new": 128}

@@ -95,7 +95,7 @@ def test_micro_batches_use_the_places_of_an_edge_in_turn():
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_send_what_nccl_would(tmp_path):
-    run_on_two_gpus(tmp_path, "from tests.parallel.test_edges import check; check()")
+    run_on_two_gpus(tmp_path, "from tests.parallel.shared_memory.test_edges import check; check()")
 
 
 def check() -> None:
