@@ -54,8 +54,8 @@ def grpo_step(stack: ExitStack, args: argparse.Namespace) -> Step:
     """Return the step of a model that learns from its own answers."""
     from grpo import recipe_of
 
-    from dtgpt.config.overrides import apply_overrides
     from dtgpt import open_trainer  # by the name that all commits have
+    from dtgpt.config.overrides import apply_overrides
 
     small = args.device == "cpu"
     sizes = {"prompts": 2, "group": 2, "new": 8} if small else {"prompts": 16, "group": 8, "new": 128}
