@@ -7,11 +7,10 @@ too short for the dispatch of DTensor.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
@@ -23,11 +22,14 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
-from dtgpt.parallel.tensor import Partition, Table, default_table, dims_of
 from dtgpt.util.errors import UserError
+from dtgpt.util.torch_private import is_dtensor
+
+if TYPE_CHECKING:
+    from dtgpt.parallel.tensor import Table
 
 
-def inference_table(config: ModelConfig, plan: Plan) -> Table:
+def inference_table(config: ModelConfig, plan: Plan) -> "Table":
     """Return the table of tensor parallelism for stages that `localize` follows. Raise UserError where the plan has
     styles of its own."""
     if plan.table:
@@ -35,6 +37,10 @@ def inference_table(config: ModelConfig, plan: Plan) -> Table:
             f"the plan's table has styles of its own for {', '.join(plan.table)}, but inference cuts models by roles "
             "alone; leave the table out of this plan"
         )
+    if plan.tp == 1:
+        return {}
+    from dtgpt.parallel.tensor import Partition, default_table, dims_of  # DTensor, which takes a second to import
+
     styles = default_table(config, sequence_parallel=False, seq_length=config.seq_length, peers=None)
     return {pattern: Partition(**dims) for pattern, style in styles.items() if (dims := dims_of(style))}
 
@@ -58,7 +64,7 @@ def localize(stage: Decoder, mesh: Mesh) -> None:
         return
     for name, module in stage.named_modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if isinstance(parameter, DTensor):
+            if is_dtensor(parameter):
                 module.register_parameter(key, nn.Parameter(parameter.to_local().detach()))
         role = role_of(name, roles)
         if role in (Role.ROW, Role.ROW_STACK):

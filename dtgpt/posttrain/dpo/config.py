@@ -1,16 +1,18 @@
 """The recipe's section of preferences (DPO; Rafailov et al. 2023), and what a run with them cannot have."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from dtgpt.config.checks import check_unused
 from dtgpt.config.sections import Section, precision_of
-from dtgpt.posttrain.dpo.loss import Kind
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
 if TYPE_CHECKING:
     from dtgpt.config.recipe import Recipe  # which has this section
+
+
+Kind = Literal["sigmoid", "ipo"]
 
 
 @dataclass(frozen=True, kw_only=True)

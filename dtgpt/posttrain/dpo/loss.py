@@ -10,7 +10,7 @@ their parts of the answers, and each has the losses of whole pairs, and the fact
 """
 
 import math
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,8 @@ from dtgpt.util.torch_private import all_gather_single
 
 if TYPE_CHECKING:
     from dtgpt.ops.loss.head import Coupled
+    from dtgpt.posttrain.dpo.config import Kind
 
-Kind = Literal["sigmoid", "ipo"]
 FIGURES = ("pairs", "accuracy", "chosen", "rejected")  # sums over pairs in `PreferenceLoss.totals`
 UNLIKELY = 1000  # times less likely than before training: a fall of 6.9 nats
 
@@ -44,7 +44,7 @@ def pairs_of(about: "Coupled") -> Pairs:
 
 
 def losses_and_slopes(
-    chosen: Tensor, rejected: Tensor, kind: Kind, beta: float, label_smoothing: float
+    chosen: Tensor, rejected: Tensor, kind: "Kind", beta: float, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each pair, and its derivative by chosen - rejected. These are log-probabilities relative to
     the reference, of whole answers, or for `ipo` their means over tokens."""
@@ -63,7 +63,7 @@ class PreferenceLoss:
     group: the ranks that have the other tokens of this rank's samples; None: it has all of them."""
 
     def __init__(
-        self, kind: Kind, beta: float, label_smoothing: float, device: torch.device,
+        self, kind: "Kind", beta: float, label_smoothing: float, device: torch.device,
         group: dist.ProcessGroup | None = None,
     ):  # fmt: skip
         self.kind, self.beta, self.label_smoothing, self.group = kind, beta, label_smoothing, group
