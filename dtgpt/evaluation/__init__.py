@@ -16,5 +16,6 @@ CAPABILITY = Capability(
             place=100,
         ),
     },
-    observers=(When("dtgpt.evaluation.in_training:TaskEvaluation", ("eval_tasks",)),),
+    # An empty text is asked, too: it is refused.
+    observers=(When("dtgpt.evaluation.in_training:TaskEvaluation", ("eval_tasks", "eval_tasks=")),),
 )

@@ -33,8 +33,10 @@ class When(NamedTuple):
     def is_on(self, given: Any) -> bool:
         """Return whether one of them is on in a recipe, or in the section whose fields they name."""
         named = (option.partition("=") for option in self.options)
-        values = ((attrgetter(name)(given), value) for name, _, value in named)
-        return any(has == value if value else has not in OFF for has, value in values)
+        return any(
+            attrgetter(name)(given) == value if equals else attrgetter(name)(given) not in OFF
+            for name, equals, value in named
+        )
 
 
 class Explanations:

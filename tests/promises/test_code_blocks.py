@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -257,7 +258,7 @@ def check_names(block, page):
     def look_up(node):
         if isinstance(node, ast.Attribute):
             value = look_up(node.value)
-            return None if value is None or isinstance(value, property) else getattr(value, node.attr)
+            return None if value is None or isinstance(value, property | cached_property) else getattr(value, node.attr)
         if not isinstance(node, ast.Name) or node.id in own or node.id in dir(builtins):
             return None
         if node.id == "model" and "dtgpt.load(" in page:
