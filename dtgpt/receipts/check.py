@@ -21,6 +21,7 @@ from dtgpt.run.folder import open_run
 from dtgpt.run.saved_recipe import OF_ONE_START, read_recipe
 from dtgpt.run.sinks import read_records
 from dtgpt.run.starts import flat
+from dtgpt.train.observer import is_due
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
@@ -140,15 +141,13 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str
 
 def of_metrics(receipts: Receipts) -> Iterator[Problem]:
     """Yield the figures of metrics.jsonl that are not those of the receipts."""
-    newest = None
     for record in read_records(receipts.run / "metrics.jsonl"):
         line = receipts.steps.get(int(record["step"]))
         for name, own in (("step_loss", "loss"), ("grad_norm", "norm"), ("lr", "lr")):
             if line is not None and record.get(name) is not None and record[name] != line.value[own]:
                 yield _other_figure(name, line, record[name], line.value[own])
         if line is not None and record.get("loss") is not None:
-            mean = _mean(receipts, newest, line.step)
-            newest = line.step
+            mean = _mean(receipts, line.step)
             if mean is not None and not math.isclose(mean, record["loss"], rel_tol=NEAR):
                 yield _other_figure("loss", line, record["loss"], mean)
 
@@ -158,14 +157,15 @@ def _other_figure(name: str, line: Line, there: Any, here: Any) -> Problem:
     return Problem("metrics", line.step, None, said)
 
 
-def _mean(receipts: Receipts, after: int | None, step: int) -> float | None:
-    """Return the mean loss of the steps of an interval; None where it is not known which these are."""
-    begins = receipts.starts[0]["after"] if after is None else after
+def _mean(receipts: Receipts, step: int) -> float | None:
+    """Return the mean loss of the steps up to `step` since the last one that `log.interval` divides, as a run records
+    it; None where the receipts do not have all of them, or one has no loss."""
+    begins = step - 1
+    while begins > 0 and not is_due(begins, receipts.start_of(begins)["recipe"]["log"]["interval"]):
+        begins -= 1
     lines = [receipts.steps.get(number) for number in range(begins + 1, step + 1)]
-    losses = [line.value["loss"] for line in lines if line is not None]
-    if after is None and receipts.starts[0]["after"]:
-        return None
-    if len(losses) < step - begins or not all(isinstance(loss, float) for loss in losses):
+    losses: list[Any] = [None if line is None else line.value["loss"] for line in lines]
+    if not all(isinstance(loss, float) for loss in losses):
         return None
     return math.fsum(losses) / len(losses)
 

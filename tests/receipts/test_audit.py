@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dtgpt.config.overrides import apply_overrides
+from dtgpt.config.sections import LogConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.receipts import audit as auditing
 from dtgpt.receipts.answers import FILE as ANSWERS
@@ -84,6 +85,19 @@ def test_a_run_goes_on_with_the_lines_of_one_that_did_not_stop(recipe):
     assert kept == lines(whole)
     assert check(run)["status"] == 0
     assert check(run, 4, 2)["steps"]["verdict"] == "equal"
+
+
+@pytest.mark.parametrize("interval", [50, 4, 3])
+def test_mean_losses_are_those_of_the_intervals_of_a_run(recipe, interval):
+    """The first step and the last one are recorded, too, within an interval that neither of them ends."""
+    log = LogConfig(interval=interval, eval_interval=0, sample_tokens=0)
+    run = train_with_receipts(recipe, 7, exit_interval=5, log=log)
+    train_with_receipts(recipe, 7, resume=str(run), log=log)
+    assert check(run)["status"] == 0
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    next(record for record in reversed(records) if "loss" in record)["loss"] += 1e-3
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert check(run)["status"] == 1
 
 
 def test_lines_that_a_killed_process_did_not_write_are_those_of_its_checkpoint(recipe):
