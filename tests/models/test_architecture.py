@@ -58,15 +58,7 @@ def other(recipe):
 @pytest.fixture(scope="module")
 def references():
     """Losses and weights of one process, by model and precision."""
-    found = {}
-
-    def of(recipe):
-        key = recipe.model, recipe.precision
-        if key not in found:
-            found[key] = bodies_architecture.train_other(recipe, STEPS)[:2]
-        return found[key]
-
-    return of
+    return bodies_architecture.one_process(STEPS, "model", "precision")
 
 
 @pytest.mark.slow(16)

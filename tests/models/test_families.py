@@ -108,15 +108,7 @@ def test_greedy_texts_of_100_tokens_are_those_of_transformers(tmp_path, family):
 
 @pytest.fixture(scope="module")
 def references():
-    found = {}
-
-    def of(recipe):
-        key = recipe.model, recipe.precision
-        if key not in found:
-            found[key] = bodies_architecture.train_other(recipe, STEPS)[:2]
-        return found[key]
-
-    return of
+    return bodies_architecture.one_process(STEPS, "model", "precision")
 
 
 def recipe_of(recipe, family):

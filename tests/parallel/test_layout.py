@@ -140,15 +140,7 @@ def stack(recipe):
 @pytest.fixture(scope="module")
 def alone():
     """Losses and weights of one process, by optimizer and adapters."""
-    found = {}
-
-    def of(recipe):
-        key = recipe.optimizer, recipe.lora
-        if key not in found:
-            found[key] = bodies_architecture.train_other(recipe, STEPS)[:2]
-        return found[key]
-
-    return of
+    return bodies_architecture.one_process(STEPS, "optimizer", "lora")
 
 
 @pytest.mark.slow(8)
