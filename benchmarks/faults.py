@@ -33,7 +33,7 @@ FAULTS = [
     ),
     Fault(
         "resume: fp16's hysteresis begins again",
-        "dtgpt/optim/loss_scale.py",
+        "dtgpt/optim/fp16/loss_scale.py",
         'for name in ("scale", *COUNTS):',
         'for name in ("scale", "growth_tracker", "skipped"):',
     ),
@@ -141,7 +141,7 @@ FAULTS = [
     ),
     Fault(
         "fractions: a repeated batch counts in the validation loss",
-        "dtgpt/train/evaluate.py",
+        "dtgpt/train/objective.py",
         "if loss is not None and turn < len(batches):",
         "if loss is not None:",
     ),

@@ -389,7 +389,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "a repeated batch counts in the validation loss",
-            "dtgpt/train/evaluate.py",
+            "dtgpt/train/objective.py",
             "if loss is not None and turn < len(batches):",
             "if loss is not None:",
         ),

@@ -43,7 +43,8 @@ def measure(recipe: Recipe, steps: int, warm_up: int) -> dict[str, float]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(recipe, settings, Mesh(plan, device), objective_of(recipe).make(read_dataset(recipe)))
+    kind, given = objective_of(recipe)
+    trainer = Trainer(recipe, settings, Mesh(plan, device), kind(given, read_dataset(recipe)))
     for step in range(warm_up + steps):
         if step == warm_up:
             loss, begin = trainer.mean_loss(result), time.perf_counter()  # noqa: F821 - waits for the device

@@ -23,7 +23,7 @@ from typing import Any
 from PIL import Image
 
 from dtgpt.charts.plot import import_pyplot
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 
 CONTEXT = 1024  # tokens of a sample in step_times.json
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")  # of Okabe and Ito: told apart by the colour-blind

@@ -6,6 +6,7 @@ works as before."""
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
+    ("dtgpt.train.texts", ()),
     ("dtgpt.liveness", ()),
     ("dtgpt.parallel.shared_memory", ("dtgpt.ops.kernels",)),
     ("dtgpt.parallel.context_parallel", ("dtgpt.parallel.shared_memory",)),
@@ -31,6 +32,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.data.megatron",
             "dtgpt.data.prepare",
             "dtgpt.models.families",
+            "dtgpt.optim.fp16",
             "dtgpt.posttrain.lora",
         ),
     ),
@@ -56,9 +58,11 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.planning",
             "dtgpt.posttrain.grpo",
             "dtgpt.posttrain.lora",
+            "dtgpt.train.texts",
         ),
     ),
     ("dtgpt.receipts", ("dtgpt.compare", "dtgpt.posttrain.grpo")),
+    ("dtgpt.optim.fp16", ()),
     (
         "dtgpt.evaluation",
         (

@@ -14,7 +14,11 @@ FOLDERS = {
         "dtgpt.train",
         "dtgpt.compare",
     ): "compare record verdict gate trace pairing own_check shared_state finding float64",
-    ("dtgpt.run", "dtgpt.compare"): "two_runs two_runs_report history",
+    ("dtgpt.run", "dtgpt.compare"): "two_runs two_runs_report history starts",
+    ("dtgpt.run", "dtgpt.run"): "sinks>records",
+    ("dtgpt.commands", "dtgpt.compare"): "compare>command compare_runs>command",
+    ("dtgpt.commands", "dtgpt.charts"): "plot>command",
+    ("dtgpt.liveness", "dtgpt.liveness"): "losses>lost_peers",
     ("dtgpt.run", "dtgpt.charts"): "plot tensorboard",
     ("dtgpt.train", "dtgpt.evaluation"): "tasks>in_training",
     ("dtgpt", "dtgpt.compare"): "fuzz",
@@ -45,7 +49,8 @@ FOLDERS = {
     (
         "dtgpt.train",
         "dtgpt.train",
-    ): "ending>saving progress>observer job>start settle>start startup>setup processes>setup",
+    ): "ending>checkpoints saving>checkpoints evaluate>objective samples>texts.generate progress>observer job>start "
+    "settle>start startup>setup processes>setup",
     ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
     ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
     (
@@ -76,7 +81,7 @@ FOLDERS = {
     ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "special_names>tokenizer",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>tokenizer staging>shard_file",
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
-    ("dtgpt.optim", "dtgpt.optim"): "states>update",
+    ("dtgpt.optim", "dtgpt.optim"): "states>update loss_scale>fp16.loss_scale",
     ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware process>peers",
     ("dtgpt.models", "dtgpt.models"): "architectures>config",
     ("dtgpt.optim", "dtgpt.config"): "kinds>recipe_file",

@@ -5,7 +5,7 @@ from dtgpt.util.seams import Capability, CommandEntry, When
 CAPABILITY = Capability(
     commands={
         "plot": CommandEntry(
-            "dtgpt.commands.plot:command",
+            "dtgpt.charts.command:command",
             "dtgpt plot RUN [RUN ...] [--output FILE.png]\n    draw the loss curves of runs into one picture",
             place=140,
         ),

@@ -1,17 +1,17 @@
-"""The picture of its losses that every run draws. matplotlib is imported when it ends."""
+"""The losses that every run draws when it ends: as a picture, for which matplotlib is imported then, and as a line."""
 
 from importlib.util import find_spec
 from pathlib import Path
 
-from dtgpt.charts.plot import plot_runs
+from dtgpt.charts.plot import plot_runs, sparkline
 from dtgpt.config.sections import LogConfig
-from dtgpt.run.sinks import Begun, Sink
+from dtgpt.run.records import Begun, Sink, read_records
 from dtgpt.train.observer import Observer, Past, Turn
 from dtgpt.util.console import say
 
 
 class LossPlot(Observer):
-    """Draw `loss.png` when a run ends. Every run has one, or says why it has none."""
+    """Draw the losses when a run ends. Every run has a `loss.png`, or says why it has none."""
 
     turn, title = Turn.END, "loss plot"
 
@@ -39,3 +39,5 @@ class _Picture(Sink):
             plot_runs([self._run], self._run / "loss.png")
         except Exception as reason:  # a picture is never worth a run
             say(f"no loss.png: {reason}")
+        losses = [record.get("loss") for record in read_records(self._run / "metrics.jsonl")]
+        say(f"loss    {sparkline(losses)}")

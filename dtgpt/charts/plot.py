@@ -1,16 +1,20 @@
-"""Loss curves as a PNG. matplotlib (extra `plot`) is imported only here."""
+"""Loss curves: as a PNG, and as a line of text. matplotlib (extra `plot`) is imported only here."""
 
 import os
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from dtgpt.run.folder import EXAMPLE
-from dtgpt.run.sinks import LARGEST_SHOWN, read_records
+from dtgpt.run.records import read_records
 from dtgpt.util.errors import UserError, did_you_mean
 from dtgpt.util.storage import atomic_file, cannot_write, check_can_write
 
 CURVES = (("loss", "training", "-"), ("validation_loss", "validation", "o--"))  # metric, name and style
 MOST_TASKS = 12  # whose figures are drawn
+LARGEST_SHOWN = 1e30  # larger values are not drawn, nor do they overflow a sum
+LEAST_RANGE = 0.02  # of a sparkline
 
 
 def plot_runs(runs: list[Path], output: Path) -> None:
@@ -102,3 +106,17 @@ def import_pyplot() -> Any:
     import matplotlib.pyplot
 
     return matplotlib.pyplot
+
+
+def sparkline(values: Sequence[float | None], width: int = 60) -> str:
+    """Return a curve in one line of text, `width` characters at most, each the mean of its part of the values. The
+    height is the range of the values, and at least `LEAST_RANGE` of the largest: noise shall not look like a rise."""
+    known = [v for v in values if v is not None and abs(v) < LARGEST_SHOWN]
+    if not known:
+        return ""
+    width = min(width, len(known))
+    cuts = [round(i * len(known) / width) for i in range(width + 1)]
+    means = [sum(known[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    height = max(high - low, LEAST_RANGE * max(abs(low), abs(high)))
+    return "".join("▁▂▃▄▅▆▇█"[round((m - low) / height * 7) if height else 0] for m in means)

@@ -1,18 +1,13 @@
 """Records of a run as TensorBoard reads them, with the tags of Megatron-LM where it has them. The package tensorboard
 (extra `tensorboard`) is imported only here."""
 
-import io
-import os
-import re
-import socket
-import time
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import PERPLEXITIES, perplexity
-from dtgpt.run.sinks import Begun, Sink
+from dtgpt.run.records import Begun, Sink
 from dtgpt.train.observer import Observer
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
@@ -49,7 +44,6 @@ TAGS = {
     "optimizer_seconds": Tag("optimizer-time"),
     "save_seconds": Tag("save-checkpoint-time"),
 }
-STARTED = re.compile(r"events\.out\.tfevents\.(\d{1,10})\.")
 LEFT_OUT = ("step", "samples", *PERPLEXITIES)  # the axes, and what follows from losses
 
 
@@ -58,109 +52,68 @@ class TensorBoardObserver(Observer):
 
     def __init__(self, log: LogConfig, steps: int):
         """Raise UserError where torch cannot write for TensorBoard."""
-        import_tensorboard()
+        summary_writer()
 
     def sink(self, begun: Begun) -> Sink:
         return TensorBoard(begun.run, begun.values, begun.records, begun.step)
 
 
 class TensorBoard(Sink):
-    """Event files in the folder `tensorboard` of a run, one for each process that trained it."""
+    """Event files in the folder `tensorboard` of a run, one for each start."""
 
     def __init__(self, run: Path, recipe: dict[str, Any], records: list[dict[str, Any]], step: int):
-        """records: those of the run so far, `step` the one from which it goes on. Where some are of later steps, or
-        none are in event files, the files are rewritten. recipe: values by name, to be shown as a text."""
-        import_tensorboard()
+        """records: those of the run so far, `step` the one from which it goes on. recipe: values by name, to be shown
+        as a text. Raises UserError where the folder is a link."""
         folder = run / FOLDER
         if folder.is_symlink():
             raise UserError(f"{folder} is a link, through which nothing is written; remove it")
-        folder.mkdir(exist_ok=True)
+        # Steps that are taken again must not be shown twice. `purge_step` would hide them, but it counts the points of
+        # the curves over samples as steps, too, and would hide most of them. So the past is written anew.
         former = list(folder.glob(FILES))
         is_stale = any(record["step"] > step for record in records)
         for path in former if is_stale else []:
             path.unlink()
-        # The form of all writers. TensorBoard reads the files of a folder in the order of their names, and a clock may
-        # have gone back since the last one.
-        started = [int(found[1]) for path in former if (found := STARTED.match(path.name))]
-        seconds = max(int(time.time()), *(1 + second for second in started), 0)
-        name = f"events.out.tfevents.{seconds:010}.{socket.gethostname()}.{os.getpid()}.{len(former)}"
-        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        self._file = os.fdopen(descriptor, "wb", buffering=0)
-        self._size = 0  # of the events that are whole
-        self._write([version_event(), recipe_event(recipe, step)])
+        self._writer = summary_writer()(folder)
+        rows = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in recipe.items()]
+        self._writer.add_text("recipe", "\n".join(["| option | value |", "|---|---|", *rows]), step)
         for record in records if is_stale or not former else []:
             if record["step"] <= step:
-                self.write(record)
+                self._add(record)
+        self._writer.flush()
 
     def write(self, record: dict[str, Any]) -> None:
-        self._write(list(scalar_events(record)))
+        self._add(record)
+        self._writer.flush()  # a record is in the file at once, and an error of the writer's thread is raised here
+
+    def _add(self, record: dict[str, Any]) -> None:
+        by_step, by_samples = scalars(record)
+        for axis, values in ((record["step"], by_step), (record.get("samples"), by_samples)):
+            for tag, value in values.items() if type(axis) is int else ():
+                self._writer.add_scalar(tag, value, axis)
 
     def examples(self, step: int, texts: dict[str, str]) -> None:
         try:
             for name, text in texts.items():
-                self.text(step, f"{name} answer", text)
+                plain = text.encode(errors="replace").decode()
+                self._writer.add_text(f"{name} answer", "\n".join(f"    {line}" for line in plain.splitlines()), step)
         except OSError as error:  # a full disk costs a text, not the run
             say(f"the answers of step {step} are missing from TensorBoard ({error})", warning=True)
 
-    def text(self, step: int, name: str, text: str) -> None:
-        """Show a text as it is, by its step."""
-        plain = text.encode(errors="replace").decode()
-        self._write([text_event(step, name, "\n".join(f"    {line}" for line in plain.splitlines()))])
-
     def close(self, failed: bool) -> None:
-        self._file.close()
-
-    def _write(self, events: list[Any]) -> None:
-        """Append all events or none: TensorBoard reads nothing after a truncated event."""
-        data = framed(events)
-        written = self._file.write(data)
-        if written < len(data):
-            self._file.truncate(self._size)
-            self._file.seek(self._size)
-            raise OSError("only part of an event was written")
-        self._size += written
+        with suppress(OSError):  # which was said at the record that is not there
+            self._writer.close()
 
 
-def import_tensorboard() -> None:
-    """Raise UserError if tensorboard is not installed."""
+def summary_writer() -> Any:
+    """Return torch's class that writes event files. Raises UserError if tensorboard is not installed."""
     try:
-        import tensorboard.summary.writer.record_writer  # noqa: F401
+        from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UserError(
             "log.tensorboard needs the package tensorboard; run pip install 'dtgpt[tensorboard]', or use "
             "--log.tensorboard off"
         ) from None
-
-
-def version_event() -> Any:
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    return Event(wall_time=time.time(), file_version="brain.Event:2")
-
-
-def recipe_event(recipe: dict[str, Any], step: int) -> Any:
-    """Return the event of a table of options and values."""
-    rows = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in recipe.items()]
-    return text_event(step, "recipe", "\n".join(["| option | value |", "|---|---|", *rows]))
-
-
-def text_event(step: int, name: str, markdown: str) -> Any:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from torch.utils.tensorboard.summary import text
-
-    return Event(wall_time=time.time(), step=step, summary=text(name, markdown))
-
-
-def scalar_events(record: dict[str, Any]) -> Iterator[Any]:
-    """Yield the events of a record: one over its step, and one over its samples where it has them."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    by_step, by_samples = scalars(record)
-    for axis, values in ((record["step"], by_step), (record.get("samples"), by_samples)):
-        if values and type(axis) is int:
-            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-            yield Event(wall_time=time.time(), step=axis, summary=summary)
+    return SummaryWriter
 
 
 def scalars(record: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
@@ -178,14 +131,3 @@ def scalars(record: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]
         if tag.by_samples:
             by_samples |= {f"{shown_name} vs samples": shown_value for shown_name, shown_value in shown.items()}
     return by_step, by_samples
-
-
-def framed(events: list[Any]) -> bytes:
-    """Return the bytes of events in TensorBoard's file format."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    buffer = io.BytesIO()
-    writer = RecordWriter(buffer)
-    for event in events:
-        writer.write(event.SerializeToString())
-    return buffer.getvalue()

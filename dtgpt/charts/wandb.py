@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.config.sections import LogConfig
-from dtgpt.run.sinks import Begun, Sink
+from dtgpt.run.records import Begun, Sink
 from dtgpt.train.observer import Observer
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import read_regular, write_text
@@ -35,9 +35,14 @@ class Wandb(Sink):
         known = _read_id(id_file) if id_file.is_file() else None  # what else is there is replaced
         try:
             self._run = wandb.init(
-                project=log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,
-                mode=log.wandb, config=recipe,
-            )  # fmt: skip
+                project=log.wandb_project,
+                name=run.name,
+                id=known,
+                resume="allow" if known else None,
+                dir=run,
+                mode=log.wandb,
+                config=recipe,
+            )
         except wandb.errors.Error as error:
             raise UserError(f"wandb cannot start ({error}); use --log.wandb offline, or off") from None
         write_text(id_file, self._run.id)

@@ -3,15 +3,16 @@
 from dtgpt.util.seams import Capability, CommandEntry
 
 CAPABILITY = Capability(
+    starts=("dtgpt.compare.starts:keep_start",),
     commands={
         "compare": CommandEntry(
-            "dtgpt.commands.compare:command",
+            "dtgpt.compare.command:command",
             "dtgpt compare RECIPE.py --plans NAME [NAME ...] [--steps N]\n"
             "    run the same steps under several plans and on one process, and compare\n"
             "dtgpt compare RUN_A RUN_B [--output FILE.png]\n"
             "    show where the curves of two runs part, and in what the runs differ",
             place=50,
         ),
-        "record": CommandEntry("dtgpt.commands.compare:record"),  # which `dtgpt compare` starts
+        "record": CommandEntry("dtgpt.compare.command:record"),  # which `dtgpt compare` starts
     },
 )

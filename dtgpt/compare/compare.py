@@ -10,7 +10,6 @@ import io
 import math
 import os
 import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,15 +23,14 @@ from dtgpt.compare.finding import Finding, Located
 from dtgpt.compare.gate import Reference, locate, problem_of_reference, problem_of_tokens
 from dtgpt.compare.record import Record, read_record
 from dtgpt.compare.verdict import Difference, Limits, difference, first_state, limits_between, problems
+from dtgpt.compare.workers import run_workers
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.train.start import checked
-from dtgpt.util.console import counted, hanging, say, say_error, terminal_width
+from dtgpt.util.console import counted, hanging, say, terminal_width
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import child_environment
-from dtgpt.util.peers import VARIABLES
 
 REFERENCE = SINGLE
 MOVED = ("moved", "moved 2", "moved 3")  # one process that rounds otherwise, in as many ways as it takes
@@ -50,9 +48,15 @@ class Side:
 
 
 def compare(
-    recipe: Recipe, path: Path, names: list[str], steps: int, tolerance: float | None, options: list[str],
-    against: Mapping[str, list[str]] = MappingProxyType({}), commits: Sequence[str] = (),
-) -> dict[str, Any]:  # fmt: skip
+    recipe: Recipe,
+    path: Path,
+    names: list[str],
+    steps: int,
+    tolerance: float | None,
+    options: list[str],
+    against: Mapping[str, list[str]] = MappingProxyType({}),
+    commits: Sequence[str] = (),
+) -> dict[str, Any]:
     """Run the reference and each plan in processes of their own and print how they differ, and the first tensor in
     which each does. Return the result as docs/compare.md describes its JSON: "status" is 0, or 1 where a plan is
     further from the reference than `tolerance` (None: by precision), or has a fault. against: options of runs of one
@@ -164,10 +168,13 @@ def code_of(commit: str, folder: Path) -> Path:
 
 
 def as_json(
-    records: Mapping[str, Record], differences: Mapping[str, Difference], wrong: Mapping[str, list[str]],
-    located: Mapping[str, Located], unfit: Finding | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the result as of `compare`. unfit: where the reference has a fault of its own."""
+    records: Mapping[str, Record],
+    differences: Mapping[str, Difference],
+    wrong: Mapping[str, list[str]],
+    located: Mapping[str, Located],
+    unfit: Finding | None = None,
+) -> dict[str, Any]:
+    """Return the result as docs/compare.md describes its JSON. unfit: where the reference has a fault of its own."""
     runs = {}
     for name, found in located.items():
         apart = differences[name]
@@ -227,36 +234,26 @@ def fitting_plan(name: str, names: list[str], own: Mapping[str, Plan]) -> Plan:
 def run_plan(
     path: Path, side: Side, steps: int, file: Path, shared: Path, moved: int = 0, is_reference: bool = False
 ) -> Record:
-    """Start the processes of a side through torchrun, wait for them, and read what they recorded at `file`. Other
-    arguments: as in `Tracing`."""
-    world, name = side.plan.world, side.name
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+    """Start the processes of a side through torchrun, wait for them, and read what they recorded at `file`. The
+    other arguments are fields of `Tracing`."""
     role = "reference" if is_reference else "plan"
-    worker = ["-m", "dtgpt", "record", str(path), str(file), str(steps), str(moved), str(shared), role, *side.options]
-    worker += ["--plan", side.plan_name]
-    environment = {k: v for k, v in child_environment().items() if k not in VARIABLES.values()}
+    words = ["record", str(path), str(file), str(steps), str(moved), str(shared), role, *side.options]
+    more = {}
     if side.code is not None:
         beside = str(path.parent)  # modules of the recipe, which code of older commits does not look for there
-        environment |= {"PYTHONPATH": os.pathsep.join([str(side.code), beside]), "PYTHONSAFEPATH": "1"}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    done = subprocess.run(
-        [sys.executable, *launcher, *worker], env=environment, capture_output=True, text=True, errors="replace"
-    )
-    if done.returncode:
-        output = done.stdout + done.stderr
-        sentence = next((line for line in output.splitlines() if line.startswith("dtgpt: ")), None)
-        if sentence is None:
-            say_error(output[-5000:])
-        raise UserError(
-            f"plan {name}: {sentence.removeprefix('dtgpt: ') if sentence else 'failed; see its output above'}"
-        )
+        more = {"PYTHONPATH": os.pathsep.join([str(side.code), beside]), "PYTHONSAFEPATH": "1"}
+    failed = run_workers(side.plan.world, [*words, "--plan", side.plan_name], more)
+    if failed is not None:
+        raise UserError(f"plan {side.name}: {failed or 'failed; see its output above'}")
     return read_record(file)
 
 
 def report(
-    records: dict[str, Record], differences: dict[str, Difference], wrong: Mapping[str, list[str]],
+    records: dict[str, Record],
+    differences: dict[str, Difference],
+    wrong: Mapping[str, list[str]],
     located: Mapping[str, Located] = MappingProxyType({}),
-) -> str:  # fmt: skip
+) -> str:
     """Return the losses by step, then the largest differences, the memory of the fullest rank, and what is `wrong`."""
     names, width = list(records), max(10, *(len(name) + 2 for name in records))
     side_by_side = max(1, ((terminal_width() or 80) - 6) // width)

@@ -178,10 +178,16 @@ class Judge:
             return None  # one process looks positions up once for all samples; the parameter's gradient is their sum
         kind = "tokens" if name == reference.tokens else "gradient of activation" if backward else "activation"
         found = self._finding(
-            piece.ours, whole, piece.exact, trace.cut, kind=kind,
+            piece.ours,
+            whole,
+            piece.exact,
+            trace.cut,
+            kind=kind,
             module=reference.reader(name) if backward else reference.writer(name, whole),
-            tensor=name, rank=trace.rank, micro_batch=key.micro_batch,
-        )  # fmt: skip
+            tensor=name,
+            rank=trace.rank,
+            micro_batch=key.micro_batch,
+        )
         if found is None or kind != "tokens":
             return found
         cut = part_of(whole, piece.ours.shape, trace.cut)
@@ -197,9 +203,14 @@ class Judge:
         own, key = f"first gradient/{name}", Key(0, "parameter", name)
         exact = self.reference.exact[key] if key in self.reference.exact.keys else None
         return self._finding(
-            record.tensors[own], self.reference.record.tensors[own], exact, Cut(),
-            kind="gradient", module=name.rpartition(".")[0], tensor=name,
-        )  # fmt: skip
+            record.tensors[own],
+            self.reference.record.tensors[own],
+            exact,
+            Cut(),
+            kind="gradient",
+            module=name.rpartition(".")[0],
+            tensor=name,
+        )
 
     def update(self, record: Record) -> Iterator[Finding | None]:
         """Yield how the norm, the state of the optimizer and the weights differ after the first step."""
@@ -209,9 +220,13 @@ class Judge:
         apart = [(distance(ours[k], theirs[k]), norm(theirs[k])) for k in (f"first gradient/{n}" for n in names)]
         whole = math.sqrt(sum(d**2 for d, _ in apart)) / max(1e-300, math.sqrt(sum(n**2 for _, n in apart)))
         yield self._explained(
-            torch.tensor(record.norms[:1]), torch.tensor(reference.norms[:1]), RATIO * (whole + 2.0**-23),
-            kind="gradient norm", module="(all)", tensor="global norm",
-        )  # fmt: skip
+            torch.tensor(record.norms[:1]),
+            torch.tensor(reference.norms[:1]),
+            RATIO * (whole + 2.0**-23),
+            kind="gradient norm",
+            module="(all)",
+            tensor="global norm",
+        )
         updated = [k for k in theirs if k in ours and k.startswith("first ") and not k.startswith("first gradient/")]
         for key in sorted(updated, key=lambda key: (key.startswith("first update/"), key)):
             kind, _, name = key.partition("/")
@@ -226,9 +241,13 @@ class Judge:
             by_element = not weights or f"first exp_avg_sq/{name}" in ours
             allowed = RATIO * (chance + rounding + (2.0**-23 if by_element else self.eps))
             yield self._explained(
-                a, b, allowed, kind="weight" if weights else "state", module=name.rpartition(".")[0],
+                a,
+                b,
+                allowed,
+                kind="weight" if weights else "state",
+                module=name.rpartition(".")[0],
                 tensor=name if weights else f"{kind.removeprefix('first ')} of {name}",
-            )  # fmt: skip
+            )
         for name in record.stale:
             facts = {"kind": "weight", "module": name.rpartition(".")[0], "tensor": f"16-bit copy of {name}"}
             yield finding_of(math.inf, "fault", **facts)

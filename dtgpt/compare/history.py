@@ -1,25 +1,23 @@
-"""What a run has recorded: its curves, and recipe, data, code and machine at each of its starts."""
+"""What a run has recorded: its curves, and recipe, data, code and machine of its last start."""
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dtgpt.checkpoint.manifest import STATE
-from dtgpt.config.overrides import value_text
+from dtgpt.compare.starts import STARTS, flat, read_starts
 from dtgpt.run.folder import EXAMPLE
+from dtgpt.run.records import metric_lines, parse_record
 from dtgpt.run.saved_recipe import read_recipe
-from dtgpt.run.sinks import metric_lines, parse_record
-from dtgpt.run.starts import flat, read_starts
 from dtgpt.util.console import counted
-from dtgpt.util.errors import UserError, did_you_mean, shown_name
+from dtgpt.util.errors import UserError, did_you_mean
 from dtgpt.util.storage import read_json
 
 TRAINING = ("step_loss", "loss")  # of the step alone, and the mean since the last multiple of log.interval
 HELD_OUT = ("validation_loss", "test_loss")
 OTHERS = ("grad_norm", "lr", "samples", "tokens")
-SHOWN_DIGEST = 12  # digits of the digest of data, as many as those of code have
 Curve = dict[int, float]  # value by step, in the order of steps; NaN where no number was recorded
 
 
@@ -78,13 +76,6 @@ def _cut(curve: Curve, step: int) -> int:
     return removed
 
 
-class Segment(NamedTuple):
-    """A part of a run: from the step after `begin` on, until the next piece begins."""
-
-    begin: int
-    facts: dict[str, str]  # text by name: "recipe/..." are fields of the recipe, "start/..." what a start decided
-
-
 @dataclass
 class Run:
     """A run folder, or a metrics.jsonl alone."""
@@ -115,31 +106,10 @@ class Run:
         """The digests of dtgpt's source files in the last start."""
         return _group(self.environment, "code")
 
-    def pieces(self) -> list[Segment]:
-        """Return what was recorded of each part of the run that its curves show, in the order of steps."""
-        recipes = [self.recipe]  # the last one first: each start has recorded what it changed
-        for start in reversed(self.starts):
-            recipes.append(recipes[-1] | _group(start, "before"))
-        before, *own = reversed(recipes)
-        found: list[Segment] = []
-        for start, recipe in zip(self.starts, own, strict=True):
-            kept = [piece for piece in found if piece.begin < start["step"]]
-            found = [*kept, Segment(start["step"], _facts(recipe, start))]
-        if not found:  # written by an older version
-            return [Segment(0, _facts(self.recipe, {}))]
-        shown = [piece for piece in found if piece.begin < self.curves.last] or found[-1:]
-        if 0 < next(iter(self.curves.losses), 0) <= shown[0].begin < self.curves.last:  # begun by an older version
-            shown.insert(0, Segment(0, _facts(before, {})))
-        return shown
-
-
-def _facts(recipe: dict[str, Any], start: dict[str, Any]) -> dict[str, str]:
-    if isinstance(digest := start.get("data"), str):
-        start = start | {"data": digest[:SHOWN_DIGEST]}
-    named = {f"recipe/{name}": value for name, value in recipe.items()}
-    known = {name: value for name, value in start.items() if value is not None or recipe.get(name, "") is None}
-    named |= {f"start/{name}": value for name, value in known.items()}  # null is a value where the recipe has it, too
-    return {name: shown_name(value_text(value)) for name, value in named.items()}
+    @property
+    def start(self) -> dict[str, Any]:
+        """What the last start has recorded; empty of an older version."""
+        return self.starts[-1] if self.starts else {}
 
 
 def _group(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -162,6 +132,12 @@ def open_run_or_metrics(path: Path) -> Run:
         run.recipe = flat(_read_or_note(run, folder / "recipe.json", lambda: read_recipe(folder)))
         run.environment = _read_or_note(run, environment, lambda: read_json(environment, ""))
         run.starts = read_starts(folder)
+        # A run that goes on has no `init_from` any more. What it began with is what its first start had.
+        for start in reversed(run.starts):
+            run.recipe |= {name: value for name, value in _group(start, "before").items() if name == "init_from"}
+        if run.starts[1:]:
+            steps = ", ".join(str(start["step"]) for start in run.starts[1:])
+            run.problems.append(f"its last start is compared; it went on after step {steps} ({STARTS})")
     return run
 
 

@@ -4,9 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from dtgpt.charts.plot import import_pyplot, plain, save_picture
+from dtgpt.charts.plot import LARGEST_SHOWN, import_pyplot, plain, save_picture
 from dtgpt.compare.two_runs import TwoRuns
-from dtgpt.run.sinks import LARGEST_SHOWN
 
 STYLES = {"step_loss": "training", "loss": "training", "validation_loss": "validation", "test_loss": "test"}
 LEAST = 1e-17  # below the distance of any two floats

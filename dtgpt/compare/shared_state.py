@@ -68,14 +68,20 @@ def rows_of_states(trainer: Trainer) -> dict[str, Tensor]:
     return {key: value for each in trainer.mesh.gather(found) for key, value in each.items()}
 
 
-def save_state(trainer: Trainer, file: Path) -> None:
-    """Write the weights and the optimizer's state of one process."""
-    kept = rows_of_states(trainer)
+def whole_states(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    """Yield ("KIND/PARAMETER", whole tensor) of the weights and the optimizer's state on rank 0; other ranks help."""
     values: dict[str, Callable[[Shard], Tensor]] = {WEIGHT: attrgetter("local")}
     values |= {name: partial(state_of, trainer.optimizer, name) for name in names_of_states(trainer)}
     for kind, value in values.items():
         chosen = None if kind == WEIGHT else partial(has_state, trainer.optimizer, kind)
-        kept |= {f"{kind}/{n}": whole for n, whole in trainer.shards.gather(value, chosen) if whole is not None}
+        for name, whole in trainer.shards.gather(value, chosen):
+            if whole is not None:
+                yield f"{kind}/{name}", whole
+
+
+def save_state(trainer: Trainer, file: Path) -> None:
+    """Write the weights and the optimizer's state of one process."""
+    kept = {**rows_of_states(trainer), **dict(whole_states(trainer))}
     save_file(kept, file, metadata={"state": json.dumps(trainer.optimizer.state())})
 
 

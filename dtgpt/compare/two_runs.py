@@ -5,37 +5,51 @@ whether two runs part; gradient norm, learning rate and figures of tasks are sho
 """
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dtgpt.compare.history import HELD_OUT, TRAINING, Curve, Curves, Run, Segment, open_run_or_metrics
+from dtgpt.compare.history import HELD_OUT, TRAINING, Curve, Curves, Run, open_run_or_metrics
+from dtgpt.compare.starts import flat
 from dtgpt.config.overrides import value_text
 from dtgpt.data.dataset import PERPLEXITIES
-from dtgpt.run.starts import flat
 from dtgpt.util.errors import UserError, shown_name
 
 GIVEN = "--tolerance"  # of the command line
 NAMES = {
-    "step_loss": "loss of the step", "loss": "mean loss of an interval", "validation_loss": "validation loss",
-    "test_loss": "test loss", "grad_norm": "gradient norm", "lr": "learning rate",
-}  # fmt: skip
+    "step_loss": "loss of the step",
+    "loss": "mean loss of an interval",
+    "validation_loss": "validation loss",
+    "test_loss": "test loss",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+}
 NOT_RECORDED = "not recorded"
+SAME = {value_text(None), NOT_RECORDED}  # an option that is not set, and a version that does not have it
 UNCOMPARED = {"samples", "tokens", *PERPLEXITIES}  # counts, and what follows from losses
 # How a step is computed: its result may differ by rounding.
 EXECUTION = (
-    "plan", "world", "micro_batch_size", "precision", "attention", "recompute", "recompute_blocks", "reduce", "compile",
-    "graph", "device",
-)  # fmt: skip
+    "plan",
+    "world",
+    "micro_batch_size",
+    "precision",
+    "attention",
+    "recompute",
+    "recompute_blocks",
+    "reduce",
+    "compile",
+    "graph",
+    "device",
+)
 # Fields of a recipe without influence on a curve; of these sections, all but what is measured on the way.
 WITHOUT_INFLUENCE = ("name", "timeout", "runs", "resume", "exit_after", "exit_interval")
 SECTIONS = ("log.", "checkpoint.")
 MEASURES = ("log.eval_samples", "log.eval_tasks", "log.eval_tasks_limit")
 MASKS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")  # what is done with the tokens
-MACHINE = ("python", "platform", "cuda", "packages")  # of environment.json
+MACHINE = re.compile(r"(python|platform|cuda|packages\..*)$")  # of environment.json
 
 
 class Point(NamedTuple):
@@ -146,10 +160,17 @@ class FieldGroup(NamedTuple):
     fields: list[Field]
     without: str  # runs that have not recorded the kind, as in "A and B"
 
+    @classmethod
+    def of(cls, title: str, fields: list[Field], recorded: Iterable[bool]) -> "FieldGroup":
+        """recorded: whether A has recorded the kind, and whether B has."""
+        return cls(
+            title, fields, " and ".join(letter for letter, known in zip("AB", recorded, strict=True) if not known)
+        )
+
     @property
     def differing(self) -> list[Field]:
         """The fields that both runs have recorded."""
-        return [one for one in self.fields if not any(text.startswith(NOT_RECORDED) for text in (one.a, one.b))]
+        return [one for one in self.fields if NOT_RECORDED not in (one.a, one.b)]
 
     @property
     def listed(self) -> list[Field]:
@@ -160,84 +181,56 @@ class FieldGroup(NamedTuple):
         return not self.without and not self.differing
 
 
-def over_time(pieces: list[Segment], name: str) -> str:
-    """Return the value of a fact as `dp2`, or `dp2 to step 40, then tp2` where it has changed."""
-    values = [(piece.begin, piece.facts.get(name, NOT_RECORDED)) for piece in pieces]
-    (_, text), *later = [next(same) for _, same in groupby(values, key=lambda pair: pair[1])]
-    return text + "".join(f" to step {begin}, then {value}" for begin, value in later)
-
-
 def differences(a: Run, b: Run) -> dict[str, FieldGroup]:
-    """Return the groups: "recipe" and "data" decide the curve, "code" and "versions" should not change it, "execution"
-    changes its rounding alone, "other" fields do not change it."""
-    pieces = a.pieces(), b.pieces()
+    """Return in what the last starts of two runs differ, in groups: "recipe" and "data" decide the curve, "code" and
+    "versions" should not change it, "execution" changes its rounding alone, "other" fields do not change it."""
+    recipes, starts = (a.recipe, b.recipe), (a.start, b.start)
+    names = sorted({*a.recipe, *b.recipe})
+    of_data = [name for name in names if name.startswith("data.") and name not in MASKS]
+    other = [
+        name for name in names if name in WITHOUT_INFLUENCE or (name.startswith(SECTIONS) and name not in MEASURES)
+    ]
+    tables = [name for name in names if name.startswith("plans.")]
+    decides = [name for name in names if name not in {*of_data, *other, *tables, *EXECUTION}]
 
-    def group(title: str, names: Iterable[str], key: str, more: Iterable[Field] = ()) -> FieldGroup:
-        """A run has recorded the kind if it has recorded the fact `key` of each of its pieces."""
-        fields = [Field(name.partition("/")[2], *(over_time(own, name) for own in pieces)) for name in names]
-        return _group(title, [*more, *fields], [all(key in piece.facts for piece in own) for own in pieces])
-
-    def of_recipe(names: Iterable[str]) -> list[str]:
-        return [f"recipe/{name}" for name in sorted(names)]
-
-    names = {name for own in pieces for piece in own for name in piece.facts}
-    recipe = {name.removeprefix("recipe/") for name in names if name.startswith("recipe/")}
-    of_data = {name for name in recipe if name.startswith("data.") and name not in MASKS}
-    other = {n for n in recipe if n in WITHOUT_INFLUENCE or (n.startswith(SECTIONS) and n not in MEASURES)}
-    tables = {name for name in recipe if name.startswith("plans.")}
-    decides = recipe - of_data - other - tables - {*EXECUTION, "init_from"}
-    data = group("data", ["start/data", "start/tokenizer"], "start/data")
-    if data.is_equal:
-        other |= of_data
+    data = FieldGroup.of("data", fields_of(("data", "tokenizer"), starts), ("data" in start for start in starts))
+    if data.is_equal:  # the same tokens, wherever they are
+        other = sorted([*other, *of_data])
     else:
-        data = group("data", ["start/data", "start/tokenizer", *of_recipe(of_data)], "start/data")
-    code = group("code", ["start/code"], "start/code")
+        data.fields.extend(fields_of(of_data, recipes))
+    code = FieldGroup.of("code", fields_of(("code",), starts), ("code" in start for start in starts))
     if code.differing:
-        code = group("code", ["start/code", "start/git"], "start/code")
-    plans = {piece.facts.get("recipe/plan") for own in pieces for piece in own}
-    used = {name for name in tables if any(name.startswith(f"plans.{plan}.") for plan in plans)}
-    execution = [_resolved(name, pieces) for name in EXECUTION]
+        code.fields.extend(fields_of(("git",), starts))
+    execution = []
+    for name in EXECUTION:  # what `auto` meant, where both have recorded that
+        execution += fields_of((name,), starts if all(name in start for start in starts) else recipes)
+    execution += fields_of(tables, recipes)
+    with_plan = ("plan" in start or "plan" in recipe for start, recipe in zip(starts, recipes, strict=True))
+    machines = [
+        {name.removeprefix("packages."): value for name, value in flat(run.environment).items() if MACHINE.match(name)}
+        for run in (a, b)
+    ]
+    versions = fields_of(sorted(set().union(*machines)), machines)
+    known = ["seed" in recipe for recipe in recipes]
     groups = [
-        group("recipe", of_recipe(decides), "recipe/seed", [Field("init_from", *map(_initial, pieces))]),
+        FieldGroup.of("recipe", fields_of(decides, recipes), known),
         data,
         code,
-        group("execution", execution + of_recipe(used), execution[0]),
-        _versions(a, b, Field("torch", *(over_time(own, "start/torch") for own in pieces))),
-        group("other", of_recipe(other), "recipe/seed"),
+        FieldGroup.of("execution", execution, with_plan),
+        FieldGroup.of("versions", versions, map(bool, machines)),
+        FieldGroup.of("other", fields_of(other, recipes), known),
     ]
-    return {one.title: one for one in groups}
+    return {group.title: group for group in groups}
 
 
-def _group(title: str, fields: Iterable[Field], recorded: Iterable[bool]) -> FieldGroup:
-    without = " and ".join(letter for letter, known in zip("AB", recorded, strict=True) if not known)
-    same = {value_text(None), NOT_RECORDED}  # an option that is not set, and a version that does not have it
-    return FieldGroup(title, [one for one in fields if one.a != one.b and {one.a, one.b} != same], without)
+def fields_of(names: Iterable[str], values: Sequence[Mapping[str, Any]]) -> list[Field]:
+    """Return the fields whose texts in both `values` differ."""
+    fields = (Field(name, *(_text(own, name) for own in values)) for name in names)
+    return [one for one in fields if one.a != one.b and {one.a, one.b} != SAME]
 
 
-def _initial(pieces: list[Segment]) -> str:
-    """Return what the run began with: `init_from`, or the run of another library that it went on with."""
-    first = pieces[0]
-    return first.facts.get("recipe/resume" if first.begin > 0 else "recipe/init_from", NOT_RECORDED)
-
-
-def _resolved(name: str, pieces: tuple[list[Segment], list[Segment]]) -> str:
-    """Return the fact to compare for a field of `EXECUTION`: what `auto` meant, where both runs have recorded that."""
-    known = all(any(f"start/{name}" in piece.facts for piece in own) for own in pieces)
-    return f"start/{name}" if known else f"recipe/{name}"
-
-
-def _versions(a: Run, b: Run, torch: Field) -> FieldGroup:
-    """Return the versions of torch over time, and those of other packages in the last start."""
-    machines = [flat({name: value for name, value in run.environment.items() if name in MACHINE}) for run in (a, b)]
-    names = sorted(set().union(*machines) - {"packages.torch"})
-    fields = [
-        Field(
-            name.removeprefix("packages."),
-            *(shown_name(value_text(own[name])) if name in own else NOT_RECORDED for own in machines),
-        )
-        for name in names
-    ]
-    return _group("versions", [torch, *fields], map(bool, machines))
+def _text(values: Mapping[str, Any], name: str) -> str:
+    return shown_name(value_text(values[name])) if name in values else NOT_RECORDED
 
 
 class Tolerance(NamedTuple):
@@ -318,7 +311,7 @@ def _recorded(run: Run) -> str:
 def _tolerance(runs: tuple[Run, Run], by_precision: Mapping[str, float]) -> Tolerance:
     """Return the largest tolerance of the precisions in which the runs were trained; that of an unknown one is the
     largest of all, that of a run which has not recorded it the smallest."""
-    names = [name for run in runs for piece in run.pieces() if (name := _precision(piece))]
+    names = [name for run in runs if (name := _precision(run))]
     if not names:
         least = min(by_precision, key=lambda name: by_precision[name])
         return Tolerance(by_precision[least], f"{least}, as the precision was not recorded")
@@ -327,9 +320,8 @@ def _tolerance(runs: tuple[Run, Run], by_precision: Mapping[str, float]) -> Tole
     return Tolerance(by_precision.get(name, most), name)
 
 
-def _precision(piece: Segment) -> str | None:
-    name = piece.facts.get("start/precision") or piece.facts.get("recipe/precision")
-    device = piece.facts.get("start/device")
+def _precision(run: Run) -> str | None:
+    name, device = run.start.get("precision", run.recipe.get("precision")), run.start.get("device")
     if name == "auto":
-        return None if device is None else "fp32" if device.startswith("CPU") else "bf16"
-    return name
+        return None if device is None else "fp32" if str(device).startswith("CPU") else "bf16"
+    return None if name is None else str(name)

@@ -3,18 +3,21 @@
 import math
 from collections.abc import Iterator
 
+from dtgpt.charts.plot import sparkline
 from dtgpt.compare.history import Run
 from dtgpt.compare.two_runs import GIVEN, FieldGroup, Metric, Point, TwoRuns
-from dtgpt.run.sinks import sparkline
 from dtgpt.util.console import counted, hanging, terminal_width
 from dtgpt.util.errors import shown_name
 
 MOST_FILES = 6  # of dtgpt's source that are named
 EXPLANATIONS = {
-    "recipe": "what decides the curve", "data": "the tokens and their order", "code": "dtgpt's source files",
-    "execution": "which changes rounding alone", "versions": "of the last start",
+    "recipe": "what decides the curve",
+    "data": "the tokens and their order",
+    "code": "dtgpt's source files",
+    "execution": "which changes rounding alone",
+    "versions": "of the last start",
     "other": "which does not change the curve",
-}  # fmt: skip
+}
 
 
 def report(two: TwoRuns) -> str:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 import torch.distributed as dist
 
 from dtgpt.liveness.interfaces import cannot_connect, check_interfaces
-from dtgpt.liveness.losses import lost_peers_as_user_errors
+from dtgpt.liveness.lost_peers import lost_peers_as_user_errors
 from dtgpt.liveness.rendezvous import meet, not_found, patience
 from dtgpt.liveness.watch import watch_peers
 from dtgpt.util.peers import Peers, Process, Watch

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from dtgpt.liveness import peers
 from dtgpt.liveness.interfaces import own_address
-from dtgpt.liveness.losses import is_late, is_loss
+from dtgpt.liveness.lost_peers import is_late, is_loss
 from dtgpt.liveness.peers import ENDED, Accuse, End, Peers
 from dtgpt.liveness.rendezvous import Rendezvous, is_refused, is_torchruns, meet
 from dtgpt.util import peers as peers_of_run

@@ -1,6 +1,6 @@
 """What a step keeps for the next one, beside weights and the optimizer's state.
 
-The loss scale of fp16 is such a state; a capability adds another where a run asks for it. An update goes through the
+The loss scale of fp16 is such a state, which a capability adds where a run asks for it. An update goes through the
 list of them (`Update.states`), and a checkpoint has an entry for each: neither knows which there are.
 """
 
@@ -31,7 +31,7 @@ class StepState:
         they are: bool scalar on the device, the same on all ranks; None: nothing speaks against the step.
 
         loss: this rank's part of the mean loss. norm: of the global gradient. empty: bool scalar, true where no token
-        of the global batch counts; None: all do."""
+        of the global batch counts; None: some do."""
         return None
 
     def check(self, norm: float) -> None:

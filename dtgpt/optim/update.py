@@ -13,11 +13,11 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
-from dtgpt.optim import loss_scale
 from dtgpt.optim.step_state import GradientScale, StepState, entries_of, restore_states
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.util import seams
+from dtgpt.util.errors import UserError
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
@@ -38,9 +38,13 @@ class Update:
     """
 
     def __init__(
-        self, shards: Shards, config: OptimizerConfig, rates: list[float], micro_batch_weight: float,
+        self,
+        shards: Shards,
+        config: OptimizerConfig,
+        rates: list[float],
+        micro_batch_weight: float,
         states: Sequence[StepState] = (),
-    ):  # fmt: skip
+    ):
         """rates: learning rates of every step; micro_batch_weight: by which the gradients of one
         micro-batch are multiplied in the sum over all."""
         self.shards, self.clip, self.states = shards, config.clip, list(states)
@@ -66,16 +70,20 @@ class Update:
     @torch.no_grad()
     def apply(self, loss: Tensor, empty: Tensor | None = None) -> Tensor:
         """Take one step and return the global norm of the gradient. A step that one of the states wants skipped changes
-        neither weights nor the optimizer's state on any rank, and the schedule does not go on. loss, empty: as of
-        `StepState.update`."""
+        neither weights nor the optimizer's state on any rank, and the schedule does not go on. loss: this rank's part
+        of the mean loss. empty: bool scalar, whether no token of the global batch counts; None: some do."""
+        # The learning rate, by the number of updates so far: a skipped step does not count.
         update = self.rule.updates.long().clamp(max=len(self.schedule) - 1)
         torch.index_select(self.schedule, 0, update.view(1), out=self.lr.view(1))
+        # The norm of the whole gradient, over all ranks; clipping and the loss scale are one factor in the rule.
         if self.scaler is None:
             norm = self.shards.norm()
             factor = clip_factor(norm, self.clip)
         else:
             norm, inverse = self.scaler.norm(self.shards)
             factor = clip_factor(norm, self.clip) * inverse
+        # Each state takes note of the step, and may wish it skipped. What has a wish is decided on the device, so that
+        # the rule is launched in any case, and leaves all as it is where the step is skipped.
         wishes = [state.update(loss, norm, empty) for state in self.states]
         skips = [wish for wish in wishes if wish is not None]
         self.rule.step(self.shards.gradients, self.lr, factor, reduce(or_, skips) if skips else None)
@@ -139,10 +147,9 @@ def make_states(recipe: Recipe, settings: Settings, mesh: Mesh) -> list[StepStat
     None where the recipe does not ask for the state."""
     added = (make(recipe, settings, mesh) for make in seams.listed("step_states", recipe))
     states = [state for state in added if state is not None]
-    states.append(EmptySteps(mesh.device))
-    if settings.dtype == torch.float16:
-        states.append(loss_scale.LossScaler(mesh.device, recipe.loss_scale))
-    return states
+    if settings.dtype == torch.float16 and not any(isinstance(state, GradientScale) for state in states):
+        raise UserError("precision=fp16 needs a loss scale, and no capability here has one; use --precision bf16")
+    return [*states, EmptySteps(mesh.device)]
 
 
 def check_entries(entries: dict[str, Any], config: ModelConfig) -> None:
@@ -151,7 +158,6 @@ def check_entries(entries: dict[str, Any], config: ModelConfig) -> None:
     count = entries.get(EMPTY, 0)
     if type(count) is not int or not 0 <= count < 1 << 62:
         raise ValueError(f"{EMPTY} must be a whole number")
-    loss_scale.check_state(entries.get(loss_scale.NAME))
     for name, check in seams.added("entries").items():
         if name in entries:
             seams.load(check)(entries[name], config)

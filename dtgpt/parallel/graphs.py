@@ -2,7 +2,9 @@
 
 Without a graph every parallel step waits for the host, which launches kernels one by one (`benchmarks/train_step.py
 --against "--graph off"`). What can be captured has static shapes and addresses and never asks the device for a value:
-each step of dtgpt is written so.
+each step of dtgpt is written so. A replay launches the recorded kernels with the recorded arguments. Therefore inputs
+are copied to where the first ones lay, outputs are the same tensors each time, and whatever lies at a captured address
+may neither be freed nor replaced.
 """
 
 import gc
@@ -90,9 +92,12 @@ def _form(value: Tensor | None) -> str:
 
 
 def capture(
-    work: Callable[..., Result], places: tuple[Tensor | None, ...], pool: Any, remedy: str,
+    work: Callable[..., Result],
+    places: tuple[Tensor | None, ...],
+    pool: Any,
+    remedy: str,
     stream: torch.cuda.Stream | None = None,
-) -> tuple[torch.cuda.CUDAGraph, Result]:  # fmt: skip
+) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Return a graph of `work(*places)`, and what the work returned: its memory is that of the `pool`. `stream`: to
     capture on; None: a stream of torch's own. Raise UserError, with the remedy, where the work cannot be captured."""
     graph = torch.cuda.CUDAGraph()

@@ -13,14 +13,14 @@ import torch
 
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
 from dtgpt.checkpoint.shard_file import Damaged, copy_overlap
+from dtgpt.compare.starts import flat
 from dtgpt.models.config import ModelConfig
 from dtgpt.receipts.book import FILE, VERSION, Line, read_lines, read_text
 from dtgpt.receipts.digest import Piece, digest
 from dtgpt.receipts.state import GRADIENT, WEIGHT, decoded
 from dtgpt.run.folder import open_run
+from dtgpt.run.records import read_records
 from dtgpt.run.saved_recipe import OF_ONE_START, read_recipe
-from dtgpt.run.sinks import read_records
-from dtgpt.run.starts import flat
 from dtgpt.train.observer import is_due
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, cast
 
 from dtgpt.config.sections import LogConfig
-from dtgpt.run.sinks import Begun, Sink
+from dtgpt.run.records import Begun, Sink
 from dtgpt.train.observer import AfterStep, Observer, Turn, is_due
 
 if TYPE_CHECKING:

@@ -5,9 +5,6 @@ into its folder, and leaves the lines of the steps in a file.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +23,7 @@ from dtgpt.checkpoint.manifest import (
     step_of,
 )
 from dtgpt.checkpoint.tokenizer import check_tokenizer
+from dtgpt.compare.workers import run_workers
 from dtgpt.config.overrides import leaves, replace_values
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module, of_kind
@@ -40,10 +38,8 @@ from dtgpt.train.checkpoints import restore
 from dtgpt.train.setup import Setup
 from dtgpt.train.start import Job, ResumePoint, make_job
 from dtgpt.train.trainer import Trainer
-from dtgpt.util.console import say_error
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import child_environment
-from dtgpt.util.peers import VARIABLES, Process
+from dtgpt.util.peers import Process
 
 # Of a run, what steps that are computed again do without.
 WITHOUT = {
@@ -173,16 +169,7 @@ def work(words: list[str]) -> int:
 def start_processes(world: int, words: list[str]) -> dict[str, Any]:
     """Start `dtgpt recompute` in the processes of a plan, wait for them, and return what they found. words: its
     arguments. Raises UserError with the sentence of a process that fails."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-    environment = {k: v for k, v in child_environment().items() if k not in VARIABLES.values()}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    command = [sys.executable, *launcher, "-m", "dtgpt", "recompute", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", cwd=os.getcwd())
-    if done.returncode:
-        output = done.stdout + done.stderr
-        sentence = next((line for line in output.splitlines() if line.startswith("dtgpt: ")), None)
-        if sentence is None:
-            say_error(output[-5000:])
-            raise UserError("the steps could not be computed again; see the output above")
-        raise UserError(sentence.removeprefix("dtgpt: "))
+    failed = run_workers(world, ["recompute", *words])
+    if failed is not None:
+        raise UserError(failed or "the steps could not be computed again; see the output above")
     return json.loads(Path(words[3]).read_text())

@@ -46,7 +46,7 @@ def execution_of(trainer: "Trainer") -> dict[str, Any]:
 
 def code_digest() -> str:
     """Return one digest of the files of this dtgpt."""
+    from dtgpt.compare.starts import code_digest as digest_of
     from dtgpt.parallel.launch import code_digests
-    from dtgpt.run.starts import code_digest as digest_of
 
     return digest_of(code_digests())

@@ -2,6 +2,10 @@
 
 runs/gpt2_tiny-001/
   recipe.json  environment.json  starts.jsonl  tokenizer.json  metrics.jsonl  loss.png  lock  samples/  checkpoints/
+
+A run is its folder: commands take the path, and all that they know of a run stands in these files. Three things are to
+be known before. A folder is a run from the moment in which it has a recipe.json. One process at a time trains it, which
+holds the `lock`. And a user may move or remove it while it is trained: then nothing more may be written.
 """
 
 import os
@@ -12,10 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.checkpoint.manifest import STATE, list_checkpoints
+from dtgpt.config.execution import Settings
 from dtgpt.config.overrides import leaves
+from dtgpt.data.dataset import Dataset
+from dtgpt.parallel.launch import code_digests
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, did_you_mean, remedy
-from dtgpt.util.storage import FileLock, Held, remove_leftovers
+from dtgpt.util.hardware import environment
+from dtgpt.util.peers import Process
+from dtgpt.util.storage import FileLock, Held, remove_leftovers, write_json
 
 EXAMPLE = "give a run folder such as runs/gpt2_tiny-001"
 LOOK = 1.0  # s between two looks at whether the folder is still there
@@ -161,3 +172,29 @@ class RunLock(ExitStack):
 def values_of(recipe: Any) -> dict[str, Any]:
     """Return the value of every field, by dotted name."""
     return {name: value for name, _, _, value in leaves(recipe)}
+
+
+def describe_run(
+    folder: Path, recipe: dict[str, Any], settings: Settings, mesh: Mesh, data: Dataset, step: int
+) -> None:
+    """Write what is asked for, on what it runs, and the tokenizer, of a run that begins or goes on after `step`:
+    `folder` is a run folder then. A capability that keeps what former starts were (`starts`) is asked before."""
+    tokenizer = data.tokenizer
+    here = {
+        **environment(mesh.device),
+        "world": mesh.world,
+        "waiting": max(0, Process.from_environment().world - mesh.world),
+        "plan": mesh.plan.name,
+        "data": {
+            "source": data.source,
+            "digest": data.digest,
+            "tokenizer": tokenizer.name,
+            "tokens": tokenizer.vocab_size,
+        },
+        "code": code_digests(),
+    }
+    for keep in seams.listed("starts"):
+        keep(folder, recipe, here, settings, step)
+    write_json(folder / "recipe.json", recipe)
+    write_json(folder / "environment.json", here)
+    tokenizer.save(folder / "tokenizer.json")

@@ -1,6 +1,12 @@
-"""What a run reports: on the console, into metrics.jsonl and texts of its folder, and to the sinks of observers."""
+"""What a run tells its user: lines on the console, records in its metrics.jsonl, texts in its folder.
+
+All ranks take the same steps, but only rank 0 tells of them. It has a `RunReport`. The other ranks have a `Report`,
+which takes the same calls and does nothing, so that the loop and its observers need not ask which rank they are on.
+Whoever wants the records elsewhere, too, is a `Sink` (`records.py`), which an observer brings.
+"""
 
 import errno
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,10 +23,9 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.schedule import parse_rampup
 from dtgpt.data.dataset import PART_NAMES, Dataset, bits_per_byte, perplexity
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.run.folder import values_of
-from dtgpt.run.sinks import Begun, JsonLines, Sink, progress_line, read_records, sparkline, timer_line
-from dtgpt.run.starts import describe_run
-from dtgpt.util.console import counted, duration, hanging, parameters, say
+from dtgpt.run.folder import describe_run, values_of
+from dtgpt.run.records import TIMED, Begun, JsonLines, Sink, read_records
+from dtgpt.util.console import counted, duration, hanging, parameters, say, terminal_width
 from dtgpt.util.hardware import device_name, peak_flops, total_memory
 from dtgpt.util.storage import write_text
 
@@ -28,13 +33,48 @@ HANG = 8  # the column in which the lines of the header begin
 
 
 class Report:
-    """Report one run; a context that closes its files. Rates leave out the first step, which compiles, allocates and
-    warms caches, and all that happens inside `paused()`."""
+    """Tell nothing, on every rank but the first."""
+
+    def step(self, step: int, metrics: dict[str, float], recorded: bool) -> None:
+        """Print a progress line after optimizer step `step`, and record it unless it is for the console alone. Of the
+        metrics, `loss` is the mean of the interval, `step_loss` that of the step (neither is there where no token
+        counted), `tokens` those since the beginning of the run, `memory_gib` the largest use of any rank."""
+
+    def figures(self, step: int, figures: Mapping[str, float | None], *lines: str) -> None:
+        """Record what was measured after a step, and print the lines that say it."""
+
+    def text(self, step: int, folder: str, text: str) -> None:
+        """Keep a text of a step in a folder of the run."""
+
+    def examples(self, step: int, texts: dict[str, str]) -> None:
+        """Keep texts from the training of a step, by name, such as the best and the worst answer."""
+
+    def finish(self, is_done: bool) -> None:
+        """Say how long the run took, where everything is and, where it is done, what to do next with it."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Leave the time of the context out of the rates. The device finishes what it has queued first."""
+        return nullcontext()
+
+
+class RunReport(Report):
+    """Tell of a run, on rank 0; a context that closes its files.
+
+    The first step compiles, allocates and warms caches, so the rates begin after it. What happens inside `paused()`
+    is no training, and is left out of them, too.
+    """
 
     def __init__(
-        self, recipe: Recipe, settings: Settings, mesh: Mesh, data: Dataset, run: Path, step: int,
-        samples_before: Callable[[int], int], more_sinks: Iterable[Callable[[Begun], Sink | None]] = (),
-    ):  # fmt: skip
+        self,
+        recipe: Recipe,
+        settings: Settings,
+        mesh: Mesh,
+        data: Dataset,
+        run: Path,
+        step: int,
+        samples_before: Callable[[int], int],
+        more_sinks: Iterable[Callable[[Begun], Sink | None]] = (),
+    ):
         """step: the number of steps done so far. samples_before: returns the samples seen when a step begins.
         more_sinks: return those that observers bring, beside metrics.jsonl."""
         self.steps, self.settings, self.mesh, self.device, self.run = recipe.num_steps, settings, mesh, mesh.device, run
@@ -44,11 +84,13 @@ class Report:
         self.bytes_per_token, self.spells = data.bytes_per_token(), data.tokenizer.spells
         self.talks = "chat_template" in data.tokenizer.additions
         self.first, self._begin = step, time.perf_counter()
-        # What the sinks of observers need of a former start is still as it was: below it is replaced.
+
+        # Sinks first: they may need what a former start left, which the next two lines replace.
         begun = Begun(run, step, asdict(recipe), values_of(recipe), read_records(run / "metrics.jsonl"))
         more = [sink for open_sink in more_sinks if (sink := open_sink(begun)) is not None]
         describe_run(run, asdict(recipe), settings, mesh, data, step)
         self.sinks: list[Sink] = [JsonLines(run / "metrics.jsonl", keep_until_step=step), *more]
+
         self._lap_begin, self._lap_tokens = time.perf_counter(), 0
         self._lap_step: int | None = None
         samples = self._samples(data, recipe.sample_length, recipe.log.eval_samples)
@@ -86,9 +128,6 @@ class Report:
             say(caution, warning=True)
 
     def step(self, step: int, metrics: dict[str, float], recorded: bool) -> None:
-        """Print a progress line after optimizer step `step`, and record it unless it is for the console alone. Of the
-        metrics, `loss` is the mean of the interval, `step_loss` that of the step (neither is there where no token
-        counted), `tokens` those since the beginning of the run, `memory_gib` the largest use of any rank."""
         bits = bits_per_byte(metrics["loss"], self.bytes_per_token) if "loss" in metrics else None
         record: dict[str, Any] = {"step": step, **metrics, **_known({"bits_per_byte": bits})}
         record["memory_total_gib"] = total_memory(self.device) / 2**30 if self.device.type == "cuda" else None
@@ -109,34 +148,26 @@ class Report:
             say(timers)
 
     def figures(self, step: int, figures: Mapping[str, float | None], *lines: str) -> None:
-        """Record what was measured after a step, and print the lines that say it."""
         self._write({"step": step, **_known(figures)})
         for line in lines:
             say(f"step {step}: {line}")
 
-    def sample(self, step: int, text: str) -> None:
-        say(f"---- sample at step {step}\n{text}\n----")
-        self._keep(sample_path(self.run, step), text)
-
     def examples(self, step: int, texts: dict[str, str]) -> None:
-        """Keep texts from the training of a step, by name, such as the best and the worst answer."""
-        content = "\n".join(f"{name}: {text}" for name, text in texts.items())
-        self._keep(self.run / "answers" / f"step_{step:08d}.txt", content)
+        self.text(step, "answers", "\n".join(f"{name}: {text}" for name, text in texts.items()))
         for sink in self.sinks:
             sink.examples(step, texts)
 
-    def _keep(self, path: Path, text: str) -> None:
-        """Write a text into a folder of the run, or say why not."""
-        folder = path.parent
+    def text(self, step: int, folder: str, text: str) -> None:
+        path = text_path(self.run, folder, step)
         try:
-            if folder.is_symlink():
+            if path.parent.is_symlink():
                 raise NotADirectoryError(errno.ENOTDIR, "it is a link, through which nothing is written")
-            folder.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             write_text(path, text.encode(errors="replace").decode())
-        except OSError as error:
-            say(f"the text of this step is not in {folder} ({error})", warning=True)
+        except OSError as error:  # a text is not worth a run
+            say(f"the text of this step is not in {path.parent} ({error})", warning=True)
 
-    def __enter__(self) -> "Report":
+    def __enter__(self) -> "RunReport":
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_) -> None:
@@ -144,12 +175,10 @@ class Report:
             sink.close(failed=failure is not None)
 
     def finish(self, is_done: bool) -> None:
-        """Say how long the run took, where everything is and, where it is done, what to do next with it."""
-        losses = [r.get("loss") for r in read_records(self.run / "metrics.jsonl")]
         for sink in self.sinks:
             sink.finish()
         since = f" since step {self.first}" if self.first else ""
-        say(f"loss    {sparkline(losses)}\ntime    {duration(time.perf_counter() - self._begin)}{since}")
+        say(f"time    {duration(time.perf_counter() - self._begin)}{since}")
         say(f"run     {self.run}")
         if is_done:
             name = shlex.quote(str(self.run))
@@ -161,7 +190,6 @@ class Report:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of the context out of the rates. The device finishes what it has queued first."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
@@ -198,26 +226,95 @@ class Report:
                 say(f"step {record['step']} is missing from the metrics ({error})", warning=True)
 
 
-def sample_path(run: Path, step: int) -> Path:
-    return run / "samples" / f"step_{step:08d}.txt"
+def text_path(run: Path, folder: str, step: int) -> Path:
+    """Return where a run keeps a text of a step."""
+    return run / folder / f"step_{step:08d}.txt"
 
 
 def _known(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-class NullReport:
-    """Report nothing, on every rank but the first."""
+# The progress line, and that of the timers.
 
-    def step(self, *_) -> None: ...
 
-    def figures(self, *_) -> None: ...
+def _memory(record: dict[str, Any]) -> str:
+    total = record.get("memory_total_gib")
+    return f"mem {record['memory_gib']:.1f}{f'/{total:.0f}' if total else ''} GiB"
 
-    def sample(self, *_) -> None: ...
 
-    def examples(self, *_) -> None: ...
+# The parts of a progress line, in its order, by the value that must be known for it.
+PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "time": lambda r: r["time"],
+    "batch_size": lambda r: f"batch {r['batch_size']}",
+    "loss": lambda r: f"loss {r['loss']:.4f}",
+    "ppl": lambda r: f"ppl {r['ppl']:.4g}",
+    "bits_per_byte": lambda r: f"bits/byte {r['bits_per_byte']:.3f}",
+    "reward": lambda r: f"reward {r['reward']:.3f}",
+    "answer_tokens": lambda r: f"length {r['answer_tokens']:.1f}",
+    "reward_accuracy": lambda r: f"accuracy {r['reward_accuracy']:.3f}",
+    "reward_margin": lambda r: f"margin {r['reward_margin']:.3f}",
+    "reward_chosen": lambda r: f"chosen {r['reward_chosen']:.3f}",
+    "grad_norm": lambda r: f"gnorm {r['grad_norm']:.2f}",
+    "z": lambda r: f"z {r['z'][0]:+.2f} {r['z'][1]:+.2f}",
+    "skipped_outliers": lambda r: f"{counted(r['skipped_outliers'], 'outlier')} skipped",
+    "empty_steps": lambda r: f"{counted(r['empty_steps'], 'step')} without a counted token",
+    "lr": lambda r: f"lr {r['lr']:.1e}".replace("e-0", "e-"),
+    "loss_scale": lambda r: f"scale {_power(r['loss_scale'])}, {r['skipped_steps']} skipped",
+    "ms": lambda r: f"{r['ms']:.1f} ms",
+    "tokens_per_second": lambda r: f"{_rounded(r['tokens_per_second'])} tok/s",
+    "tokens_per_second_per_device": lambda r: f"{_rounded(r['tokens_per_second_per_device'])}/device",
+    "mfu": lambda r: f"mfu {r['mfu']:.0%}",
+    "memory_gib": _memory,
+    "eta_seconds": lambda r: f"eta {duration(r['eta_seconds'])}",
+}
+LEAST = (  # what a narrow terminal does not show, the first one first
+    "memory_gib",
+    "bits_per_byte",
+    "tokens_per_second_per_device",
+    "mfu",
+    "answer_tokens",
+    "reward_margin",
+    "grad_norm",
+    "reward_chosen",
+    "eta_seconds",
+)
 
-    def finish(self, *_) -> None: ...
 
-    def paused(self) -> AbstractContextManager[None]:
-        return nullcontext()
+def progress_line(record: dict[str, Any], steps: int) -> str:
+    """Return `step 120/1000  loss 3.2141  ...` of a record without what is not known. Where it is wider than the
+    terminal, what matters least is left out; a file has all."""
+    parts = {"step": f"step {record['step']:>{len(str(steps))}}/{steps}"}
+    parts |= {name: part(record) for name, part in PARTS.items() if record.get(name) is not None}
+    width = terminal_width() or math.inf
+    for name in LEAST:
+        if len("  ".join(parts.values())) > width:
+            parts.pop(name, None)
+    return "  ".join(parts.values())
+
+
+def timer_line(record: dict[str, Any], graphs: bool) -> str:
+    """Return `ms/step: forward-backward 36.9 (forward 12.1, backward 24.3), ...` of a record; empty without timers.
+    graphs: steps are replayed as CUDA graphs, in which forward and backward are one."""
+    known = {name: record[f"{name}_seconds"] * 1000 for name in TIMED if record.get(f"{name}_seconds") is not None}
+    if not known:
+        return ""
+    parts = [f"{name} {known[name]:.1f}" for name in ("forward", "backward") if name in known]
+    inner = ", ".join(parts) or ("replayed as CUDA graphs" if graphs else "")
+    shown = {name: f"{name.replace('_', '-')} {value:.1f}" for name, value in known.items()}
+    if inner and "forward_backward" in shown:
+        shown["forward_backward"] += f" ({inner})"
+    return "  ms/step: " + ", ".join(shown[n] for n in ("forward_backward", "optimizer", "data") if n in shown)
+
+
+def _power(scale: float) -> str:
+    """Return `2^16`, or the number itself where it is not a power of two."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def _rounded(number: float) -> str:
+    """Return `950`, `412k` or `1.23M`."""
+    if number < 1e4:
+        return f"{number:.0f}"
+    return f"{number / 1e3:.0f}k" if number < 1e6 else f"{number / 1e6:.2f}M"

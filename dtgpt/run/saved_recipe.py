@@ -1,7 +1,9 @@
 """What recipe.json of a run folder says, and what a run that goes on keeps of it.
 
-A run keeps its own values: of the recipe file that it is started with again, those count that an option names, and
-those of one start. Older versions wrote some values in another way; they are read here.
+A recipe file may have changed since a run began, and a run must not change with it: its curve would part, and nobody
+would know why. So a run keeps its own values. Of the file that it is started with again, those count that an option
+names, and those of one start (`OF_ONE_START`); all others in which the two differ are said, with the option for each.
+Older versions wrote some values in another way; they are read here.
 """
 
 import os
@@ -56,8 +58,8 @@ def saved_value(saved: dict[str, Any], name: str) -> Any:
 
 
 def changes_since(folder: Path, values: Mapping[str, Any]) -> list[str]:
-    """Return what differs between the saved recipe of a run and `values`, those with which it resumes, as `steps: 10 ->
-    20`. A recipe.json that cannot be read differs in nothing."""
+    """Return lines such as "steps: 10 -> 20", one for each value in which the saved recipe of a run differs from
+    `values`, those with which it resumes. A recipe.json that cannot be read differs in nothing."""
     try:
         saved = read_recipe(folder)
     except UserError:
@@ -88,7 +90,32 @@ def recipe_of_run(
     """Return the recipe with which `run` goes on: its own, with the values of `asked` for the options `given` and for
     the fields of OF_ONE_START. What an older run does not have, and `plans`, are the recipe file's. counted: returns a
     recipe with `steps` in place of `train_samples`, checked."""
-    saved, kept = read_recipe(run), {}
+    saved = read_recipe(run)
+    file, asked = _with_optimizer_of(run, saved, file, asked, given)
+    kept = _kept_values(run, saved, file, given)
+    if "train_samples" in given:  # the run may have begun with a number of steps, which does not count any more
+        for name in {"steps", "optimizer.decay_samples"} - set(given):
+            kept.pop(name, None)
+        asked = asked if "steps" in given else replace(asked, steps=None)
+
+    # What the file says otherwise is told: what its `train_samples` means, too, and not what it does not say.
+    if file.train_samples is not None:
+        file = counted(file)
+    fixed = {each.name for each in fields(file) if getattr(getattr(file, each.name), "fixed", False)}
+    _say_kept({name: attrgetter(name)(file) for name in kept}, kept, fixed)
+
+    resume = str(run) if asked.resume == AUTO else asked.resume
+    recipe = replace(replace_values(asked, kept), resume=resume)
+    # Where the model's own weights are trained, those of the run stay.
+    takes_base = "init_from" in given and (asked.resume != AUTO or recipe.freezes_weights)
+    return recipe if takes_base else replace(recipe, init_from=None)
+
+
+def _with_optimizer_of(
+    run: Path, saved: dict[str, Any], file: Recipe, asked: Recipe, given: Collection[str]
+) -> tuple[Recipe, Recipe]:
+    """Return both recipes with the kind of optimizer that the run has, unless an option asks for another one, and say
+    so. Raises UserError where the optimizer cannot go on with the states of the run."""
     kind = saved_value(saved, "optimizer.kind")
     kind = OptimizerConfig.kind if kind is ABSENT else kind
     if "optimizer.kind" not in given and {kind, asked.optimizer.kind} <= kinds().keys():
@@ -101,10 +128,17 @@ def recipe_of_run(
         origins = {own: f"as its {theirs}" if theirs else "at zero" for own, theirs in takes[kind].items()}
         told = " and ".join(f"{own} begins {origin}" for own, origin in origins.items()) or "the states are the same"
         say(f"{run} was trained with optimizer.kind={kind} and goes on with {asked.optimizer.kind}: {told}")
+    return file, asked
+
+
+def _kept_values(run: Path, saved: dict[str, Any], file: Recipe, given: Collection[str]) -> dict[str, Any]:
+    """Return the values of a run by name, but for options `given` and those of one start, as dtgpt of today writes
+    them. Raises UserError where recipe.json has a value of another type."""
     try:
         unknown = list(_unknown(saved, {name for name, *_ in leaves(file)}))
     except ValueError as error:
         raise UserError(f"{run}/recipe.json says {error}; mend it") from None
+    kept = {}
     for name, type_, *_ in leaves(file):
         found = saved_value(saved, name)
         if name in given or name in OF_ONE_START or found is ABSENT:
@@ -113,6 +147,8 @@ def recipe_of_run(
             kept[name] = _checked(found, type_)
         except ValueError as error:
             raise UserError(f"{run}/recipe.json says {name}={shown(found)}, {error}; give --{name}") from None
+    if unknown:
+        say(f"{run}/recipe.json has {', '.join(unknown)}, which this dtgpt does not know and ignores", warning=True)
     # Older versions wrote out what `none` and `auto` mean.
     older = saved_value(saved, "exit_interval") is ABSENT
     if older and kept.get("optimizer.decay_steps") == saved_value(saved, "steps"):
@@ -121,26 +157,12 @@ def recipe_of_run(
         kept["data.tokenizer"] = "auto"
         if not Path(kept["data.tokenizer_file"]).exists():  # the run carries it
             kept["data.tokenizer_file"] = str(run / "tokenizer.json")
-    if "train_samples" in given:  # in place of what those of the run became: see `Recipe.counted`
-        for name in {"steps", "optimizer.decay_samples"} - set(given):
-            kept.pop(name, None)
-        asked = asked if "steps" in given else replace(asked, steps=None)
-    if unknown:
-        say(f"{run}/recipe.json has {', '.join(unknown)}, which this dtgpt does not know and ignores", warning=True)
-    if file.train_samples is not None:
-        file = counted(file)
-    fixed = {each.name for each in fields(file) if getattr(getattr(file, each.name), "fixed", False)}
-    _say_kept({name: attrgetter(name)(file) for name in kept}, kept, fixed)
-    resume = str(run) if asked.resume == AUTO else asked.resume
-    recipe = replace(replace_values(asked, kept), resume=resume)
-    # Where the model's own weights are trained, those of the run stay.
-    takes_base = "init_from" in given and (asked.resume != AUTO or recipe.freezes_weights)
-    return recipe if takes_base else replace(recipe, init_from=None)
+    return kept
 
 
 def _say_kept(asked: dict[str, Any], kept: dict[str, Any], fixed: Collection[str]) -> None:
-    """Say, in a line for each, which values the recipe file `asked` for that the run has not `kept`. fixed: as of
-    `_can_change`."""
+    """Say, in a line for each, which values the recipe file `asked` for that the run has not `kept`. fixed:
+    sections of which a run keeps all values."""
     differing = [n for n, value in asked.items() if kept[n] != value and (n, value) not in TAKEN]
     if not differing:
         return

@@ -1,5 +1,9 @@
-"""Signals, the end of the time and the loss of the launcher, as a request that the training loop meets at the next step
-boundary."""
+"""Signals, the end of the time and the loss of the launcher: requests that the training loop meets after its next step.
+
+A job on a cluster is ended by SIGTERM, with some seconds until SIGKILL; a user presses Ctrl-C, once or often; a
+terminal is closed. A step that is cut short leaves ranks that wait for each other, and no checkpoint. So a signal only
+leaves a note here, and the loop ends all ranks after the same step.
+"""
 
 import math
 import os

@@ -1,26 +1,40 @@
-"""What a checkpoint takes from a trainer, and gives to a trainer under any plan."""
+"""What a checkpoint takes from a trainer and gives to a trainer under any plan, and when a run saves one.
 
+The files are written in `checkpoint/`. Here stands what they mean to a run: `state_of` and `restore` are the two
+directions, `load_initial_weights` begins a new run with the weights of another one, and `Saving` is the observer that
+decides when to save, and what becomes of a run whose disk is full or whose folder is gone.
+"""
+
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from dtgpt.checkpoint.export import describe_model
 from dtgpt.checkpoint.load import check_same_model, load_training, load_weights
-from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
 from dtgpt.checkpoint.open import open_source
+from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.execution import Settings
 from dtgpt.config.schedule import BatchSizes
+from dtgpt.config.sections import CheckpointConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.optim.step_state import entries_of
-from dtgpt.run.starts import describe_run
+from dtgpt.run.folder import RunLock, describe_run
+from dtgpt.run.report import Report
+from dtgpt.train.observer import AfterStep, Observer, Turn, is_due
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
 from dtgpt.util.console import say
+from dtgpt.util.errors import UserError
+
+KEYS = ("weights", "data", "dropout", "sample")  # of random numbers, which a checkpoint tells
 
 
 class Base(ABC):
@@ -129,4 +143,67 @@ def _continued(path: Path, held: ModelConfig, config: ModelConfig) -> ModelConfi
     return replace(held, **{name: getattr(config, name) for name in changed})
 
 
-KEYS = ("weights", "data", "dropout", "sample")
+class Saving(Observer):
+    """Save checkpoints: at an interval of steps or of minutes, after the last step, and where the run ends before."""
+
+    turn = Turn.SAVE
+    saver: Saver  # once there is a run folder
+
+    def __init__(self, trainer: Trainer, lock: RunLock, recipe: dict[str, Any], options: CheckpointConfig):
+        """recipe: its fields, which checkpoints keep."""
+        self._trainer, self._lock = trainer, lock
+        self._recipe, self._options = recipe, options
+        self.clock = SaveClock(options.minutes)
+        self.asked = False  # to save after this step at any rate, as all ranks agreed
+
+    def due(self, step: int) -> bool:
+        return step == self._trainer.steps or is_due(step, self._options.interval) or self.asked
+
+    def act(self, after: AfterStep) -> None:
+        self.save(after.report, must=after.stopping or after.trainer.step == after.trainer.steps)
+        self.clock.restart()
+
+    def save(self, report: Report, must: bool) -> None:
+        """Begin to save a checkpoint. Where that fails (disk full) the run goes on with a warning, unless it `must`
+        save: then this waits until it is written."""
+        self.check_folder()
+        trainer, checkpoints = self._trainer, self.saver.checkpoints
+        state = state_of(trainer, self._recipe)
+        begin = time.perf_counter()
+        try:
+            self.saver.save(trainer.step, state, must)
+        except (OSError, UserError) as error:
+            self.check_folder()  # which would explain it
+            if must:
+                again = f"to go on, add {resume_option(checkpoints.parent)}"
+                raise UserError(f"{error}; {again if list_checkpoints(checkpoints) else 'then start again'}") from None
+            say(f"{error}; training goes on", warning=True)
+        else:
+            if trainer.timers.enabled:
+                seconds = trainer.mesh.max(time.perf_counter() - begin)
+                line = f"training waited {seconds:.2f} s for the checkpoint"
+                report.figures(trainer.step, {"save_seconds": seconds}, line)
+
+    def save_unless_saved(self, report: Report) -> None:
+        """Save a checkpoint of this step, unless there is one."""
+        step, folder = self._trainer.step, self.saver.checkpoints
+        self.saver.wait()
+        if not self._trainer.mesh.on_rank_0(lambda: step in map(step_of, list_checkpoints(folder))):
+            self.save(report, must=True)
+
+    def check_folder(self) -> None:
+        """Raise UserError, on all ranks, where the run folder is gone."""
+        if self._trainer.mesh.any(self._lock.lost(at_once=True)):
+            raise folder_lost(self.saver.checkpoints.parent, self._trainer.step)
+
+
+def folder_lost(run: Path, step: int) -> UserError:
+    return UserError(
+        f"the run folder {run} was moved, removed or replaced while the run was at step {step}; nothing more is "
+        "written: put the folder back and go on with --resume, or begin again"
+    )
+
+
+def resume_option(run: Path) -> str:
+    """Return the option by which a run goes on, as a shell reads it."""
+    return f"--resume {quote(str(run))}"

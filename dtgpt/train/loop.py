@@ -1,11 +1,18 @@
-"""Training, from recipe to samples. Read this file first.
+"""Training, from a recipe to the end of its run. Read this file first.
 
 recipe -> plan -> mesh -> data -> model in this rank's shards -> optimizer -> steps -> run folder
 
-`run` starts and ends, `_train` makes what a run needs, `Loop.take_steps` is the loop. What a step computes is in
-`trainer.py`, what happens between two steps in the observers (`observer.py`).
+Every process of a run executes these lines, in this order: each has its part of the model and of the batch, and they
+meet where sums are taken and where all must agree. So two rules hold in all of `train/`. What one rank asks of the
+others, all ask together, since a collective that one of them does not call hangs the run. And rank 0 alone writes
+files; `mesh.on_rank_0` lets the others wait for it, and share its error.
+
+`run` starts and ends, `_train` makes what a run needs, and `Loop.take_steps` is the loop. What a step computes stands
+in `trainer.py`. What happens between two steps, a line of progress or a checkpoint, is done by observers
+(`observer.py`).
 """
 
+import signal
 import traceback
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -20,34 +27,29 @@ from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.tokenizer import check_tokenizer
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig
+from dtgpt.data.dataset import Dataset
 from dtgpt.run.folder import AUTO, RunLock, check_runs, create_run, values_of, why_new_run
-from dtgpt.run.report import NullReport, Report
+from dtgpt.run.records import read_records
+from dtgpt.run.report import Report, RunReport
 from dtgpt.run.saved_recipe import continue_run
 from dtgpt.run.signals import StopRequest
-from dtgpt.train.checkpoints import restore
+from dtgpt.train.checkpoints import Saving, folder_lost, restore, resume_option
 from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
 from dtgpt.train.objective import StepFailed
-from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Progress, Samples, is_due
-from dtgpt.train.saving import (
-    Saving,
-    folder_lost,
-    is_over,
-    left_to_do,
-    resume_option,
-    say_stopped,
-    tell_other_end,
-    to_make_up,
-)
+from dtgpt.train.observer import AfterStep, HeldOutLoss, Observer, Past, Progress, is_due
 from dtgpt.train.setup import Setup
 from dtgpt.train.start import Job, find_resume_point, make_job
 from dtgpt.train.trainer import StepResult, Trainer
-from dtgpt.util.console import say, say_error
+from dtgpt.util.console import counted, say, say_error
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import Process, Watch, peers
 
+OVER = "{} has done its {}; nothing is left to do"
+
 
 def train(recipe: Recipe) -> int:
-    """Train as the recipe says and return the exit code, as `run` does."""
+    """Train the recipe in the processes that torchrun started, this one alone if none, and return the exit code: 0, or
+    128 + the number of the signal that ended the run. Raises UserError for whatever is wrong with the recipe."""
     resume = find_resume_point(recipe.resume, recipe.runs, recipe.name, recipe.model.vocab_size)
     return run(make_job(recipe, resume, Process.from_environment().world))
 
@@ -70,6 +72,8 @@ def run(job: Job) -> int:
 def _train(setup: Setup, stop: StopRequest) -> int:
     recipe, mesh, resume = setup.recipe, setup.mesh, setup.resume
     with ExitStack() as stack:
+        # First of all, what can be refused without reading data: that takes minutes, and a user waits for the sentence.
+        # A run that goes on is locked before it is read, so that nobody else trains it from here on.
         lock = stack.enter_context(RunLock())
         former, checkpoint = resume.run, None
         if former is not None:
@@ -78,13 +82,14 @@ def _train(setup: Setup, stop: StopRequest) -> int:
             checkpoint = find_checkpoint(mesh, former, resume.checkpoint, check=check_interval, own=own)
             check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
             check_same_samples(checkpoint, recipe.sample_length)
-            if is_over(former, checkpoint, recipe.num_steps, recipe.resume):
+            if _is_over(former, checkpoint, recipe.num_steps, recipe.resume):
                 return 0
         else:
             mesh.on_rank_0(lambda: check_runs(Path(recipe.runs)))
             if recipe.resume == AUTO:
                 say(why_new_run(Path(recipe.runs), recipe.name))
 
+        # Then the data. They tell whether the last step of a run that goes on has left anything to do.
         dataset = setup.read_dataset()
         steps, length, left = recipe.num_steps, recipe.sample_length, list[str]()
         observers = [*observers_of_core(recipe.log, steps), *setup.observers]
@@ -94,6 +99,8 @@ def _train(setup: Setup, stop: StopRequest) -> int:
             if done == steps and not left:
                 return 0
 
+        # Then the model, with the weights of a checkpoint of any plan, of another library, or new ones. From here on a
+        # signal no longer ends the process: the loop meets it, and saves.
         stack.enter_context(stop)
         trainer = setup.make_trainer(dataset, checkpoint)
         loop = Loop(recipe, trainer, lock, stop, observers, setup.watch)
@@ -104,6 +111,7 @@ def _train(setup: Setup, stop: StopRequest) -> int:
         if not trainer.objective.prepare(trainer.step, former, loop.interrupted) or loop.interrupted():
             return loop.stopped("before the first step")
 
+        # Nothing was written so far. Now that all is known to be right, the run gets its folder.
         if former is None:
             folder = mesh.on_rank_0(lambda: lock.take(create_run(Path(recipe.runs), recipe.name)))
             if (begin := recipe.init_from) is not None:
@@ -118,16 +126,21 @@ def _train(setup: Setup, stop: StopRequest) -> int:
 
 def observers_of_core(log: LogConfig, steps: int) -> list[Observer]:
     """Return those whose work a run that goes on may find undone; `Loop` adds the two that need more than a recipe."""
-    return [HeldOutLoss("valid", log.eval_interval, steps), HeldOutLoss("test", 0, steps), Samples(log, steps)]
+    return [HeldOutLoss("valid", log.eval_interval, steps), HeldOutLoss("test", 0, steps)]
 
 
 class Loop:
     """The steps of a run, what observers do between them, and its end."""
 
     def __init__(
-        self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest, observers: Iterable[Observer],
+        self,
+        recipe: Recipe,
+        trainer: Trainer,
+        lock: RunLock,
+        stop: StopRequest,
+        observers: Iterable[Observer],
         watch: Watch,
-    ):  # fmt: skip
+    ):
         """observers: beside those of the progress line and of checkpoints."""
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
         self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh, trainer.objective.totals)
@@ -138,7 +151,7 @@ class Loop:
         for observer in self.observers:
             observer.prepare(trainer)
         self.leaving = False  # because of `exit_interval`
-        self.report: Report | NullReport = NullReport()
+        self.report = Report()  # until there is a run folder
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint of any plan."""
@@ -147,10 +160,10 @@ class Loop:
         restore(checkpoint, trainer, self.recipe.batch_sizes)
         if checkpoint.state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
-        tell_other_end(checkpoint.state["recipe"], asdict(self.recipe), trainer)
+        _tell_other_end(checkpoint.state["recipe"], asdict(self.recipe), trainer)
 
     def run_to_end(self, run: Path, left: list[str]) -> int:
-        """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
+        """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of the run.
         `left`: titles of observers whose work after the newest step is still to be done."""
         trainer = self.trainer
         with ExitStack() as stack:
@@ -170,9 +183,16 @@ class Loop:
         recipe, trainer, options, checkpoints = self.recipe, self.trainer, self.recipe.checkpoint, run / "checkpoints"
 
         def open_report() -> None:
-            sinks = [observer.sink for observer in self.observers]
-            data, before = trainer.dataset, trainer.samples_before
-            report = Report(recipe, trainer.settings, self.mesh, data, run, trainer.step, before, sinks)
+            report = RunReport(
+                recipe=recipe,
+                settings=trainer.settings,
+                mesh=self.mesh,
+                data=trainer.dataset,
+                run=run,
+                step=trainer.step,
+                samples_before=trainer.samples_before,
+                more_sinks=[observer.sink for observer in self.observers],
+            )
             self.report = stack.enter_context(report)
 
         def remedy() -> str:
@@ -198,8 +218,9 @@ class Loop:
         """Train to the end of the recipe; return whether the run was asked to end before."""
         trainer, stopping = self.trainer, self.interrupted()
         while trainer.step < trainer.steps and not stopping:
+            # Forward and backward for each micro-batch, then the update. All of it is queued on the device, and so is
+            # the sum of the losses: the host goes on to queue the next step while the device is still at this one.
             result = self._train_step()
-            # Losses are summed on the device. Nothing here waits for it: the next step is queued while this one runs.
             self.interval.add(result.loss, trainer.empty)
             self.watch.step = trainer.step
 
@@ -210,7 +231,8 @@ class Loop:
             stopping = stopping or self.leaving
             self.saving.asked = stopping or asked
 
-            # After most steps nothing is due. Where something is, the device has to be done with the step first.
+            # After most steps nothing is due, and the next one follows. Else the device finishes the step first. Then
+            # observers act, one after the other: report, validate, save, measure. A second signal may come meanwhile.
             due = [observer for observer in self.observers if observer.due(trainer.step)]
             if due:
                 after = self._wait_for(result, stopping)
@@ -237,6 +259,7 @@ class Loop:
         """Wait for the device, and return what observers see of the step. Raises UserError, on all ranks, where the run
         has diverged or lost its folder."""
         step, optimizer = self.trainer.step, self.trainer.optimizer
+        # One message has all that ranks tell each other here.
         loss, mean, lost = self.interval.read(result.loss, self.lock.lost(at_once=True), self.trainer.empty)
         if lost:
             raise folder_lost(self.saving.saver.checkpoints.parent, step)
@@ -273,7 +296,7 @@ class Loop:
         trainer = self.trainer
         say(f"{trainer.step} steps are done; left to do: {', '.join(left)}")
         with self.report.paused():
-            for observer in to_make_up(self.observers):
+            for observer in _to_make_up(self.observers):
                 if observer.title in left:
                     observer.act(self._after_step())
         if not (early := self.interrupted()) and trainer.step == trainer.steps:
@@ -289,6 +312,68 @@ class Loop:
         return self.mesh.any(self._must_end())
 
     def stopped(self, where: str, hint: str = "") -> int:
-        """Say where and why the run ends early, and return its exit code."""
-        interval = self.recipe.exit_interval if self.leaving else None
-        return say_stopped(where, hint, self.stop, self.recipe.exit_after, interval, self.mesh)
+        """Say where and why the run ends early. Return its exit code: 0 after `exit_after` minutes or by
+        `exit_interval`, else 128 + the signal, agreed across ranks."""
+        number = int(self.mesh.max(self.stop.requested or 0))
+        minutes, interval = self.recipe.exit_after, self.recipe.exit_interval
+        code, reason = 0, ""
+        if number == 0 and self.leaving:
+            reason = f" (exit_interval {interval})"
+        elif number == 0 and minutes is not None:
+            reason = f" after {minutes:g} minute{'' if minutes == 1 else 's'} (exit_after)"
+        else:
+            code = 128 + (number or signal.SIGTERM)
+        say(f"stopped {where}{reason}{hint}")
+        return code
+
+
+# Of a run that goes on.
+
+
+def _is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) -> bool:
+    """Return whether the run has done more than `steps`, and say so. Raises UserError where the user named the run."""
+    done = checkpoint.state["step"]
+    if done > steps and resume != AUTO:
+        raise UserError(f"{run} has already done {counted(done, 'step')}; raise --steps to go on")
+    if done > steps:
+        say(OVER.format(run, counted(done, "step")))
+    return done > steps
+
+
+def left_to_do(
+    run: Path, step: int, steps: int, sample_length: int, observers: Iterable[Observer], dataset: Dataset
+) -> list[str]:
+    """Return the titles of observers whose work after `step`, the newest of the run's `steps`, the run does not hold.
+    Says so where all steps are done and that is nothing."""
+    due = [observer for observer in _to_make_up(observers) if observer.due(step)]
+    if not due:
+        return []
+    records = [record for record in read_records(run / "metrics.jsonl") if record["step"] == step]
+    left: list[str] = []
+    for observer in due:
+        if observer.left(Past(run, step, records, list(left), dataset, sample_length)):
+            left.append(observer.title)
+    if not left and step == steps:
+        say(OVER.format(run, counted(steps, "step")))
+    return left
+
+
+def _to_make_up(observers: Iterable[Observer]) -> list[Observer]:
+    """Return the observers that have a title, in the order in which a run that goes on makes up for what is left: the
+    losses first, by which a run is judged."""
+    titled = [observer for observer in observers if observer.title]
+    return sorted(titled, key=lambda observer: (not isinstance(observer, HeldOutLoss), observer.turn))
+
+
+def _tell_other_end(former: dict[str, Any], recipe: dict[str, Any], trainer: Trainer) -> None:
+    """Warn where another batch size than that of the `former` recipe lets the steps of a run end elsewhere than its
+    schedule in samples, beyond which the learning rate may be 0."""
+    end, steps, sizes = trainer.schedule.end, trainer.steps, ("global_batch_size", "rampup_batch_size")
+    seen, next_step = trainer.samples_before(steps), trainer.samples_before(steps + 1)
+    same_sizes = all(former.get(name) == recipe[name] for name in sizes)
+    if trainer.schedule.counts_samples and not same_sizes and not seen <= end < next_step:
+        say(
+            f"with another batch size, {counted(steps, 'step')} end after {counted(seen, 'sample')}, the schedule "
+            f"after {end}; to end there, give --train_samples {end}",
+            warning=True,
+        )

@@ -18,16 +18,17 @@ from torch import Tensor
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part, Prefetcher, perplexity
+from dtgpt.data.dataset import PART_NAMES, Dataset, Part, Prefetcher, bits_per_byte, perplexity
 from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.train.evaluate import held_out_loss
 from dtgpt.util import seams
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import to_device
 from dtgpt.util.timers import Timers
 
 Interrupted = Callable[[], bool]  # whether somebody has asked to stop, the same on all ranks
@@ -106,7 +107,7 @@ class Objective(ABC):
 
     @abstractmethod
     def batch(self, step: int) -> Batch:
-        """Return what `take` does, of any step, to be looked at."""
+        """Return this rank's part of the batch of any step, to be looked at: nothing is taken."""
 
     @abstractmethod
     def held_out(self, part: Part, samples: int, interrupted: Interrupted = never) -> HeldOut | None:
@@ -175,8 +176,8 @@ class LanguageModel(Objective):
         return self.make(*(value.to(self.parts.mesh.device) for value in self.read(step)))[0]
 
     def read(self, step: int) -> tuple[Tensor, ...]:
-        """Return this replica's windows, as `Dataset.windows` makes them, and sample ids `[B]`, the dropout key `[2]`
-        of `step`, and whatever else `add` takes; on the CPU. A thread calls it in advance: it must not meet ranks."""
+        """Return this replica's windows (`Dataset.windows`), sample ids `[B]`, the dropout key `[2]` of `step`, and
+        whatever else `add` takes; on the CPU. A thread calls it in advance: it must not meet ranks."""
         samples, place = self.parts.samples_of(step), self.parts.mesh.place
         count = len(samples) // place.plan.dp
         sample_ids = samples.start + place.dp * count + torch.arange(count)
@@ -188,7 +189,7 @@ class LanguageModel(Objective):
         return batch
 
     def make(self, windows: Tensor, sample_ids: Tensor, step_key: Tensor, *more: Tensor) -> tuple[Batch, Tensor | None]:
-        """Return as `take` does, from what was read, on the device."""
+        """Return the batch of what was read, on the device, and whether nothing of the global batch counts."""
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
         batch = self.add(self.dataset.to_batch(windows, self.masks, keys), windows, sample_ids, *more)
         if (ranks := self.parts.mesh.plan.cp) > 1:
@@ -226,22 +227,46 @@ class LanguageModel(Objective):
         return HeldOut(figures, shown, finite)
 
 
-class Choice(NamedTuple):
-    """The objective of a recipe, which is made when its data are there."""
+@torch.no_grad()
+def held_out_loss(
+    engine: TrainingEngine,
+    mesh: Mesh,
+    batches: list[Tensor],
+    to_batch: Callable[[Tensor], Batch],
+    token_bytes: Tensor,
+    interrupted: Interrupted,
+    part: Part = "valid",
+) -> tuple[float, float | None] | None:
+    """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows of a part of
+    the data, the same on every rank; None where there are none, where no token of them counts, which is said, or when
+    `interrupted` became true in between. `token_bytes [V]`: the bytes that each token spells."""
+    dp = mesh.plan.dp
+    totals = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
+    for first in range(0, len(batches), dp):
+        if interrupted():
+            return None
+        # Each replica takes a batch; one without a batch repeats another, uncounted, to keep in step.
+        turn = first + mesh.place.dp
+        batch = to_batch(to_device(batches[turn if turn < len(batches) else first], mesh.device))
+        if mesh.plan.cp > 1:
+            batch = batch.slice(mesh.place.cp, mesh.plan.cp)
+        loss = engine.mean_loss(batch)
+        if loss is not None and turn < len(batches):
+            assert batch.targets is not None
+            targets = batch.targets.cpu()
+            weights = torch.ones(targets.shape) if batch.loss_weights is None else batch.loss_weights.cpu()
+            counts = [loss.item() * targets.numel(), weights.sum(), (token_bytes[targets] * weights).sum()]
+            totals += torch.tensor(counts, dtype=torch.float64)
+    nats, tokens, text_bytes = (mesh.sum(*totals) / mesh.plan.tp).tolist()
+    if batches and not tokens:
+        none = f"no token of {counted(len(batches), 'batch', 'batches')} counts"
+        say(f"there is no {PART_NAMES[part]} loss: {none}", warning=True)
+    return (nats / tokens, bits_per_byte(nats, text_bytes)) if tokens else None
 
-    kind: type[Objective]
-    given: Given
 
-    def check(self, dataset: Dataset) -> None:
-        self.kind.check(self.given, dataset)
-
-    def make(self, dataset: Dataset) -> Objective:
-        return self.kind(self.given, dataset)
-
-
-def objective_of(recipe: Recipe) -> Choice:
-    """Return the objective that the recipe turns on; language modelling where it turns on none. Raises UserError where
-    it turns on two."""
+def objective_of(recipe: Recipe) -> tuple[type[Objective], Given]:
+    """Return the class of the objective that the recipe turns on, language modelling where it turns on none, and what
+    it is told of the recipe. Raises UserError where the recipe turns on two."""
     on = {name: part for name, part in seams.added("objectives").items() if attrgetter(name)(recipe)}
     if len(on) > 1:
         raise UserError(f"a run has one objective, but {' and '.join(on)} are given; leave out all but one")
@@ -249,4 +274,4 @@ def objective_of(recipe: Recipe) -> Choice:
     for name, part in on.items():
         kind, section = seams.load(part), attrgetter(name.rpartition(".")[0])(recipe)
     steps, timeout = recipe.num_steps, recipe.timeout
-    return Choice(kind, Given(section=section, data=recipe.data, seed=recipe.seed, steps=steps, timeout=timeout))
+    return kind, Given(section=section, data=recipe.data, seed=recipe.seed, steps=steps, timeout=timeout)

@@ -1,5 +1,5 @@
-"""What happens between the steps of a run is done by observers: the progress line, held-out losses, checkpoints,
-generated texts, and what capabilities bring.
+"""What happens between the steps of a run is done by observers: the progress line, held-out losses, checkpoints, and
+what capabilities bring, such as generated texts.
 
 The loop asks each after each step whether something is `due`, and lets those `act` that say so, on all ranks together
 and in the order of `Turn`. What a signal or a kill cuts short is not lost: the next start asks what is `left`. So an
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import PART_NAMES, Dataset, Part
-from dtgpt.run.report import NullReport, Report, sample_path
-from dtgpt.run.sinks import Begun, Sink
+from dtgpt.run.records import Begun, Sink
+from dtgpt.run.report import Report
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
@@ -41,7 +41,7 @@ class AfterStep:
 
     trainer: Trainer
     run: Path  # the run folder, in which rank 0 alone writes
-    report: Report | NullReport  # on rank 0, and what takes its place on the others
+    report: Report  # which tells on rank 0 alone
     interrupted: Callable[[], bool]  # whether any rank has been asked to end; all ranks call it together
     must_end: Callable[[], bool]  # whether this rank has
     stopping: bool = False  # no step comes after this one in this process
@@ -165,25 +165,3 @@ class Progress(Observer):
         # Before a checkpoint of this step, which keeps the interval, and after all that reads it.
         if is_due(step, self._every):
             self._interval.restart()
-
-
-class Samples(Observer):
-    """Generate texts, for people to read how far a model is, and keep them in the folder `samples`."""
-
-    turn, title = Turn.SAMPLE, "sample"
-
-    def __init__(self, log: LogConfig, steps: int):
-        self._log, self._steps = log, steps
-
-    def due(self, step: int) -> bool:
-        return step == self._steps or is_due(step, self._log.sample_interval)
-
-    def act(self, after: AfterStep) -> None:
-        from dtgpt.train.samples import generate_text  # a start does not import generation
-
-        if (text := generate_text(after.trainer, after.must_end)) is not None:
-            after.report.sample(after.trainer.step, text)
-
-    def left(self, past: Past) -> bool:
-        wanted = self._log.sample_tokens > 0 and past.dataset.tokenizer.spells
-        return wanted and not sample_path(past.run, past.step).is_file()

@@ -1,6 +1,10 @@
 """What a run is set up with: processes that meet, agree on what they run and watch each other, data, and a trainer.
 
-Processes that the plan leaves over wait for the end of the run."""
+Each process was started by itself, with its own command line, files and clock, and knows of the others only how many
+they are. So each checks the job against its own machine first; then they meet, and hold what they are about to run
+against rank 0's. A difference that is not found here would hang the run at its first collective, or train replicas
+apart. Processes that the plan leaves over wait for the end of the run.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -59,10 +63,13 @@ class Setup:
             raise UserError(f"the plan {self.choice.plan.name} leaves rank {rank} over; only dtgpt train lets it wait")
         for line in self.choice.describe():
             say(line)
+        # All that one process can refuse comes before it meets the others, who would wait for it.
         self.observers = observers_of(recipe.log, recipe.num_steps)  # each of which can do its part here
         self.settings = self.settings_here()
         check_state_fits(self.settings, self.process)
         stack.enter_context(memory_errors_as_user_errors(_remedy_for_memory(self.settings)))
+
+        # From the watch on, a process that dies ends the others too, and they say which it was.
         self.watch = Watch()
         if self.everyone.world > 1 and not dist.is_initialized():
             self.watch = stack.enter_context(self.watch_over())
@@ -84,7 +91,7 @@ class Setup:
         return settings
 
     def what_ranks_agree_on(self) -> dict[str, str]:
-        """Return the values of the recipe by name; as `resume`, the checkpoint or run that was found."""
+        """Return the values of the recipe by name. That of `resume` is the checkpoint or the run that was found."""
         values = {name: str(value) for name, value in values_of(self.recipe).items()}
         found = self.resume.checkpoint or self.resume.run
         return values if found is None else {**values, "resume": str(found)}
@@ -134,9 +141,9 @@ class Setup:
             begin = place_of_frozen(checkpoint, recipe.init_from) if recipe.freezes_weights else None
         same = begin is not None and check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
         ends = ends_of(resume.run or (begin if same else None), dataset.tokenizer, recipe.model.vocab_size).ids
-        objective = objective_of(recipe).make(dataset)
+        kind, given = objective_of(recipe)
         draw_weights = begin is None and resume.run is None
-        trainer = Trainer(recipe, self.settings, self.mesh, objective, draw_weights, ends)
+        trainer = Trainer(recipe, self.settings, self.mesh, kind(given, dataset), draw_weights, ends)
         if begin is not None and resume.foreign is None:
             load_initial_weights(begin, trainer)
         return trainer
@@ -193,10 +200,9 @@ def read_dataset(recipe: Recipe) -> Dataset:
     dataset = open_dataset(recipe.data, request)
     if recipe.init_from:
         check_size(dataset.tokenizer, recipe.model)
-    objective_of(recipe).check(dataset)
+    kind, given = objective_of(recipe)
+    kind.check(given, dataset)
     dataset.check(recipe.sample_length, recipe.model.vocab_size)
-    if recipe.log.sample_tokens:
-        dataset.tokenizer.encode(recipe.log.prompt)  # which raises UserError where the tokenizer cannot
     check_ends(recipe.data, dataset.tokenizer)
     if recipe.data.eod_mask_loss:
         check_counted(dataset, recipe.batch_sizes().before(recipe.num_steps), recipe.sample_length, recipe.seed)

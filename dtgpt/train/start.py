@@ -80,8 +80,9 @@ def find_resume_point(resume: str | None, runs: str, name: str, vocab_size: int)
 
 
 def settle_at(resume: ResumePoint, file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
-    """Return the recipe to work on, as `settle` does, for a run that begins at `resume`. `asked`: the recipe of `file`
-    with the values of the options `given`."""
+    """Return the recipe to work on, of a run that begins at `resume`. `asked`: the recipe of `file` with the values of
+    the options `given`. Raises UserError where the run or the model to begin with is not as it must be."""
+    # A run that goes on keeps its own recipe; of the file it takes what an older version of dtgpt did not have.
     if (run := resume.run) is not None:
         recipe = recipe_of_run(run, file, asked, given, lambda file: with_steps(_checked(file)))
         return recipe if recipe.train_samples is None else _counted_on(recipe, run, resume.checkpoint)
@@ -92,13 +93,14 @@ def settle_at(resume: ResumePoint, file: Recipe, asked: Recipe, given: Collectio
         asked = replace(asked, data=replace(asked.data, other_tokenizer=True))
     if resume.foreign is not None:
         return resume.foreign.recipe(asked, given, checked, with_steps)
+    # A new run of another model's weights has that model's dimensions, unless an option asks for others.
     values = model_values(Path(str(asked.init_from)), asked.model, given, asked.sample_length)
     return replace_values(asked, values)
 
 
 def with_steps(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Recipe:
-    """Return the run with `steps` in place of `train_samples`, as `Recipe.counted` does. The order of prepared data
-    depends on the number of samples asked for, which is therefore kept."""
+    """Return the run with `steps` in place of `train_samples`, counted from `first_step` and `first_sample` on. The
+    order of prepared data depends on the number of samples asked for, which is therefore kept."""
     data = recipe.data
     if recipe.train_samples is not None and data.train_samples is None and format_of(data.path) is not None:
         data = replace(data, train_samples=recipe.train_samples)
@@ -135,6 +137,8 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
     Raises UserError, one sentence, on the first value that cannot be trained with, or that does not fit the data, the
     run that goes on or the number of processes.
     """
+    # In this order: a user who moved to another folder reads of the data, and not of what follows from their absence;
+    # the plan comes last, since it depends on model, batch and tokenizer, whose mistakes have clearer sentences.
     if resume.run is not None:
         check_data_of_run(resume.run, recipe.data.path)
     recipe = checked(recipe)

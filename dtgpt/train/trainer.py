@@ -1,4 +1,14 @@
-"""The model, optimizer and batches of a run: `gradients()` and `update()` are one optimizer step."""
+"""One optimizer step: `gradients()` and `update()` of a `Trainer`, which has the model, the optimizer and the batches.
+
+A step never asks the device for a value. The host queues a step while the device still computes the one before, and a
+GPU is not idle in between; a step in which the host waits could not be captured as CUDA graphs either. So losses and
+norms stay on the device (`StepResult`) until somebody reads them, and what depends on them, clipping or a skipped step,
+is arithmetic on the device.
+
+The same lines run under every plan. What a plan changes is in the parts that `__init__` makes: which modules and which
+elements of each parameter this rank has (`parallel/build.py`), how micro-batches pass through them (the engine), and
+which samples of the global batch are this rank's (the objective).
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +36,7 @@ from dtgpt.parallel.build import (
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
-from dtgpt.run.sinks import TIMED
+from dtgpt.run.records import TIMED
 from dtgpt.train.objective import HeldOut, Objective, Parts, never
 from dtgpt.util import seams
 from dtgpt.util.timers import Timers
@@ -40,7 +50,8 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """What a run computes with, in the order in which it is made. Files, reports and signals are the loop's."""
+    """What a run computes with, made in the order in which each part needs the one before. Files, reports and signals
+    are the loop's."""
 
     def __init__(
         self,
@@ -58,10 +69,11 @@ class Trainer:
         self.settings, self.mesh, self.log = settings, mesh, recipe.log
         self.objective, self.dataset, self.overfits = objective, objective.dataset, recipe.data.overfit
         self.schedule, self.steps = recipe.schedule, recipe.num_steps
-        self.graphs = Graphs(settings.graphs)
+        self.graphs = Graphs(settings.graphs)  # early: all that is queued from here on may be captured
         mesh.before_end.append(self.graphs.release)
 
-        # Every random number of the run follows from the seed.
+        # The model, in this rank's shards. Every random number of the run follows from the seed, and each element of a
+        # weight from its place in the whole tensor, so that a rank draws its own without those of the others.
         self.seed = recipe.seed
         weights_key = fold(root_key(recipe.seed), "weights")
 
@@ -69,6 +81,9 @@ class Trainer:
         if settings.freezes_weights:
             for fill in seams.listed("initial_values"):
                 fill(self.shards, settings, weights_key)
+
+        # What runs micro-batches forward and backward through it, and what steps keep for the next one. States may
+        # give modules what they compute with, which has to be there before anything runs.
         self.timers = Timers(recipe.log.timers, mesh.device)
         self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
         states = make_states(recipe, settings, mesh)
@@ -76,6 +91,9 @@ class Trainer:
             state.attach(self.stages)
         if settings.plan.table:
             smoke_test_table(self.engine, settings)
+
+        # The optimizer. It reads the gradients that the engine leaves in the shards, and scales the loss of a
+        # micro-batch by its part of the mean.
         self.bases: dict[str, Any] = {}  # what checkpoints say of the weights that they leave out
         self.step, self.sizes = 0, recipe.batch_sizes()
         self.micro_batches = settings.micro_batches
@@ -88,6 +106,8 @@ class Trainer:
         )
         self.states: list[StepState] = []  # of checkpoints too, which change between steps
         scale_gradients(self.stages, self.optimizer.gradient_scale)
+
+        # Last, what the run learns: it may compute with all of these, and give the head another loss.
         parts = Parts(
             settings=settings,
             mesh=mesh,
@@ -97,8 +117,8 @@ class Trainer:
             ends=self.ends,
             samples_of=self.samples_of,
         )
-        objective.bind(parts)  # last: it may compute with all of these, and give the head its loss
-        # Whether no token of the last step's batch counts: bool scalar, the same on all ranks; None: all do.
+        objective.bind(parts)
+        # Whether no token of the last step's batch counts: bool scalar, the same on all ranks; None: some do.
         self.empty: Tensor | None = None
         self.before_update: Callable[[], None] = lambda: None  # whoever still reads the weights waits here
 
@@ -111,17 +131,21 @@ class Trainer:
         where the head is on another rank."""
         self.expect_batch()
         self.graphs.next_step()
+        # Whatever a step adds to begins at zero. Under graphs gradients stay where they are, since the graphs write to
+        # these addresses; what a graph of the head adds to is cleared here, outside of it.
         if self.objective.totals is not None:
-            self.objective.totals.zero_()  # here, since a graph of the head only adds to them
+            self.objective.totals.zero_()
         if not self.graphs.captured:
             self.shards.drop_gradients()
+
+        # This rank's samples, which a thread has read during the last step, then forward and backward.
         batch, self.empty = self.objective.take(self.step)
         with self.timers.measure("forward_backward"):
             return self.engine.gradients(self.micro_batches, batch)
 
     def update(self, loss: Tensor) -> StepResult:
         """Clip the gradients that `gradients` left in the shards, and step."""
-        self.before_update()
+        self.before_update()  # a checkpoint may still be copying the weights
         with self.timers.measure("optimizer"):
             norm = self.graphs.run("update", self.optimizer.apply, loss, self.empty)
         self.step += 1
@@ -184,11 +208,12 @@ class Trainer:
         return range(first, first + self.sizes.at(step))
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's samples of a step, on the device, as `gradients` takes them."""
+        """Return this rank's samples of any step, on the device."""
         return self.objective.batch(step)
 
     def expect_batch(self) -> None:
-        """Prepare for the number of micro-batches of the next step, which changes where the batch size ramps up."""
+        """Prepare for the number of micro-batches of the next step, which changes where the batch size ramps up. Graphs
+        are of one number: they are captured again."""
         micro_batches = self.sizes.at(self.step) // (self.settings.micro_batch_size * self.settings.plan.dp)
         if micro_batches != self.micro_batches:
             self.micro_batches = micro_batches

@@ -82,6 +82,7 @@ class Capability:
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
     bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.checkpoints.Base`
     observers: tuple[str | When, ...] = ()  # what happens between steps
+    starts: tuple[str, ...] = ()  # what keeps what a start of a run was, when another one begins: see `describe_run`
     sources: tuple[str, ...] = ()  # weights of other libraries
     datasets: tuple[str, ...] = ()  # data that are no plain text
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from tests.support.programs import TORCHRUN, run_program
 
 pytestmark = pytest.mark.slow(12)

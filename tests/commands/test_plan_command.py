@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtgpt.cli import main
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from tests.support.programs import TORCHRUN, run_program
 
 pytestmark = pytest.mark.slow(18)

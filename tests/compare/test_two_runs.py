@@ -10,8 +10,8 @@ import pytest
 
 from dtgpt.cli import main
 from dtgpt.compare.history import read_curves
+from dtgpt.compare.starts import code_digest
 from dtgpt.compare.two_runs import distance
-from dtgpt.run.starts import code_digest
 
 RECIPE = {
     "name": "tiny", "seed": 1, "steps": 30, "plan": "dp", "device": "auto", "precision": "auto", "micro_batch_size": 2,
@@ -159,30 +159,30 @@ def test_steps_that_were_taken_again_count_once(write, compare):
     assert "validation" not in out
 
 
-def test_a_resumed_run_names_what_changed(write, compare):
+def test_of_a_resumed_run_the_last_start_is_compared(write, compare):
     before = {"optimizer.lr": 0.001, "plan": "dp", "exit_interval": 10}
     starts = [start(), start(10, plan="tp2", before={"seed": 7}), start(20, plan="dp2", world=2, before=before)]
     a, b = write("a", losses(range(1, 31))), write("b", losses(range(1, 31)), {"optimizer": {"lr": 0.1}}, starts)
     code, out = compare(a, b)
-    assert code == 0 and "optimizer.lr A 0.001 B 0.001 to step 20, then 0.1" in out
-    assert "plan A single B single to step 10, then tp2 to step 20, then dp2" in out
-    assert "seed A 1 B 7 to step 10, then 1" in out
-    again = [*starts, start(10, plan="pp2", world=2), start(30, plan="zbv")]  # what was undone, and what took no step
-    c = write("c", losses(range(1, 31)), {"optimizer": {"lr": 0.1}}, again)
-    assert "plan A single B single to step 10, then pp2 world" in compare(a, c)[1]
+    assert code == 0 and "optimizer.lr A 0.001 B 0.1" in out and "plan A single B dp2 world A 1 B 2" in out
+    assert "its last start is compared; it went on after step 10, 20 (starts.jsonl)" in out and "seed" not in out
+
+
+def test_a_run_that_went_on_began_with_the_weights_of_its_first_start(write, compare):
+    starts = [start(), start(10, before={"init_from": "model"})]
+    a, b = write("a", losses(range(1, 31)), {"init_from": "model"}), write("b", losses(range(1, 31)), starts=starts)
+    assert "recipe the same" in compare(a, b)[1]
+    assert "init_from A model B none" in compare(a, write("c", losses(range(1, 31))))[1]
 
 
 def test_blocks_computed_again_are_none_where_a_start_says_so(write, compare):
     """In starts and recipes, no number of `recompute_blocks` is null; older versions have no such field."""
-    starts = [start(recompute_blocks=1), start(10, recompute_blocks=None, before={"recompute_blocks": 1})]
-    a = write("a", losses(range(1, 31)), {"recompute_blocks": None}, starts)
+    a = write("a", losses(range(1, 31)), {"recompute_blocks": None}, [start(recompute_blocks=None)])
     b = write("b", losses(range(1, 31)), {"recompute_blocks": 1}, [start(recompute_blocks=1)])
-    assert "rounding alone) recompute_blocks A 1 to step 10, then none B 1 versions" in compare(a, b)[1]
-    c = write("c", losses(range(1, 31)), {"recompute_blocks": None}, [start(recompute_blocks=None)])
-    assert "recompute_blocks" not in compare(c, write("d", losses(range(1, 31)), {"recompute_blocks": None}))[1]
-    assert "recompute_blocks A 1 to step 10, then none B none" in compare(a, c)[1]
+    assert "rounding alone) recompute_blocks A none B 1 versions" in compare(a, b)[1]
+    assert "recompute_blocks" not in compare(a, write("d", losses(range(1, 31)), {"recompute_blocks": None}))[1]
     older = write("older", losses(range(1, 31)))
-    assert "recompute_blocks" not in compare(c, older)[1]
+    assert "recompute_blocks" not in compare(a, older)[1]
     out = compare(b, older)[1]
     assert "execution the same" in out and "recompute_blocks A 1 B not recorded" in out
 
@@ -209,9 +209,6 @@ def test_runs_of_older_versions_and_foreign_metrics(write, compare):
     assert (
         code == 0 and "code not recorded by B" in out and "plan A dp B dp2" in out and "data not recorded by B" in out
     )
-    begun_by_old = write("begun", losses(range(1, 31)), starts=[start(10, before={"seed": 3})])
-    out = compare(a, begun_by_old)[1]
-    assert "seed A 1 B 3 to step 10, then 1" in out and "code not recorded by B" in out
     Path("theirs.jsonl").write_text("".join(json.dumps({"step": n, "loss": 5 - n / 30}) + "\n" for n in range(1, 31)))
     code, out = compare(a, "theirs.jsonl")
     assert code == 0 and "recipe not recorded by B" in out and "equal bit for bit" in out

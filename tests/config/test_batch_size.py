@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dtgpt.compare.compare import compare
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support.ranks import pool

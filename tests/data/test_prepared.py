@@ -16,7 +16,7 @@ from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.megatron.samples import SampleRequest, load_samples
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.models.batch import Batch
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.setup import read_dataset
 from dtgpt.train.trainer import Trainer

@@ -15,7 +15,7 @@ from dtgpt.data.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.data.tokenizers.char import Char, Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
 from dtgpt.inference.load import load
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.setup import read_dataset
 from dtgpt.util.errors import UserError

@@ -25,7 +25,7 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.cache_sizes import core_sizes
 from dtgpt.serve.app import make_app
-from dtgpt.train.samples import generate_text
+from dtgpt.train.texts.generate import generate_text
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support import bodies_engine as bodies

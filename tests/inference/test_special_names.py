@@ -11,8 +11,8 @@ from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.evaluation.tasks import continued, encoded
 from dtgpt.inference.options import OPTIONS
 from dtgpt.serve.app import make_app
-from dtgpt.train.samples import generate_text
 from dtgpt.train.setup import open_trainer
+from dtgpt.train.texts.generate import generate_text
 from dtgpt.util.errors import UserError
 from tests.support.bodies_grpo import Low
 from tests.support.chats import NAMES, write_tokenizer

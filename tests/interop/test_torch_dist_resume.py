@@ -18,7 +18,7 @@ from dtgpt.data.tokenizers.char import Char
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import parameter_shapes
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.start import checked
 from dtgpt.train.start import override as settle

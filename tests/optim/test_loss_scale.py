@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtgpt.config.sections import LossScaleConfig
-from dtgpt.optim.loss_scale import LossScaler, check_state
+from dtgpt.optim.fp16.loss_scale import LossScaler, check_state
 
 CPU = torch.device("cpu")
 SETTINGS = [

@@ -9,7 +9,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.optim.loss_scale import LossScaler
+from dtgpt.optim.fp16.loss_scale import LossScaler
 from dtgpt.optim.step_state import StepState
 from dtgpt.optim.update import EmptySteps, Update, clip_factor
 from dtgpt.optim.z_scores import detector as outliers

@@ -16,7 +16,7 @@ from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.z_scores import detector as outliers
 from dtgpt.optim.z_scores.detector import OutlierDetector, check_state
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.util.errors import UserError
 from tests.support.bodies_train import steps_with_an_outlier, train_with_an_outlier
 from tests.support.ranks import pool

@@ -13,7 +13,7 @@ from dtgpt.cli import main
 from dtgpt.config.execution import DTYPES
 from dtgpt.parallel.graphs import WARM_UP, Graphs, capture
 from dtgpt.train.loop import train
-from dtgpt.train.samples import generate_text
+from dtgpt.train.texts.generate import generate_text
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.runs import change, losses, newest_run, on_cuda, training

@@ -23,8 +23,8 @@ from dtgpt.posttrain.chats.messages import read_chat
 from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, chat_beginning, pack, packed_batch
 from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, Renderer, template_of
 from dtgpt.train.loop import train
-from dtgpt.train.samples import generate_text
 from dtgpt.train.setup import open_trainer, read_dataset
+from dtgpt.train.texts.generate import generate_text
 from dtgpt.util.errors import UserError
 from tests.support.chats import CHATML, FAMILIES, conversation, write_tokenizer
 from tests.support.ranks import pool

@@ -25,7 +25,7 @@ from dtgpt.posttrain.chats.template import ChatError
 from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.dpo.preferences import read_pair
 from dtgpt.posttrain.lora.config import LoraConfig
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError

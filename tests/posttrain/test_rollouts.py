@@ -21,7 +21,7 @@ from dtgpt.planning.report import describe_plan
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.posttrain.grpo.rollouts import why_not_exact
 from dtgpt.posttrain.lora.config import LoraConfig
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 import dtgpt
 from dtgpt.inference.chat import ChatPrompts
 from dtgpt.posttrain.chats import examples
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train import loop
 from dtgpt.train.loop import train
 from dtgpt.train.start import settle

@@ -21,9 +21,10 @@ from pathlib import Path
 import pytest
 
 from dtgpt import cli
-from dtgpt.commands import compare_runs, lm_eval, train, translate
+from dtgpt.commands import lm_eval, train, translate
 from dtgpt.commands.command import Command
 from dtgpt.commands.recipes import RecipeCommand
+from dtgpt.compare import command as compare
 from dtgpt.config.overrides import take
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.inference.model import Model
@@ -80,7 +81,7 @@ def place(tmp_path, monkeypatch):
         for key, value in vars(module).items():
             if isinstance(value, Command):
                 monkeypatch.setattr(module, key, replace(value, work=no_work(value)))
-    monkeypatch.setattr(compare_runs, "command", replace(compare_runs.command, work=lambda *paths, options: 0))
+    monkeypatch.setattr(compare, "of_runs", replace(compare.of_runs, work=lambda *paths, options: 0))
     monkeypatch.setattr(lm_eval, "evaluate", lambda *arguments: 0)
     monkeypatch.setattr(translate, "show", lambda *arguments: None)
     monkeypatch.setattr(train, "prepare", read_recipe)

@@ -13,7 +13,7 @@ from dtgpt.ops.loss.cross_entropy import cross_entropy
 from dtgpt.ops.random.dropout import attention_mask, dropout, dropout_keys, keep_mask
 from dtgpt.ops.random.philox import bits, fold, root_key
 from dtgpt.parallel.graphs import WARM_UP
-from dtgpt.train.samples import generate_text
+from dtgpt.train.texts.generate import generate_text
 from tests.support.plans_on_gpus import records
 from tests.support.runs import on_cuda, training
 

@@ -14,7 +14,7 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from tests.support.ranks import pool
 from tests.support.runs import record

@@ -9,7 +9,7 @@ import dtgpt
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import CheckpointConfig
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from tests.support.bodies_train import train_until
 from tests.support.ranks import pool

@@ -14,7 +14,7 @@ import torch
 from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.open import open_source
 from dtgpt.cli import main
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from tests.support.sources import filled
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "run_format_1"

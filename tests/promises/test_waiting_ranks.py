@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from tests.support.forked_ranks import fork_rank
 
 pytestmark = pytest.mark.slow(8)

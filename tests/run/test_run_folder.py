@@ -8,9 +8,9 @@ import pytest
 import dtgpt.run.folder
 from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.run.folder import RunLock
-from dtgpt.train import samples
+from dtgpt.train.checkpoints import Saving
 from dtgpt.train.loop import train
-from dtgpt.train.saving import Saving
+from dtgpt.train.texts import generate as samples
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_train import train_while_the_folder_goes

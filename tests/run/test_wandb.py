@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support.runs import change, newest_run

@@ -27,9 +27,9 @@ from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.layout import slices
 from dtgpt.run.folder import RunLock
-from dtgpt.run.report import NullReport
+from dtgpt.run.report import Report
+from dtgpt.train.checkpoints import Saving
 from dtgpt.train.loop import train
-from dtgpt.train.saving import Saving
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.trainer import Trainer
 
@@ -76,7 +76,7 @@ def train_and_save(recipe: Recipe, folder: Path, steps: int, small: int) -> None
         for _ in range(steps):
             run.train_step()
         with saving_into(recipe, run, folder / "checkpoints") as saving:
-            saving.save(NullReport(), must=True)
+            saving.save(Report(), must=True)
         whole = gather(run)
         if run.mesh.rank == 0:
             torch.save(whole, folder / "whole.pt")
@@ -140,7 +140,7 @@ def save_while_a_rank_is_silent(recipe: Recipe, folder: Path, rank: int) -> list
             write = late if silent and dist.get_rank() == rank else save.write_text
             with mock.patch.object(save, "write_text", write):
                 try:
-                    saving.save(NullReport(), must=True)
+                    saving.save(Report(), must=True)
                     refused.append(None)
                 except Exception as error:
                     refused.append(f"{type(error).__name__}: {error}")
@@ -162,7 +162,7 @@ def save_without_inodes(recipe: Recipe, folder: Path, rank: int) -> tuple[str, f
         begin = time.monotonic()
         with stack[0], stack[1]:
             try:
-                saving.save(NullReport(), must=True)
+                saving.save(Report(), must=True)
             except Exception as error:
                 return f"{type(error).__name__}: {error}", time.monotonic() - begin
     return "saved", 0.0
@@ -205,7 +205,7 @@ class Peak:
 def save_at_once(recipe: Recipe, checkpoints: Path) -> None:
     """A checkpoint of a run that is not begun."""
     with open_trainer(recipe) as run, saving_into(recipe, run, checkpoints) as saving:
-        saving.save(NullReport(), must=True)
+        saving.save(Report(), must=True)
 
 
 def reading_whole_pieces(path, piece, position, part, target, copy=load.copy_overlap) -> int:

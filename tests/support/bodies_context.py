@@ -18,8 +18,8 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.context_parallel.slices import exchange_heads, whole_samples
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shared_memory import all_to_all
-from dtgpt.train.samples import generate_text
 from dtgpt.train.setup import open_trainer
+from dtgpt.train.texts.generate import generate_text
 from tests.support.bodies_engine import resolve
 from tests.support.bodies_exact import losses_kept, products_by_rows
 from tests.support.bodies_pushes import shared_files

@@ -5,8 +5,8 @@ from typing import NamedTuple
 from dtgpt.compare import record as recording
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.parameters import parameters_of
-from dtgpt.train.samples import generate_text
 from dtgpt.train.setup import open_trainer
+from dtgpt.train.texts.generate import generate_text
 
 
 class Seen(NamedTuple):

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.layers import AttentionCore
-from dtgpt.optim.loss_scale import SKIP_ABOVE
+from dtgpt.optim.fp16.loss_scale import SKIP_ABOVE
 from dtgpt.optim.z_scores import detector as outliers
 from dtgpt.train.loop import train
 from dtgpt.train.objective import LanguageModel
-from dtgpt.train.samples import generate_text
 from dtgpt.train.setup import open_trainer
+from dtgpt.train.texts.generate import generate_text
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 

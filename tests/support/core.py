@@ -37,12 +37,10 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|recipe_file)",
     "step": (
-        r"optim/(update|loss_scale|step_state)|train/(trainer|objective|evaluate|interval_loss)|"
-        r"parallel/graphs"
+        r"optim/(update|step_state)|train/(trainer|objective|interval_loss)|parallel/graphs"
     ),
     "loop": (
-        r"train/(loop|start|setup|checkpoints|observer|samples|saving)|"
-        r"run/(folder|saved_recipe|report|sinks|signals|starts)"
+        r"train/(loop|start|setup|checkpoints|observer)|run/(folder|saved_recipe|report|records|signals)"
     ),
     "checkpoint": r"checkpoint/(save|load|manifest|shard_file|export|open|tokenizer)",
     "data": (

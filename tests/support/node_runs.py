@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from tests.support.nodes import ROOT, Node, Nodes, torchrun
 
 RECIPE = ROOT / "tests" / "support" / "slow_recipe.py"

@@ -9,7 +9,7 @@ from dtgpt.compare import record as recording
 from dtgpt.compare.record import Record, Tracing
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.objective import objective_of
 from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.train.trainer import Trainer
@@ -26,9 +26,8 @@ def losses(run: Path) -> dict[int, float]:
 def training(recipe) -> Trainer:
     """As one process on the recipe's device."""
     plan, device = ResolvedPlan(dp=1), torch.device(recipe.device)
-    return Trainer(
-        recipe, recipe.settings(plan, device), Mesh(plan, device), objective_of(recipe).make(read_dataset(recipe))
-    )
+    kind, given = objective_of(recipe)
+    return Trainer(recipe, recipe.settings(plan, device), Mesh(plan, device), kind(given, read_dataset(recipe)))
 
 
 def on_cuda(recipe, **changes):

@@ -8,7 +8,7 @@ import torch
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.batch import Batch
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.train.evaluate import held_out_loss
+from dtgpt.train.objective import held_out_loss
 
 
 def loss_of_replica(replica: int, replicas: int, batches: list[torch.Tensor]) -> float:

@@ -14,8 +14,8 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.optim.fp8.scales import STATE
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.train.loop import train
-from dtgpt.train.samples import generate_text
 from dtgpt.train.setup import open_trainer
+from dtgpt.train.texts.generate import generate_text
 from dtgpt.util.errors import UserError
 from tests.support.bodies_fp8 import history_after_resume, record_with_history
 from tests.support.ranks import pool

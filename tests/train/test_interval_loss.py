@@ -10,7 +10,7 @@ import torch
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.interval_loss import IntervalLoss
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer

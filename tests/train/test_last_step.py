@@ -7,11 +7,11 @@ import pytest
 
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.megatron.indexed import IndexedWriter
-from dtgpt.run.report import Report
-from dtgpt.run.sinks import read_records
-from dtgpt.train import samples
+from dtgpt.run.records import read_records
+from dtgpt.run.report import RunReport
 from dtgpt.train.loop import train
 from dtgpt.train.observer import HeldOutLoss
+from dtgpt.train.texts import generate as samples
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.ranks import pool
@@ -52,7 +52,7 @@ def at_the_end(run) -> list:
     [
         (HeldOutLoss, "act", "test loss, sample, loss plot"),
         (samples, "generate_text", "sample, loss plot"),
-        (Report, "finish", "loss plot"),
+        (RunReport, "finish", "loss plot"),
     ],
 )
 @pytest.mark.parametrize("resume", ["auto", "the run"])

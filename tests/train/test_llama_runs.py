@@ -7,7 +7,7 @@ import torch
 
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.start import settle
 from dtgpt.util.errors import UserError

@@ -11,10 +11,10 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import LossScaleConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
-from dtgpt.optim.loss_scale import LossScaler
+from dtgpt.optim.fp16.loss_scale import LossScaler
 from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.grpo.answers import advantages_of
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.util.errors import UserError

@@ -10,7 +10,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.grpo.config import GrpoConfig
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.interval_loss import TOTALS, IntervalLoss
 from dtgpt.train.loop import train
 from dtgpt.train.objective import LanguageModel, objective_of
@@ -54,7 +54,7 @@ def test_a_run_reports_and_saves_what_its_objective_says(smoothed, tmp_path):
 
 
 def test_a_recipe_turns_on_one_objective(recipe):
-    assert objective_of(recipe).kind is LanguageModel
+    assert objective_of(recipe)[0] is LanguageModel
     both = replace(recipe, dpo=DpoConfig(beta=0.1), grpo=GrpoConfig(group=2))
     with pytest.raises(UserError, match=r"one objective, but dpo\.beta and grpo\.group are given; leave out all but"):
         objective_of(both)

@@ -3,11 +3,11 @@
 import pytest
 
 from dtgpt.capabilities import CAPABILITIES
-from dtgpt.run.sinks import read_records
-from dtgpt.train import samples
+from dtgpt.run.records import read_records
+from dtgpt.train.checkpoints import Saving
 from dtgpt.train.loop import train
 from dtgpt.train.observer import HeldOutLoss, Observer, Turn
-from dtgpt.train.saving import Saving
+from dtgpt.train.texts import generate as samples
 from dtgpt.util import seams
 from tests.support.example_observer import EVERY
 from tests.support.ranks import pool

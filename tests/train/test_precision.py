@@ -10,7 +10,7 @@ import torch
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.ops.random.dropout import dropout_keys
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError

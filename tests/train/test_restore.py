@@ -12,7 +12,7 @@ from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.shard_file import StagedFile
 from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.shards import SMALL, Shard
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.checkpoints import state_of
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer

@@ -10,7 +10,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.planning.memory import memory_of
 from dtgpt.planning.traffic import sent_bytes
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support import bodies_architecture

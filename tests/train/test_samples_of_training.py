@@ -8,7 +8,7 @@ import torch
 
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.finite import LOGITS
-from dtgpt.train.samples import fit_prompt, generate_text
+from dtgpt.train.texts.generate import fit_prompt, generate_text
 from tests.support import bodies_train as bodies
 from tests.support.ranks import pool
 from tests.support.runs import change, training

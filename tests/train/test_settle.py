@@ -16,8 +16,8 @@ from dtgpt.data.open import with_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.run.folder import values_of
+from dtgpt.run.records import read_records
 from dtgpt.run.saved_recipe import changes_since
-from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.start import override as settle
 from dtgpt.util.errors import UserError

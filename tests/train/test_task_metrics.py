@@ -9,7 +9,7 @@ from dtgpt.charts.plot import main_figures
 from dtgpt.commands.eval import command
 from dtgpt.evaluation.in_training import TaskEvaluation
 from dtgpt.inference.finite import LOGITS
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support import bodies_train as bodies

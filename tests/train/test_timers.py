@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtgpt.run.sinks import read_records, timer_line
+from dtgpt.run.records import read_records
+from dtgpt.run.report import timer_line
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.timers import Timers

@@ -16,7 +16,7 @@ from dtgpt.inference.session import Session
 from dtgpt.models.batch import Batch
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold
-from dtgpt.run.sinks import read_records
+from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.train.trainer import Trainer

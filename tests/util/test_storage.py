@@ -13,7 +13,7 @@ from dtgpt.charts.plot import plot_runs
 from dtgpt.data.megatron.indexed import IndexedWriter
 from dtgpt.data.prepare.target import lock_prefix
 from dtgpt.run.folder import RunLock
-from dtgpt.run.sinks import JsonLines
+from dtgpt.run.records import JsonLines
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import FileLock, Held, atomic_file, remove_leftovers, remove_tree, write_text

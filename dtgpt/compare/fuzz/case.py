@@ -192,11 +192,25 @@ def plain(recipe: Recipe) -> Recipe:
         recipe.optimizer, min_lr=0.0, decay_steps=None, decay_samples=None, warmup=0, warmup_samples=None
     )
     return replace(
-        recipe, name="random", model=MODELS["gpt2"], optimizer=optimizer, plan=SINGLE, plans={}, steps=1,
-        micro_batch_size=1, global_batch_size=1, train_samples=None, rampup_batch_size=None, compile="off",
-        init_from=None, resume=None, data=DataConfig(), log=LogConfig(sample_tokens=0), checkpoint=CheckpointConfig(),
+        recipe,
+        name="random",
+        model=MODELS["gpt2"],
+        optimizer=optimizer,
+        plan=SINGLE,
+        plans={},
+        steps=1,
+        micro_batch_size=1,
+        global_batch_size=1,
+        train_samples=None,
+        rampup_batch_size=None,
+        compile="off",
+        init_from=None,
+        resume=None,
+        data=DataConfig(),
+        log=LogConfig(sample_tokens=0),
+        checkpoint=CheckpointConfig(),
         **{name: seams.load(part)() for name, part in seams.added("sections").items()},
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -289,8 +303,10 @@ class Setting:
 def write_text(path: Path) -> Path:
     """Write short documents of many lengths, so that most samples have several, as a text and as token files; return
     the path of the text."""
-    lines = [json.dumps({"text": f"{'so ' * (i % 7)}{i} and {i + 1} make {2 * i + 1}."[: 4 + i * 5 % 37]})
-             for i in range(DOCUMENTS)]  # fmt: skip
+    lines = [
+        json.dumps({"text": f"{'so ' * (i % 7)}{i} and {i + 1} make {2 * i + 1}."[: 4 + i * 5 % 37]})
+        for i in range(DOCUMENTS)
+    ]
     path.write_text("\n".join(lines) + "\n")
     prefix = str(_prefix(path))
     prepare(PrepareConfig(input=(str(path),), output_prefix=prefix, tokenizer="bytes", append_eod=True, workers=1))

@@ -1,10 +1,7 @@
 """What a rank does with a case: a few steps, an evaluation, and digests of all that copies must agree in."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,18 +10,17 @@ from torch import Tensor
 
 from dtgpt.checkpoint.save import Saver
 from dtgpt.compare.fuzz.case import Case, Run, Setting
-from dtgpt.compare.record import Record, move_weights, record
+from dtgpt.compare.record import Record, move_weights, note_tokens, record
+from dtgpt.compare.shared_state import rows_of_states, whole_states
 from dtgpt.models.batch import Batch
 from dtgpt.optim.fp8.scales import Fp8Scales
 from dtgpt.parallel.build import scale_gradients
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.gradients import local_gradient
-from dtgpt.parallel.shards import Shard
 from dtgpt.train.checkpoints import state_of
-from dtgpt.train.objective import LanguageModel
 from dtgpt.train.observer import is_due
-from dtgpt.train.samples import generate_text
 from dtgpt.train.setup import open_trainer
+from dtgpt.train.texts.generate import generate_text
 from dtgpt.train.trainer import Trainer
 
 
@@ -58,13 +54,20 @@ def measure(setting: Setting, case: Case, run: Run) -> Seen | None:
             _set_batch_sizes(trainer, setting, case)
             if recipe.precision == "fp32" and recipe.reduce == "fast":
                 trainer.engine = WholeBatchEngine(trainer)
-        samples, notes, begin = _note_samples(trainer), _Notes(trainer), _digest_of_state(trainer)
+        tokens, notes, begin = note_tokens(trainer), _Notes(trainer), _digest_of_state(trainer)
         last = case.first.steps if case.first and run == "first" else trainer.steps
         made = record(trainer, last - trainer.step, notes.after_step)
         seen = Seen(
-            made, notes.held_out, trainer.mesh.place.dp, list(samples), _copies(trainer), tuple(notes.between),
-            tuple(notes.texts), begin, _digest_of_state(trainer),
-        )  # fmt: skip
+            record=made,
+            held_out=notes.held_out,
+            dp=trainer.mesh.place.dp,
+            samples=[list(step.items()) for step in tokens.values()],
+            copies=_copies(trainer),
+            between=tuple(notes.between),
+            texts=tuple(notes.texts),
+            begin=begin,
+            end=_digest_of_state(trainer),
+        )
         if run == "first":
             _save(trainer, setting.run_folder / "checkpoints", asdict(recipe))
         return seen
@@ -103,35 +106,13 @@ def _save(trainer: Trainer, folder: Path, recipe: dict[str, Any]) -> None:
         trainer.train_step()
 
 
-def _state_of(trainer: Trainer, name: str, shard: Shard) -> Tensor:
-    """Return a tensor of the optimizer's state; zeros where the shard has none of its shape of that name."""
-    found = trainer.optimizer.rule.state(shard.index).get(name)
-    return torch.zeros_like(shard.local) if found is None or found.dim() < shard.local.dim() else found
-
-
-def _rows_of_state(trainer: Trainer) -> dict[str, str]:
-    """Return digests of the values of whole rows in the optimizer's state, on every rank those of all ranks."""
-    rule, found = trainer.optimizer.rule, {}
-    for shard in trainer.shards:
-        for name, tensor in rule.state(shard.index).items():
-            if len(tensor) and tensor.dim() < shard.local.dim():
-                found[f"{shard.name}.{name}"] = digest(tensor)
-    return {name: value for each in trainer.mesh.gather(found) for name, value in each.items()}
-
-
 def _digest_of_state(trainer: Trainer) -> str:
     """Return a digest of all weights, the optimizer's state and the history of fp8's scales, the same under every plan;
     without weights and state on ranks other than 0."""
-    found, rule = hashlib.sha256(), trainer.optimizer.rule
-    own = {name for shard in trainer.shards for name in rule.state(shard.index)}
-    names = sorted(set().union(*trainer.mesh.gather(own)))  # ranks may hold different kinds of parameters
-    kinds: list[Callable[[Shard], Tensor]] = [attrgetter("local")]
-    kinds += [partial(_state_of, trainer, name) for name in names]
-    for value in kinds:
-        for _, whole in trainer.shards.gather(value):
-            found.update(b"" if whole is None else whole.numpy().tobytes())
+    found = hashlib.sha256()
+    for name, whole in (*whole_states(trainer), *sorted(rows_of_states(trainer).items())):
+        found.update(f"{name} {digest(whole)}".encode())
     found.update(repr(trainer.optimizer.state().get("fp8_exponents")).encode())
-    found.update(repr(sorted(_rows_of_state(trainer).items())).encode())
     return found.hexdigest()
 
 
@@ -167,22 +148,6 @@ def _set_batch_sizes(trainer: Trainer, setting: Setting, case: Case) -> None:
     trainer.sizes = later.preceded_by(earlier)
     rates = trainer.schedule.rates(trainer.steps, trainer.sizes)
     trainer.optimizer.schedule = torch.tensor(rates, device=trainer.mesh.device)
-
-
-def _note_samples(trainer: Trainer) -> list[list[tuple[int, str]]]:
-    """Return a list to which every later step adds its samples."""
-    steps: list[list[tuple[int, str]]] = []
-    assert isinstance(trainer.objective, LanguageModel)
-    batches = trainer.objective.batches
-    take = batches.take
-
-    def noted(step: int) -> tuple[Tensor, ...]:
-        windows, sample_ids, _ = taken = take(step)
-        steps.append(list(zip(sample_ids.tolist(), map(digest, windows), strict=True)))
-        return taken
-
-    batches.take = noted  # type: ignore[method-assign]
-    return steps
 
 
 def _copies(trainer: Trainer) -> list[tuple[str, str]]:

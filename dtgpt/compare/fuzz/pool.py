@@ -35,9 +35,12 @@ from dtgpt.util.torch_private import forget_meshes
 
 # Imported once by the process from which the others are forked; none of them starts a thread.
 IMPORTS = [
-    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
     "dtgpt.compare.fuzz.measure",
-]  # fmt: skip
+]
 COLLECT = 0.5  # seconds to wait for what other ranks say after the first failure
 SHOWN = 4  # functions of a process that crashed
 STACKS = 0.5  # seconds to wait for the stacks of processes that hang

@@ -49,8 +49,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
     their own, since their rounding hides that of the others."""
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     bad = sum(outcome.is_bad for outcome in outcomes)
-    lines = ["", f"{'largest relative differences':<29}{'cases':>6}{'refused':>8}{'empty':>6}{'wrong':>6}"
-             f"{'loss':>9}{'grad 1':>9}{'grad N':>9}{'weight':>9}{'validation':>12}"]  # fmt: skip
+    lines = [
+        "",
+        f"{'largest relative differences':<29}{'cases':>6}{'refused':>8}{'empty':>6}{'wrong':>6}"
+        f"{'loss':>9}{'grad 1':>9}{'grad N':>9}{'weight':>9}{'validation':>12}",
+    ]
     rows: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         narrow = outcome.case.values.get("precision", "fp32") != "fp32"

@@ -35,9 +35,13 @@ class Runner:
     """Runs cases on a pool of processes. work: what every rank of a plan does, `measure` or a function like it."""
 
     def __init__(
-        self, setting: Setting, pool: Pool, work: Work = measure, timeout: float = TIMEOUT,
+        self,
+        setting: Setting,
+        pool: Pool,
+        work: Work = measure,
+        timeout: float = TIMEOUT,
         tolerance: float | None = None,
-    ):  # fmt: skip
+    ):
         self.setting, self.pool, self.work, self.timeout, self.tolerance = setting, pool, work, timeout, tolerance
 
     def run(self, case: Case) -> Outcome:
@@ -132,9 +136,14 @@ def cases(seed: int, first: int, count: int, ranks: int, plans: Sequence[str]) -
 
 
 def run_random(
-    setting: Setting, path: Path, count: int, which: str | None = None, plans: Sequence[str] = (),
-    minutes: float | None = None, tolerance: float | None = None,
-) -> int:  # fmt: skip
+    setting: Setting,
+    path: Path,
+    count: int,
+    which: str | None = None,
+    plans: Sequence[str] = (),
+    minutes: float | None = None,
+    tolerance: float | None = None,
+) -> int:
     """Run `count` random cases, or those from the one that `which` names, a number or the text of a case. Returns 0, or
     1 where one fails. path: of the recipe, for commands that repeat a case."""
     seed, ranks = setting.base.seed, most_ranks(setting.base.device)

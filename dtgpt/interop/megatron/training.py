@@ -23,7 +23,7 @@ from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.megatron.tree import LARGEST_COUNT, distributed_folder
 from dtgpt.models.source import Part, parameter_shapes
 from dtgpt.ops.optim.adamw import AdamW
-from dtgpt.optim.loss_scale import check_state
+from dtgpt.optim.fp16.loss_scale import check_state
 from dtgpt.util.errors import UserError, shown
 
 STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)exp_avg\.")

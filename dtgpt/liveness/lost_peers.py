@@ -8,8 +8,12 @@ import torch.distributed as dist
 from dtgpt.util.errors import UserError
 
 LOST = (
-    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "remote process exit",
-)  # fmt: skip
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "remote process exit",
+)
 LATE = ("timed out", "timeout")
 
 

@@ -18,63 +18,26 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.config.execution import Settings
-from dtgpt.data.dataset import Dataset
-from dtgpt.parallel.launch import code_digests
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.run.records import has_step
 from dtgpt.run.saved_recipe import read_recipe
-from dtgpt.run.sinks import has_step
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import environment
-from dtgpt.util.peers import Process
-from dtgpt.util.storage import atomic_file, parse_json, read_regular, write_json
+from dtgpt.util.storage import atomic_file, parse_json, read_regular
 
 STARTS = "starts.jsonl"
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of a Python object of a plan's table
 
 
-def describe_run(
-    folder: Path, recipe: dict[str, Any], settings: Settings, mesh: Mesh, data: Dataset, step: int
+def keep_start(
+    folder: Path, recipe: dict[str, Any], environment: dict[str, Any], settings: Settings, step: int
 ) -> None:
-    """Write the resolved recipe, the environment, the tokenizer and the start of a run that begins or resumes after
-    `step`: `folder` is a run folder then."""
-    tokenizer = data.tokenizer
-    of_data = {
-        "source": data.source,
-        "digest": data.digest,
-        "tokenizer": tokenizer.name,
-        "tokens": tokenizer.vocab_size,
-    }
-    here, code = environment(mesh.device), code_digests()
+    """Keep what the former start was, and add the line of the one that goes on after `step`, before recipe.json and
+    environment.json are those of this one."""
     start = {
         "step": step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **_execution(settings, mesh),
-        "device": here["device"],
-        "torch": here["packages"]["torch"],
-        "git": here["git"],
-        "code": code_digest(code),
-        "data": data.digest,
-        "tokenizer": tokenizer.name,
-        "before": _changed(folder, recipe),
-    }
-    for name in ("recipe", "environment"):
-        keep_old(folder / f"{name}.json", step)
-    # First of all: a process that is killed in between leaves recipe.json as `before` of the next start needs it.
-    former = [line for line, _ in _start_lines(folder)]
-    with atomic_file(folder / STARTS) as file:
-        file.writelines(line + b"\n" for line in [*former, json.dumps(start, default=repr).encode()])
-    write_json(folder / "recipe.json", recipe)
-    waiting = max(0, Process.from_environment().world - mesh.world)
-    where = {"world": mesh.world, "waiting": waiting, "plan": mesh.plan.name}
-    write_json(folder / "environment.json", {**here, **where, "data": of_data, "code": code})
-    tokenizer.save(folder / "tokenizer.json")
-
-
-def _execution(settings: Settings, mesh: Mesh) -> dict[str, Any]:
-    """Return what was decided for this machine, by the names of the recipe's fields."""
-    return {
-        "plan": mesh.plan.name,
-        "world": mesh.world,
+        "plan": environment["plan"],
+        "world": environment["world"],
+        # What was decided for this machine, by the names of the recipe's fields.
         "micro_batch_size": settings.micro_batch_size,
         "precision": settings.precision,
         "attention": settings.attention_backend,
@@ -83,7 +46,20 @@ def _execution(settings: Settings, mesh: Mesh) -> dict[str, Any]:
         "reduce": settings.reduce,
         "compile": settings.compile,
         "graph": settings.graphs,
+        "device": environment["device"],
+        "torch": environment["packages"]["torch"],
+        "git": environment["git"],
+        "code": code_digest(environment["code"]),
+        "data": environment["data"]["digest"],
+        "tokenizer": environment["data"]["tokenizer"],
+        "before": _changed(folder, recipe),
     }
+    for name in ("recipe", "environment"):
+        keep_old(folder / f"{name}.json", step)
+    # A process that is killed here leaves recipe.json as `before` of the next start needs it.
+    former = [line for line, _ in _start_lines(folder)]
+    with atomic_file(folder / STARTS) as file:
+        file.writelines(line + b"\n" for line in [*former, json.dumps(start, default=repr).encode()])
 
 
 def _changed(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:

@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.config.execution import Settings
+from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LossScaleConfig
+from dtgpt.models.config import ModelConfig
 from dtgpt.optim.step_state import GradientScale
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.errors import UserError
 
 COUNTS = ("growth_tracker", "hysteresis_tracker", "skipped")
-NAME = "loss_scale"  # in a checkpoint
 
 # Limits in fp16 for the largest element of the global gradient times the loss scale. The sum over the whole batch
 # decides, so that every plan and micro-batch size skips the same steps.
@@ -36,7 +39,7 @@ class LossScaler(GradientScale):
     """scale: fp32 scalar, to multiply the loss with. skipped: int64 scalar, how many steps were skipped. at_smallest:
     bool scalar, whether the last step had the smallest scale."""
 
-    name = NAME
+    name = "loss_scale"
 
     def __init__(self, device: torch.device, config: LossScaleConfig):
         self.config = config
@@ -95,8 +98,14 @@ class LossScaler(GradientScale):
                 getattr(self, name).fill_(saved[name])
 
 
-def check_state(state: Any) -> None:
-    """Raise ValueError, TypeError or KeyError where `state` is neither None nor the `state` of a scaler."""
+def make_scaler(recipe: Recipe, settings: Settings, mesh: Mesh) -> LossScaler:
+    """Return the loss scale of a run, as its recipe has it."""
+    return LossScaler(mesh.device, recipe.loss_scale)
+
+
+def check_state(state: Any, config: ModelConfig | None = None) -> None:
+    """Raise ValueError, TypeError or KeyError where `state` is neither None nor the `state` of a scaler, whatever the
+    model's config is."""
     if state is None:
         return
     whole = all(type(state[name]) is int and abs(state[name]) < 1 << 62 for name in COUNTS)

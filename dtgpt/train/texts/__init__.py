@@ -1,0 +1,5 @@
+"""Texts that a run generates between its steps, for people to read how far a model is."""
+
+from dtgpt.util.seams import Capability, When
+
+CAPABILITY = Capability(observers=(When("dtgpt.train.texts.observer:Texts", ("sample_tokens",)),))
