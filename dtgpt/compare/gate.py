@@ -162,7 +162,8 @@ def problem_of_tokens(record: Record, reference: Record, found: Located) -> str:
 
 class Judge:
     """The rule of `RATIO`, and what the differences of gradients explain. eps: of the activations of the run; wider: by
-    how much its products round more than the reference's; limit: as of `locate`."""
+    how much its products round more than the reference's; limit: largest relative difference where there is no
+    float64."""
 
     def __init__(self, reference: Reference, eps: float, wider: float, limit: float):
         self.reference, self.eps, self.wider, self.limit = reference, eps, wider, limit

@@ -18,6 +18,7 @@ from dtgpt.util.storage import read_json
 TRAINING = ("step_loss", "loss")  # of the step alone, and the mean since the last multiple of log.interval
 HELD_OUT = ("validation_loss", "test_loss")
 OTHERS = ("grad_norm", "lr", "samples", "tokens")
+SHOWN_DIGEST = 12  # digits of the digest of data, as many as those of code have
 Curve = dict[int, float]  # value by step, in the order of steps; NaN where no number was recorded
 
 
@@ -109,7 +110,9 @@ class Run:
     @property
     def start(self) -> dict[str, Any]:
         """What the last start has recorded; empty of an older version."""
-        return self.starts[-1] if self.starts else {}
+        last = self.starts[-1] if self.starts else {}
+        digest = last.get("data")
+        return last | {"data": digest[:SHOWN_DIGEST]} if isinstance(digest, str) else last
 
 
 def _group(values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def stale_copies(trainer: Trainer) -> list[str]:
 
 def share_state(trainer: Trainer, tracing: Tracing, file: Path, travel: float) -> list[Apart]:
     """Write the weights and the optimizer's state of the reference; return by how much those of another run differ.
-    travel: as of `differences`."""
+    travel: how far the optimizer may have moved a weight."""
     if tracing.is_reference:
         save_state(trainer, file)
     return [] if tracing.is_reference or not file.exists() else differences(trainer, file, travel)

@@ -56,7 +56,7 @@ def keep_start(
     }
     for name in ("recipe", "environment"):
         keep_old(folder / f"{name}.json", step)
-    # A process that is killed here leaves recipe.json as `before` of the next start needs it.
+    # A process that is killed here leaves the recipe.json of the former start, with which the next one compares.
     former = [line for line, _ in _start_lines(folder)]
     with atomic_file(folder / STARTS) as file:
         file.writelines(line + b"\n" for line in [*former, json.dumps(start, default=repr).encode()])

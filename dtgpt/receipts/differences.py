@@ -30,7 +30,7 @@ class Difference:
     tensor: str | None
     module: str | None
     difference: float | None  # relative; None: only that it differs is known
-    verdict: Verdict | None  # None: as `difference`
+    verdict: Verdict | None  # None: only that it differs is known
     said: str
 
 

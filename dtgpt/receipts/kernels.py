@@ -37,7 +37,8 @@ class Table:
         self.grid = PROGRAMS * _multiprocessors(device)
 
     def add(self, tensors: Sequence[Tensor], part: Tensor, sums: Tensor, row: Tensor) -> None:
-        """Add digests as `Digests.add` does."""
+        """Add the digests of the tensors of a part to a row of `sums`, int64 `[rows, slots]`, in one launch for each
+        dtype. part, row: int64 scalars on the device."""
         tensors = [tensor.contiguous() for tensor in tensors]
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors) if len(self.chunks) else ():
             # Addresses reach the device as arguments of a kernel: no memory of the host has to outlive a copy, and a

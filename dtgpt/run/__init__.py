@@ -1,1 +1,1 @@
-"""The run folder and what goes into it: reports, metrics, plots; signals that end a run."""
+"""The run folder and what goes into it: reports and records; signals that end a run."""

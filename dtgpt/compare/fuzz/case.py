@@ -78,7 +78,7 @@ class Case:
     optimizer: str = OptimizerConfig.kind
 
     def __str__(self) -> str:
-        """Return the case as `parse` reads it."""
+        """Return the text of the case, which `parse` reads."""
         words = [self.architecture, self.plan]
         if self.first:
             words.append(f"first={self.first}")
@@ -217,7 +217,7 @@ def plain(recipe: Recipe) -> Recipe:
 class Setting:
     """What all cases share."""
 
-    base: Recipe  # as `plain` returns it
+    base: Recipe  # a `plain` one
     given: Options  # values of recipe fields that hold in every case, by name
     text: Path  # the training text of all cases; `write_text` has put token files in the same folder
 
