@@ -163,9 +163,8 @@ class FieldGroup(NamedTuple):
     @classmethod
     def of(cls, title: str, fields: list[Field], recorded: Iterable[bool]) -> "FieldGroup":
         """recorded: whether A has recorded the kind, and whether B has."""
-        return cls(
-            title, fields, " and ".join(letter for letter, known in zip("AB", recorded, strict=True) if not known)
-        )
+        without = [letter for letter, known in zip("AB", recorded, strict=True) if not known]
+        return cls(title, fields, " and ".join(without))
 
     @property
     def differing(self) -> list[Field]:
