@@ -91,14 +91,20 @@ def recipe_of_run(
     the fields of OF_ONE_START. What an older run does not have, and `plans`, are the recipe file's. counted: returns a
     recipe with `steps` in place of `train_samples`, checked."""
     saved = read_recipe(run)
-    file, asked = _with_optimizer_of(run, saved, file, asked, given)
-    kept = _kept_values(run, saved, file, given)
+    kind = saved_value(saved, "optimizer.kind")
+    kind = OptimizerConfig.kind if kind is ABSENT else kind
+    if "optimizer.kind" not in given and {kind, asked.optimizer.kind} <= kinds().keys():
+        if kind != asked.optimizer.kind:
+            say(f"{run} goes on with its optimizer, {kind}, not {asked.optimizer.kind} as the recipe file says")
+        file, asked = of_kind(file, kind), of_kind(asked, kind)
+    _check_states(run, kind, asked.optimizer)
+    kept = _kept_values(run, saved, {name: type_ for name, type_, *_ in leaves(file)}, given)
     if "train_samples" in given:  # the run may have begun with a number of steps, which does not count any more
         for name in {"steps", "optimizer.decay_samples"} - set(given):
             kept.pop(name, None)
         asked = asked if "steps" in given else replace(asked, steps=None)
 
-    # What the file says otherwise is told: what its `train_samples` means, too, and not what it does not say.
+    # Say what the file has otherwise than the run. A number of samples is held against the run's as steps.
     if file.train_samples is not None:
         file = counted(file)
     fixed = {each.name for each in fields(file) if getattr(getattr(file, each.name), "fixed", False)}
@@ -111,35 +117,26 @@ def recipe_of_run(
     return recipe if takes_base else replace(recipe, init_from=None)
 
 
-def _with_optimizer_of(
-    run: Path, saved: dict[str, Any], file: Recipe, asked: Recipe, given: Collection[str]
-) -> tuple[Recipe, Recipe]:
-    """Return both recipes with the kind of optimizer that the run has, unless an option asks for another one, and say
-    so. Raises UserError where the optimizer cannot go on with the states of the run."""
-    kind = saved_value(saved, "optimizer.kind")
-    kind = OptimizerConfig.kind if kind is ABSENT else kind
-    if "optimizer.kind" not in given and {kind, asked.optimizer.kind} <= kinds().keys():
-        if kind != asked.optimizer.kind:
-            say(f"{run} goes on with its optimizer, {kind}, not {asked.optimizer.kind} as the recipe file says")
-        file, asked = of_kind(file, kind), of_kind(asked, kind)
-    takes = asked.optimizer.takes
-    check_optimizer(run, kind, asked.optimizer.kind, takes)
+def _check_states(run: Path, kind: str, optimizer: OptimizerConfig) -> None:
+    """Say how the optimizer begins with the states that one of another `kind` has left in the run. Raises UserError
+    where it cannot."""
+    takes = optimizer.takes
+    check_optimizer(run, kind, optimizer.kind, takes)
     if kind in takes:
         origins = {own: f"as its {theirs}" if theirs else "at zero" for own, theirs in takes[kind].items()}
         told = " and ".join(f"{own} begins {origin}" for own, origin in origins.items()) or "the states are the same"
-        say(f"{run} was trained with optimizer.kind={kind} and goes on with {asked.optimizer.kind}: {told}")
-    return file, asked
+        say(f"{run} was trained with optimizer.kind={kind} and goes on with {optimizer.kind}: {told}")
 
 
-def _kept_values(run: Path, saved: dict[str, Any], file: Recipe, given: Collection[str]) -> dict[str, Any]:
+def _kept_values(run: Path, saved: dict[str, Any], types: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Return the values of a run by name, but for options `given` and those of one start, as dtgpt of today writes
-    them. Raises UserError where recipe.json has a value of another type."""
+    them. types: of the fields of a recipe. Raises UserError where recipe.json has a value of another type."""
     try:
-        unknown = list(_unknown(saved, {name for name, *_ in leaves(file)}))
+        unknown = list(_unknown(saved, set(types)))
     except ValueError as error:
         raise UserError(f"{run}/recipe.json says {error}; mend it") from None
     kept = {}
-    for name, type_, *_ in leaves(file):
+    for name, type_ in types.items():
         found = saved_value(saved, name)
         if name in given or name in OF_ONE_START or found is ABSENT:
             continue
