@@ -76,9 +76,12 @@ FOLDERS = {
     ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "special_names>tokenizer",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>tokenizer staging>shard_file",
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
-    ("dtgpt.optim", "dtgpt.optim"): "states>update",
+    ("dtgpt.optim", "dtgpt.optim"): "states>update muon_kinds>muon",
     ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware process>peers",
     ("dtgpt.models", "dtgpt.models"): "architectures>config",
+    ("dtgpt.models", "dtgpt.models.families"): "gemma3 gpt_neo gpt_oss olmo3 track3",
+    ("dtgpt.optim", "dtgpt.optim.muon"): "muon_memory>memory normuon",
+    ("dtgpt.ops.optim", "dtgpt.optim.muon"): "newton_schulz",
     ("dtgpt.optim", "dtgpt.config"): "kinds>recipe_file",
     ("dtgpt.data", "dtgpt.models"): "document_masks>batch",
     (

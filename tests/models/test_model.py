@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from dtgpt.models.decoder import Decoder, build_model, fill_weight, unique_parameters
+from dtgpt.models.families.gpt_neo import GPTNeoConfig
+from dtgpt.models.families.gpt_oss import GptOssConfig
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT3_175B, GPT2Config
-from dtgpt.models.gpt_neo import GPTNeoConfig
-from dtgpt.models.gpt_oss import GptOssConfig
 from dtgpt.ops.loss.cross_entropy import cross_entropy
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, normal, root_key

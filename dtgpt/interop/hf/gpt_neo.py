@@ -10,7 +10,7 @@ from dtgpt.interop.foreign import Rules, check_names, check_rules, checked, epsi
 from dtgpt.interop.hf.activation import read_activation, write_activation
 from dtgpt.interop.hf.groups import joined, separated
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.gpt_neo import GPTNeoConfig
+from dtgpt.models.families.gpt_neo import GPTNeoConfig
 from dtgpt.models.source import Part
 from dtgpt.models.windows import MOST_KINDS, shortest_pattern
 from dtgpt.util.errors import UserError, shown
