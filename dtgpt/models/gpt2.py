@@ -31,9 +31,9 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles
+from dtgpt.ops.activations import BIASED, PlainName, fused_name
 from dtgpt.ops.attention.core import split_qkv
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
-from dtgpt.ops.pointwise.activation import BIASED, PlainName, fused_name
 from dtgpt.util.field_types import Bounds
 
 TABLE = "embedding.wte.weight"  # the token embedding, tied to the output projection

@@ -8,12 +8,10 @@ from torch import Tensor, nn
 
 from dtgpt.models.binding import PLAIN, Binding, BoundModule, QuantisedProduct, exchanges
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
-from dtgpt.ops.local_linear import local, on_local_tensors
+from dtgpt.ops.linear import linear, local, on_local_tensors
 from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import Coupled, coupled_loss, head_loss
-from dtgpt.ops.norm.norm import norm, norm_and_pass, residual_norm
-from dtgpt.ops.norm.residual import residual
-from dtgpt.ops.pointwise.linear import linear
+from dtgpt.ops.norms import norm, norm_and_pass, residual, residual_norm
 from dtgpt.ops.random.dropout import Site, dropout
 from dtgpt.ops.serve import is_apart
 from dtgpt.util.torch_private import is_dtensor

@@ -32,11 +32,9 @@ from dtgpt.models.layers import (
 )
 from dtgpt.models.roles import Role, Roles
 from dtgpt.models.rotary import RotaryConfig
+from dtgpt.ops.activations import GATED, fused_name
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
-from dtgpt.ops.pointwise.activation import fused_name
-from dtgpt.ops.pointwise.gated import GATED
-from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import angle_table
+from dtgpt.ops.rotary_positions import angle_table, rotary_qkv
 
 ROLES: Roles = {
     "embedding.tokens": Role.VOCABULARY,

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 from dtgpt.models.config import LARGEST_SIZE, SIZE
 from dtgpt.models.inventory import Parameter, Rows
 from dtgpt.models.windows import WindowConfig
-from dtgpt.ops.pointwise.gated import GatedName
-from dtgpt.ops.rotary.table import Rotation, Scaling, amplitude_of_yarn
+from dtgpt.ops.activations import GatedName
+from dtgpt.ops.rotary_positions import Rotation, Scaling, amplitude_of_yarn
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds

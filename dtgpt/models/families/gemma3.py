@@ -34,9 +34,8 @@ from dtgpt.models.llama import ROLES as LLAMA
 from dtgpt.models.roles import Role, Roles, role_of
 from dtgpt.models.rotary import RotaryConfig
 from dtgpt.models.windows import Window, WindowPattern
-from dtgpt.ops.pointwise.gated import GatedName
-from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import Rotation
+from dtgpt.ops.activations import GatedName
+from dtgpt.ops.rotary_positions import Rotation, rotary_qkv
 from dtgpt.util.field_types import Bounds
 
 ROLES: Roles = {**LLAMA, "blocks.*.after_1": Role.NORM, "blocks.*.after_2": Role.NORM}

@@ -19,9 +19,8 @@ from dtgpt.models.llama import Embedding, Head
 from dtgpt.models.roles import Role, Roles
 from dtgpt.models.rotary import RotaryConfig
 from dtgpt.models.windows import Window, WindowPattern
-from dtgpt.ops.pointwise.gated import GATED, GatedName
-from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import Scaling
+from dtgpt.ops.activations import GATED, GatedName
+from dtgpt.ops.rotary_positions import Scaling, rotary_qkv
 from dtgpt.util.field_types import Bounds
 
 ROLES: Roles = {**LLAMA, "blocks.*.attn.core": Role.SINKS}

@@ -30,8 +30,7 @@ from dtgpt.models.llama import ROLES as LLAMA
 from dtgpt.models.roles import Role, Roles
 from dtgpt.models.rotary import RotaryConfig
 from dtgpt.models.windows import Window, WindowPattern
-from dtgpt.ops.rotary.rotary import rotary_qkv, split_heads
-from dtgpt.ops.rotary.table import Rotation
+from dtgpt.ops.rotary_positions import Rotation, rotary_qkv, split_heads
 from dtgpt.util.field_types import Bounds
 
 ROLES: Roles = {**LLAMA, "blocks.*.attn.q_norm": Role.JOINT_NORM, "blocks.*.attn.k_norm": Role.JOINT_NORM}

@@ -33,9 +33,8 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles, role_of
-from dtgpt.ops.pointwise.relu2 import bias_relu2
-from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import Rotation
+from dtgpt.ops.activations import bias_relu2
+from dtgpt.ops.rotary_positions import Rotation, rotary_qkv
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 

@@ -9,13 +9,13 @@ sum.
 import torch
 from torch import Tensor
 
+from dtgpt.ops.activations import Name
 from dtgpt.ops.fp8.activation import activation_backward, activation_forward
 from dtgpt.ops.fp8.linear import quantized_weight, transposed_weight
 from dtgpt.ops.fp8.parts import quantize_whole
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Sites
-from dtgpt.ops.local_linear import Parts
-from dtgpt.ops.pointwise.activation import Name, check_bias
+from dtgpt.ops.linear import Parts
 
 
 def fp8_mlp(
@@ -29,7 +29,11 @@ def fp8_mlp(
     of one 16-bit dtype. The scales of both sites must be known. into, out: where ranks have cut the matrices, how
     x and the result lie on them.
     """
-    check_bias(activation, bias is not None)
+    if (activation, bias is not None) not in (("gelu", True), ("swiglu", False)):
+        raise ValueError(
+            f"no fused kernel computes the activation {activation} {'without' if bias is None else 'with'} a bias; "
+            "compute it between the two matrices"
+        )
     return _MLP.apply(x, weight_1, bias, weight_2, sites_1, sites_2, sites_1.record, into, out)
 
 

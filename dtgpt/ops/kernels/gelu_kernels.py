@@ -1,4 +1,4 @@
-"""Triton kernels of `dtgpt.ops.pointwise.gelu` and `relu2`. Needs Triton.
+"""Triton kernels of `dtgpt.ops.activations` and `relu2`. Needs Triton.
 
 Tiles are taken from the last rows to the first, as in `dtgpt.ops.kernels.norm_kernels`.
 """

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dtgpt.ops.kernels.bias import bias_gradient
 from dtgpt.ops.kernels.devices import by_triton, may_fuse
-from dtgpt.ops.norm.norm import norm_reference, reciprocal_root, wide
-from dtgpt.ops.norm.residual import residual_reference
+from dtgpt.ops.norms import norm_reference, reciprocal_root, residual_reference, wide
 from dtgpt.ops.random.dropout import dropout
 from dtgpt.ops.serve import Kernel, is_apart
 

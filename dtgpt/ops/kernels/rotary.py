@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dtgpt.ops.kernels.devices import by_triton, takes_custom_op
 from dtgpt.ops.kernels.norm import like, rms_norm_gradient
-from dtgpt.ops.norm.norm import reciprocal_root
-from dtgpt.ops.rotary.rotary import angles_of, reference, rotate, split_heads, table_of
+from dtgpt.ops.norms import reciprocal_root
+from dtgpt.ops.rotary_positions import angles_of, reference, rotate, split_heads, table_of
 
 
 def kernels():

@@ -44,16 +44,13 @@ def cross_entropy(
     """
     rows = logits.flatten(0, -2)
     real = real_columns(rows.shape[-1], vocab_size, start)
-    return _CrossEntropy.apply(rows, targets.flatten(), start, real, group, flat(weights), cap)
+    factors = None if weights is None else weights.flatten()
+    return _CrossEntropy.apply(rows, targets.flatten(), start, real, group, factors, cap)
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:
     """Return C z / sqrt(z^2 + C^2) of logits z and C = cap, whose magnitude is below C; the logits where cap is 0."""
     return logits if cap == 0 else cap * logits * (logits.square() + cap**2).rsqrt()
-
-
-def flat(weights: Tensor | None) -> Tensor | None:
-    return None if weights is None else weights.flatten()
 
 
 def weighted(losses: Tensor, weights: Tensor | None) -> Tensor:

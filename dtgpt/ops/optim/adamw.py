@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtgpt.ops.optim.gradients import DTYPES, checked
+from dtgpt.ops.optim.optimizer import DTYPES, checked
 from dtgpt.ops.serve import Operation
 
 

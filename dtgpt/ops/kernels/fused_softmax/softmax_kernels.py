@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.random.dropout import keep_scale, threshold
-from dtgpt.ops.random.sliced import HALF
+from dtgpt.ops.random.dropout import HALF, keep_scale, threshold
 from dtgpt.util.extension import library
 
 LONGEST = 16384  # columns of a row that a block holds in registers
