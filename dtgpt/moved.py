@@ -78,7 +78,7 @@ FOLDERS = {
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
     ("dtgpt.optim", "dtgpt.optim"): "states>update muon_kinds>muon",
     ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware process>peers",
-    ("dtgpt.models", "dtgpt.models"): "architectures>config",
+    ("dtgpt.models", "dtgpt.models"): "architectures>config windows>rotary",
     ("dtgpt.models", "dtgpt.models.families"): "gemma3 gpt_neo gpt_oss olmo3 track3",
     ("dtgpt.optim", "dtgpt.optim.muon"): "muon_memory>memory normuon",
     ("dtgpt.ops.optim", "dtgpt.optim.muon"): "newton_schulz",

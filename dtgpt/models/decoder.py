@@ -36,10 +36,17 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     def forward(
-        self, x: Tensor, dropout_keys: Tensor | None = None, targets: Tensor | None = None,
-        positions: Tensor | None = None, document_bounds: Tensor | None = None, loss_weights: Tensor | None = None,
-        by_token: Tensor | None = None, by_sample: Tensor | None = None, copies: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        dropout_keys: Tensor | None = None,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_bounds: Tensor | None = None,
+        loss_weights: Tensor | None = None,
+        by_token: Tensor | None = None,
+        by_sample: Tensor | None = None,
+        copies: Tensor | None = None,
+    ) -> Tensor:
         """Arguments are those of `Batch`, `x` the tokens or activations; dropout keys of None: evaluation."""
         seen: Seen = document_bounds
         if copies is not None:  # of a capability whose samples share tokens

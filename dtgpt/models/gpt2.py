@@ -138,11 +138,22 @@ class Block(BoundModule):
         """Return what `dtgpt.ops.decode` needs to run this block."""
         attn, mlp = self.attn, self.mlp
         return BlockWeights(
-            norm_1=self.ln_1.weight, norm_1_bias=self.ln_1.bias, qkv=attn.qkv.weight, qkv_bias=attn.qkv.bias,
-            proj=attn.proj.weight, proj_bias=attn.proj.bias, norm_2=self.ln_2.weight, norm_2_bias=self.ln_2.bias,
-            fc=mlp.fc.weight, fc_bias=mlp.fc.bias, out=mlp.proj.weight, out_bias=mlp.proj.bias,
-            eps=self.ln_1.eps, head_dim=attn.head_dim, activation=fused_name(mlp.activation, has_bias=True),
-        )  # fmt: skip
+            norm_1=self.ln_1.weight,
+            norm_1_bias=self.ln_1.bias,
+            qkv=attn.qkv.weight,
+            qkv_bias=attn.qkv.bias,
+            proj=attn.proj.weight,
+            proj_bias=attn.proj.bias,
+            norm_2=self.ln_2.weight,
+            norm_2_bias=self.ln_2.bias,
+            fc=mlp.fc.weight,
+            fc_bias=mlp.fc.bias,
+            out=mlp.proj.weight,
+            out_bias=mlp.proj.bias,
+            eps=self.ln_1.eps,
+            head_dim=attn.head_dim,
+            activation=fused_name(mlp.activation, has_bias=True),
+        )
 
 
 class Attention(nn.Module):

@@ -85,29 +85,69 @@ class LlamaConfig(RotaryConfig):
 
 
 LLAMA2_7B = LlamaConfig(
-    num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=32, head_dim=128, ffn_hidden_size=11008,
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    ffn_hidden_size=11008,
     vocab_size=32000,
-)  # fmt: skip
+)
 LLAMA3_8B = LlamaConfig(
-    num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_hidden_size=14336,
-    seq_length=8192, rope_theta=500000.0,
-)  # fmt: skip
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_hidden_size=14336,
+    seq_length=8192,
+    rope_theta=500000.0,
+)
 LLAMA32_1B = LlamaConfig(
-    num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, ffn_hidden_size=8192, tied=True,
-    rope_theta=500000.0, rope_factor=32.0,
-)  # fmt: skip
+    num_layers=16,
+    hidden_size=2048,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    ffn_hidden_size=8192,
+    tied=True,
+    rope_theta=500000.0,
+    rope_factor=32.0,
+)
 LLAMA31_405B = LlamaConfig(
-    num_layers=126, hidden_size=16384, num_heads=128, num_kv_heads=8, head_dim=128, ffn_hidden_size=53248,
-    seq_length=8192, rope_theta=500000.0, rope_factor=8.0,
-)  # fmt: skip
+    num_layers=126,
+    hidden_size=16384,
+    num_heads=128,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_hidden_size=53248,
+    seq_length=8192,
+    rope_theta=500000.0,
+    rope_factor=8.0,
+)
 MISTRAL_7B = LlamaConfig(
-    num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_hidden_size=14336,
-    vocab_size=32768, rope_theta=1000000.0,
-)  # fmt: skip
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_hidden_size=14336,
+    vocab_size=32768,
+    rope_theta=1000000.0,
+)
 QWEN3_0_6B = LlamaConfig(
-    num_layers=28, hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=128, ffn_hidden_size=3072, tied=True,
-    vocab_size=151936, qk_norm=True, norm_eps=1e-6, rope_theta=1000000.0,
-)  # fmt: skip
+    num_layers=28,
+    hidden_size=1024,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_hidden_size=3072,
+    tied=True,
+    vocab_size=151936,
+    qk_norm=True,
+    norm_eps=1e-6,
+    rope_theta=1000000.0,
+)
 
 
 class Embedding(BoundModule):
@@ -137,12 +177,23 @@ class Block(PreNormBlock):
         """Return what `dtgpt.ops.decode` needs to run this block."""
         attn, mlp = self.attn, self.mlp
         return BlockWeights(
-            norm_1=self.norm_1.weight, norm_1_bias=None, qkv=attn.qkv.weight, qkv_bias=attn.qkv.bias,
-            proj=attn.proj.weight, proj_bias=attn.proj.bias, norm_2=self.norm_2.weight, norm_2_bias=None,
-            fc=mlp.gate_up.weight, fc_bias=None, out=mlp.down.weight, out_bias=None, eps=self.norm_1.eps,
-            head_dim=attn.head_dim, activation=fused_name(mlp.activation, has_bias=False),
+            norm_1=self.norm_1.weight,
+            norm_1_bias=None,
+            qkv=attn.qkv.weight,
+            qkv_bias=attn.qkv.bias,
+            proj=attn.proj.weight,
+            proj_bias=attn.proj.bias,
+            norm_2=self.norm_2.weight,
+            norm_2_bias=None,
+            fc=mlp.gate_up.weight,
+            fc_bias=None,
+            out=mlp.down.weight,
+            out_bias=None,
+            eps=self.norm_1.eps,
+            head_dim=attn.head_dim,
+            activation=fused_name(mlp.activation, has_bias=False),
             rotary=attn.decode_rotary(),
-        )  # fmt: skip
+        )
 
 
 class HeadNorm(nn.Module):

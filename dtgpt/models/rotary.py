@@ -1,17 +1,50 @@
 """What models with rotary positions, grouped queries and a gated MLP have in their configuration: those of LLaMA's
 kind, OLMo 3, Gemma 3, GPT-OSS."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from dtgpt.models.config import LARGEST_SIZE, SIZE
+from dtgpt.models.config import LARGEST_SIZE, SIZE, ModelConfig
 from dtgpt.models.inventory import Parameter, Rows
-from dtgpt.models.windows import WindowConfig
 from dtgpt.ops.activations import GatedName
 from dtgpt.ops.rotary_positions import Rotation, Scaling, amplitude_of_yarn
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
-from dtgpt.util.field_types import Bounds
+from dtgpt.util.field_types import Bounds, Pattern
+
+LOCAL, GLOBAL = "L", "G"  # of `window_pattern`
+MOST_KINDS = 1000  # letters of it
+Window = Annotated[
+    int,
+    "tokens, its own included, to which a token attends in a block with a window; 0: all",
+    Bounds(0, LARGEST_SIZE),
+]
+WindowPattern = Annotated[
+    str,
+    "successive blocks with a window (L) and without (G), repeated",
+    Pattern(f"[LG]{{1,{MOST_KINDS}}}", "is not a pattern; use a text of L and G, such as LLLLLG"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig(ModelConfig):
+    """Fields of architectures in which the attention of some blocks has a window. Blocks of both kinds have the same
+    modules."""
+
+    window: Window = 0
+    window_pattern: WindowPattern = LOCAL
+
+    def is_local(self, index: int) -> bool:
+        """Return whether block `index` has a window."""
+        return self.window > 0 and self.window_pattern[index % len(self.window_pattern)] == LOCAL
+
+    def window_of(self, index: int) -> int | None:
+        """Return the window of block `index`; None: it has none."""
+        return self.window if self.is_local(index) else None
+
+    def block_kind(self, index: int) -> Hashable:
+        return self.window_of(index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +53,18 @@ class RotaryConfig(WindowConfig):
 
     continued: ClassVar[frozenset[str]] = frozenset(
         f"rope_{name}"
-        for name in ("scaling", "factor", "low_frequency", "high_frequency", "original_length", "beta_fast",
-                     "beta_slow", "truncate", "attention_factor")
-    )  # fmt: skip
+        for name in (
+            "scaling",
+            "factor",
+            "low_frequency",
+            "high_frequency",
+            "original_length",
+            "beta_fast",
+            "beta_slow",
+            "truncate",
+            "attention_factor",
+        )
+    )
 
     num_kv_heads: Annotated[int, "number of heads of keys and values; divides num_heads", SIZE]
     head_dim: Annotated[int, "size of a head, an even number", SIZE] = 128  # type: ignore[assignment]
@@ -95,11 +137,17 @@ class RotaryConfig(WindowConfig):
         """What the angles of rotary positions follow from."""
         yarn = self.rope_scaling == "yarn"
         return Rotation(
-            self.rope_theta, self.rope_factor, self.rope_low_frequency, self.rope_high_frequency,
-            self.rope_original_length, scaling=self.rope_scaling, beta_fast=self.rope_beta_fast,
-            beta_slow=self.rope_beta_slow, truncate=self.rope_truncate,
+            self.rope_theta,
+            self.rope_factor,
+            self.rope_low_frequency,
+            self.rope_high_frequency,
+            self.rope_original_length,
+            scaling=self.rope_scaling,
+            beta_fast=self.rope_beta_fast,
+            beta_slow=self.rope_beta_slow,
+            truncate=self.rope_truncate,
             amplitude=(self.rope_attention_factor or amplitude_of_yarn(self.rope_factor)) if yarn else 1.0,
-        )  # fmt: skip
+        )
 
     def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
         if not parameter.name.endswith("mlp.gate_up.weight"):

@@ -69,9 +69,16 @@ def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -
 
 
 def residual_norm_reference(
-    x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    key: Tensor | None, p: float, start: Sequence[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    branch: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    key: Tensor | None,
+    p: float,
+    start: Sequence[int],
+) -> tuple[Tensor, Tensor]:
     """Return what `residual_norm` does, in plain torch: the test oracle."""
     total = residual_reference(x, branch, branch_bias, key, p, start)
     return total, norm_reference(total, weight, bias, eps)
@@ -98,9 +105,16 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
 
 
 def residual_norm(
-    x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    key: Tensor | None, p: float, start: Sequence[int] = (0, 0),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    branch: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    key: Tensor | None,
+    p: float,
+    start: Sequence[int] = (0, 0),
+) -> tuple[Tensor, Tensor]:
     """Return (sum, normed), `[B, T, H]` each: the sum that `residual` returns, and its `norm`.
 
     weight, bias: `[H]`; the other arguments, and errors raised, as of `residual`.

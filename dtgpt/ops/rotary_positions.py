@@ -122,9 +122,13 @@ def angle_table(rotation: Rotation, head_dim: int, positions: int, device: torch
 
 
 def reference(
-    qkv: Tensor, positions: Tensor | None, table: Tensor,
-    q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    positions: Tensor | None,
+    table: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `rotary_qkv` does, in plain torch: the test oracle. table: as of `angle_table`."""
     q, k, v = split_heads(qkv)
     wide = torch.promote_types(qkv.dtype, torch.float32)
@@ -148,9 +152,14 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def rotary_qkv(
-    qkv: Tensor, positions: Tensor | None, rotation: Rotation, num_positions: int,
-    q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    positions: Tensor | None,
+    rotation: Rotation,
+    num_positions: int,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return q `[B, T, N, D]`, k and v `[B, T, G, D]`: q and k rotated by their positions.
 
     qkv: `[B, T, G, R + 2, D]`, for each of G heads of k and v its R heads of q, then k, then v; N = G R. positions:
@@ -164,9 +173,14 @@ def rotary_qkv(
 
 
 def _from_numbers(
-    qkv: Tensor, positions: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    rotation: Sequence[float], num_positions: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    positions: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    rotation: Sequence[float],
+    num_positions: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     table = table_of(qkv.shape[-1], rotation, num_positions, qkv.device)
     return reference(qkv, positions, table, q_weight, k_weight, eps)
 

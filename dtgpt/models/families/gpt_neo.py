@@ -23,7 +23,7 @@ from dtgpt.models.layers import (
     Linear,
     add,
 )
-from dtgpt.models.windows import Window, WindowConfig, WindowPattern
+from dtgpt.models.rotary import Window, WindowConfig, WindowPattern
 from dtgpt.ops.attention.core import split_qkv
 
 

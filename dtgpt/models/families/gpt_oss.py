@@ -17,8 +17,7 @@ from dtgpt.models.layers import AttentionCore, Branch, Context, DeferredBiasLine
 from dtgpt.models.llama import ROLES as LLAMA
 from dtgpt.models.llama import Embedding, Head
 from dtgpt.models.roles import Role, Roles
-from dtgpt.models.rotary import RotaryConfig
-from dtgpt.models.windows import Window, WindowPattern
+from dtgpt.models.rotary import RotaryConfig, Window, WindowPattern
 from dtgpt.ops.activations import GATED, GatedName
 from dtgpt.ops.rotary_positions import Scaling, rotary_qkv
 from dtgpt.util.field_types import Bounds

@@ -242,9 +242,15 @@ def reads_groups(device: torch.device, dtype: torch.dtype, masked: bool) -> bool
 
 
 def explicit(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...],
-    hidden: Tensor | None = None, rule: AttentionRule = PLAIN_RULE,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    p: float,
+    start: tuple[int, ...],
+    hidden: Tensor | None = None,
+    rule: AttentionRule = PLAIN_RULE,
+) -> Tensor:
     """Return attention `[B, N, T, D]` of q `[B, N, T, D]` and k, v `[B, N, S, D]`.
 
     hidden: True where a query may not attend, the rule's window included; None: what causality hides.

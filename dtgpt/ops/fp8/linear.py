@@ -100,9 +100,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites, record: bool,
-        into: Parts | None, out: Parts | None,
-    ) -> Tensor:  # fmt: skip
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sites: Sites,
+        record: bool,
+        into: Parts | None,
+        out: Parts | None,
+    ) -> Tensor:
         first, second = sites.input, sites.weight
         xq, xq_t, shape = quantize_whole(x, first, FORWARD, first.amax if record else None, record, into)
         wq, kept = quantized_weight(weight, second, record, record and sites.keeps_weight(xq, weight))

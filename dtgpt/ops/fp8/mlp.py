@@ -19,9 +19,16 @@ from dtgpt.ops.linear import Parts
 
 
 def fp8_mlp(
-    x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, sites_1: Sites, sites_2: Sites,
-    activation: Name, into: Parts | None = None, out: Parts | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight_1: Tensor,
+    bias: Tensor | None,
+    weight_2: Tensor,
+    sites_1: Sites,
+    sites_2: Sites,
+    activation: Name,
+    into: Parts | None = None,
+    out: Parts | None = None,
+) -> Tensor:
     """Return activation(x weight_1^T) weight_2^T `[.., out]`: "gelu" is gelu_tanh(u + bias), "swiglu" has no bias and
     pairs that lie as of `swiglu`. Raises ValueError for any other one.
 
@@ -43,9 +50,17 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, one: Sites, two: Sites, record: bool,
-        into: Parts | None, out: Parts | None,
-    ) -> Tensor:  # fmt: skip
+        ctx,
+        x: Tensor,
+        weight_1: Tensor,
+        bias: Tensor | None,
+        weight_2: Tensor,
+        one: Sites,
+        two: Sites,
+        record: bool,
+        into: Parts | None,
+        out: Parts | None,
+    ) -> Tensor:
         cells = [site.amax if record else None for site in (one.input, two.input)]
         xq, xq_t, shape = quantize_whole(x, one.input, FORWARD, cells[0], record, into)
         wq, kept_1 = quantized_weight(weight_1, one.weight, record, record and one.keeps_weight(xq, weight_1))

@@ -122,9 +122,15 @@ def local_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: flo
 
 
 def plain_gradient(
-    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
+    logits: Tensor,
+    targets: Tensor,
+    largest: Tensor,
+    total: Tensor,
+    scale: Tensor,
+    start: int,
+    real: int,
     cap: float = 0.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return scale x (softmax - onehot) for this rank's columns, in the logits' dtype, and 0 for padding; scale: fp32,
     one for all rows or `[rows]`."""
     columns = torch.arange(logits.shape[-1], device=logits.device)
@@ -166,9 +172,15 @@ def _row_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: floa
 
 
 def _to_gradient_(
-    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
+    logits: Tensor,
+    targets: Tensor,
+    largest: Tensor,
+    total: Tensor,
+    scale: Tensor,
+    start: int,
+    real: int,
     cap: float = 0.0,
-) -> None:  # fmt: skip
+) -> None:
     """Replace logits `[rows, V_local]` by scale x (softmax - onehot), times the slope of the cap, and by 0 in the
     padding.
 

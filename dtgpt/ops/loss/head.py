@@ -182,9 +182,18 @@ class _InPlaceOf(torch.autograd.Function):
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, start: int, group,
-        weights: Tensor | None, cap: float, scale: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        vocab_size: int,
+        start: int,
+        group,
+        weights: Tensor | None,
+        cap: float,
+        scale: Tensor | None,
+    ) -> Tensor:
         count = len(x)
         scale = x.new_full((), 1 / count, dtype=torch.float32) if scale is None else scale.float() / count
         real = passes.real_columns(len(weight), vocab_size, start)

@@ -31,9 +31,14 @@ class Slot:
 
 
 def reference(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, numbers: Tensor, betas: tuple[float, float],
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    numbers: Tensor,
+    betas: tuple[float, float],
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (master, exp_avg, exp_avg_sq) after a step, in plain torch: the test oracle. numbers: as `AdamW._numbers`
     returns them."""
     scale, kept, rate, root = numbers.unbind()
