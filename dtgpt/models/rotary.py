@@ -10,8 +10,8 @@ from dtgpt.models.inventory import Parameter, Rows
 from dtgpt.ops.activations import GatedName
 from dtgpt.ops.rotary_positions import Rotation, Scaling, amplitude_of_yarn
 from dtgpt.util.console import listed
-from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
+from dtgpt.util.rules import Is, Other, Rule, Rules
 
 LOCAL, GLOBAL = "L", "G"  # of `window_pattern`
 MOST_KINDS = 1000  # letters of it
@@ -47,6 +47,16 @@ class WindowConfig(ModelConfig):
         return self.window_of(index)
 
 
+def numbers_of_kv_heads(config: "RotaryConfig") -> str:
+    """Return the numbers of heads of keys and values that fit a model's heads, in words."""
+    return listed([n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0])
+
+
+def even_sizes(config: "RotaryConfig") -> str:
+    """Return the even sizes of heads next to that of a model, in words."""
+    return f"{config.head_dim - 1 or 2} or {config.head_dim + 1}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig(WindowConfig):
     """Fields of these architectures. Their fused matrices are called `attn.qkv` and `mlp.gate_up`."""
@@ -64,6 +74,40 @@ class RotaryConfig(WindowConfig):
             "truncate",
             "attention_factor",
         )
+    )
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "model.num_kv_heads={num_kv_heads} does not divide model.num_heads={num_heads}; use "
+            "model.num_kv_heads={remedy}",
+            Is("num_heads", "is no multiple of", Other("num_kv_heads")),
+            remedy=numbers_of_kv_heads,
+        ),
+        Rule(
+            "model.head_dim={head_dim} is odd, but rotary positions rotate pairs of columns; use {remedy}",
+            Is("head_dim", "is no multiple of", 2),
+            remedy=even_sizes,
+        ),
+        Rule(
+            f"model.num_heads={{num_heads}} times model.head_dim={{head_dim}} is more than {LARGEST_SIZE}; use fewer "
+            "or smaller heads",
+            Is("width_of_heads", ">", LARGEST_SIZE),
+        ),
+        Rule(
+            "model.rope_low_frequency={rope_low_frequency} is not below "
+            "model.rope_high_frequency={rope_high_frequency}; use 1 and 4, Llama 3.1's values",
+            Is("rope_low_frequency", ">=", Other("rope_high_frequency")),
+        ),
+        Rule(
+            "model.rope_beta_slow={rope_beta_slow} is not below model.rope_beta_fast={rope_beta_fast}; use 1 and 32, "
+            "YaRN's values",
+            Is("rope_beta_slow", ">=", Other("rope_beta_fast")),
+        ),
+        Rule(
+            "model.rope_theta=1.0 has one frequency, and YaRN scales them by their index; use 10000",
+            Is("rope_theta", "==", 1),
+            Is("rope_scaling", "==", "yarn"),
+        ),
     )
 
     num_kv_heads: Annotated[int, "number of heads of keys and values; divides num_heads", SIZE]
@@ -98,35 +142,10 @@ class RotaryConfig(WindowConfig):
         float, "yarn: factor of cosines and sines; 0: 0.1 ln(rope_factor) + 1", Bounds(0)
     ] = 0.0
 
-    def check_heads(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            raise UserError(
-                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
-                f"use model.num_kv_heads={listed(divisors)}"
-            )
-        if self.head_dim % 2:
-            raise UserError(
-                f"model.head_dim={self.head_dim} is odd, but rotary positions rotate pairs of columns; use "
-                f"{self.head_dim - 1 or 2} or {self.head_dim + 1}"
-            )
-        if self.num_heads * self.head_dim > LARGEST_SIZE:
-            raise UserError(
-                f"model.num_heads={self.num_heads} times model.head_dim={self.head_dim} is more than {LARGEST_SIZE}; "
-                "use fewer or smaller heads"
-            )
-        if self.rope_low_frequency >= self.rope_high_frequency:
-            raise UserError(
-                f"model.rope_low_frequency={self.rope_low_frequency} is not below "
-                f"model.rope_high_frequency={self.rope_high_frequency}; use 1 and 4, Llama 3.1's values"
-            )
-        if self.rope_beta_slow >= self.rope_beta_fast:
-            raise UserError(
-                f"model.rope_beta_slow={self.rope_beta_slow} is not below model.rope_beta_fast={self.rope_beta_fast}; "
-                "use 1 and 32, YaRN's values"
-            )
-        if self.rope_scaling == "yarn" and self.rope_theta == 1:
-            raise UserError("model.rope_theta=1.0 has one frequency, and YaRN scales them by their index; use 10000")
+    @property
+    def width_of_heads(self) -> int:
+        """The width of the queries of all heads, which is not that of the residual stream."""
+        return self.num_heads * self.head_dim
 
     @property
     def cut_by_tp(self) -> dict[str, int]:
