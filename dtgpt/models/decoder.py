@@ -1,5 +1,8 @@
 """A decoder-only transformer of any architecture: embedding, blocks, head. Nothing here knows of devices or training.
 
+It is one class, so that a pipeline stage is a decoder with parts left out, names of parameters are the same in every
+plan, and initial weights are a function of a key and a name.
+
 Shapes: B samples, T positions, H hidden size, N heads, D = H / N, V padded vocabulary.
 """
 
@@ -47,7 +50,8 @@ class Decoder(nn.Module):
         by_sample: Tensor | None = None,
         copies: Tensor | None = None,
     ) -> Tensor:
-        """Arguments are those of `Batch`, `x` the tokens or activations; dropout keys of None: evaluation."""
+        """Return logits, the loss, or a part's activations. The arguments have the fields of a `Batch`, `x` its tokens
+        or the activations of the part before; dropout keys of None: evaluation."""
         seen: Seen = document_bounds
         if copies is not None:  # of a capability whose samples share tokens
             seen = seams.listed("sharings")[0](copies, x.shape[1])

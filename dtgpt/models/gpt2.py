@@ -108,7 +108,7 @@ class Embedding(BoundModule):
         return self.drop((self.wte(tokens) + self.wpe(positions)).to(self.dtype), context.dropout_keys)
 
     def decode_weights(self) -> EmbeddingWeights:
-        """Return what `dtgpt.ops.decode` needs to run this embedding."""
+        """Return the weights by which kernels of decode steps compute this embedding."""
         return EmbeddingWeights(self.wte.weight, self.wpe.weight)
 
 
@@ -135,7 +135,7 @@ class Block(BoundModule):
         return add(x, self.mlp(h), self.drop_2.site(keys))
 
     def decode_weights(self) -> BlockWeights:
-        """Return what `dtgpt.ops.decode` needs to run this block."""
+        """Return the weights by which kernels of decode steps compute this block."""
         attn, mlp = self.attn, self.mlp
         return BlockWeights(
             norm_1=self.ln_1.weight,
@@ -199,5 +199,5 @@ class Head(BoundModule):
         return self.lm_head(self.ln_f(x), targets, loss_weights)
 
     def decode_weights(self) -> HeadWeights:
-        """Return what `dtgpt.ops.decode` needs to run this head."""
+        """Return the weights by which kernels of decode steps compute this head."""
         return HeadWeights(self.ln_f.weight, self.ln_f.bias, self.lm_head.weight, self.ln_f.eps)

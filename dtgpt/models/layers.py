@@ -1,4 +1,7 @@
-"""Modules that architectures share. Each owns its fusion, so that a model file shows the transformer alone."""
+"""Modules that architectures share. Each owns its fusion, so that a model file shows the transformer alone.
+
+A module computes in the dtype of its input, leaves a bias or a sum to the operation that comes next where one pass over
+the data saves another, and reads in its `bound` what a plan, a precision or a cache gives it (`binding.py`)."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol

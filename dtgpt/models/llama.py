@@ -163,7 +163,7 @@ class Embedding(BoundModule):
         return self.drop(self.tokens(tokens).to(self.dtype), context.dropout_keys)
 
     def decode_weights(self) -> EmbeddingWeights:
-        """Return what `dtgpt.ops.decode` needs to run this embedding."""
+        """Return the weights by which kernels of decode steps compute this embedding."""
         return EmbeddingWeights(self.tokens.weight, None)
 
 
@@ -174,7 +174,7 @@ class Block(PreNormBlock):
         super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config, window), MLP(config))
 
     def decode_weights(self) -> BlockWeights:
-        """Return what `dtgpt.ops.decode` needs to run this block."""
+        """Return the weights by which kernels of decode steps compute this block."""
         attn, mlp = self.attn, self.mlp
         return BlockWeights(
             norm_1=self.norm_1.weight,
@@ -261,5 +261,5 @@ class Head(BoundModule):
         return self.output(self.norm(x), targets, loss_weights)
 
     def decode_weights(self) -> HeadWeights:
-        """Return what `dtgpt.ops.decode` needs to run this head."""
+        """Return the weights by which kernels of decode steps compute this head."""
         return HeadWeights(self.norm.weight, None, self.output.weight, self.norm.eps)

@@ -1,5 +1,8 @@
-"""What models with rotary positions, grouped queries and a gated MLP have in their configuration: those of LLaMA's
-kind, OLMo 3, Gemma 3, GPT-OSS."""
+"""What models with rotary positions, grouped queries and a gated MLP have in their configuration: LLaMA, and most
+families since.
+
+They differ in numbers more than in modules. So one class has the fields, the rules between them and what follows from
+them, and a family gives other defaults. Windows stand apart: a model with learned positions may have them, too."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass

@@ -105,13 +105,13 @@ FUNCTIONS: Mapping[str, Gate] = {  # but silu's, which `swiglu` is
 
 
 def gated_reference(x: Tensor, name: str) -> Tensor:
-    """Return what `gated` does, in plain torch: the test oracle."""
+    """Return f(gate) * up, f by its name, in plain torch: the test oracle."""
     function, (gate, up) = FUNCTIONS[name].function, FUNCTIONS[name].inputs(x)
     return (function(gate) * up).to(x.dtype)
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
-    """Return what `swiglu` does, in plain torch: the test oracle."""
+    """Return silu(gate) * up in plain torch: the test oracle."""
     gate, up = wide_pairs(x)
     return (F.silu(gate) * up).to(x.dtype)
 
@@ -131,7 +131,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def gated(x: Tensor, name: str) -> Tensor:
-    """Return f(gate) * up `[.., F]` in x's dtype, computed in fp32 at least and rounded once; x: see `swiglu`.
+    """Return f(gate) * up `[.., F]` in x's dtype, computed in fp32 at least and rounded once; x: `[.., 2 F]` in pairs.
 
     Raises ValueError for an odd number of columns, KeyError for an unknown name.
     """

@@ -4,7 +4,7 @@ Results do not depend on the number of rows: not on a GPU either, where kernels 
 in one pass and a token that is decoded alone have the same bits. A `DTensor` of a cut weight is taken apart here once,
 in `on_local_tensors`, so that no operation behind it knows of ranks.
 
-Sharding rule: that of `F.linear`.
+Sharding rule: x may be sharded by rows; a weight cut by outputs makes cut features, one cut by inputs addends.
 """
 
 from collections.abc import Callable, Iterator

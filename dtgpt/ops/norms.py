@@ -22,7 +22,7 @@ from dtgpt.util.torch_private import is_dtensor
 def residual_reference(
     x: Tensor, branch: Tensor, branch_bias: Tensor | None, key: Tensor | None, p: float, start: Sequence[int]
 ) -> Tensor:
-    """Return what `residual` does, in plain torch: the test oracle."""
+    """Return x + dropout(branch + bias) in plain torch: the test oracle."""
     branch = branch if branch_bias is None else branch + branch_bias.to(branch.dtype)
     return x + (branch if key is None else dropout(branch, key, p, start))
 
@@ -58,8 +58,8 @@ def check_site(key: Tensor | None, p: float, start: Sequence[int]) -> Tensor | N
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Return what `norm` does, in plain torch: the test oracle. RMSNorm is computed in fp32 at least and rounded once.
-    So is LayerNorm on a CPU, where PyTorch sums the 16-bit gradients of weight and bias in 16 bits."""
+    """Return the norm of each row in plain torch: the test oracle. RMSNorm is computed in fp32 at least and rounded
+    once. So is LayerNorm on a CPU, where PyTorch sums the 16-bit gradients of weight and bias in 16 bits."""
     if bias is None:
         scale = reciprocal_root(x, eps)
         return (x.to(scale.dtype) * scale.unsqueeze(-1) * weight.to(scale.dtype)).to(x.dtype)
@@ -79,7 +79,7 @@ def residual_norm_reference(
     p: float,
     start: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return what `residual_norm` does, in plain torch: the test oracle."""
+    """Return the residual sum, and its norm, in plain torch: the test oracle."""
     total = residual_reference(x, branch, branch_bias, key, p, start)
     return total, norm_reference(total, weight, bias, eps)
 
@@ -117,7 +117,8 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (sum, normed), `[B, T, H]` each: the sum that `residual` returns, and its `norm`.
 
-    weight, bias: `[H]`; the other arguments, and errors raised, as of `residual`.
+    weight, bias: `[H]`, of the norm. x, branch, branch_bias, key, p and start are arguments of `residual`, which raises
+    the same errors.
     """
     key, branch_bias = check_site(key, p, start), whole_bias(x, branch, branch_bias)
     return RESIDUAL_NORM(x, branch, branch_bias, weight, bias, eps, key, p, start)

@@ -129,7 +129,7 @@ def reference(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `rotary_qkv` does, in plain torch: the test oracle. table: as of `angle_table`."""
+    """Return q, k and v, q and k rotated, in plain torch: the test oracle. table: cosines and sines `[2, P, D / 2]`."""
     q, k, v = split_heads(qkv)
     wide = torch.promote_types(qkv.dtype, torch.float32)
     q, k = q.to(wide), k.to(wide)

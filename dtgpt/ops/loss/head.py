@@ -30,7 +30,7 @@ LOGITS_BYTES = 2 << 30  # of a chunk of logits: 21 thousand rows of 50304 in 16 
 
 
 class Coupled(NamedTuple):
-    """What a `CoupledLoss` knows of the tokens beside their losses: fields of a batch, as of `models.batch.Batch`."""
+    """What a `CoupledLoss` knows of the tokens beside their losses: fields of a batch."""
 
     weights: Tensor | None  # fp32 [B, N]: factors of the addends of the mean
     by_token: Tensor | None = None  # [B, T, ...]
@@ -72,7 +72,7 @@ def head_loss(
     `vocab_size`. scale: scalar on the device, a factor of the gradients but not of the value returned. It is applied
     before anything is rounded, so that a loss scale keeps fp16 gradients, of the size 1 / (B T V), from underflow.
     weights: fp32 `[B, T]`, factors of the losses before the mean over all B T; None: 1. bias: `[V_local]` of the
-    logits, in x's dtype and cut as the weight is. cap: as of `dtgpt.ops.loss.cross_entropy.capped`. Raises ValueError
+    logits, in x's dtype and cut as the weight is. cap: logits are bounded softly by it; 0: not. Raises ValueError
     for a DTensor with another placement.
     """
     start, group, weight, bias = _local(weight, bias, start, group)
@@ -100,7 +100,7 @@ def coupled_loss(
     cap: float = 0.0,
 ) -> Tensor:
     """Return what `coupled` makes of the losses of tokens. Logits are made twice: for these losses, and for the
-    gradients. Other arguments: as of `head_loss`."""
+    gradients. The other arguments are those of `head_loss`."""
     with torch.no_grad():
         start, group, local, local_bias = _local(weight, bias, 0, None)
         place = (vocab_size, start, group)

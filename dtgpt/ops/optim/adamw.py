@@ -39,8 +39,8 @@ def reference(
     betas: tuple[float, float],
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (master, exp_avg, exp_avg_sq) after a step, in plain torch: the test oracle. numbers: as `AdamW._numbers`
-    returns them."""
+    """Return (master, exp_avg, exp_avg_sq) after a step, in plain torch: the test oracle. numbers: fp32 `[4]`,
+    the factor of gradients, that of decay, the rate, and the root of the second bias correction."""
     scale, kept, rate, root = numbers.unbind()
     gradient = gradient.to(master.dtype) * scale
     exp_avg = exp_avg + (1 - betas[0]) * (gradient - exp_avg)

@@ -32,7 +32,7 @@ from dtgpt.ops.random.philox import are_few, block_words, covering_blocks, few_w
 from dtgpt.ops.serve import Operation
 
 LANES = 8  # elements that share one evaluation of Philox
-Site = tuple  # (key [B, 2] or None, p) and, of a shard, its start: see `dtgpt.models.layers.Dropout`
+Site = tuple  # (key [B, 2] or None, p) and, of a shard, the index of its first element
 LEVELS = 1 << 16  # a keep decision compares 16 bits, so p is rounded to a multiple of 2^-16
 # Of attention's probabilities:
 GROUP = 64  # columns whose decisions make a word of int64
@@ -78,7 +78,7 @@ def as_bits(lanes: Sequence[Tensor]) -> Tensor:
 
 
 def unpack_bytes(packed: Tensor, cut: slice) -> Tensor:
-    """Return bool `[.., elements]` for what `keep_bytes` returns. cut: the elements to return of those
+    """Return bool `[.., elements]` for decisions that lie eight to a byte. cut: the elements to return of those
     in all bytes."""
     lanes = torch.arange(LANES, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> lanes) & 1).bool().flatten(-2)[..., cut]
@@ -149,7 +149,8 @@ def dropout(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None = None
 
 
 def attention_dropout(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None = None) -> Tensor:
-    """Do what `dropout` does, with `attention_mask`. x: attention's probabilities `[*batch, .., queries, columns]`."""
+    """Return the dropout of probabilities, by the mask that is theirs (`attention_mask`). x: attention's probabilities
+    `[*batch, .., queries, columns]`."""
     return _dropped(x, key, p, start, attention=True)
 
 
