@@ -119,10 +119,10 @@ class Block(BoundModule):
     read and written once between two matrices.
     """
 
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, attention: "Attention | None" = None):
         super().__init__()
         self.ln_1 = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attn = Attention(config)
+        self.attn = Attention(config) if attention is None else attention
         self.drop_1 = Dropout(config.dropout, index=1)
         self.ln_2 = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(config)
@@ -160,10 +160,10 @@ class Attention(nn.Module):
     """Causal self-attention `[B, T, H]` -> `[B, T, H]`. The fused QKV projection is stored per head, `[N, 3, D]` along
     its output dimension, so that a cut between heads keeps each head's q, k and v together."""
 
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, qkv_bias: bool = True):
         super().__init__()
         self.head_dim = config.head_dim
-        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=qkv_bias)
         self.dropout = Dropout(config.dropout, index=0)
         self.core = AttentionCore(heads=(config.num_heads, config.head_dim))
         self.proj = DeferredBiasLinear(config.hidden_size, config.hidden_size)

@@ -36,6 +36,7 @@ from dtgpt.ops.activations import GATED, fused_name
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.rotary_positions import angle_table, rotary_qkv
 
+Biases = Literal["none", "qkv", "all"]  # of attention
 ROLES: Roles = {
     "embedding.tokens": Role.VOCABULARY,
     "embedding.drop": Role.STREAM_DROPOUT,
@@ -65,7 +66,7 @@ class LlamaConfig(RotaryConfig):
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 128256
     qk_norm: Annotated[bool, "normalise each head of queries and keys by RMSNorm, as Qwen3 does"] = False
     attention_bias: Annotated[
-        Literal["none", "qkv", "all"],
+        Biases,
         "biases of attention: of queries, keys and values as Qwen2.5, or its output's, too",
     ] = "none"
 
@@ -171,7 +172,8 @@ class Block(PreNormBlock):
     """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then the same with the MLP."""
 
     def __init__(self, config: LlamaConfig, window: int | None):
-        super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config, window), MLP(config))
+        attention = Attention(config, window, config.attention_bias, config.qk_norm)
+        super().__init__(config.hidden_size, config.norm_eps, config.dropout, attention, MLP(config))
 
     def decode_weights(self) -> BlockWeights:
         """Return the weights by which kernels of decode steps compute this block."""
@@ -208,14 +210,13 @@ class Attention(nn.Module):
     """Causal self-attention `[B, T, H]` -> `[B, T, H]`. The fused QKV projection is stored by heads of keys and values,
     `[G, R + 2, D]` along its output dimension, so that a cut between these keeps queries with their keys."""
 
-    def __init__(self, config: LlamaConfig, window: int | None):
+    def __init__(self, config: RotaryConfig, window: int | None, biases: Biases = "none", qk_norm: bool = False):
         super().__init__()
         self.head_dim, self.parts = config.head_dim, config.num_heads // config.num_kv_heads + 2
-        biases = config.attention_bias
         self.rotation, self.num_positions, self.eps = config.rotation, config.seq_length, config.norm_eps
         self.qkv = Linear(config.hidden_size, config.num_kv_heads * self.parts * config.head_dim, bias=biases != "none")
-        self.q_norm = HeadNorm(config.head_dim) if config.qk_norm else None
-        self.k_norm = HeadNorm(config.head_dim) if config.qk_norm else None
+        self.q_norm = HeadNorm(config.head_dim) if qk_norm else None
+        self.k_norm = HeadNorm(config.head_dim) if qk_norm else None
         self.dropout = Dropout(config.dropout, index=0)
         self.core = AttentionCore(window=window, heads=(config.num_kv_heads, config.head_dim))
         self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size, bias=biases == "all")
