@@ -152,9 +152,20 @@ def zero_dropped(p, low, high, lanes):
 
 @triton.jit(do_not_specialize=["start", "drop"])
 def draw_kernel(
-    key, stride_sample, stride_word, words, spans, T, earlier, N, count, start, drop,
-    SHUFFLE: tl.constexpr, SPANS: tl.constexpr,
-):  # fmt: skip
+    key,
+    stride_sample,
+    stride_word,
+    words,
+    spans,
+    T,
+    earlier,
+    N,
+    count,
+    start,
+    drop,
+    SHUFFLE: tl.constexpr,
+    SPANS: tl.constexpr,
+):
     """Draw the decisions of all queries that see a group of 64 columns. Grid (B N, ceil(S / 64))."""
     S = T if earlier is None else T + earlier
     place, group = tl.program_id(0), tl.program_id(1)
