@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from dtgpt.models.binding import BoundModule
 from dtgpt.models.inventory import Parameter, Rows, inventory
@@ -97,19 +96,6 @@ class ModelConfig(ABC):
         """Return what tells the kind of block `index`: blocks with equal kinds have the same modules and shapes. By
         default all are of one kind."""
         return None
-
-    def comparable(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the part of parameter `name`, or of its gradient, that is more than rounding. Of queries, keys and
-        values these are the values where each token attends to itself alone: the softmax of one score is 1, and of the
-        rounding in the gradient of a score an optimizer may make updates as large as any."""
-        if role_of(name.rpartition(".")[0], self.roles) is not Role.QKV:
-            return tensor
-        block = int(name.split(".")[1])
-        core = inventory(self).cores(block)[0]
-        packed = self.pieces(Parameter(name, tuple(tensor.shape), Role.QKV, block))
-        if core.window != 1 or core.sinks or len(packed) == 1:  # of an adapter
-            return tensor
-        return torch.cat([tensor[rows.start : rows.stop] for rows in packed[-1]])
 
     def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
         """Return the rows of each matrix that a weight `[rows, columns]` packs: queries, keys and values, or the whole

@@ -76,13 +76,6 @@ class GPT2Config(ModelConfig):
     def make_head(self) -> "Head":
         return Head(self)
 
-    def comparable(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the bias of QKV, stored per head as `[N, 3, D]`, without its keys; every other tensor as it is. A bias
-        of the keys moves all scores of a query alike, which the softmax does not see: its gradient is rounding."""
-        if not name.endswith("attn.qkv.bias"):
-            return super().comparable(name, tensor)
-        return tensor.reshape(self.num_heads, 3, -1)[:, [0, 2]].contiguous()
-
 
 GPT2_124M = GPT2Config(num_layers=12, hidden_size=768, num_heads=12)
 GPT2_345M = GPT2Config(num_layers=24, hidden_size=1024, num_heads=16)
