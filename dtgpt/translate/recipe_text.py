@@ -19,7 +19,7 @@ MODELS = {
 }  # fmt: skip
 OPTIMIZERS = {
     "adamw": ("dtgpt.config.sections", "OptimizerConfig"), "muon": ("dtgpt.optim.muon", "MuonConfig"),
-    "normuon": ("dtgpt.optim.muon.normuon", "NorMuonConfig"),
+    "normuon": ("dtgpt.optim.muon", "NorMuonConfig"),
 }  # fmt: skip
 FIRST = (
     "name", "model", "plan", "optimizer", "steps", "train_samples", "seq_length", "micro_batch_size",
