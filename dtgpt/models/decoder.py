@@ -56,6 +56,7 @@ class Decoder(nn.Module):
         if copies is not None:  # of a capability whose samples share tokens
             seen = seams.listed("sharings")[0](copies, x.shape[1])
 
+        # Keys of dropout are those of all sites of the model: a stage takes its own by their global numbers.
         def context(sites: range) -> Context:
             keys = None if dropout_keys is None else dropout_keys[:, sites.start : sites.stop]
             return Context(keys, positions, seen)
@@ -135,7 +136,7 @@ def fill_weight(part: Tensor, name: str, index: Sequence[range], config: ModelCo
 def build_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, key: Tensor | None) -> Decoder:
     """Return a whole model on one device, with initial weights from `key [2]`. No key: the memory is left as it is, for
     a checkpoint to fill."""
-    with on_meta():
+    with on_meta():  # so that nothing draws values that are replaced below
         model = Decoder(config, dtype)
     model.allocate(device)
     if key is not None:

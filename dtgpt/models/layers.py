@@ -274,6 +274,7 @@ class Output(nn.Linear):
         if targets is None:
             return capped(linear(x, weight, bias), self.cap)
         scale = self.bound.gradient_scale
+        # A loss that is no mean over tokens gets their losses first, and gives the weights by which they are averaged.
         if self.bound.coupled is not None:
             about = loss_weights if isinstance(loss_weights, Coupled) else Coupled(loss_weights)
             arguments = (x, weight, targets, self.vocab_size, about, self.bound.coupled)

@@ -87,6 +87,7 @@ def causal_attention(
     if unknown := unknown_to(backend, case.softcap, case.sinks):
         raise ValueError(f"the back end {backend} does not know {unknown}")
     check_inputs(q, k, v, key, spans, rule.sinks)
+    # A window that hides nothing here is none: kernels without one are faster, and have the bits of a model without.
     if rule.window is not None and rule.window >= k.shape[1]:
         rule = rule._replace(window=None)
     kernel = kernel_for(case, backend)

@@ -180,6 +180,8 @@ class _InPlaceOf(torch.autograd.Function):
 
 
 class _HeadLoss(torch.autograd.Function):
+    """The mean loss. Forward makes both gradients, while the logits of a chunk are there; backward scales them."""
+
     @staticmethod
     def forward(
         ctx,
@@ -201,6 +203,7 @@ class _HeadLoss(torch.autograd.Function):
         dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for rows, logits in _logits(x, weight, bias, vocab_size, group):
             factors = scale if weights is None else scale * weights[rows]
+            # From here on `logits` are their own gradient.
             losses[rows] = _losses_and_gradient_(logits, targets[rows], start, real, group, factors, cap)
             torch.mm(logits, weight, out=dx[rows])
             if ctx.needs_input_grad[1]:

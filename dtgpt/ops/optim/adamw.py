@@ -73,7 +73,7 @@ def _update(
     skip: Tensor | None,
 ) -> None:
     no_decay = numbers.clone()
-    no_decay[1] = 1
+    no_decay[1] = 1  # the factor that decay applies to weights
     for slot, exp_avg, exp_avg_sq, gradient in zip(slots, exp_avgs, exp_avg_sqs, gradients, strict=True):
         factors = numbers if slot.decay else no_decay
         new = reference(slot.master, exp_avg, exp_avg_sq, gradient, factors, betas, eps)
