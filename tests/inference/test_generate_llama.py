@@ -25,7 +25,6 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.cache_sizes import core_sizes
 from dtgpt.serve.app import make_app
-from dtgpt.train.texts.generate import generate_text
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support import bodies_engine as bodies
@@ -193,6 +192,8 @@ SERVED = {"llama": WITH_TEXT["llama"], **{name: replace(config, seq_length=48) f
 
 @pytest.mark.parametrize("family", SERVED)
 def test_a_server_and_samples_of_training(recipe, family):
+    from dtgpt.train.texts.generate import generate_text
+
     model = build_model(SERVED[family], CPU, torch.float32, root_key(0))
     with served(model) as service, client(make_app(service)) as http:
         answer = http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5, "ignore_eos": True}).json()

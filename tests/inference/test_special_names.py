@@ -12,7 +12,6 @@ from dtgpt.evaluation.tasks import continued, encoded
 from dtgpt.inference.options import OPTIONS
 from dtgpt.serve.app import make_app
 from dtgpt.train.setup import open_trainer
-from dtgpt.train.texts.generate import generate_text
 from dtgpt.util.errors import UserError
 from tests.support.bodies_grpo import Low
 from tests.support.chats import NAMES, write_tokenizer
@@ -89,6 +88,8 @@ def test_completions_take_the_same_ids_and_the_switch(model, folder):
 
 
 def test_prompts_of_samples_and_of_reinforcement(recipe, folder, tmp_path):
+    from dtgpt.train.texts.generate import generate_text
+
     path = write_lines(tmp_path / "in.jsonl", [{"text": "Hello world " * 9}] * 40)
     data = {"path": str(path), "tokenizer": "auto", "tokenizer_file": str(folder)}
     asks = Asks(group=2, max_new_tokens=2)

@@ -9,7 +9,6 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.optim.fp16.loss_scale import LossScaler
 from dtgpt.optim.step_state import StepState
 from dtgpt.optim.update import EmptySteps, Update, clip_factor
 from dtgpt.optim.z_scores import detector as outliers
@@ -101,6 +100,8 @@ def update_of(recipe: Recipe, dtype=torch.float32, share=1.0) -> Update:
     rates = recipe.schedule.rates(recipe.steps, recipe.batch_sizes())
     states: list[StepState] = [EmptySteps(CPU)]
     if dtype == torch.float16:
+        from dtgpt.optim.fp16.loss_scale import LossScaler
+
         states.append(LossScaler(CPU, recipe.loss_scale))
     return Update(shards_of(recipe, dtype), recipe.optimizer, rates, share, states)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dtgpt.cli import main
+from dtgpt.compare.rounding import comparable
 from dtgpt.config.execution import DTYPES
 from dtgpt.parallel.graphs import WARM_UP, Graphs, capture
 from dtgpt.train.loop import train
-from dtgpt.train.texts.generate import generate_text
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.runs import change, losses, newest_run, on_cuda, training
@@ -176,7 +176,7 @@ def curve_of(run: Trainer, steps: int) -> torch.Tensor:
 def weights_of(run: Trainer) -> torch.Tensor:
     """All in one, but the bias of the keys, which moves by rounding alone."""
     config = run.settings.model
-    return torch.cat([config.comparable(shard.name, shard.local).flatten() for shard in run.shards])
+    return torch.cat([comparable(config, shard.name, shard.local).flatten() for shard in run.shards])
 
 
 # (loss, norm, all weights): several times what one and several micro-batches differ by, a fraction of what twenty steps
@@ -220,6 +220,8 @@ def test_a_captured_step_computes_again_what_it_did_not_keep(recipe, attention, 
 @pytest.mark.parametrize("micro_batch_size", [4, 8])
 def test_evaluation_and_samples_in_between_disturb_no_captured_step(recipe, micro_batch_size):
     """Also in the memory that the pieces of the graph believe to be theirs."""
+    from dtgpt.train.texts.generate import generate_text
+
     recipe = on_cuda(recipe, micro_batch_size=micro_batch_size, precision="bf16")
     runs = [training(recipe) for _ in range(2)]
     undisturbed, curve, held_out = curve_of(runs[0], 12), [], []

@@ -10,7 +10,6 @@ from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.run.folder import RunLock
 from dtgpt.train.checkpoints import Saving
 from dtgpt.train.loop import train
-from dtgpt.train.texts import generate as samples
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_train import train_while_the_folder_goes
@@ -75,6 +74,8 @@ def test_a_folder_that_goes_while_nothing_is_written_is_noticed_within_a_second(
 
 @pytest.mark.parametrize("when", ["the last checkpoint", "the end"])
 def test_a_folder_that_goes_at_the_end_is_no_success(recipe, monkeypatch, when):
+    from dtgpt.train.texts import generate as samples
+
     save, generate = Saving.save, samples.generate_text
 
     def move_at_the_last(self, *arguments, **options):

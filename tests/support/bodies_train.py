@@ -13,12 +13,9 @@ import torch.distributed as dist
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.layers import AttentionCore
-from dtgpt.optim.fp16.loss_scale import SKIP_ABOVE
-from dtgpt.optim.z_scores import detector as outliers
 from dtgpt.train.loop import train
 from dtgpt.train.objective import LanguageModel
 from dtgpt.train.setup import open_trainer
-from dtgpt.train.texts.generate import generate_text
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 
@@ -41,6 +38,8 @@ def steps_with_an_overflow(recipe: Recipe) -> tuple[list[dict[str, float]], list
     """Four fp16 steps; in the second one number on rank 1 alone is infinite, in the third one is too large for fp16.
     What is told of the loss scale after each, whether this rank's weights stayed the same, and the updates in the
     end."""
+    from dtgpt.optim.fp16.loss_scale import SKIP_ABOVE
+
     with open_trainer(recipe) as run:
         scaling, unchanged = [], []
         for step in range(4):
@@ -81,7 +80,10 @@ def outlier_at(strange: int, window: int) -> Iterator[None]:
         windows, ids, key = read(self, step)
         return (37 * windows + 11) % self.parts.settings.model.vocab_size if step == strange else windows, ids, key
 
-    with mock.patch.object(LanguageModel, "read", read_strange), mock.patch.object(outliers, "WINDOW", window):
+    with (
+        mock.patch.object(LanguageModel, "read", read_strange),
+        mock.patch("dtgpt.optim.z_scores.detector.WINDOW", window),
+    ):
         yield
 
 
@@ -122,6 +124,8 @@ def train_while_the_folder_goes(recipe: Recipe, step: int) -> str:
 def texts_between_steps(recipe: Recipe, sampling: bool) -> tuple[list[str], list[float], list[bool]]:
     """Texts before the first and after each of two steps, the losses of the steps, and whether each attention core has
     a cache in the end."""
+    from dtgpt.train.texts.generate import generate_text
+
     with open_trainer(recipe) as run:
         texts, found = [generate_text(run) for _ in range(2 * sampling)], []
         for _ in range(2):

@@ -11,7 +11,6 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import LossScaleConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
-from dtgpt.optim.fp16.loss_scale import LossScaler
 from dtgpt.posttrain.dpo.config import DpoConfig
 from dtgpt.posttrain.grpo.answers import advantages_of
 from dtgpt.run.records import read_records
@@ -93,6 +92,8 @@ def test_neither_the_loss_scale_nor_outliers_take_note_of_it(masked, changes):
 
 
 def test_an_empty_step_leaves_a_scale_as_it_is():
+    from dtgpt.optim.fp16.loss_scale import LossScaler
+
     scaler, no, yes = (
         LossScaler(torch.device("cpu"), LossScaleConfig(window=2)),
         torch.tensor(False),

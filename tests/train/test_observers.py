@@ -7,7 +7,6 @@ from dtgpt.run.records import read_records
 from dtgpt.train.checkpoints import Saving
 from dtgpt.train.loop import train
 from dtgpt.train.observer import HeldOutLoss, Observer, Turn
-from dtgpt.train.texts import generate as samples
 from dtgpt.util import seams
 from tests.support.example_observer import EVERY
 from tests.support.ranks import pool
@@ -63,6 +62,8 @@ CAPABILITY = seams.Capability(observers=(f"{__name__}:Told",))
 
 @pytest.mark.slow(1)
 def test_the_order_after_a_step_is_that_of_the_turns(recipe, use, monkeypatch):
+    from dtgpt.train.texts import generate as samples
+
     order = []
     for place, name in ((HeldOutLoss, "act"), (Saving, "act"), (Told, "act"), (samples, "generate_text")):
         method = getattr(place, name)
