@@ -48,6 +48,8 @@ FOLDERS = {
     ): "ending>saving progress>observer job>start settle>start startup>setup processes>setup",
     ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
     ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
+    ("dtgpt.commands", "dtgpt.serve"): "serve>command",
+    ("dtgpt.commands", "dtgpt.evaluation"): "eval>command lm_eval>harness_command",
     (
         "dtgpt.inference",
         "dtgpt.inference",

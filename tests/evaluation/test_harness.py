@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import dtgpt
-from dtgpt.commands.lm_eval import command, split_words
+from dtgpt.evaluation.harness_command import command, split_words
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.evaluation.harness_options import read_generation
 from dtgpt.evaluation.shared_model import SharedModel
@@ -363,7 +363,7 @@ def test_words_that_are_wrong_are_one_sentence(words, sentence):
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
-    monkeypatch.setattr("dtgpt.commands.lm_eval.find_spec", lambda name: None)
+    monkeypatch.setattr("dtgpt.evaluation.harness_command.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'dtgpt\[eval\]'"):
         command(["model", "--tasks", "x"])
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dtgpt
 from dtgpt.checkpoint.open import open_config
 from dtgpt.commands.convert import ConvertOptions, convert
-from dtgpt.commands.eval import EvalOptions, evaluate
+from dtgpt.evaluation.command import EvalOptions, evaluate
 from dtgpt.compare.gate import Reference
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.trace import Key

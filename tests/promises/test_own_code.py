@@ -14,7 +14,7 @@ from dtgpt.checkpoint.open import open_source
 from dtgpt.commands import compare, convert, eval, inspect, lm_eval, plan, train
 from dtgpt.commands.chat import command as chat_command
 from dtgpt.commands.generate import command as generate_command
-from dtgpt.commands.serve import command as serve_command
+from dtgpt.serve.command import command as serve_command
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.evaluation.shared_model import open_shared
 from dtgpt.inference.kernels.stages import parts_of, tells_weights

@@ -17,7 +17,7 @@ import torch
 
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.cli import main
-from dtgpt.commands.serve import KEY, ServeOptions, name_of
+from dtgpt.serve.command import KEY, ServeOptions, name_of
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -221,7 +221,7 @@ def refusal(folder, capsys, monkeypatch):
 
 
 def test_what_cannot_be_served_is_one_sentence_before_weights_are_read(refusal, monkeypatch):
-    monkeypatch.setattr("dtgpt.commands.serve.Model", None)
+    monkeypatch.setattr("dtgpt.serve.command.Model", None)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert f"127.0.0.1 port {port} cannot be used" in refusal("--port", str(port))

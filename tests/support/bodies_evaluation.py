@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dtgpt.commands.eval import command
+from dtgpt.evaluation.command import command
 from dtgpt.config.recipe import Recipe
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer, scorer_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtgpt.charts.plot import main_figures
-from dtgpt.commands.eval import command
+from dtgpt.evaluation.command import command
 from dtgpt.evaluation.in_training import TaskEvaluation
 from dtgpt.inference.finite import LOGITS
 from dtgpt.run.sinks import read_records
