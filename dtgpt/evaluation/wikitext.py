@@ -9,7 +9,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.files import DataFile, json_records
 from dtgpt.evaluation.scoring import TokenScores
-from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions, encoded
+from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
@@ -32,9 +32,15 @@ ENCLOSED = tuple(
     for begin, end in ("()", "[]", "{}", '""', "''")
 )
 REST = (
-    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" \xb0 ", "\xb0"), (" \n", "\n"), ("\n ", "\n"),
-    (" N ", " 1 "), (" 's", "'s"),
-)  # fmt: skip
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \xb0 ", "\xb0"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
 
 
 def detokenize(text: str) -> str:
@@ -95,7 +101,7 @@ def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskO
         )
     text = whole_text(file)
     words = len(text.strip().split(" "))
-    (ids,) = encoded(tokenizer, [detokenize(text)])
+    ids = tokenizer.encode_prompt(detokenize(text))
     if len(ids) < 2 or words < 2:
         raise UserError(f"{file.path} has {counted(words, 'word')}, too few for a perplexity; give a longer text")
     windows = overlapping_windows(len(ids), positions, step)
