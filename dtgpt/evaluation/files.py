@@ -97,7 +97,7 @@ def _parse(place: str, text: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        reason = error
+        reason = str(error)
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg.removesuffix(' at')}, character {error.pos + 1}"
         raise UserError(f"{place} is not JSON ({reason}); write an object in each line") from None

@@ -83,7 +83,8 @@ def _plain_items(file: DataFile) -> list[Item]:
 
 
 def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskOptions) -> Prepared:
-    """Return four samples for each item of a file: see `Prepare`."""
+    """Return four samples for each item of a file, cut on the left to a model's positions, and what makes a result of
+    their scores. Raise UserError where the file does not hold items."""
     items = items_of(file)[: options.limit]
     contexts = [opened(tokenizer.encode_prompt(item.context), tokenizer) for item in items]
     # Endings are encoded apart from the context, without what the tokenizer puts before every text.

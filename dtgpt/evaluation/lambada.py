@@ -51,7 +51,8 @@ def word_ids(texts: list[str], tokenizer: Tokenizer, strict: bool) -> list[tuple
 
 
 def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskOptions) -> Prepared:
-    """Return the samples of a file: see `Prepare`."""
+    """Return a sample for each passage of a file, cut on the left to a model's positions, and what makes a result of
+    their scores. Raise UserError where the file does not hold passages."""
     texts = [text for _, text in passages(file)][: options.limit]
     samples = [
         fitted(opened(context, tokenizer), target, positions)

@@ -130,8 +130,8 @@ class Scorer:
 
 
 def scorer_of(model: Model, tokens: int | None = None) -> Scorer:
-    """Return a scorer of a model that `dtgpt.load` has made; `tokens` as of `Scorer`. While it scores, nothing else may
-    use the model."""
+    """Return a scorer of a model that `dtgpt.load` has made. tokens: of a batch, padding included; None: as many as
+    keep the device busy. While it scores, nothing else may use the model."""
     return Scorer(model.stages, model.mesh, model.config, model.dtype, tokens, model.exact)
 
 

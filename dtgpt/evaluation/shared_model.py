@@ -30,8 +30,8 @@ def open_shared(
     exact: bool = False,
     recipe: str | None = None,
 ) -> "SharedModel":
-    """Return the model at the path `model`, opened as `dtgpt.load` does, on every rank. vocab_file, merge_file: of a
-    BPE like GPT-2's, in place of `tokenizer`. Raise UserError where an argument is wrong."""
+    """Return the model at the path `model`, on every rank. vocab_file, merge_file: of a BPE like GPT-2's, in place of
+    `tokenizer`. Raise UserError where an argument is wrong."""
     given: Tokenizer | str | None = tokenizer
     if vocab_file is not None or merge_file is not None:
         given = open_tokenizer(tokenizer or "gpt2", vocab_file, merge_file)

@@ -92,7 +92,8 @@ def overlapping_windows(tokens: int, positions: int, step: int | None) -> list[W
 
 
 def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskOptions) -> Prepared:
-    """Return the windows of a file: see `Prepare`."""
+    """Return the windows of a file, of a model's positions each, and what makes a result of their scores. Raise
+    UserError where the file does not hold a text, or the windows would leave tokens out."""
     step = options.overlapping_eval
     step = min(OVERLAPPING_EVAL, positions) if step is None else step
     if step > positions:

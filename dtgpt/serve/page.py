@@ -21,7 +21,7 @@ from dtgpt.serve.service import Service
 
 def routes(service: Service) -> list[Route]:
     """Return the routes of the page."""
-    page = files(__package__).joinpath("web/page.html").read_text()
+    page = files(__package__).joinpath("web/page.html").read_text(encoding="utf-8")
     tokenizer = service.model.known_tokenizer
     talks = tokenizer is not None and KEY in tokenizer.additions
     content = page.replace("{{chat}}", "yes" * talks).replace("{{model}}", html.escape(service.model_id)).encode()

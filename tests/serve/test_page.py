@@ -14,7 +14,7 @@ from dtgpt.serve import page
 from dtgpt.serve.app import make_app
 from tests.support.server import client, served, tiny_model
 
-FILE = files("dtgpt.serve").joinpath("web/page.html").read_text()
+FILE = files("dtgpt.serve").joinpath("web/page.html").read_text(encoding="utf-8")
 SECRET = {"Authorization": "Bearer secret"}
 
 

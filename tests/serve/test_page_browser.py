@@ -213,6 +213,8 @@ def test_an_empty_answer_is_told(visit, prompt, reason):
     ask(page, prompt, temperature=0, max_tokens=5)
     ended(page)
     assert written(page) == f"The model gave no text: {reason}."
+    page.check("#show-tokens")
+    assert page.is_visible(".answer") and page.is_visible(".tokens")
 
 
 def test_a_prompt_may_be_empty(visit):
