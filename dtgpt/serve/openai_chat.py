@@ -8,7 +8,7 @@ from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.options import MOST_ALTERNATIVES
 from dtgpt.posttrain.chats.messages import ARGUMENTS, read_arguments, read_messages
 from dtgpt.serve.openai_answer import CompletionAnswer
-from dtgpt.serve.openai_keys import SWITCH, check_kind
+from dtgpt.serve.openai_keys import SWITCH, read_kind
 from dtgpt.serve.openai_request import CompletionRequest, read_request
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.serve.service import Service, client_has_left
@@ -74,8 +74,7 @@ def _length(body: dict[str, Any]) -> tuple[str, Any]:
 def _logprobs(body: dict[str, Any]) -> int | None:
     """Return the number of likeliest tokens; None without log-probabilities."""
     most = body.get("top_logprobs")
-    wanted = False if body.get("logprobs") is None else body["logprobs"]
-    check_kind("logprobs", wanted, SWITCH)
+    wanted = read_kind("logprobs", False if body.get("logprobs") is None else body["logprobs"], SWITCH)
     if most and not wanted:
         raise HttpProblem(400, "top_logprobs needs logprobs=true; add it, or leave it out", "top_logprobs")
     if most is not None and (type(most) is not int or not 0 <= most <= MOST_ALTERNATIVES):

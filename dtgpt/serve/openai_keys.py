@@ -118,7 +118,7 @@ def read_keys(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_key(name: str, value: Any, key: RequestKey) -> None:
     """Raise UserError, or HttpProblem, for a value that a key of this API cannot have."""
-    check_kind(name, value, key.kind)
+    read_kind(name, value, key.kind)
     if key.bounds is not None:
         check_whole(name, value, *key.bounds)
     # True equals 1, and is another value.
@@ -127,13 +127,14 @@ def check_key(name: str, value: Any, key: RequestKey) -> None:
     for inner in value if key.kind is STREAM_OPTIONS else ():
         if inner not in ("include_usage", "include_obfuscation"):  # the second pads events, which changes no text
             raise UserError(f"there is no option {shown_name(inner)} of a stream; use include_usage")
-        check_kind(f"{name}.{inner}", value[inner], SWITCH)
+        read_kind(f"{name}.{inner}", value[inner], SWITCH)
 
 
-def check_kind(name: str, value: Any, kind: Kind) -> None:
-    """Raise HttpProblem 400 for a value of another kind."""
+def read_kind(name: str, value: Any, kind: Kind) -> Any:
+    """Return the value of a key. Raise HttpProblem 400 for one of another kind."""
     if not isinstance(value, kind.type):
         raise HttpProblem(400, f"{name}={shown(value)} {kind.rule}", name)
+    return value
 
 
 def read_option(name: str, value: Any) -> Any:

@@ -11,7 +11,7 @@ from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import check_ids, check_length, encode
 from dtgpt.inference.session import PromptJob
 from dtgpt.serve.limits import RequestLimits
-from dtgpt.serve.openai_keys import OPTION_KEYS, TEXT, check_kind, read_keys
+from dtgpt.serve.openai_keys import OPTION_KEYS, TEXT, read_keys, read_kind
 from dtgpt.serve.problems import TOO_LONG, HttpProblem, bad_request
 from dtgpt.serve.service import draw_seed
 from dtgpt.util.console import counted
@@ -91,7 +91,7 @@ def check_model(name: Any, model: str) -> None:
     """Raise HttpProblem 404 where a request names another model than this server has, 400 where it names none."""
     if name is None:
         return
-    check_kind("model", name, TEXT)
+    read_kind("model", name, TEXT)
     if name != model:
         sentence = f"the model {shown(name)} is not served here; use {shown(model)}, or leave model out"
         raise HttpProblem(404, sentence, "model", code="model_not_found")

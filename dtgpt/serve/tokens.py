@@ -10,7 +10,7 @@ from starlette.routing import Route
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.posttrain.chats.template import template_of
 from dtgpt.serve.body import read_json
-from dtgpt.serve.openai_keys import SWITCH, TEXT, Kind, check_kind
+from dtgpt.serve.openai_keys import SWITCH, TEXT, Kind, read_kind
 from dtgpt.serve.openai_request import check_model
 from dtgpt.serve.problems import HttpProblem
 from dtgpt.serve.service import Service, in_thread
@@ -44,8 +44,7 @@ def routes(service: Service) -> list[Route]:
 def tokenize(body: Object, service: Service) -> Object:
     """Return the ids of a text, in which names of special tokens stand for these: lm_eval asks for the id of the end of
     text by its name. Raise HttpProblem for a wrong value."""
-    text, tokenizer = body.get("prompt"), service.tokenizer
-    check_kind("prompt", text, TEXT)
+    text, tokenizer = read_kind("prompt", body.get("prompt"), TEXT), service.tokenizer
     ids = tokenizer.encode_prompt(text) if _switch(body, "add_special_tokens", True) else tokenizer.encode_bare(text)
     found = {"count": len(ids), "max_model_len": service.config.seq_length, "tokens": ids, "token_strs": None}
     if _switch(body, "return_token_strs", False):
@@ -56,8 +55,7 @@ def tokenize(body: Object, service: Service) -> Object:
 
 def detokenize(body: Object, service: Service) -> Object:
     """Return the text of ids, special tokens by their names. Raise HttpProblem for a wrong value."""
-    ids, most = body.get("tokens"), service.tokenizer.vocab_size - 1
-    check_kind("tokens", ids, IDS)
+    ids, most = read_kind("tokens", body.get("tokens"), IDS), service.tokenizer.vocab_size - 1
     wrong = [i for i in ids if type(i) is not int or not 0 <= i <= most]
     if wrong:
         raise HttpProblem(400, f"{shown(wrong[0])} is not a token of this model; use ids from 0 to {most}", "tokens")
@@ -86,6 +84,4 @@ def _name(tokenizer: Tokenizer, i: int | None) -> str | None:
 
 
 def _switch(body: Object, key: str, default: bool) -> bool:
-    value = default if body.get(key) is None else body[key]
-    check_kind(key, value, SWITCH)
-    return value
+    return read_kind(key, default if body.get(key) is None else body[key], SWITCH)
