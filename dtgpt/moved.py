@@ -53,6 +53,12 @@ FOLDERS = {
     "settle>start startup>setup processes>setup",
     ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
     ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
+    ("dtgpt.commands", "dtgpt.serve"): "serve>command",
+    (
+        "dtgpt.serve",
+        "dtgpt.serve",
+    ): "guard>access client>access life>signals token_names>openai_logprobs megatron_jobs>megatron",
+    ("dtgpt.commands", "dtgpt.evaluation"): "eval>command lm_eval>harness_command",
     (
         "dtgpt.inference",
         "dtgpt.inference",

@@ -5,13 +5,13 @@ from dtgpt.util.seams import Capability, CommandEntry, When
 CAPABILITY = Capability(
     commands={
         "eval": CommandEntry(
-            "dtgpt.commands.eval:command",
+            "dtgpt.evaluation.command:command",
             "dtgpt eval MODEL --task lambada|wikitext103|hellaswag --data FILE\n"
             "    measure a model on tasks with known answers",
             place=90,
         ),
         "lm-eval": CommandEntry(
-            "dtgpt.commands.lm_eval:command",
+            "dtgpt.evaluation.harness_command:command",
             "dtgpt lm-eval MODEL --tasks NAME[,NAME ...]\n    evaluate a model with lm-evaluation-harness",
             place=100,
         ),

@@ -46,10 +46,6 @@ class Entry(NamedTuple):
 def read_file(path: Path, source: str) -> DataFile:
     """Return what a file holds, unpacked where it is compressed. `source`: a sentence that says where to get such a
     file. Raise UserError where there is none, or it cannot be read."""
-    if not path.exists():
-        raise UserError(f"the data {path} does not exist; {source}")
-    if path.is_dir():
-        raise UserError(f"the data {path} is a folder; name a file: {source}")
     content = bytearray()
     try:
         with open_regular(path) as file:
@@ -58,8 +54,9 @@ def read_file(path: Path, source: str) -> DataFile:
                 if len(content) > LARGEST:
                     raise UserError(f"{path} has more than {byte_size(LARGEST)}, unpacked; give a part of it")
     except OSError as error:
-        reason = f"cannot be read ({error.strerror or error})"
-        raise UserError(f"the data {path} {reason}; {remedy(error, 'give another file')}") from None
+        raise UserError(
+            f"the data {path} cannot be read ({error.strerror or error}); {remedy(error, source)}"
+        ) from None
     digest = hashlib.sha256(content).hexdigest()
     try:
         text = content.removeprefix(BYTE_ORDER_MARK).decode()
@@ -87,25 +84,23 @@ def json_records(file: DataFile) -> Iterator[Entry]:
 
 
 def _json_array(file: DataFile) -> Iterator[tuple[str, Any]]:
-    try:
-        values = parse_json(file.text)
-    except ValueError as error:
-        raise UserError(f"{file.path} is not JSON ({error}); write an object in each line") from None
-    for number, value in enumerate(values, 1):
+    for number, value in enumerate(_parse(str(file.path), file.text), 1):
         yield f"{file.path}, entry {number}", value
 
 
 def _json_lines(file: DataFile) -> Iterator[tuple[str, Any]]:
     for place, line in lines_of(file):
-        try:
-            yield place, parse_json(line)
-        except ValueError as error:
-            reason = (
-                f"{error.msg.removesuffix(' at')}, column {error.colno}"
-                if isinstance(error, json.JSONDecodeError)
-                else error
-            )
-            raise UserError(f"{place} is not JSON ({reason}); write an object in each line") from None
+        yield place, _parse(place, line)
+
+
+def _parse(place: str, text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg.removesuffix(' at')}, character {error.pos + 1}"
+        raise UserError(f"{place} is not JSON ({reason}); write an object in each line") from None
 
 
 def lines_of(file: DataFile) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,6 @@ What a model is asked for follows the harness's own `hf` back end: which tokens 
 long documents are cut into windows, and where a generated text ends.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,13 +15,11 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from dtgpt.data.library_tokenizers.export import first_token
 from dtgpt.evaluation.batches import fitted
-from dtgpt.evaluation.harness_faults import checked, harness_errors_as_user_errors
 from dtgpt.evaluation.harness_options import Wanted, read_generation
 from dtgpt.evaluation.shared_model import SharedModel, open_shared
 from dtgpt.inference.options import read_options
@@ -173,25 +170,16 @@ def _advance(bar: tqdm, done: int) -> None:
 
 def run_harness(words: Sequence[str], given: Mapping[str, Any]) -> None:
     """Run the harness's own command with the options `words` on the model that `open_shared` makes of `given`: on rank
-    0, while the others make it, too, and follow. Raise UserError for what the harness refuses."""
+    0, while the others make it, too, and follow. What the harness refuses, or fails at, it says itself."""
     arguments = ["--model", NAME, "--model_args", json.dumps(dict(given)), "--batch_size", "auto", *words]
     before = len(HarnessModel.opened)
     try:
-        with (
-            harness_errors_as_user_errors(),
-            patch.object(sys, "argv", ["lm-eval", *arguments]),
-            patch.object(argparse.ArgumentParser, "error", refuse),
-            patch.object(EvaluatorConfig, "from_cli", checked(EvaluatorConfig.from_cli)),
-        ):
+        with patch.object(sys, "argv", ["lm-eval", *arguments]):
             cli_evaluate()
     finally:
         for shared in HarnessModel.opened[before:]:
             shared.end()
         del HarnessModel.opened[before:]
-
-
-def refuse(parser: argparse.ArgumentParser, message: str) -> None:
-    raise UserError(f"lm-evaluation-harness refuses: {message}; lm-eval run --help lists its options")
 
 
 def tokens_of_batch(size: int | str | None, most: int | None, positions: int) -> int | None:

@@ -11,8 +11,11 @@ NEW_TOKENS = 256  # where a task says nothing, as the harness's `hf` back end
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one number
 # Options of transformers that change no text here, by the values that do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,), "num_return_sequences": (1,), "use_cache": (True, False), "skip_special_tokens": (True,)
-}  # fmt: skip
+    "repetition_penalty": (1,),
+    "num_return_sequences": (1,),
+    "use_cache": (True, False),
+    "skip_special_tokens": (True,),
+}
 
 
 class Wanted(NamedTuple):
@@ -38,13 +41,13 @@ def read_generation(given: Mapping[str, Any], positions: int, end: str | None = 
     samples = left.pop("do_sample", None)
     if not (samples if samples is not None else temperature > 0):
         temperature = 0.0
-    for name, values in NEUTRAL.items():
-        if name in left and left[name] in values:
-            left.pop(name)
+    left = {name: value for name, value in left.items() if value not in NEUTRAL.get(name, ())}
     for name in left:
         if name not in NAMES or name in NEUTRAL:
-            raise UserError(f"the task asks for {shown_name(name)}={shown(left[name])}, which does not exist here; "
-                            f"{advice(name)}, with --gen_kwargs")  # fmt: skip
+            raise UserError(
+                f"the task asks for {shown_name(name)}={shown(left[name])}, which does not exist here; "
+                f"{advice(name)}, with --gen_kwargs"
+            )
     new = _number("max_gen_toks", lengths[0], int) if lengths else min(NEW_TOKENS, positions // 2)
     if not 1 <= new < positions:
         raise UserError(

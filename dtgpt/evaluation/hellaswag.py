@@ -15,8 +15,6 @@ from dtgpt.evaluation.tasks import (
     Result,
     Task,
     TaskOptions,
-    continued,
-    encoded,
     mean_and_error,
     opened,
 )
@@ -85,10 +83,12 @@ def _plain_items(file: DataFile) -> list[Item]:
 
 
 def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskOptions) -> Prepared:
-    """Return four samples for each item of a file: see `Prepare`."""
+    """Return four samples for each item of a file, cut on the left to a model's positions, and what makes a result of
+    their scores. Raise UserError where the file does not hold items."""
     items = items_of(file)[: options.limit]
-    contexts = [opened(ids, tokenizer) for ids in encoded(tokenizer, [item.context for item in items])]
-    ends = continued(tokenizer, [f" {ending}" for item in items for ending in item.endings])  # encoded apart
+    contexts = [opened(tokenizer.encode_prompt(item.context), tokenizer) for item in items]
+    # Endings are encoded apart from the context, without what the tokenizer puts before every text.
+    ends = [tokenizer.encode_bare(f" {ending}") for item in items for ending in item.endings]
     samples = [fitted(contexts[number // ENDINGS], end, positions) for number, end in enumerate(ends)]
 
     def measure(scores: list[TokenScores]) -> Result:

@@ -13,8 +13,6 @@ from dtgpt.evaluation.tasks import (
     Result,
     Task,
     TaskOptions,
-    continued,
-    encoded,
     mean_and_error,
     opened,
 )
@@ -45,15 +43,16 @@ def word_ids(texts: list[str], tokenizer: Tokenizer, strict: bool) -> list[tuple
     token of the passage.
     """
     if not strict:
-        return [(ids[:-1], ids[-1:]) for ids in encoded(tokenizer, texts)]
+        return [(ids[:-1], ids[-1:]) for ids in map(tokenizer.encode_prompt, texts)]
     words = [text.split()[-1] for text in texts]
     before = [text[: text.rindex(word)].strip() for text, word in zip(texts, words, strict=True)]
-    targets = continued(tokenizer, [f" {word}" for word in words])
-    return list(zip(encoded(tokenizer, before), targets, strict=True))
+    targets = [tokenizer.encode_bare(f" {word}") for word in words]
+    return list(zip(map(tokenizer.encode_prompt, before), targets, strict=True))
 
 
 def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskOptions) -> Prepared:
-    """Return the samples of a file: see `Prepare`."""
+    """Return a sample for each passage of a file, cut on the left to a model's positions, and what makes a result of
+    their scores. Raise UserError where the file does not hold passages."""
     texts = [text for _, text in passages(file)][: options.limit]
     samples = [
         fitted(opened(context, tokenizer), target, positions)

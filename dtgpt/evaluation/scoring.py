@@ -60,9 +60,14 @@ class Scorer:
     in training need `torch.compiler.set_stance("force_eager")` around them: their code is made for a batch."""
 
     def __init__(
-        self, stages: Sequence[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, tokens: int | None = None,
+        self,
+        stages: Sequence[Decoder],
+        mesh: Mesh,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        tokens: int | None = None,
         exact: bool = False,
-    ):  # fmt: skip
+    ):
         """dtype: of activations. tokens: of a batch, padding included; None: as many as keep the device busy. exact:
         with the bits of the loss in training."""
         self.stages, self.mesh, self.config, self.dtype = stages, mesh, config, dtype
@@ -70,9 +75,11 @@ class Scorer:
 
     @torch.no_grad()
     def score(
-        self, samples: Sequence[Sample] | None, progress: Callable[[int], None] = lambda done: None,
+        self,
+        samples: Sequence[Sample] | None,
+        progress: Callable[[int], None] = lambda done: None,
         interrupted: Callable[[], bool] = lambda: False,
-    ) -> list[TokenScores] | None:  # fmt: skip
+    ) -> list[TokenScores] | None:
         """Return the scores of the samples of rank 0, on every rank; None where `interrupted`, which every rank asks
         together, became true in between. `progress` is called with the number of samples that this rank has finished
         since its last call. Raise UserError, on every rank, for a sample that the model cannot score, and NotFinite
@@ -123,16 +130,15 @@ class Scorer:
 
 
 def scorer_of(model: Model, tokens: int | None = None) -> Scorer:
-    """Return a scorer of a model that `dtgpt.load` has made; `tokens` as of `Scorer`. While it scores, nothing else may
-    use the model."""
+    """Return a scorer of a model that `dtgpt.load` has made. tokens: of a batch, padding included; None: as many as
+    keep the device busy. While it scores, nothing else may use the model."""
     return Scorer(model.stages, model.mesh, model.config, model.dtype, tokens, model.exact)
 
 
 @contextmanager
 def _scoring_head(
-    stages: Sequence[Decoder], mesh: Mesh, asked: Tensor, targets: Tensor, scores: list[Scores],
-    exact: bool,
-) -> Iterator[None]:  # fmt: skip
+    stages: Sequence[Decoder], mesh: Mesh, asked: Tensor, targets: Tensor, scores: list[Scores], exact: bool
+) -> Iterator[None]:
     """Let the head, where this rank holds it, append to `scores` what it finds at the `asked` positions, int64 `[M]`,
     in place of making logits of all positions."""
     head = next((stage.head for stage in stages if stage.head is not None), None)

@@ -18,12 +18,20 @@ SCORE, GENERATE, END = "score", "generate", "end"
 
 
 def open_shared(
-    model: str, plan: str | None = None, device: str = "auto", precision: str = "auto", slots: int | None = None,
-    max_length: int | None = None, tokenizer: str | None = None, vocab_file: str | None = None,
-    merge_file: str | None = None, exact: bool = False, recipe: str | None = None,
-) -> "SharedModel":  # fmt: skip
-    """Return the model at the path `model`, opened as `dtgpt.load` does, on every rank. vocab_file, merge_file: of a
-    BPE like GPT-2's, in place of `tokenizer`. Raise UserError where an argument is wrong."""
+    model: str,
+    plan: str | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    slots: int | None = None,
+    max_length: int | None = None,
+    tokenizer: str | None = None,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    exact: bool = False,
+    recipe: str | None = None,
+) -> "SharedModel":
+    """Return the model at the path `model`, on every rank. vocab_file, merge_file: of a BPE like GPT-2's, in place of
+    `tokenizer`. Raise UserError where an argument is wrong."""
     given: Tokenizer | str | None = tokenizer
     if vocab_file is not None or merge_file is not None:
         given = open_tokenizer(tokenizer or "gpt2", vocab_file, merge_file)

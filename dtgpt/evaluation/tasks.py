@@ -62,16 +62,6 @@ class Task(NamedTuple):
     prepare: Prepare
 
 
-def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the ids of each text, as of a prompt."""
-    return list(map(tokenizer.encode_prompt, texts))
-
-
-def continued(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the ids of texts that follow others, without what the tokenizer puts before every text."""
-    return list(map(tokenizer.encode_bare, texts))
-
-
 def opened(context: list[int], tokenizer: Tokenizer) -> list[int]:
     """Return a context; in place of an empty one what the tokenizer puts before every text, else the token that begins
     a document. Raise UserError where the tokenizer has neither."""

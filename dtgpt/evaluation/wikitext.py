@@ -9,7 +9,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.files import DataFile, json_records
 from dtgpt.evaluation.scoring import TokenScores
-from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions, encoded
+from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
@@ -32,9 +32,15 @@ ENCLOSED = tuple(
     for begin, end in ("()", "[]", "{}", '""', "''")
 )
 REST = (
-    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" \xb0 ", "\xb0"), (" \n", "\n"), ("\n ", "\n"),
-    (" N ", " 1 "), (" 's", "'s"),
-)  # fmt: skip
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \xb0 ", "\xb0"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
 
 
 def detokenize(text: str) -> str:
@@ -86,7 +92,8 @@ def overlapping_windows(tokens: int, positions: int, step: int | None) -> list[W
 
 
 def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskOptions) -> Prepared:
-    """Return the windows of a file: see `Prepare`."""
+    """Return the windows of a file, of a model's positions each, and what makes a result of their scores. Raise
+    UserError where the file does not hold a text, or the windows would leave tokens out."""
     step = options.overlapping_eval
     step = min(OVERLAPPING_EVAL, positions) if step is None else step
     if step > positions:
@@ -95,7 +102,7 @@ def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskO
         )
     text = whole_text(file)
     words = len(text.strip().split(" "))
-    (ids,) = encoded(tokenizer, [detokenize(text)])
+    ids = tokenizer.encode_prompt(detokenize(text))
     if len(ids) < 2 or words < 2:
         raise UserError(f"{file.path} has {counted(words, 'word')}, too few for a perplexity; give a longer text")
     windows = overlapping_windows(len(ids), positions, step)

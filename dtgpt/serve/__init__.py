@@ -5,7 +5,7 @@ from dtgpt.util.seams import Capability, CommandEntry
 CAPABILITY = Capability(
     commands={
         "serve": CommandEntry(
-            "dtgpt.commands.serve:command",
+            "dtgpt.serve.command:command",
             "dtgpt serve MODEL [--host ADDRESS] [--port N]\n"
             "    answer Megatron-LM's and OpenAI's clients over HTTP, and a web page",
             place=80,

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from dtgpt.serve import megatron, openai, page, tokens
-from dtgpt.serve.guard import Guard
+from dtgpt.serve.access import Guard
 from dtgpt.serve.problems import HttpProblem, answer, bad_request, unknown_path
 from dtgpt.serve.service import Service
 from dtgpt.util.errors import UserError, shown_name
@@ -25,7 +25,7 @@ def make_app(service: Service) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, service=service, paths=paths_of(routes), open_paths=frozenset(open_paths))],
-        exception_handlers={HttpProblem: _problem, UserError: _user_error, HTTPException: _http_exception},
+        exception_handlers=dict.fromkeys((HttpProblem, UserError, HTTPException), _answer_error),
     )
     app.router.redirect_slashes = False
     return app
@@ -41,10 +41,8 @@ def status_routes(service: Service) -> list[Route]:
 
     async def health(request: Request) -> Response:
         status = service.worker.status()
-        return JSONResponse(
-            {"status": status.state, "model": service.model_id}, 200 if status.healthy else 503,
-            headers={"Cache-Control": "no-store"},
-        )  # fmt: skip
+        told = {"status": status.state, "model": service.model_id}
+        return JSONResponse(told, 200 if status.healthy else 503, headers={"Cache-Control": "no-store"})
 
     async def metrics(request: Request) -> Response:
         status = service.worker.status()
@@ -60,25 +58,18 @@ def status_routes(service: Service) -> list[Route]:
     return [Route("/health", health), Route("/metrics", metrics)]
 
 
-async def _problem(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Answer what a route raises, and what the framework refuses: a path or a method that does not exist."""
+    path = request.scope["path"]
+    if isinstance(error, UserError):
+        error = bad_request(error)
+    elif isinstance(error, HTTPException) and error.status_code == 404:
+        error = unknown_path(path, paths_of(request.app.routes))
+    elif isinstance(error, HTTPException):
+        headers, sentence = dict(error.headers or {}), str(error.detail)
+        if error.status_code == 405:
+            allowed = headers.get("Allow", "another one")
+            sentence = f"{shown_name(request.method)} is not a method of this path; use {allowed}"
+        error = HttpProblem(error.status_code, sentence, headers=headers)
     assert isinstance(error, HttpProblem)
-    return answer(request.scope["path"], error)
-
-
-async def _user_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, UserError)
-    return answer(request.scope["path"], bad_request(error))
-
-
-async def _http_exception(request: Request, error: Exception) -> Response:
-    """Answer what the framework refuses: a path or a method that does not exist."""
-    assert isinstance(error, HTTPException)
-    path, headers = request.scope["path"], dict(error.headers or {})
-    if error.status_code == 404:
-        return answer(path, unknown_path(path, paths_of(request.app.routes)))
-    if error.status_code == 405:
-        allowed = headers.get("Allow", "another one")
-        sentence = f"{shown_name(request.method)} is not a method of this path; use {allowed}"
-    else:
-        sentence = str(error.detail)
-    return answer(path, HttpProblem(error.status_code, sentence, headers=headers))
+    return answer(path, error)

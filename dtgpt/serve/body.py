@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.problems import ENCODED, INVALID_JSON, NOT_AN_OBJECT, HttpProblem
-from dtgpt.serve.service import LONG, SIZE, in_thread
+from dtgpt.serve.service import SIZE, in_thread_if_long
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import shown, shown_name
 
@@ -31,7 +31,7 @@ async def read_json(request: Request, limits: RequestLimits) -> dict[str, Any]:
     check_content_type(request)
     body = await _read(request, limits)
     request.scope[SIZE] = len(body)
-    return parse_object(body, limits) if len(body) < LONG else await in_thread(request, parse_object, body, limits)
+    return await in_thread_if_long(request, parse_object, body, limits)
 
 
 def check_content_type(request: Request) -> None:

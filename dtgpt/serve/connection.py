@@ -18,8 +18,8 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dtgpt.serve.access import client_of
 from dtgpt.serve.body import DISCARDED, FRAMING, MOST_FRAMING
-from dtgpt.serve.client import client_of
 from dtgpt.serve.log import log
 from dtgpt.util.errors import shown
 

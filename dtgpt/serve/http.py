@@ -66,18 +66,30 @@ class HttpServer:
     few seconds on the event loop. `ended`: is called when the thread ends, also after an error."""
 
     def __init__(
-        self, app: ASGIApp, listener: socket.socket, watch: Callable[[], None] = lambda: None,
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        watch: Callable[[], None] = lambda: None,
         ended: Callable[[], None] = lambda: None,
-    ):  # fmt: skip
+    ):
         self._listener, self._watch, self._ended = listener, watch, ended
         self.port: int = listener.getsockname()[1]
         config = uvicorn.Config(
-            app, http=cast(Any, partial(Connection, Turns())), lifespan="off", ws="none", log_config=None,
+            app,
+            http=cast(Any, partial(Connection, Turns())),
+            lifespan="off",
+            ws="none",
+            log_config=None,
             access_log=False,
             log_level="critical",  # `Guard` has its own log, and requests that the end interrupts are not faults
-            proxy_headers=False, server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=FLUSH, timeout_notify=TICK, callback_notify=self._tick,
-        )  # fmt: skip
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=FLUSH,
+            timeout_notify=TICK,
+            callback_notify=self._tick,
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._error: OSError | None = None

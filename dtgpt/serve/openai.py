@@ -9,15 +9,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dtgpt.inference.chat import ChatPrompts
-from dtgpt.inference.session import SequenceUpdate
 from dtgpt.serve.body import read_json
 from dtgpt.serve.openai_answer import ENCODER, CompletionAnswer, CompletionStream
 from dtgpt.serve.openai_chat import ChatAnswer, read_chat_request
-from dtgpt.serve.openai_request import CompletionRequest, check_model, read_request
+from dtgpt.serve.openai_logprobs import TokenNames
+from dtgpt.serve.openai_request import check_model, read_request
 from dtgpt.serve.problems import HttpProblem, error_object
-from dtgpt.serve.service import LARGE, LONG, SEED, SIZE, Service, in_thread, watched
+from dtgpt.serve.service import LARGE, SEED, SIZE, Service, in_thread, in_thread_if_long, watched
 from dtgpt.serve.ticket import ClientGone, Ticket
-from dtgpt.serve.token_names import TokenNames
 
 
 def routes(service: Service) -> list[Route]:
@@ -30,7 +29,9 @@ def routes(service: Service) -> list[Route]:
         return ChatPrompts(service.tokenizer, service.config, service.model.special.ends)
 
     async def create(request: Request) -> Response:
-        asked = await _read(request, await read_json(request, service.limits), service)
+        body = await read_json(request, service.limits)
+        model, name = service.model, service.model_id
+        asked = await in_thread_if_long(request, read_request, body, model, name, service.limits)
         return await respond(request, CompletionAnswer(asked, service.model_id, tokenizer, names))
 
     async def create_chat(request: Request) -> Response:
@@ -48,9 +49,7 @@ def routes(service: Service) -> list[Route]:
         async with watched(request, ticket):
             found = await ticket.completions()
         request.scope[SIZE] = answer.tokens(found)
-        if request.scope[SIZE] < LONG:
-            return json_answer(answer.whole(found), headers)
-        return await in_thread(request, lambda: json_answer(answer.whole(found), headers))
+        return await in_thread_if_long(request, lambda: json_answer(answer.whole(found), headers))
 
     async def models(request: Request) -> Response:
         return json_answer({"object": "list", "data": [_model(service)]})
@@ -71,26 +70,14 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-async def _read(request: Request, body: dict[str, Any], service: Service) -> CompletionRequest:
-    """Return the request in a JSON object. Encoding a long prompt does not hold other requests up."""
-    arguments = body, service.model, service.model_id, service.limits
-    if _size(body.get("prompt")) < LONG:
-        return read_request(*arguments)
-    return await in_thread(request, read_request, *arguments)
-
-
-def _size(prompt: Any) -> int:
-    """Return the number of characters and ids in what was sent as a prompt."""
-    if isinstance(prompt, list):
-        return sum(len(one) if isinstance(one, str | list) else 1 for one in prompt)
-    return len(prompt) if isinstance(prompt, str) else 0
-
-
 def _model(service: Service) -> dict[str, Any]:
     return {
-        "id": service.model_id, "object": "model", "created": service.created, "owned_by": "dtgpt",
+        "id": service.model_id,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "dtgpt",
         "max_model_len": service.config.seq_length,
-    }  # fmt: skip
+    }
 
 
 def json_answer(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
@@ -106,10 +93,7 @@ class EventStream(Response):
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._request, self._ticket, self._stream = request, ticket, stream
-        self._short = stream.opening < LONG  # tokens of the prompt that it begins with
-
-    async def _events(self, updates: list[SequenceUpdate]) -> bytes:
-        return await in_thread(self._request, self._stream.events, updates)
+        request.scope[SIZE] = stream.opening  # tokens of the prompt that it begins with
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -119,7 +103,7 @@ class EventStream(Response):
                     if not begun:
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    events = self._stream.events(updates) if self._short else await self._events(updates)
+                    events = await in_thread_if_long(self._request, self._stream.events, updates)
                     if events:
                         await send({"type": "http.response.body", "body": events, "more_body": True})
             last = self._stream.end()

@@ -9,9 +9,8 @@ from typing import Any
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.completion import Completion
 from dtgpt.inference.session import SequenceUpdate
-from dtgpt.serve.openai_logprobs import Logprobs
+from dtgpt.serve.openai_logprobs import Logprobs, TokenNames
 from dtgpt.serve.openai_request import CompletionRequest
-from dtgpt.serve.token_names import TokenNames
 
 DONE = b"data: [DONE]\n\n"
 ENCODER = json.JSONEncoder(separators=(",", ":"))
@@ -25,32 +24,23 @@ class CompletionAnswer:
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "object": "text_completion", "created": int(time.time()), "model": model}
 
-    def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         """Return the answer from the sequences of each job."""
         asked = self.asked
         choices = [
-            self._choice(job, job * asked.n + rank, completion)
-            for job, sequences in enumerate(found)
-            for rank, completion in enumerate(best(sequences, asked.n))
+            self.form(Choice(self, job, rank).take(found, found.text or "", found.finish_reason))
+            for job, sequences in enumerate(completions)
+            for rank, found in enumerate(best(sequences, asked.n))
         ]
-        return {**self._head, "choices": choices, "usage": self.usage(_new_tokens(found))}
+        return {**self._head, "choices": choices, "usage": self.usage(_new_tokens(completions))}
 
     def tokens(self, found: Sequence[Sequence[Completion]]) -> int:
         """Return the number of tokens that the whole answer has, about."""
         prompt = self.asked.prompt_tokens * self.asked.n if self.asked.echo else 0
         return prompt + _new_tokens(found)
 
-    def _choice(self, job: int, index: int, found: Completion) -> dict[str, Any]:
-        asked, prompt = self.asked, self.asked.prompts[job]
-        text = (prompt.text if asked.echo else "") + (found.text or "")
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": found.finish_reason}
-        if (logprobs := self.logprobs(job)) is not None:
-            if asked.echo and found.prompt is not None:
-                logprobs.add_prompt(found.prompt)
-            logprobs.add(found.ids, found.logprobs, found.alternatives)
-            choice["logprobs"] = logprobs.take(len(text))
-        if asked.return_token_ids:
-            choice |= {"prompt_token_ids": prompt.ids, "token_ids": found.ids}
+    def form(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return an entry of `choices` in the form of this kind of answer."""
         return choice
 
     def logprobs(self, job: int) -> Logprobs | None:
@@ -78,11 +68,7 @@ class CompletionStream:
 
     def __init__(self, answer: CompletionAnswer):
         self._answer, asked = answer, answer.asked
-        self._choices = [
-            _StreamedChoice(answer, job, job * asked.n + choice)
-            for job in range(len(asked.jobs))
-            for choice in range(asked.n)
-        ]
+        self._choices = [Choice(answer, job, rank) for job in range(len(asked.jobs)) for rank in range(asked.n)]
         self._new_tokens = 0
         self.opening = answer.tokens([])
 
@@ -92,8 +78,9 @@ class CompletionStream:
         for update in updates:
             self._new_tokens += len(update.ids)
             choice = self._choices[update.job * self._answer.asked.n + update.choice]
-            if (entry := choice.take(update)) is not None:
-                events.append(self._answer.event([entry]))
+            entry = choice.take(update, update.text, update.finish)
+            if choice.has_news(entry):
+                events.append(self._answer.event([self._answer.form(entry)]))
         return b"".join(events)
 
     def end(self) -> bytes:
@@ -103,38 +90,45 @@ class CompletionStream:
         return self._answer.event([], self._answer.usage(self._new_tokens)) + DONE
 
 
-class _StreamedChoice:
-    """One choice of a stream."""
+class Choice:
+    """One sequence of an answer, whose parts are taken as they arrive: several of a stream, one of a whole answer."""
 
-    def __init__(self, answer: CompletionAnswer, job: int, index: int):
-        self._asked, self._prompt, self._index = answer.asked, answer.asked.prompts[job], index
+    def __init__(self, answer: CompletionAnswer, job: int, rank: int):
+        self._asked, self._prompt = answer.asked, answer.asked.prompts[job]
+        self._index = job * self._asked.n + rank
         self._logprobs = answer.logprobs(job)
         self._length = 0  # characters sent
         self._begun = False
 
-    def take(self, update: SequenceUpdate) -> dict[str, Any] | None:
-        """Return the entry in `choices` for an update; None where there is nothing to send yet."""
-        asked, text, first = self._asked, update.text, not self._begun
+    def take(self, found: SequenceUpdate | Completion, text: str, finish: str | None) -> dict[str, Any]:
+        """Return the entry in `choices` for new tokens and their text; finish: the reason of the end, None before."""
+        asked, first = self._asked, not self._begun
         if first and asked.echo:
             text = self._prompt.text + text
         self._length += len(text)
-        logprobs = self._take_logprobs(update, first)
-        if not text and update.finish is None and not asked.return_token_ids and not (logprobs and logprobs["tokens"]):
-            return None
-        self._begun = True
-        entry = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": update.finish}
+        logprobs = self._take_logprobs(found, first, finish)
+        entry = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish}
         if asked.return_token_ids:
-            entry |= {"prompt_token_ids": self._prompt.ids if first else None, "token_ids": update.ids}
+            entry |= {"prompt_token_ids": self._prompt.ids if first else None, "token_ids": found.ids}
+        self._begun = self._begun or self.has_news(entry)
         return entry
 
-    def _take_logprobs(self, update: SequenceUpdate, first: bool) -> dict[str, Any] | None:
+    def has_news(self, entry: dict[str, Any]) -> bool:
+        """Return whether an entry has anything to send."""
+        logprobs = entry["logprobs"]
+        ended = entry["finish_reason"] is not None
+        return bool(entry["text"] or ended or self._asked.return_token_ids or (logprobs and logprobs["tokens"]))
+
+    def _take_logprobs(
+        self, found: SequenceUpdate | Completion, first: bool, finish: str | None
+    ) -> dict[str, Any] | None:
         logprobs = self._logprobs
         if logprobs is None:
             return None
-        if first and self._asked.echo and update.prompt is not None:
-            logprobs.add_prompt(update.prompt)
-        logprobs.add(update.ids, update.logprobs, update.alternatives)
-        return logprobs.take_shown(self._length) if update.finish is None else logprobs.take(self._length)
+        if first and self._asked.echo and found.prompt is not None:
+            logprobs.add_prompt(found.prompt)
+        logprobs.add(found.ids, found.logprobs, found.alternatives)
+        return logprobs.take_shown(self._length) if finish is None else logprobs.take(self._length)
 
 
 def _new_tokens(found: Sequence[Sequence[Completion]]) -> int:

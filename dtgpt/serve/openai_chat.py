@@ -8,7 +8,7 @@ from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.options import MOST_ALTERNATIVES
 from dtgpt.posttrain.chats.messages import ARGUMENTS, read_arguments, read_messages
 from dtgpt.serve.openai_answer import CompletionAnswer
-from dtgpt.serve.openai_keys import read_switch
+from dtgpt.serve.openai_keys import SWITCH, read_kind
 from dtgpt.serve.openai_request import CompletionRequest, read_request
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.serve.service import Service, client_has_left
@@ -16,38 +16,43 @@ from dtgpt.util.errors import UserError, shown
 
 NOT_OF_CHATS = ("prompt", "echo", "suffix", "best_of", "return_token_ids", "split_special_tokens")
 UNSUPPORTED = {  # keys, and what changes nothing there
-    "tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "audio": None, "modalities": ["text"],
-}  # fmt: skip
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "function_call": "none",
+    "audio": None,
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+}
 LENGTHS = ("max_completion_tokens", "max_tokens")  # names of one number
+OWN = {"messages", ARGUMENTS, *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS, *UNSUPPORTED}
 
 
 def read_chat_request(body: dict[str, Any], service: Service, prompts: Callable[[], ChatPrompts]) -> CompletionRequest:
     """Return the request in a JSON object. Raise HttpProblem where it cannot be served."""
     for name in (*NOT_OF_CHATS, *UNSUPPORTED):
         if body.get(name) and body[name] != UNSUPPORTED.get(name):
-            why = "is not supported" if name in UNSUPPORTED else "is for completions, and not for chats"
-            raise HttpProblem(400, f"{name} {why}; leave it out", name)
+            why = (
+                f"={shown(body[name])} is not supported"
+                if name in UNSUPPORTED
+                else " is for completions, and not for chats"
+            )
+            raise HttpProblem(400, f"{name}{why}; leave it out", name)
     length, tokens = _length(body)
     likeliest = _logprobs(body)
-    kind = body.get("response_format") or {"type": "text"}
-    if kind != {"type": "text"}:
-        raise HttpProblem(400, f"response_format={shown(kind)} is not supported; leave it out", "response_format")
+    about = ARGUMENTS
     try:
         arguments = read_arguments(body.get(ARGUMENTS))
-    except UserError as error:
-        raise bad_request(error, ARGUMENTS) from None
-    try:
+        about = "messages"
         rendered = prompts()
         ids = rendered.encode(read_messages(body.get("messages")), arguments, client_has_left)
     except UserError as error:
-        raise bad_request(error, "messages") from None
-    taken = {"messages", ARGUMENTS, "response_format", *LENGTHS, "logprobs", "top_logprobs", *NOT_OF_CHATS}
-    asked = {name: value for name, value in body.items() if name not in {*taken, *UNSUPPORTED}}
+        raise bad_request(error, about) from None
     room = max(1, service.config.seq_length - len(ids))
+    asked = {name: value for name, value in body.items() if name not in OWN}
     asked |= {"prompt": ids, "max_tokens": room if tokens is None else tokens}
-    own = likeliest, rendered.stops
     try:
-        return read_request(asked, service.model, service.model_id, service.limits, *own)
+        return read_request(asked, service.model, service.model_id, service.limits, likeliest, rendered.stops)
     except HttpProblem as problem:
         if problem.param == "max_tokens":
             problem.param, problem.message = length, problem.message.replace("max_tokens", length)
@@ -68,14 +73,13 @@ def _length(body: dict[str, Any]) -> tuple[str, Any]:
 
 def _logprobs(body: dict[str, Any]) -> int | None:
     """Return the number of likeliest tokens; None without log-probabilities."""
-    wanted, most = body.get("logprobs"), body.get("top_logprobs")
-    if not (wanted is not None and read_switch("logprobs", wanted)):
-        if most:
-            raise HttpProblem(400, "top_logprobs needs logprobs=true; add it, or leave it out", "top_logprobs")
-        return None
+    most = body.get("top_logprobs")
+    wanted = read_kind("logprobs", False if body.get("logprobs") is None else body["logprobs"], SWITCH)
+    if most and not wanted:
+        raise HttpProblem(400, "top_logprobs needs logprobs=true; add it, or leave it out", "top_logprobs")
     if most is not None and (type(most) is not int or not 0 <= most <= MOST_ALTERNATIVES):
         raise HttpProblem(400, f"top_logprobs={shown(most)} is not 0 to {MOST_ALTERNATIVES}; use that", "top_logprobs")
-    return most or 0
+    return (most or 0) if wanted else None
 
 
 class ChatAnswer(CompletionAnswer):
@@ -87,22 +91,17 @@ class ChatAnswer(CompletionAnswer):
         self._head |= {"id": self.id, "object": "chat.completion.chunk" if self.asked.stream else "chat.completion"}
         self._begun: set[int] = set()
 
-    def _choice(self, job: int, index: int, found: Any) -> dict[str, Any]:
-        choice = super()._choice(job, index, found)
-        message = {"role": "assistant", "content": choice.pop("text"), "refusal": None}
-        return choice | {"message": message, "logprobs": self._content(choice["logprobs"])}
-
-    def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-        """Return an event of a stream, of which the first one of each choice has the role."""
-        deltas = []
-        for choice in choices:
-            delta = {"content": choice["text"]}
-            if choice["index"] not in self._begun:
-                self._begun.add(choice["index"])
-                delta = {"role": "assistant", **delta}
-            rest = {name: value for name, value in choice.items() if name != "text"}
-            deltas.append(rest | {"delta": delta, "logprobs": self._content(choice["logprobs"])})
-        return super().event(deltas, usage)
+    def form(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return an entry of `choices` in the form of chats. Of a stream, the first of each choice has the role."""
+        rest = {name: value for name, value in choice.items() if name != "text"}
+        rest["logprobs"] = self._content(choice["logprobs"])
+        said = {"role": "assistant", "content": choice["text"]}
+        if not self.asked.stream:
+            return rest | {"message": {**said, "refusal": None}}
+        if choice["index"] in self._begun:
+            del said["role"]
+        self._begun.add(choice["index"])
+        return rest | {"delta": said}
 
     def _content(self, lists: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return log-probabilities in the form of chats, from the lists of completions."""

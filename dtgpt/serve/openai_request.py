@@ -11,14 +11,14 @@ from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import check_ids, check_length, encode
 from dtgpt.inference.session import PromptJob
 from dtgpt.serve.limits import RequestLimits
-from dtgpt.serve.openai_keys import OPTION_KEYS, read_keys
+from dtgpt.serve.openai_keys import OPTION_KEYS, TEXT, read_keys, read_kind
 from dtgpt.serve.problems import TOO_LONG, HttpProblem, bad_request
 from dtgpt.serve.service import draw_seed
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
 NEW_TOKENS = 16  # where a request does not name them
-KINDS = "a text, a list of ids, or a list of texts or of lists of ids"
+PROMPTS = "a text, a list of ids, or a list of texts or of lists of ids"
 
 
 class Prompt(NamedTuple):
@@ -49,9 +49,13 @@ class CompletionRequest:
 
 
 def read_request(
-    body: dict[str, Any], served: Model, model: str, limits: RequestLimits, likeliest: int | None = None,
+    body: dict[str, Any],
+    served: Model,
+    model: str,
+    limits: RequestLimits,
+    likeliest: int | None = None,
     stops: tuple[str, ...] = (),
-) -> CompletionRequest:  # fmt: skip
+) -> CompletionRequest:
     """Return the request in a JSON object, to the server of `model`. `likeliest` and `stops`: of a chat, the number of
     tokens with their log-probabilities, and with what its template ends an answer. Raise HttpProblem where it cannot be
     served."""
@@ -70,14 +74,25 @@ def read_request(
         prompts.append(prompt)
         jobs.append(_job(keys, prompt, index, seed, served, stops))  # which ends all where the first one is too long
     return CompletionRequest(
-        prompts=prompts, jobs=jobs, seed=seed, include_usage=bool(keys["stream_options"]),
-        **{name: keys[name] for name in ("n", "best_of", "echo", "logprobs", "stream", "return_token_ids")},
-    )  # fmt: skip
+        prompts=prompts,
+        jobs=jobs,
+        n=keys["n"],
+        best_of=keys["best_of"],
+        seed=seed,
+        echo=keys["echo"],
+        logprobs=keys["logprobs"],
+        stream=keys["stream"],
+        include_usage=(keys["stream_options"] or {}).get("include_usage", False),
+        return_token_ids=keys["return_token_ids"],
+    )
 
 
-def check_model(name: str | None, model: str) -> None:
-    """Raise HttpProblem 404 where a request names another model than this server has."""
-    if name is not None and name != model:
+def check_model(name: Any, model: str) -> None:
+    """Raise HttpProblem 404 where a request names another model than this server has, 400 where it names none."""
+    if name is None:
+        return
+    read_kind("model", name, TEXT)
+    if name != model:
         sentence = f"the model {shown(name)} is not served here; use {shown(model)}, or leave model out"
         raise HttpProblem(404, sentence, "model", code="model_not_found")
 
@@ -85,34 +100,31 @@ def check_model(name: str | None, model: str) -> None:
 def _check_together(keys: dict[str, Any]) -> None:
     """Raise HttpProblem for keys that contradict each other."""
     n, best_of = keys["n"], keys["best_of"]
-    for name, is_wrong, sentence in (
-        ("best_of", best_of < n, f"best_of={best_of} is below n={n}; use at least that"),
-        ("best_of", best_of > n and keys["stream"], f"best_of={best_of} above n={n} cannot be streamed; leave one out"),
-        (
-            "stream_options", keys["stream_options"] is not None and not keys["stream"],
-            "stream_options are those of a stream; add stream=true, or leave them out",
+    wrong = {
+        f"best_of={best_of} is below n={n}; use at least that": best_of < n,
+        f"best_of={best_of} above n={n} cannot be streamed; leave one out": best_of > n and keys["stream"],
+        "stream_options are those of a stream; add stream=true, or leave them out": (
+            keys["stream_options"] is not None and not keys["stream"]
         ),
-        (
-            "max_tokens", keys.get("max_tokens") == 0 and not keys["echo"],
-            "max_tokens=0 generates nothing; use 1 or more, or add echo=true",
+        "max_tokens=0 generates nothing; use 1 or more, or add echo=true": (
+            keys.get("max_tokens") == 0 and not keys["echo"]
         ),
-    ):  # fmt: skip
+    }
+    for sentence, is_wrong in wrong.items():
         if is_wrong:
-            raise HttpProblem(400, sentence, name)
+            raise HttpProblem(400, sentence, re.split("[= ]", sentence)[0])
 
 
 def _read_prompts(given: Any, served: Model, limits: RequestLimits, split: bool) -> Iterator[Prompt]:
     """Yield the prompts of a text, of ids, or of a list of either; None begins a document, and so does a list without
     ids among others. `split`: names of special tokens in a text are text as any other."""
     several = [given] if given is None or isinstance(given, str) or _is_ids(given) else given
-    if not isinstance(several, list):
-        raise HttpProblem(400, f"prompt={shown(given)} is not a prompt; give {KINDS}", "prompt")
-    if not several:
-        raise HttpProblem(400, f"prompt is empty; give {KINDS}", "prompt")
-    if len(several) > limits.prompts:
-        raise HttpProblem(400, f"{len(several)} prompts are too many; send up to {limits.prompts}", "prompt")
-    if given is not None and not any(all(isinstance(one, kind) for one in several) for kind in (str, list)):
-        raise HttpProblem(400, f"prompt={shown(given)} is not a prompt; give {KINDS}", "prompt")
+    kinds = set(map(type, several)) if isinstance(several, list) else {type(several)}
+    if given is not None and kinds not in (set(), {str}, {list}):
+        raise HttpProblem(400, f"prompt={shown(given)} is not a prompt; give {PROMPTS}", "prompt")
+    if not 1 <= len(several) <= limits.prompts:
+        few_or_many = f"{len(several)} prompts are too many; send up to {limits.prompts}"
+        raise HttpProblem(400, few_or_many if several else f"prompt is empty; give {PROMPTS}", "prompt")
     for one in several:
         try:
             prompt = _read_prompt(one, served, split)
@@ -175,10 +187,13 @@ def _options(keys: dict[str, Any], new_tokens: int, seed: int, vocab_size: int) 
     given = {option.name: keys[key] for key, option in OPTION_KEYS.items() if key in keys}
     logprobs = keys["logprobs"]
     given |= {
-        "max_new_tokens": new_tokens, "seed": seed, "ends": not keys["ignore_eos"],
-        "num_return_sequences": keys["best_of"], "top_logprobs": min(logprobs or 0, vocab_size),
+        "max_new_tokens": new_tokens,
+        "seed": seed,
+        "ends": not keys["ignore_eos"],
+        "num_return_sequences": keys["best_of"],
+        "top_logprobs": min(logprobs or 0, vocab_size),
         "prompt_logprobs": (keys["echo"] and logprobs is not None) or new_tokens == 0,
-    }  # fmt: skip
+    }
     return Options(**given).settled()
 
 

@@ -37,9 +37,13 @@ class HttpProblem(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None,
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
         code: str | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})

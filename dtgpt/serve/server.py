@@ -1,15 +1,16 @@
-"""A server from its start to its end, on rank 0."""
+"""A server from its start to its end: rank 0 answers, the others do what it commands."""
 
 import gc
 import socket
 from functools import partial
 
+from dtgpt.inference.model import Model, Need
 from dtgpt.inference.session import Session
 from dtgpt.inference.warm_up import warm_up
 from dtgpt.serve.app import make_app
 from dtgpt.serve.http import HttpServer, allow_many_connections
-from dtgpt.serve.life import EndBySignal, end_where_a_rank_is_silent
 from dtgpt.serve.service import Service
+from dtgpt.serve.signals import EndBySignal, end_where_a_rank_is_silent
 from dtgpt.util.console import say, say_error
 
 
@@ -17,15 +18,15 @@ class Server:
     """A service that answers on a listener. The thread that calls `serve` runs the engine."""
 
     def __init__(self, service: Service, listener: socket.socket, host: str):
-        self._service, self._host = service, host
-        several = service.model.mesh.world > 1
+        self.model, self._service, self._host = service.model, service, host
+        several = self.model.mesh.world > 1
         watch = partial(end_where_a_rank_is_silent, service.worker) if several else (lambda: None)
         self._http = HttpServer(make_app(service), listener, watch, service.worker.stop)
 
     def serve(self, session: Session, warm: bool, drain: float) -> None:
         """Serve until a signal ends it and running requests are finished, within `drain` seconds. `warm`: run steps of
         all shapes before the port opens."""
-        model = self._service.model
+        model = self.model
         if warm:
             graphs = model.mesh.device.type == "cuda"
             if graphs:
@@ -49,3 +50,23 @@ class Server:
         """The address for a browser."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._http.port}"
+
+
+def lead(server: Server, need: Need, warm: bool, drain: float) -> None:
+    """Serve, on rank 0."""
+    model = server.model
+
+    def work(session: Session, _: None) -> None:
+        model.describe()
+        server.serve(session, warm, drain)
+
+    try:
+        model.run(lambda: (need, None), work)
+    finally:
+        server.close()
+
+
+def follow(model: Model, need: Need, drain: float) -> None:
+    """Do what rank 0 commands, until it ends."""
+    EndBySignal(None, drain).install()
+    model.run(lambda: (need, None), lambda session, _: None)

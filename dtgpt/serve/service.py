@@ -71,6 +71,14 @@ async def in_thread(request: Request, work: Callable[..., T], *arguments: Any) -
     return running.result()
 
 
+async def in_thread_if_long(request: Request, work: Callable[..., T], *arguments: Any) -> T:
+    """Run `work` for a request and return its result: here where the body or the answer, of which SIZE says how long it
+    is, is short, else in a thread."""
+    if request.scope[SIZE] < LONG:
+        return work(*arguments)
+    return await in_thread(request, work, *arguments)
+
+
 def client_has_left() -> bool:
     """Return, in a thread that works for a request, whether its client has gone."""
     return _left.get()()

@@ -10,13 +10,14 @@ from starlette.routing import Route
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.posttrain.chats.template import template_of
 from dtgpt.serve.body import read_json
-from dtgpt.serve.openai_keys import read_switch, read_text
+from dtgpt.serve.openai_keys import SWITCH, TEXT, Kind, read_kind
 from dtgpt.serve.openai_request import check_model
 from dtgpt.serve.problems import HttpProblem
 from dtgpt.serve.service import Service, in_thread
 from dtgpt.util.errors import shown
 
 Object = dict[str, Any]  # of JSON
+IDS = Kind(list, "is not a list; send ids, such as [0, 1]")
 
 
 def routes(service: Service) -> list[Route]:
@@ -25,8 +26,7 @@ def routes(service: Service) -> list[Route]:
     def about(make: Callable[[Object, Service], Object]) -> Callable:
         async def route(request: Request) -> Response:
             body = await read_json(request, service.limits)
-            name = body.get("model")
-            check_model(None if name is None else read_text("model", name), service.model_id)
+            check_model(body.get("model"), service.model_id)
             return await in_thread(request, lambda: JSONResponse(make(body, service)))
 
         return route
@@ -44,9 +44,7 @@ def routes(service: Service) -> list[Route]:
 def tokenize(body: Object, service: Service) -> Object:
     """Return the ids of a text, in which names of special tokens stand for these: lm_eval asks for the id of the end of
     text by its name. Raise HttpProblem for a wrong value."""
-    text, tokenizer = body.get("prompt"), service.tokenizer
-    if not isinstance(text, str):
-        raise HttpProblem(400, f'prompt={shown(text)} is not a text; send one, such as "Hello"', "prompt")
+    text, tokenizer = read_kind("prompt", body.get("prompt"), TEXT), service.tokenizer
     ids = tokenizer.encode_prompt(text) if _switch(body, "add_special_tokens", True) else tokenizer.encode_bare(text)
     found = {"count": len(ids), "max_model_len": service.config.seq_length, "tokens": ids, "token_strs": None}
     if _switch(body, "return_token_strs", False):
@@ -57,9 +55,7 @@ def tokenize(body: Object, service: Service) -> Object:
 
 def detokenize(body: Object, service: Service) -> Object:
     """Return the text of ids, special tokens by their names. Raise HttpProblem for a wrong value."""
-    ids, most = body.get("tokens"), service.tokenizer.vocab_size - 1
-    if not isinstance(ids, list):
-        raise HttpProblem(400, f"tokens={shown(ids)} is not a list; send ids, such as [0, 1]", "tokens")
+    ids, most = read_kind("tokens", body.get("tokens"), IDS), service.tokenizer.vocab_size - 1
     wrong = [i for i in ids if type(i) is not int or not 0 <= i <= most]
     if wrong:
         raise HttpProblem(400, f"{shown(wrong[0])} is not a token of this model; use ids from 0 to {most}", "tokens")
@@ -72,11 +68,15 @@ def describe(tokenizer: Tokenizer, positions: int) -> Object:
     template = template_of(tokenizer)
     begin = tokenizer.opening if tokenizer.begin_of_text is None else tokenizer.begin_of_text
     return {
-        "tokenizer_class": type(tokenizer).__name__, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size,
-        "model_max_length": positions, "bos_token": _name(tokenizer, begin),
-        "eos_token": _name(tokenizer, tokenizer.end_of_text), "pad_token": None,
+        "tokenizer_class": type(tokenizer).__name__,
+        "name": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": positions,
+        "bos_token": _name(tokenizer, begin),
+        "eos_token": _name(tokenizer, tokenizer.end_of_text),
+        "pad_token": None,
         "chat_template": None if template is None else template.source,
-    }  # fmt: skip
+    }
 
 
 def _name(tokenizer: Tokenizer, i: int | None) -> str | None:
@@ -84,5 +84,4 @@ def _name(tokenizer: Tokenizer, i: int | None) -> str | None:
 
 
 def _switch(body: Object, key: str, default: bool) -> bool:
-    value = body.get(key)
-    return default if value is None else read_switch(key, value)
+    return read_kind(key, default if body.get(key) is None else body[key], SWITCH)

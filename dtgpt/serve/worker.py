@@ -77,9 +77,12 @@ class EngineWorker:
     can never be done."""
 
     def __init__(
-        self, check: Callable[[PromptJob], None], slots: Callable[[], int], limits: RequestLimits | None = None,
+        self,
+        check: Callable[[PromptJob], None],
+        slots: Callable[[], int],
+        limits: RequestLimits | None = None,
         metrics: Metrics | None = None,
-    ):  # fmt: skip
+    ):
         self.limits, self.metrics = limits or RequestLimits(), metrics or Metrics()
         self._check, self._slots = check, slots
         self._commands: SimpleQueue[Command] = SimpleQueue()
@@ -114,10 +117,8 @@ class EngineWorker:
         client = jobs[0].client
         whole, fair = self._rows.total(), limit // len(self._rows.keys() | {client})
         if whole + rows > limit and self._rows[client] + rows > fair:
-            raise Refused(
-                429, f"{counted(whole, 'sequence')} are waiting or running, and the server takes {limit:,} at "
-                "most; ask again later", self.limits.retry_after,
-            )  # fmt: skip
+            sentence = f"{counted(whole, 'sequence')} are waiting or running, and the server takes {limit:,} at most"
+            raise Refused(429, f"{sentence}; ask again later", self.limits.retry_after)
         ticket = Ticket(jobs, self.limits.seconds, self.metrics, self._end)
         self._tickets.add(ticket)
         self._rows[client] += rows

@@ -8,7 +8,6 @@ import pytest
 import dtgpt
 from dtgpt.commands.generate import make_job
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.evaluation.tasks import continued, encoded
 from dtgpt.inference.options import OPTIONS
 from dtgpt.serve.app import make_app
 from dtgpt.train.setup import open_trainer
@@ -57,8 +56,8 @@ def test_a_prompt_is_that_of_transformers_in_every_door(model, folder, text):
     base = {name: option.default for name, option in OPTIONS.items()} | {"max_new_tokens": 3}
     assert make_job(model, text, base, 0).ids == expected
     assert make_job(model, text, base | {"split_special_tokens": True}, 0).ids == split
-    assert encoded(model.tokenizer, [text]) == [expected]
-    assert continued(model.tokenizer, [text]) == [theirs(folder, text, add_special_tokens=False)]
+    assert model.tokenizer.encode_prompt(text) == expected
+    assert model.tokenizer.encode_bare(text) == theirs(folder, text, add_special_tokens=False)
     assert model.tokenizer.encode(text) == [BEGIN, *split[1:]] == split  # of data: names are text
 
 

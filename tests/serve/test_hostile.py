@@ -19,9 +19,8 @@ from starlette.responses import JSONResponse
 
 from dtgpt.data.tokenizers.byte_level import ByteLevel
 from dtgpt.serve import body as body_module
+from dtgpt.serve.access import client_of, host_name
 from dtgpt.serve.app import make_app
-from dtgpt.serve.client import client_of
-from dtgpt.serve.guard import host_name
 from dtgpt.serve.http import allow_many_connections
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_answer import CompletionAnswer

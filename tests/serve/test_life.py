@@ -17,15 +17,15 @@ import torch
 
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.cli import main
-from dtgpt.commands.serve import KEY, ServeOptions, name_of
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
+from dtgpt.serve.command import KEY, ServeOptions, name_of
 from dtgpt.serve.http import bind
-from dtgpt.serve.life import EndBySignal
 from dtgpt.serve.log import log, takes
 from dtgpt.serve.server import Server
+from dtgpt.serve.signals import EndBySignal
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support import programs as support
 from tests.support.server import http_client, served, tiny_model, wait_until
@@ -119,7 +119,7 @@ def test_the_end_of_a_server_lets_python_collect_what_was_imported():
 
 
 def test_a_server_that_cannot_end_is_ended(monkeypatch):
-    monkeypatch.setattr("dtgpt.serve.life.LAST", 0.2)
+    monkeypatch.setattr("dtgpt.serve.signals.LAST", 0.2)
     child = os.fork()
     if not child:  # no thread of its own, nor anything that would ask Python
         EndBySignal(None, 0.0).install()
@@ -221,7 +221,7 @@ def refusal(folder, capsys, monkeypatch):
 
 
 def test_what_cannot_be_served_is_one_sentence_before_weights_are_read(refusal, monkeypatch):
-    monkeypatch.setattr("dtgpt.commands.serve.Model", None)
+    monkeypatch.setattr("dtgpt.serve.command.Model", None)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert f"127.0.0.1 port {port} cannot be used" in refusal("--port", str(port))

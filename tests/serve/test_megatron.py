@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from dtgpt.inference.prompts import special_ids
 from dtgpt.serve.app import make_app
-from dtgpt.serve.megatron_jobs import make_jobs
+from dtgpt.serve.megatron import make_jobs
 from dtgpt.serve.megatron_request import read_request
 from tests.serve.test_megatron_request import REQUESTS
 from tests.support.scripted_engine import ScriptedEngine

@@ -15,10 +15,9 @@ from dtgpt.inference.session import Session
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_answer import CompletionAnswer, CompletionStream
-from dtgpt.serve.openai_logprobs import Logprobs, likeliest
+from dtgpt.serve.openai_logprobs import Logprobs, TokenNames, likeliest
 from dtgpt.serve.openai_request import Prompt, read_request
 from dtgpt.serve.problems import HttpProblem
-from dtgpt.serve.token_names import TokenNames
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.server import generator_of
 from tests.support.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json

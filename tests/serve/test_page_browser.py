@@ -2,14 +2,16 @@
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dtgpt.commands.generate import NEW_TOKENS, GenerateOptions
 from dtgpt.config.recipe_file import recipe_module
-from dtgpt.serve import openai_keys
+from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.inference.chat import ChatPrompts
 from tests.support.browser import chromium, contrast, rgb_of
+from tests.support.chats import write_tokenizer
 from tests.support.model_by_rules import model_by_rules
 from tests.support.server import live_server, served, tiny_model, wait_until
 
@@ -19,21 +21,30 @@ PROMPT = "Say: "
 STORY = "<b>caf\u00e9</b> \U0001f600 is open."  # a markup that must stay text, characters of several tokens
 CHOSEN, OTHER = 9.0, 8.0  # logits of the story's byte and of "x" in its place; 0 for each of the other 255
 TOTAL = math.exp(CHOSEN) + math.exp(OTHER) + 255
+BLANKS = "b" * 80  # a prompt that tabs follow for ever
 WAIT = 10_000  # milliseconds
 END = 256
+DESKTOP = {"viewport": {"width": 1280, "height": 800}}
 PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
+DEVICES = pytest.mark.parametrize("device", [DESKTOP, PHONE], ids=["desktop", "phone"])
+# What a conversation is: questions, of lengths that differ, and the answers that the model gives to them.
+THOUGHTS = "I <b>wonder</b>"
+ANSWERS = {
+    "Hello": f"<think>\n{THOUGHTS}\n</think>\n\nHi <i>you</i>",
+    "Hello" + "?" * 80: "thoughts that the template opened</think>So",
+    "Hello" + "?" * 300: "",
+    "Hello" + "?" * 400: "<think>on and on",
+}
 
 
 def rules() -> list[dict]:
-    """Behind PROMPT the story and its end; whatever is at other places, "ha" for ever."""
+    """Behind PROMPT the story and its end; whatever is at other places, "ha" for ever, or blanks."""
     begin = len(PROMPT.encode()) - 1
     ids = [*STORY.encode(), END]
     story = [{"position": begin + i, "logits": {i_d: CHOSEN, ord("x"): OTHER}} for i, i_d in enumerate(ids)]
-    return [*story, {"token": ord("h"), "logits": {ord("a"): 20.0}}, {"logits": {ord("h"): 20.0}}]
-
-
-def probability(logit: float) -> str:
-    return f"{100 * math.exp(logit) / TOTAL:.1f} %"
+    after = {"h": "a", "b": "\t", "\t": "\t"}
+    others = [{"token": ord(one), "logits": {ord(next_): 20.0}} for one, next_ in after.items()]
+    return [*story, *others, {"logits": {ord("h"): 20.0}}]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +60,24 @@ def address(service):
 
 
 @pytest.fixture(scope="module")
+def chat_address(tmp_path_factory):
+    """A model that answers the questions of ANSWERS, whatever else was said before, and ends anything else at once."""
+    pytest.importorskip("jinja2")
+    tokenizer = open_tokenizer(str(write_tokenizer(tmp_path_factory.mktemp("model"))))
+    shape = {"vocab_size": 320, "seq_length": 1024}
+    end = tokenizer.encode_bare("<|im_end|>")[0]
+    prompts = ChatPrompts(tokenizer, model_by_rules([], **shape).config)
+    rules = []
+    for question, answer in ANSWERS.items():
+        begin = len(prompts.encode([{"role": "user", "content": question}])) - 1
+        ids = [*tokenizer.encode_bare(answer), end]
+        rules += [{"position": begin + i, "logits": {token: 20.0}} for i, token in enumerate(ids)]
+    model = model_by_rules([*rules, {"logits": {end: 20.0}}], **shape)
+    with served(model, tokenizer, log_requests=False) as service, live_server(service) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
 def browser():
     with chromium() as browser:
         yield browser
@@ -59,15 +88,15 @@ def visit(browser, address):
     """Open the page in a new profile. Nothing may be asked of another address or refused by the browser."""
     contexts, complaints = [], []
 
-    def visit(at: str = address, fragment: str = "", **options):
-        context = browser.new_context(**options)
+    def visit(at: str = address, **options):
+        context = browser.new_context(**{**DESKTOP, **options})
         context.set_default_timeout(WAIT)
         contexts.append(context)
         page = context.new_page()
-        page.on("request", lambda request: request.url.startswith(at) or complaints.append(request.url))
+        page.on("request", lambda request: request.url.startswith((at, "data:")) or complaints.append(request.url))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: "Content Security" in said.text and complaints.append(said.text))
-        page.goto(f"{at}/{fragment}")
+        page.goto(at)
         return page
 
     yield visit
@@ -77,179 +106,145 @@ def visit(browser, address):
 
 
 def ask(page, text: str = PROMPT, **settings: object) -> None:
+    """Fill the settings in, write a text and send it."""
     for name, value in settings.items():
-        field = page.locator(f"#field-{name}")
-        if not field.is_visible():
-            page.evaluate("for (const box of document.querySelectorAll('details')) box.open = true")
-        field.fill(str(value))
-    page.fill("#prompt", text)
-    page.press("#prompt", "Control+Enter")
+        page.evaluate("document.querySelector('#settings').open = true")
+        page.fill(f"#{name}", str(value))
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+
+
+def fulfil(body: str, route) -> None:
+    route.fulfill(status=200, body=body)
 
 
 def ended(page) -> None:
-    page.wait_for_selector("#generate:visible")
+    page.wait_for_selector("#send:visible")
 
 
-def written(page, place: int = 0) -> str:
-    """The text of an answer, without what stands before it."""
-    return "".join(page.locator(".text").nth(place).locator(".t:not(.lead)").all_text_contents())
+def written(page) -> str:
+    """The text of the last answer."""
+    return page.locator(".answer").last.text_content()
 
 
-def test_types_submits_and_reads_the_stream(visit):
-    page = visit()
-    expect(page.locator("#model")).to_have_text("tiny")
+@DEVICES
+def test_enter_completes_a_prompt(visit, device):
+    page = visit(**device)
+    assert page.title() == "tiny \u2013 dtgpt" and page.get_by_role("heading").inner_text() == "tiny"
+    assert page.evaluate("document.activeElement.id") == "text"
     ask(page, temperature=0)
     ended(page)
-    assert written(page) == STORY
-    assert page.locator(".text .lead").text_content() == PROMPT
-    assert page.locator(".text b").count() == 0  # the markup is text
-    assert page.locator(".t.end").count() == 1
-    assert "ended by itself" in page.inner_text(".facts")
-    assert re.match(rf"{len(STORY.encode()) + 1} tokens in \d", page.inner_text("#status"))
-    expect(page.locator("#count")).to_have_text(f"{len(PROMPT)} tokens")
+    assert written(page) == STORY and page.locator(".question").text_content() == PROMPT
+    assert page.locator("main b").count() == 0  # the markup is text
+    count = len(STORY.encode()) + 1
+    assert re.fullmatch(
+        rf"{count} tokens in \d+\.\d s, ended by itself, seed \d+.*", page.inner_text(".facts"), re.DOTALL
+    )
+    assert page.input_value("#text") == PROMPT  # to be changed and sent again
 
 
-def test_pointing_at_a_token_shows_what_else_could_have_come_and_goes_on_from_it(visit):
+def test_shift_and_enter_begin_a_line(visit):
     page = visit()
-    ask(page, temperature=0, max_tokens=12)
-    ended(page)
-    page.hover(".t >> nth=1")
-    rows = page.locator("#popover button")
-    assert rows.first.inner_text().split() == ["b", *probability(CHOSEN).split()]
-    assert rows.nth(1).inner_text().split() == ["x", *probability(OTHER).split()]
-    rows.nth(1).click()
-    page.wait_for_selector(".t.fixed")
-    ended(page)
-    assert written(page)[:7] == "<x>caf\u00e9"  # the story goes on behind the other letter
-    assert page.inner_text(".t.fixed") == "x" and page.inner_text("#place") == "2 of 2"
-    page.click("#older")
-    assert written(page).startswith("<b>") and page.locator(".t.fixed").count() == 0
-
-
-def test_tokens_by_keyboard(visit):
-    page = visit()
-    ask(page, temperature=0, max_tokens=6)
-    ended(page)
-    page.focus(".text")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    assert page.inner_text(".t.selected") == "b"
-    assert f"b {probability(CHOSEN)}; x {probability(OTHER)}" in page.text_content("#spoken")
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.textContent").startswith("x")
-    page.keyboard.press("Escape")
-    assert not page.is_visible("#popover") and page.evaluate("document.activeElement.className") == "text"
-    page.keyboard.press("End")
-    assert page.inner_text(".t.selected") == "f"
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("Enter")  # goes on from the other letter
-    page.wait_for_selector(".t.fixed")
-    ended(page)
-    assert written(page)[:6] == "<b>cax"
+    page.fill("#text", "Say:")
+    page.press("#text", "Shift+Enter")
+    assert page.input_value("#text") == "Say:\n" and page.locator("article").count() == 0
 
 
 def test_stop_frees_the_slots_and_keeps_the_text(visit, service):
     page = visit()
     for stop in (lambda: page.click("#stop"), lambda: page.keyboard.press("Escape")):
         ask(page, "other " * 8, max_tokens=900, temperature=0)
-        page.wait_for_selector(".t >> nth=4", state="attached")
+        expect(page.locator(".facts:empty")).to_have_count(1)  # the new answer's, which has not ended
+        expect(page.locator(".answer").last).to_have_text(re.compile("[ha]{5}"))
         stop()
         ended(page)
         wait_until(lambda: service.worker.status().running == 0, seconds=1)
         before = written(page)
-        assert 4 < len(before) < 900 and "ha".startswith(before[:1]) and "stopped" in page.inner_text(".facts")
+        assert (
+            4 < len(before) < 900 and "ha".startswith(before[:1]) and "stopped" in page.inner_text(".facts >> nth=-1")
+        )
         assert not page.is_visible("#problem")
-    page.fill("#field-max_tokens", "10")
-    page.get_by_role("button", name="Continue").click()
-    expect(page.locator("#place")).to_have_text("3 of 3")
+    page.fill("#max_tokens", "10")
+    page.get_by_role("button", name="Continue").last.click()
+    expect(page.locator("article")).to_have_count(3)
     ended(page)
-    after = written(page)
-    assert after.startswith(before) and len(after) == len(before) + 10 and set(after) == {"h", "a"}
-    page.check("input[value=beams]", force=True)
-    ask(page, "other " * 8, beam_width=4, max_tokens=900)
-    wait_until(lambda: service.worker.status().running > 0)
-    page.keyboard.press("Escape")
-    ended(page)
-    wait_until(lambda: service.worker.status().running == 0, seconds=1)
-    assert page.inner_text("#place") == "3 of 3" and written(page) == after  # nothing has come of the search
+    assert page.locator(".question").last.text_content() == "other " * 8 + before
+    assert len(written(page)) == 10 and set(written(page)) == {"h", "a"}
+    page.click("#clear")
+    assert page.locator("article").count() == 0
 
 
 def test_going_on_completes_a_character_that_was_cut(visit):
     page = visit()
-    cut = len(STORY[: STORY.index("\U0001f600")].encode()) + 2
-    ask(page, temperature=0, max_tokens=cut)
+    ask(page, temperature=0, max_tokens=len(STORY[: STORY.index("\U0001f600")].encode()) + 2)
     ended(page)
-    assert written(page).endswith("\ufffd")
+    assert written(page).endswith("\ufffd") and "as long as it may be" in page.inner_text(".facts")
+    page.fill("#max_tokens", "")
     page.get_by_role("button", name="Continue").click()
-    expect(page.locator("#place")).to_have_text("2 of 2")
+    expect(page.locator("article")).to_have_count(2)
     ended(page)
-    assert written(page) == STORY
+    assert page.locator(".question").last.text_content() + written(page) == PROMPT + STORY
 
 
-def test_several_answers_side_by_side(visit):
-    page = visit()
-    ask(page, n=3, temperature=0)
-    ended(page)
-    boxes = [card.bounding_box() for card in page.locator(".card").all()]
-    assert [written(page, i) for i in range(3)] == [STORY] * 3
-    assert len({box["y"] for box in boxes}) == 1 and len({box["x"] for box in boxes}) == 3
-
-
-def test_the_prompt_can_have_its_probabilities_and_may_be_empty(visit):
-    page = visit()
-    page.evaluate("for (const box of document.querySelectorAll('details')) box.open = true")
-    page.check("#field-echo")
+@DEVICES
+def test_tokens_have_their_probability(visit, device):
+    page = visit(**device)
     ask(page, temperature=0)
     ended(page)
-    assert "".join(page.locator(".t.lead").all_text_contents()) == PROMPT and written(page) == STORY
-    page.hover(".t >> nth=0")
-    assert page.inner_text("#popover .hint") == "The first token has no probability."
-    page.hover(".t >> nth=1")
-    assert page.locator("#popover button").count() > 4 and page.locator("#popover button:enabled").count() == 0
-    page.uncheck("#field-echo")
-    ask(page, "", max_tokens=4)
-    expect(page.locator("#place")).to_have_text("2 of 2")
+    assert not page.is_visible(".tokens")
+    page.check("#show-tokens")
+    assert page.is_visible(".tokens") and not page.is_visible(".answer")
+    tokens = page.locator(".tokens > span")
+    assert tokens.count() == len(STORY.encode()) + 1
+    likely = f"{100 * math.exp(CHOSEN) / TOTAL:.0f} %"
+    assert tokens.nth(1).inner_text().split("\n") == ["b", likely]
+    assert tokens.nth(len("<b>caf")).inner_text().split("\n")[0] == "bytes:\\xc3"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.uncheck("#show-tokens")
+    assert page.is_visible(".answer")
+
+
+@pytest.mark.parametrize("prompt, reason", [
+    (PROMPT + STORY, "it ended its answer at once"),
+    (BLANKS, "its 5 tokens are blanks or the like; raise Length in the settings"),
+])  # fmt: skip
+def test_an_empty_answer_is_told(visit, prompt, reason):
+    page = visit()
+    ask(page, prompt, temperature=0, max_tokens=5)
+    ended(page)
+    assert written(page) == f"The model gave no text: {reason}."
+    page.check("#show-tokens")
+    assert page.is_visible(".answer") and page.is_visible(".tokens")
+
+
+def test_a_prompt_may_be_empty(visit):
+    page = visit()
+    ask(page, "", max_tokens=4, temperature=0)
     ended(page)
     assert written(page) == "haha"
-    page.check("input[value=beams]", force=True)
-    ask(page, "", beam_width=1)
-    expect(page.locator("#place")).to_have_text("3 of 3")
-    ended(page)
-    assert written(page) == "haha" and page.inner_text(".text .lead") == "<|endoftext|>"
 
 
-def test_beams_side_by_side_with_scores_and_probabilities(visit):
+def test_an_error_is_a_sentence(visit):
     page = visit()
-    page.check("input[value=beams]", force=True)
-    ask(page, beam_width=2, max_tokens=4)
-    ended(page)
-    assert [written(page, i) for i in range(2)] == ["<b>c", "<b>x"]  # all alternatives are equally likely
-    boxes = [card.bounding_box() for card in page.locator(".card").all()]
-    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
-    score = math.log(math.exp(CHOSEN) / TOTAL)
-    assert page.locator(".card .note").first.inner_text() == f"{score:.3f}".replace("-", "\u2212")
-    assert page.locator(".card >> nth=1").locator(".t.shared").all_text_contents() == ["<", "b", ">"]
-    page.hover(".card >> nth=1 >> .t >> nth=3")
-    assert page.locator("#popover .chosen").inner_text().split() == ["x", *probability(OTHER).split()]
-
-
-def test_an_error_is_a_sentence_beside_its_field(visit):
-    page = visit()
-    for name, value, sentence in (
-        ("temperature", "hot", "Temperature is hot, but must be a number from 0 to 100."),  # of the page
-        ("logit_bias", "no", "Logit bias has no; write an id and a number, as in 50256: -100."),
-        ("top_k", "9" * 12, "Top k 999999999999 is not valid; use a whole number from"),  # of the server
-        ("stop_token_ids", "300", "Stop at ids"),
-        ("min_tokens", "1000", "Length at least 1000"),
-        ("no_repeat_ngram_size", "9" * 12, "No n-gram twice 999999999999 is not valid"),
+    for name, value, told in (
+        ("temperature", "101", "Temperature=101"),
+        ("top_k", "-7", "Top_k=-7"),
+        ("more", "{", 'Further options are not JSON; write such as {"min_p": 0.1}.'),
+        ("more", '{"max_token": 3}', "There is no key 'max_token'; did you mean max_tokens?"),
     ):
+        default = page.get_attribute(f"#{name}", "value") or ""
         ask(page, **{name: value})
-        expect(page.locator("#problem")).to_contain_text(sentence)
-        assert page.get_attribute(f"#field-{name}", "aria-invalid") == "true", name
-        assert "_" not in page.inner_text("#problem"), "a key in place of a label"
-        page.fill(f"#field-{name}", "")
+        expect(page.get_by_role("alert")).to_contain_text(re.compile(re.escape(told), re.IGNORECASE))
+        ended(page)
+        assert page.locator("article").count() == 0
+        page.fill(f"#{name}", default)
+    page.focus("#top_k")
+    page.keyboard.press("e")  # a field of numbers takes it
+    ask(page)
+    expect(page.get_by_role("alert")).to_have_text("Top k: Please enter a number.")
+    page.fill("#top_k", "50")
     ask(page, temperature=0, max_tokens=3)
-    page.wait_for_selector(".t")
+    page.wait_for_selector("article")
     ended(page)
     assert not page.is_visible("#problem") and written(page) == STORY[:3]
 
@@ -258,93 +253,67 @@ def test_a_server_that_is_gone_is_a_sentence(visit):
     page = visit()
     page.route("**/v1/completions", lambda route: route.abort())
     ask(page)
-    page.wait_for_selector("#problem:visible")
-    assert page.inner_text("#problem").startswith("The server does not answer.")
+    expect(page.get_by_role("alert")).to_contain_text("The server does not answer.")
     page.unroute("**/v1/completions")
-    page.route("**/v1/completions", lambda route: route.fulfill(status=200, body='data: {"choices": []}\n\n'))
+    for body, told in (
+        ('data: {"choices": []}\n\n', "The connection ended before the answer did."),
+        ('data: {"error": {"message": "logits are not finite"}}\n\n', "Logits are not finite."),
+    ):
+        page.route("**/v1/completions", partial(fulfil, body))
+        ask(page)
+        expect(page.get_by_role("alert")).to_have_text(told)
+        ended(page)
+        assert page.locator("article").count() == 0
+        page.unroute("**/v1/completions")
+
+
+def test_a_full_server_says_when_to_try_again(visit):
+    page = visit()
+    full = {"status": 429, "headers": {"Retry-After": "7"}, "body": '{"error": {"message": "the queue is full"}}'}
+    page.route("**/v1/completions", lambda route: route.fulfill(**full))
     ask(page)
-    expect(page.locator("#problem")).to_contain_text("The connection ended before the answer did.")
+    expect(page.get_by_role("alert")).to_have_text("The queue is full. Try again in 7 s.")
 
 
-def test_a_model_that_is_known_late_hides_no_problem(visit):
-    page, held = visit(), []
-    page.route("**/v1/models", lambda route: held.append(route))  # a builtin is not taken
-    page.route("**/v1/completions", lambda route: route.abort())
-    page.reload()
-    ask(page)
-    page.wait_for_selector("#problem:visible")
-    held[0].continue_()
-    expect(page.locator("#model")).to_have_text("tiny")
-    assert page.inner_text("#problem").startswith("The server does not answer.")
-
-
-def test_a_key_is_asked_for_kept_in_the_tab_and_out_of_links(visit, service):
+def test_a_key_is_asked_for_and_kept_in_the_tab(visit, service):
     service.api_key = "secret"
     try:
         with live_server(service) as address:
             page = visit(address)
-            page.wait_for_selector("#problem:visible")
-            assert page.inner_text("#problem") == "This server needs an API key; type it in under Server."
-            assert page.evaluate("document.activeElement.id") == "field-key"
-            page.keyboard.type("secret")
-            page.keyboard.press("Tab")
-            expect(page.locator("#model")).to_have_text("tiny")
+            assert not page.is_visible("#key")
+            ask(page)
+            expect(page.get_by_role("alert")).to_have_text("This server needs an API key; type it in under Settings.")
+            assert page.evaluate("document.activeElement.id") == "key"
+            page.keyboard.type("wrong")
+            ask(page)
+            expect(page.get_by_role("alert")).to_contain_text("does not accept this API key")
+            page.fill("#key", "secret")
             ask(page, temperature=0, max_tokens=3)
-            page.wait_for_selector(".t")
+            page.wait_for_selector("article")
             ended(page)
             assert written(page) == STORY[:3] and not page.is_visible("#problem")
-            page.click("#link")
-            assert "secret" not in page.url and "secret" not in page.evaluate("JSON.stringify(localStorage)")
+            assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
             page.reload()
-            expect(page.locator("#model")).to_have_text("tiny")
+            ask(page, temperature=0, max_tokens=3)
+            page.wait_for_selector("article")
     finally:
         service.api_key = None
 
 
-def test_settings_stay_and_go_into_a_link(visit):
+def test_settings_are_sent_with_further_options(visit):
     page = visit()
-    ask(page, "Say: more", temperature=0.25, stop="\\n\\n", seed=7)
-    ended(page)
-    page.reload()
-    assert page.input_value("#field-temperature") == "0.25" and page.input_value("#prompt") == "Say: more"
-    page.click("#link")
-    other = visit(fragment=page.url[page.url.index("#") :])
-    assert other.input_value("#prompt") == "Say: more" and other.input_value("#field-seed") == "7"
-    assert other.input_value("#field-stop") == "\\n\\n"
-    other.get_by_role("button", name="Reset settings").click()
-    assert other.input_value("#field-temperature") == "0.8"
-
-
-def test_every_sampling_option_is_on_the_page_and_is_sent(visit):
-    page = visit()
-    fields = page.evaluate("import('/web/fields.js').then(({ FIELDS }) => FIELDS)")
-    others = {"model", "prompt", "best_of", "logprobs", "stream", "stream_options", "suffix", "user", "do_sample"}
-    unsupported = {
-        name for name, key in openai_keys.KEYS.items() if key.read.__qualname__.startswith(openai_keys.only.__name__)
-    }  # fmt: skip
-    others |= unsupported | {"return_token_ids"}
-    assert {field["v1"] for field in fields if "v1" in field} == {*openai_keys.KEYS, *openai_keys.OPTION_KEYS} - others
-    page.evaluate("for (const box of document.querySelectorAll('details')) box.open = true")
-    values = {"stop": "a\\n", "stop_token_ids": "5, 6", "logit_bias": "7: 1.5", "top_p": "0.5", "seed": "3", "n": "2"}
-    sent = {"stop": ["a\n"], "stop_token_ids": [5, 6], "logit_bias": {"7": 1.5}, "top_p": 0.5, "seed": 3, "n": 2}
-    for field in fields:
-        name = field["name"]
-        if field.get("v1") and field["kind"] == "switch":
-            page.check(f"#field-{name}")
-            sent[field["v1"]] = True
-        elif field.get("v1"):
-            if name not in values:
-                values[name], sent[field["v1"]] = "0.5", 0.5
-                if field["step"] == 1:
-                    values[name], sent[field["v1"]] = "4", 4
-            page.fill(f"#field-{name}", values[name])
     with page.expect_request("**/v1/completions") as found:
         ask(page)
-    body = found.value.post_data_json
-    assert {name: body.get(name) for name in sent} == sent
-    page.wait_for_selector(".t, #problem:visible")
+    sent = found.value.post_data_json
+    assert (sent["temperature"], sent["top_k"], sent["max_tokens"]) == (0.8, 50, 200) and "seed" not in sent
     ended(page)
-    assert not page.is_visible("#problem")
+    with page.expect_request("**/v1/completions") as found:
+        ask(page, top_k="", top_p=0.5, seed=3, more='{"stop": ["a"], "min_p": 0.25}')
+    sent = found.value.post_data_json
+    expected = {"top_p": 0.5, "seed": 3, "stop": ["a"], "min_p": 0.25, "prompt": PROMPT, "stream": True}
+    assert {name: sent[name] for name in expected} == expected and "top_k" not in sent
+    ended(page)
+    assert "seed 3" in page.inner_text(".facts >> nth=1")
 
 
 @pytest.fixture(scope="module")
@@ -355,127 +324,152 @@ def short_address():
         yield address
 
 
-@pytest.mark.parametrize("device, mode", [({}, "sample"), ({}, "beams"), (PHONE, "sample")])
-def test_the_first_click_works_with_the_model_of_readme(visit, short_address, device, mode):
+@DEVICES
+def test_the_first_click_works_with_the_model_of_readme(visit, short_address, device):
     page = visit(short_address, **device)
-    expect(page.locator("#positions")).to_contain_text("64 positions")
-    for i in range(page.locator(".example").count() if mode == "sample" else 1):
-        page = visit(short_address, **device)
-        if mode == "beams":
-            page.evaluate("document.querySelector('#settings').open = true")
-            page.check("input[value=beams]", force=True)
-        example = page.locator(".example").nth(i)
-        prompt = example.inner_text()
-        example.click()
-        page.click("#generate")
-        page.wait_for_selector(".text")
-        ended(page)
-        assert not page.is_visible("#problem"), page.inner_text("#problem")
-        if mode == "sample":
-            assert 0 < page.locator(".t").count() <= 64 - len(prompt)
+    page.fill("#text", "Once upon a time")
+    page.click("#send")
+    page.wait_for_selector("article")
+    ended(page)
+    assert not page.is_visible("#problem"), page.inner_text("#problem")
+    assert 0 < int(page.inner_text(".facts").split()[0]) <= 64 - len("Once upon a time")
 
 
 def test_no_length_is_refused_for_what_the_model_has_no_positions_for(visit, short_address):
     page = visit(short_address)
-    expect(page.locator("#positions")).to_contain_text("64 positions")
-    assert page.input_value("#field-max_tokens") == "64"
-    page.evaluate("for (const box of document.querySelectorAll('details')) box.open = true")
-    page.check("#field-ignore_eos")
-    ask(page, "Hello", max_tokens=1000, n=2)
+    ask(page, "Hello", max_tokens=1000, more='{"ignore_eos": true}')
     ended(page)
-    assert page.locator(".card >> nth=1").locator(".t").count() == 59 and not page.is_visible("#problem")
-    page.get_by_role("button", name="Continue").first.click()
-    expect(page.locator("#problem")).to_have_text(
-        "The text has 64 tokens, and the model has 64 positions; choose another one of its tokens to go on from."
-    )
+    assert page.inner_text(".facts").startswith("59 tokens") and not page.is_visible("#problem")
     ask(page, "x" * 70)
-    expect(page.locator("#problem")).to_have_text(
+    expect(page.get_by_role("alert")).to_have_text(
         "The prompt has 70 tokens, and the model has 64 positions; shorten the prompt."
     )
-    assert page.get_attribute("#prompt", "aria-invalid") == "true"
-    ask(page, "", max_tokens="", n="")
+
+
+@DEVICES
+def test_a_chat_folds_thoughts_and_sends_all_of_it_again(visit, chat_address, device):
+    page = visit(chat_address, **device)
+    assert page.get_by_role("radio", name="Chat").is_checked()
+    first, second, *_ = ANSWERS
+    with page.expect_request("**/v1/chat/completions"):
+        ask(page, first)
     ended(page)
-    assert page.locator(".t").count() == 63 and not page.is_visible("#problem")
-
-
-def test_defaults_are_those_of_the_command(visit):
-    names = {"max_tokens": "max_new_tokens", "n": "num_samples", "min_tokens": "min_new_tokens"}
-    command = {**vars(GenerateOptions()), "max_new_tokens": NEW_TOKENS}
-    page = visit()
-    fields = page.evaluate("import('/web/fields.js').then(({ FIELDS }) => FIELDS)")
-    initial = {names.get(field["name"], field["name"]): field["initial"] for field in fields}
-    compared = {name for name in initial if name in command and initial[name] != ""}
-    assert {"max_new_tokens", "temperature", "top_k", "top_p", "length_penalty"} < compared
-    assert {name: initial[name] for name in compared} == {name: command[name] for name in compared}
-    with page.expect_request("**/v1/completions") as found:
-        ask(page)
-    body = found.value.post_data_json
-    assert (body["temperature"], body["top_k"], body["max_tokens"]) == (0.8, 50, 200)
-
-
-@pytest.mark.parametrize("device", [PHONE, {"viewport": {"width": 390, "height": 844}}], ids=["phone", "narrow"])
-def test_a_phone_names_no_keys_and_its_bar_covers_nothing(visit, device):
-    page = visit(**device)
-    page.fill("#prompt", PROMPT)
-    page.evaluate("for (const box of document.querySelectorAll('details')) box.open = true")
-    page.wait_for_timeout(50)
-    top = page.locator("#actions").bounding_box()["y"]
-    assert page.evaluate("document.body.getBoundingClientRect().bottom") <= top + 1
-    hidden = """(top) => [...document.querySelectorAll('.field:not([hidden]) input:not([type=range]), .modes input')]
-      .filter((field) => {
-        field.scrollIntoView({ block: 'nearest' });
-        return field.getBoundingClientRect().bottom > top + 1;
-      }).map((field) => field.name)"""
-    assert page.evaluate(hidden, top) == []
-    page.click("#generate")
-    assert page.locator("kbd:visible").count() == 0
+    assert written(page) == "Hi <i>you</i>" and page.locator("main i").count() == 0
+    assert page.inner_text(".thoughts summary") == "Thoughts" and not page.is_visible(".thought")
+    page.click(".thoughts summary")
+    assert page.inner_text(".thought") == THOUGHTS and page.input_value("#text") == ""
+    with page.expect_request("**/v1/chat/completions") as found:
+        ask(page, "and?")
+    roles = [message["role"] for message in found.value.post_data_json["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    assert found.value.post_data_json["messages"][1]["content"] == ANSWERS[first]
     ended(page)
-    assert page.locator("kbd:visible").count() == 0
-    assert not page.is_visible(".pointer") and page.is_visible(".touch")
-
-
-def test_a_desktop_names_its_keys(visit):
-    page = visit()
-    assert page.inner_text("#generate kbd") in ("Ctrl ↵", "⌘↵")
-    ask(page, temperature=0)
+    page.click("#clear")
+    ask(page, second)
+    page.wait_for_selector("article")
     ended(page)
-    assert page.is_visible(".pointer") and not page.is_visible(".touch")
-
-
-def test_a_phone(visit):
-    page = visit(**PHONE)
-    page.fill("#prompt", PROMPT)
-    page.tap("#settings > summary")
-    page.fill("#field-temperature", "0")
-    page.tap("#settings > summary")
-    page.tap("#generate")
-    ended(page)
-    assert written(page) == STORY
+    assert written(page) == "So" and page.locator(".thought").text_content() == "thoughts that the template opened"
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.locator("#generate").bounding_box()["y"] < 740
-    page.tap(".t >> nth=1")
-    box = page.locator("#popover").bounding_box()
-    assert (box["x"], box["width"]) == (0, 360) and box["y"] + box["height"] == pytest.approx(740, abs=1)
-    page.locator("#popover button").nth(1).tap()
-    page.wait_for_selector(".t.fixed")
+
+
+def test_an_empty_answer_of_a_chat_is_told_and_the_question_can_be_sent_again(visit, chat_address):
+    page = visit(chat_address)
+    _, _, empty, thoughts = ANSWERS
+    ask(page, empty)
     ended(page)
-    assert written(page).startswith("<x>")
+    assert written(page) == "The model gave no text: it ended its answer at once."
+    assert page.input_value("#text") == empty
+    ask(page, thoughts)
+    expect(page.locator("article")).to_have_count(2)
+    ended(page)
+    assert written(page) == "The model gave no text: it ended after its thoughts."
+    with page.expect_request("**/v1/chat/completions") as found:
+        ask(page, thoughts, max_tokens=3)
+    assert len(found.value.post_data_json["messages"]) == 1  # what has no answer is not said again
+    expect(page.locator("article")).to_have_count(3)
+    ended(page)
+    assert "its tokens were spent on thoughts" in written(page)
 
 
-def test_text_is_readable_in_light_and_dark(visit):
-    page = visit(color_scheme="light")
+def test_a_chat_model_completes_prompts_too(visit, chat_address):
+    page = visit(chat_address)
+    page.get_by_role("radio", name="Complete").check()
+    assert page.inner_text("#text-label") == "Prompt"
+    with page.expect_request("**/v1/completions"):
+        ask(page, "Hello")
+    ended(page)
+    page.get_by_role("radio", name="Chat").check()
+    assert page.locator("article:visible").count() == 0 and page.inner_text("#text-label") == "Message"
+
+
+def test_a_model_without_a_template_offers_no_chat(visit):
+    assert visit().get_by_role("radio").count() == 0
+
+
+@DEVICES
+def test_margins_and_what_covers_what(visit, device):
+    page = visit(**device)
+    ask(page, "other " * 8, temperature=0)
+    ended(page)
+    width, height = device["viewport"].values()
+    for selector in ("h1", "article", "#text", "#send", "#settings summary"):
+        box = page.locator(selector).bounding_box()
+        assert box["x"] >= 12 and box["x"] + box["width"] <= width - 12, selector
+    assert page.locator("#send").bounding_box()["y"] + 30 < height  # in reach while answers scroll
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    sizes = page.evaluate(
+        "[...document.querySelectorAll('textarea, input')].map((one) => getComputedStyle(one).fontSize)"
+    )
+    assert set(sizes) == {"16px"}  # of smaller ones a phone enlarges the page
+    assert page.is_visible("#keys") == (device is DESKTOP)
+    ask(page, "other " * 8, temperature=0)  # below the settings, which are open now
+    expect(page.locator("article")).to_have_count(2)
+    ended(page)
+    bottom = page.locator(".answer").last.bounding_box()
+    assert bottom["y"] + bottom["height"] <= page.locator("form").bounding_box()["y"]
+
+
+def test_every_control_has_a_label(visit, chat_address):
+    page = visit(chat_address)
+    page.evaluate(
+        "for (const one of document.querySelectorAll('[hidden], details')) { one.hidden = false; one.open = true; }"
+    )
+    for role, names in {
+        "textbox": ["Message", "Further options", "API key"],
+        "spinbutton": ["Length", "Temperature", "Top k", "Top p", "Seed"],
+        "button": ["Send", "Stop", "Clear"],
+        "radio": ["Complete", "Chat"],
+        "checkbox": ["Tokens"],
+        "group": ["What to ask for"],
+    }.items():
+        for name in names:
+            assert page.get_by_label(name).count() or page.get_by_role(role, name=name).count(), name
+    assert page.evaluate("[...document.querySelectorAll('input, textarea')].every((one) => one.labels.length === 1)")
+    assert page.get_attribute("html", "lang") == "en" and page.get_by_role("main").count() == 1
+
+
+def test_text_is_readable_in_light_and_dark(visit, chat_address):
+    page = visit(chat_address, color_scheme="light")
+    page.evaluate("document.querySelector('#settings').open = true")
+    ask(page, "Hello")
+    ended(page)
+    page.click(".thoughts summary")
+    page.evaluate("explain('A sentence.')")
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        paper = rgb_of(page, "body", "backgroundColor")
-        assert is_light(page) == (scheme == "light")
+        paper, card = rgb_of(page, "body", "backgroundColor"), rgb_of(page, "article", "backgroundColor")
+        assert (sum(paper) > 600) == (scheme == "light")
         assert contrast(rgb_of(page, "body", "color"), paper) > 10
-        assert contrast(rgb_of(page, ".hint", "color"), paper) > 4.5
-        assert contrast(rgb_of(page, "#generate", "color"), rgb_of(page, "#generate", "backgroundColor")) > 4.5
-    page.click("#theme")  # against what the machine says, from now on
-    assert is_light(page)
-    page.reload()
-    assert is_light(page)
-
-
-def is_light(page) -> bool:
-    return sum(rgb_of(page, "body", "backgroundColor")) > 600
+        for selector, behind in (
+            ("small", paper), ("#keys", paper), ("#problem", paper), ("summary", paper), ("#text-label", paper),
+            (".facts", card), (".question", card), (".thought", card), (".thoughts summary", card), (".answer", card),
+            ("#send", rgb_of(page, "#send", "backgroundColor")), ("#text", rgb_of(page, "#text", "backgroundColor")),
+        ):  # fmt: skip
+            assert contrast(rgb_of(page, selector, "color"), behind) >= 4.5, (scheme, selector)
+        for selector in ("#text", "#max_tokens", "#clear"):  # the bounds of a control
+            assert contrast(rgb_of(page, selector, "borderTopColor"), paper) >= 3, (scheme, selector)
+        page.check("#show-tokens")
+        page.evaluate("document.querySelector('.tokens span').style.setProperty('--p', 0)")  # the darkest
+        darkest = rgb_of(page, ".tokens span", "backgroundColor")
+        assert contrast(rgb_of(page, ".tokens span", "color"), darkest) >= 4.5
+        page.uncheck("#show-tokens")

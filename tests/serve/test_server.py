@@ -13,11 +13,11 @@ import torch
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.finite import LOGITS, WEIGHTS
 from dtgpt.serve import http as http_module
+from dtgpt.serve.access import names_of
 from dtgpt.serve.app import make_app
-from dtgpt.serve.guard import names_of
 from dtgpt.serve.http import HttpServer, bind
-from dtgpt.serve.life import end_where_a_rank_is_silent
 from dtgpt.serve.metrics import Metrics
+from dtgpt.serve.signals import end_where_a_rank_is_silent
 from dtgpt.util.errors import UserError
 from tests.support.server import client, http_client, live_server, served, tiny_model, wait_until
 

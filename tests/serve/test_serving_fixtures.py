@@ -25,7 +25,7 @@ from dtgpt.inference.text import segments
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.reference import likeliest
 from dtgpt.serve.app import make_app
-from dtgpt.serve.megatron_jobs import answer, make_jobs
+from dtgpt.serve.megatron import answer, make_jobs
 from dtgpt.serve.megatron_request import read_request
 from tests.support.engines import engine_of
 from tests.support.megatron_rules import FAILS, MEGATRON, OURS, length_refusal, refusal

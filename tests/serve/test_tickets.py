@@ -12,8 +12,8 @@ from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.serve.app import make_app
-from dtgpt.serve.life import end_where_a_rank_is_silent
 from dtgpt.serve.limits import RequestLimits
+from dtgpt.serve.signals import end_where_a_rank_is_silent
 from dtgpt.serve.ticket import TimeLimit
 from dtgpt.serve.worker import EngineFailed, EngineWorker, Refused
 from dtgpt.util.errors import UserError

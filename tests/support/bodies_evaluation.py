@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from dtgpt.commands.eval import command
 from dtgpt.config.recipe import Recipe
 from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.command import command
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.train.setup import open_trainer
 from tests.support.bodies_inference import load, sentence

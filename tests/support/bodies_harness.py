@@ -9,7 +9,7 @@ from unittest import mock
 
 import lm_eval.tasks
 
-from dtgpt.commands.lm_eval import command
+from dtgpt.evaluation.harness_command import command
 
 
 def commands_under_plans(model: str, tasks: str, names: list[str], output: str, plans: list[str]) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtgpt.charts.plot import main_figures
-from dtgpt.commands.eval import command
+from dtgpt.evaluation.command import command
 from dtgpt.evaluation.in_training import TaskEvaluation
 from dtgpt.inference.finite import LOGITS
 from dtgpt.run.records import read_records
@@ -114,7 +114,7 @@ def test_a_limit_and_the_picture(recipe):
     ("hellaswag", "hellaswag is not a task with its file"), ("hellaswag:", "is not a task with its file"),
     ("piqa:x", "there is no task piqa"), ("lambada:x lambada:y", "has lambada twice"),
     ("'lambada:x", "close the quotes"),
-    ("lambada:/no/such", "/no/such does not exist; LAMBADA's"), ("", "no task is given"),
+    ("lambada:/no/such", "/no/such cannot be read .No such file or directory.; LAMBADA's"), ("", "no task is given"),
 ])  # fmt: skip
 def test_tasks_that_cannot_be_measured_are_told_before_a_run_begins(recipe, tmp_path, tasks, words):
     with pytest.raises(UserError, match=words):

@@ -1,4 +1,5 @@
-"""What every request passes: checks of host and key, the log, the count, and answers for faults inside."""
+"""What every request passes: checks of host and key, who its client is, the log, the count, and answers for faults
+inside."""
 
 import hmac
 import ipaddress
@@ -8,11 +9,11 @@ import socket
 import sys
 import time
 import traceback
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dtgpt.serve.client import client_of
 from dtgpt.serve.log import log, takes
 from dtgpt.serve.problems import HttpProblem, answer, unknown_path
 from dtgpt.serve.service import CLIENT, TICKET, Service
@@ -25,6 +26,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 HOST = re.compile(r"(\[(?P<ip6>[0-9a-f.]*:[0-9a-f:.]*)\]|(?P<name>[a-z0-9._-]+))(:(?P<port>[0-9]{0,9}))?")
 LAST_PORT = 65535
 LONGEST_PATH = 200  # characters in the log
+NETWORK = 64  # bits of an IPv6 address that its owner cannot choose
 
 
 class Guard:
@@ -69,18 +71,15 @@ class Guard:
         """Return why a request is not let through, None where it is."""
         host, hosts = request.headers.get("host", ""), self._service.hosts
         if hosts is not None and host_name(host) not in hosts:
-            return HttpProblem(
-                403, f"the Host header is {shown(host)}, but this server answers for {', '.join(sorted(hosts))} only; "
-                "use one of these in the address",
-            )  # fmt: skip
+            names = ", ".join(sorted(hosts))
+            sentence = f"the Host header is {shown(host)}, but this server answers for {names} only"
+            return HttpProblem(403, f"{sentence}; use one of these in the address")
         path, keys = request.scope["path"], (self._service.api_key or "").split(",")
         mine = [number for number, key in enumerate(keys, 1) if has_key(request, key)]  # always all: no time tells
         CLIENT.set(f"key {mine[0]}" if mine and keys[1:] else client_of(request.scope.get("client")))
         if self._service.api_key is not None and path not in self._open_paths and not mine:
-            return HttpProblem(
-                401, "the API key is missing or wrong; send the header Authorization: Bearer KEY",
-                headers={"WWW-Authenticate": "Bearer"}, code="invalid_api_key",
-            )  # fmt: skip
+            sentence = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+            return HttpProblem(401, sentence, headers={"WWW-Authenticate": "Bearer"}, code="invalid_api_key")
         if request.method in ("POST", "PUT") and (ending := self._service.worker.ending):
             return ending
         # Starlette's routes take a newline for the end.
@@ -109,6 +108,19 @@ def has_key(request: Request, key: str) -> bool:
     """Return whether a request has this key; the time that takes tells nothing of it."""
     kind, _, given = request.headers.get("authorization", "").partition(" ")
     return hmac.compare_digest(given.strip().encode(), key.encode()) and kind.lower() == "bearer"
+
+
+def client_of(address: Any) -> str:
+    """Return the name of the client at an address (host, port): an IPv4 address, or the network of an IPv6 address,
+    whose owner has 2^64 of them."""
+    host = str(address[0]).partition("%")[0] if address else "-"
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if found.version == 4 or found.is_loopback:
+        return host
+    return str(found.ipv4_mapped or ipaddress.ip_network((int(found), NETWORK), strict=False))
 
 
 def is_loopback(address: str) -> bool:

@@ -25,8 +25,12 @@ from dtgpt.util.field_types import Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
 from dtgpt.util.peers import Process
 
-TAKEN = {"--model": "the first word", "-M": "the first word", "--model_args": "options such as --plan and --precision",
-         "-a": "options such as --plan and --precision"}  # fmt: skip
+TAKEN = {
+    "--model": "the first word",
+    "-M": "the first word",
+    "--model_args": "options such as --plan and --precision",
+    "-a": "options such as --plan and --precision",
+}
 NAMING_TASKS = ("--ta", "-t", "--co", "-C")  # --tasks and --config, which the harness takes in short forms
 
 
@@ -94,16 +98,11 @@ def split_words(words: list[str]) -> tuple[list[str], list[str]]:
     return own, passed
 
 
-def check_package() -> None:
-    """Raise UserError where lm-evaluation-harness is not installed."""
-    if find_spec("lm_eval") is None:
-        raise UserError("dtgpt lm-eval needs the package lm_eval; run pip install 'dtgpt[eval]'")
-
-
 @memory_errors_as_user_errors("use a smaller --batch_size, or fewer texts at the same time (--slots)")
 def evaluate(path: Path, options: LmEvalOptions, words: list[str]) -> int:
     """Run the harness on rank 0 with its options `words`; other ranks follow."""
-    check_package()
+    if find_spec("lm_eval") is None:
+        raise UserError("dtgpt lm-eval needs the package lm_eval; run pip install 'dtgpt[eval]'")
     usual = asdict(LmEvalOptions())
     given = {"model": str(path), **{name: value for name, value in asdict(options).items() if value != usual[name]}}
     if Process.from_environment().rank:

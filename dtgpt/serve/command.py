@@ -1,11 +1,10 @@
 """`dtgpt serve`: answer requests over HTTP with a model."""
 
 import os
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import (
@@ -24,15 +23,12 @@ from dtgpt.commands.model_options import (
 from dtgpt.inference.finite import WEIGHTS, has_finite_weights
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model, Need
-from dtgpt.inference.session import Session
 from dtgpt.serve.explanations import KEY
+from dtgpt.serve.limits import RequestLimits
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.hardware import memory_errors_as_user_errors
 from dtgpt.util.peers import Process
-
-if TYPE_CHECKING:
-    from dtgpt.serve.server import Server
 
 LONGEST_NAME = 200  # characters
 SWITCH_INTERVAL = 0.0005  # seconds; Python's own 5 ms let the event loop hold the engine up for the length of a step
@@ -50,9 +46,13 @@ class ServeOptions:
     """
 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
-        "host": "address", "api_key": "access", "slots": "limits", "log_prompts": "log", "plan": "execution",
+        "host": "address",
+        "api_key": "access",
+        "slots": "limits",
+        "log_prompts": "log",
+        "plan": "execution",
         "tokenizer": "tokenizer",
-    }  # fmt: skip
+    }
 
     host: Annotated[str, "address to listen on; other than of this machine alone: with --api-key"] = "127.0.0.1"
     port: Annotated[int, "port; 0: any free one, which is printed", Bounds(0, 65535)] = 5000
@@ -62,9 +62,10 @@ class ServeOptions:
     ] = None
     open: Annotated[bool, "allow an address that other machines reach without a key"] = False
     slots: Annotated[
-        str, f"texts at the same time; auto: as many as memory allows, up to {MOST_SLOTS}",
+        str,
+        f"texts at the same time; auto: as many as memory allows, up to {MOST_SLOTS}",
         Pattern("auto|[1-9][0-9]{0,2}", f"is not a number of texts; use 1 to {MOST_SLOTS}, or auto"),
-    ] = "auto"  # fmt: skip
+    ] = "auto"
     max_length: MaxLength = None
     queue: Annotated[int, "texts that may wait or run; further requests are refused", Bounds(1, 100_000)] = 1024
     seconds: Annotated[float, "time limit of a request", Bounds(above=0)] = 300.0
@@ -86,13 +87,17 @@ class ServeOptions:
 def serve(path: Path, options: ServeOptions) -> None:
     for package in ("starlette", "uvicorn"):
         optional_package(package, "dtgpt serve", extra="serve")
+    from dtgpt.serve.access import is_loopback, names_of
     from dtgpt.serve.http import bind
+    from dtgpt.serve.server import Server, follow, lead
+    from dtgpt.serve.service import Service
+    from dtgpt.serve.worker import EngineWorker
 
     slots, key, name = slots_of(options), key_of(options), name_of(options, path)
     leads = Process.from_environment().rank == 0
     listener = bind(options.host, options.port) if leads else None
     if listener is not None:
-        check_access(options, listener, key)
+        check_access(options, is_loopback(listener.getsockname()[0]), key)
     source, settings, mesh, tokenizer = open_as_asked(path, options)
     model = Model.read(source, settings, mesh, path, slots, tokenizer, options.exact)
     if not all(mesh.gather(has_finite_weights(model.stages, mesh, model.config))):
@@ -100,46 +105,12 @@ def serve(path: Path, options: ServeOptions) -> None:
     need = Need(rows=slots or MOST_SLOTS, at_once=1)
     sys.setswitchinterval(SWITCH_INTERVAL)
     if listener is None:
-        _follow(model, need, options.drain)
-    else:
-        _lead(model, need, _server(model, name, options, listener, key), options)
-
-
-def _lead(model: Model, need: Need, server: "Server", options: ServeOptions) -> None:
-    """Serve, on rank 0."""
-
-    def work(session: Session, _: None) -> None:
-        model.describe()
-        server.serve(session, options.warm_up, options.drain)
-
-    try:
-        model.run(lambda: (need, None), work)
-    finally:
-        server.close()
-
-
-def _follow(model: Model, need: Need, seconds: float) -> None:
-    """Do what rank 0 commands, until it ends."""
-    from dtgpt.serve.life import EndBySignal
-
-    EndBySignal(None, seconds).install()
-    model.run(lambda: (need, None), lambda session, _: None)
-
-
-def _server(model: Model, name: str, options: ServeOptions, listener: socket.socket, key: str | None) -> "Server":
-    from dtgpt.serve.guard import names_of
-    from dtgpt.serve.limits import RequestLimits
-    from dtgpt.serve.server import Server
-    from dtgpt.serve.service import Service
-    from dtgpt.serve.worker import EngineWorker
-
-    limits = RequestLimits(queue=options.queue, seconds=options.seconds)
-    worker = EngineWorker(model.check, lambda: model.slots, limits)
-    service = Service(
-        model, worker, name, api_key=key, hosts=names_of(options.host, listener),
-        log_prompts=options.log_prompts,
-    )  # fmt: skip
-    return Server(service, listener, options.host)
+        follow(model, need, options.drain)
+        return
+    worker = EngineWorker(model.check, lambda: model.slots, RequestLimits(queue=options.queue, seconds=options.seconds))
+    hosts = names_of(options.host, listener)
+    service = Service(model, worker, name, api_key=key, hosts=hosts, log_prompts=options.log_prompts)
+    lead(Server(service, listener, options.host), need, options.warm_up, options.drain)
 
 
 def slots_of(options: ServeOptions) -> int | None:
@@ -170,11 +141,9 @@ def name_of(options: ServeOptions, path: Path) -> str:
     return options.name
 
 
-def check_access(options: ServeOptions, listener: socket.socket, key: str | None) -> None:
+def check_access(options: ServeOptions, is_local: bool, key: str | None) -> None:
     """Raise UserError where other machines could use the server and nothing says that they may."""
-    from dtgpt.serve.guard import is_loopback
-
-    if not is_loopback(listener.getsockname()[0]) and key is None and not options.open:
+    if not is_local and key is None and not options.open:
         raise UserError(
             f"--host {shown(options.host)} lets other machines use the server; give a key with --api-key or ${KEY}, or "
             "allow everybody with --open on"

@@ -53,8 +53,10 @@ class EvalOptions:
     compressed or not."""
 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
-        "task": "tasks and results", "plan": "execution", "tokenizer": "tokenizer",
-    }  # fmt: skip
+        "task": "tasks and results",
+        "plan": "execution",
+        "tokenizer": "tokenizer",
+    }
 
     task: Annotated[tuple[str, ...], "lambada, wikitext103 or hellaswag; several are measured in turn"] = ()
     data: Annotated[tuple[str, ...], "file of each task, in the order of the tasks"] = ()
@@ -102,11 +104,17 @@ def evaluate(path: Path, options: EvalOptions) -> None:
             described = describe_model(path, options.adapter, source, positions, digest.result())
     if mesh.rank == 0:
         show(measured)
-        where = {"device": device_name(mesh.device), "precision": str(settings.dtype).removeprefix("torch.")}
-        write_results(output, "--output", {
-            "dtgpt": dtgpt.__version__, "model": described, "tokenizer": tokenizer.name, "plan": mesh.plan.name,
-            "processes": mesh.world, **where, "results": list(map(as_json, measured)),
-        })  # fmt: skip
+        results = {
+            "dtgpt": dtgpt.__version__,
+            "model": described,
+            "tokenizer": tokenizer.name,
+            "plan": mesh.plan.name,
+            "processes": mesh.world,
+            "device": device_name(mesh.device),
+            "precision": str(settings.dtype).removeprefix("torch."),
+            "results": list(map(as_json, measured)),
+        }
+        write_results(output, "--output", results)
 
 
 def measure(scorer: Scorer, asked: Sequence[Asked], prepared: Sequence[tuple[DataFile, Prepared]]) -> list[Measured]:
@@ -175,6 +183,9 @@ class SampleProgress(ProgressLines):
 
 
 command = Command(
-    "eval MODEL", EvalOptions, evaluate, "runs/gpt2_tiny-001 --task lambada --data lambada_test.jsonl",
+    "eval MODEL",
+    EvalOptions,
+    evaluate,
+    "runs/gpt2_tiny-001 --task lambada --data lambada_test.jsonl",
     aliases={"valid_data": "data", "strict_lambada": "strict", "tasks": "task"},
-)  # fmt: skip
+)
