@@ -19,7 +19,7 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig, is_own
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError, did_you_mean, shown_name
-from dtgpt.util.field_types import check_fields
+from dtgpt.util.field_types import check_annotations
 
 FOLDER = ("dtgpt", "recipes")  # the last parts of the folder where a wheel puts what comes with dtgpt
 KINDS = (".py", ".sbatch", ".yaml")  # recipes, a job of Slurm, one of Kubernetes
@@ -33,7 +33,7 @@ def call_recipe(recipe_function: Callable) -> Recipe:
         recipe = recipe_function()
     if not isinstance(recipe, Recipe):
         raise UserError(f"recipe() returns {type(recipe).__name__}; return a dtgpt.config.recipe.Recipe")
-    check_fields(recipe)
+    check_annotations(recipe)  # its rules may be kept by the options of a command line
     if code and is_own(type(recipe.model)):
         type(recipe.model).recipe_file = str(path.resolve())  # checkpoints name it
     return recipe

@@ -109,6 +109,11 @@ class Schedule:
     def unit(self) -> str:
         return "samples" if self.counts_samples else "steps"
 
+    @property
+    def decay_begin(self) -> float:
+        """Where the decay of wsd begins."""
+        return self.end - self.wsd_decay * self.end
+
     def rate(self, before: int, after: int) -> float:
         """Return the rate of a step by the steps, or samples, done before and after it."""
         if before < self.warmup:

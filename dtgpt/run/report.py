@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from dtgpt.config.checks import large_for_a_cpu
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
+from dtgpt.config.recipe_rules import large_for_a_cpu
 from dtgpt.config.schedule import parse_rampup
 from dtgpt.data.dataset import PART_NAMES, Dataset, bits_per_byte, perplexity
 from dtgpt.parallel.mesh import Mesh

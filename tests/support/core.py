@@ -35,7 +35,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"config/(plan|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|layout|between|fsdp|shards|stages|"
         r"gradients|collectives|transport|engine|pipeline|local)"
     ),
-    "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|recipe_file)",
+    "recipe": r"config/(recipe|sections|execution|overrides|recipe_rules|schedule|recipe_file)",
     "step": (
         r"optim/(update|loss_scale|step_state)|train/(trainer|objective|evaluate|interval_loss)|"
         r"parallel/graphs"
