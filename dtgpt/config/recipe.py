@@ -14,7 +14,7 @@ from dtgpt.config.execution import Recompute, Settings, choose_compiler, choose_
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import OR, PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.recipe_rules import MOST_STEPS, NOTES, PLAN_RULES, RULES, SETTINGS_RULES
-from dtgpt.config.schedule import BatchSizes, Schedule, check_rampup
+from dtgpt.config.schedule import BatchSizes, Ramp, Schedule, check_rampup, parse_rampup
 from dtgpt.config.sections import (
     Added,
     CheckpointConfig,
@@ -196,6 +196,16 @@ class Recipe:
             end=end,
             counts_samples=self.counts_samples,
         )
+
+    @property
+    def ramp(self) -> Ramp | None:
+        """The ramp up to the whole batch; raises UserError for a text that is none."""
+        return None if self.rampup_batch_size is None else parse_rampup(self.rampup_batch_size, self.global_batch_size)
+
+    @property
+    def nearest_batch(self) -> int:
+        """The global batch size below this one that micro-batches fill."""
+        return self.global_batch_size // self.micro_batch_size * self.micro_batch_size or self.micro_batch_size
 
     @property
     def schedule_ends_with_run(self) -> bool:

@@ -6,43 +6,14 @@ and yet not what a user may expect. `Recipe` asks the tables; a plan checks by i
 (`dtgpt.config.plan`).
 """
 
-import math
-from typing import TYPE_CHECKING
-
 from dtgpt.config.plan_choice import AUTO
-from dtgpt.config.schedule import parse_rampup
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.console import duration, parameters
-from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules, Where
-
-if TYPE_CHECKING:
-    from dtgpt.config.recipe import Recipe  # which has these rules
+from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
 
 LARGE_FOR_A_CPU = 50_000_000  # parameters
 CPU_FLOPS = 1e11  # a second, of which a CPU of some cores is capable in fp32
 MOST_STEPS = 10_000_000  # the learning rate of each is held on the device
-
-
-def misses_whole_batch(recipe: "Recipe") -> bool:
-    """the ramp does not lead to the whole batch"""
-    start, increment, samples = parse_rampup(recipe.rampup_batch_size or "")
-    missing = recipe.global_batch_size - start
-    return start < 1 or missing < 1 or increment < 1 or missing % increment != 0 or samples < 0
-
-
-def ramps_for_too_long(recipe: "Recipe") -> bool:
-    """the ramp takes more than MOST_STEPS steps"""
-    start, _, samples = parse_rampup(recipe.rampup_batch_size or "")
-    return 2 * samples // (start + recipe.global_batch_size) > MOST_STEPS
-
-
-def near_batch(recipe: "Recipe") -> str:
-    whole, micro = recipe.global_batch_size, recipe.micro_batch_size
-    return str(whole // micro * micro or micro)
-
-
-def longest_warmup(recipe: "Recipe") -> str:
-    return str(math.floor(recipe.schedule.decay_begin))
 
 
 RULES: Rules = (
@@ -84,22 +55,21 @@ RULES: Rules = (
     ),
     Rule(
         "global_batch_size={global_batch_size} is not a multiple of micro_batch_size={micro_batch_size}; use "
-        "--global_batch_size {remedy} or a micro_batch_size that divides it",
+        "--global_batch_size {nearest_batch} or a micro_batch_size that divides it",
         Is("global_batch_size", "is no multiple of", Other("micro_batch_size")),
         Is("plan", "!=", AUTO),  # which chooses the micro-batch size, too
-        remedy=near_batch,
     ),
     Rule(
         "rampup_batch_size={rampup_batch_size!r} does not lead to global_batch_size={global_batch_size}; START must be "
         "below it, and INCREMENT divide the difference, as in '32 32 100000' for 256",
-        Is("rampup_batch_size", "!=", None),
-        Where("rampup_batch_size", misses_whole_batch),
+        Given("ramp"),
+        Missing("ramp.reaches_whole"),
     ),
     Rule(
         f"rampup_batch_size={{rampup_batch_size!r}} takes more than {MOST_STEPS} steps to reach "
         "global_batch_size={global_batch_size}; use fewer SAMPLES",
-        Is("rampup_batch_size", "!=", None),
-        Where("rampup_batch_size", ramps_for_too_long),
+        Given("ramp"),
+        Is("ramp.steps", ">", MOST_STEPS),
     ),
     Rule(
         "train_samples={train_samples} does not fill one step; use {global_batch_size} or more",
@@ -138,11 +108,10 @@ RULES: Rules = (
     Rule(
         "the warmup of {schedule.warmup} {schedule.unit} ends inside the decay of wsd, which begins at "
         "{schedule.decay_begin:g} of {schedule.end} (optimizer.wsd_decay={optimizer.wsd_decay}), so the learning rate "
-        "would jump; warm up for {remedy} or fewer, or lower optimizer.wsd_decay",
+        "would jump; warm up for {schedule.longest_warmup} or fewer, or lower optimizer.wsd_decay",
         Is("optimizer.schedule", "==", "wsd"),
         Is("schedule.warmup", ">", Other("schedule.decay_begin")),
         Is("schedule.warmup", "<", Other("schedule.end")),
-        remedy=longest_warmup,
     ),
 )
 

@@ -10,15 +10,36 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.errors import UserError, shown
 
 
-def parse_rampup(text: str) -> tuple[int, int, int]:
-    """Return (START, INCREMENT, SAMPLES) of `rampup_batch_size`; raises UserError."""
+class Ramp(NamedTuple):
+    """Batch sizes from `start` on, `increment` more at equal distances, to the `whole` after so many `samples`."""
+
+    start: int
+    increment: int
+    samples: int
+    whole: int
+
+    @property
+    def reaches_whole(self) -> bool:
+        """Whether the sizes lead to the whole batch."""
+        if not 0 < self.start < self.whole or self.increment < 1 or self.samples < 0:
+            return False
+        return (self.whole - self.start) % self.increment == 0
+
+    @property
+    def steps(self) -> int:
+        """About how many steps lead to the whole batch."""
+        return 2 * self.samples // (self.start + self.whole)
+
+
+def parse_rampup(text: str, whole: int) -> Ramp:
+    """Return the ramp of `rampup_batch_size` to the `whole` batch; raises UserError."""
     try:
         start, increment, samples = map(int, text.replace(",", " ").split())
     except ValueError:
@@ -26,7 +47,7 @@ def parse_rampup(text: str) -> tuple[int, int, int]:
             f"rampup_batch_size={shown(text)} is not START INCREMENT SAMPLES; give three whole numbers, as "
             "'32 32 100000'"
         ) from None
-    return start, increment, samples
+    return Ramp(start, increment, samples, whole)
 
 
 class BatchSizes:
@@ -34,7 +55,7 @@ class BatchSizes:
 
     def __init__(self, whole: int, rampup: str | None = None, first_step: int = 0, first_sample: int = 0):
         """whole: the global batch size; rampup: as in a recipe's `rampup_batch_size`."""
-        self.whole, self.rampup = whole, parse_rampup(rampup) if rampup is not None else None
+        self.whole, self.rampup = whole, parse_rampup(rampup, whole) if rampup is not None else None
         # (step, samples seen) at which each size begins, and the size.
         self._pieces = [(first_step, first_sample, self.after(first_sample))]
         step, seen, size = self._pieces[0]
@@ -53,9 +74,9 @@ class BatchSizes:
 
     def after(self, consumed: int) -> int:
         """Return the samples of the step that begins after `consumed` samples."""
-        if self.rampup is None or consumed > self.rampup[2]:
+        if self.rampup is None or consumed > self.rampup.samples:
             return self.whole
-        start, increment, samples = self.rampup
+        start, increment, samples, _ = self.rampup
         distance = samples / ((self.whole - start) // increment)
         return min(self.whole, start + int(consumed / distance) * increment if distance else self.whole)
 
@@ -80,8 +101,8 @@ class BatchSizes:
 
 def check_rampup(rampup: str, model: ModelConfig, plan: ResolvedPlan, micro: int, whole: int, seq_length: int) -> None:
     """Raise UserError where the plan cannot split a size of the ramp up to `whole` samples."""
-    start, increment, _ = parse_rampup(rampup)
-    for size in range(start, whole, increment):
+    ramp = parse_rampup(rampup, whole)
+    for size in range(ramp.start, whole, ramp.increment):
         try:
             plan.validate(model, micro, size, seq_length)
         except UserError:
@@ -113,6 +134,11 @@ class Schedule:
     def decay_begin(self) -> float:
         """Where the decay of wsd begins."""
         return self.end - self.wsd_decay * self.end
+
+    @property
+    def longest_warmup(self) -> int:
+        """The longest warmup that ends before the decay of wsd."""
+        return math.floor(self.decay_begin)
 
     def rate(self, before: int, after: int) -> float:
         """Return the rate of a step by the steps, or samples, done before and after it."""

@@ -67,7 +67,7 @@ class Report:
 
     def _say_header(self, batch_size: int, rampup: str | None, data: Dataset, samples: str, step: int) -> None:
         model, tokenizer = self.settings.model, data.tokenizer
-        batch = f"{batch_size}" if rampup is None else f"{parse_rampup(rampup)[0]} to {batch_size}"
+        batch = f"{batch_size}" if rampup is None else f"{parse_rampup(rampup, batch_size).start} to {batch_size}"
         per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
         header = [
             f"model   {parameters(model.num_parameters)}; "

@@ -9,7 +9,7 @@ from dtgpt.config.sections import Rows, Section
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
-from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules, Where, check_rules
+from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules, check_rules
 
 if TYPE_CHECKING:
     from dtgpt.config.recipe import Recipe  # which has this section
@@ -68,6 +68,11 @@ class GrpoConfig(Section):
         raise NotImplementedError(f"{type(self).__name__} needs a method reward(self, index, answer)")
 
     @property
+    def has_task(self) -> bool:
+        """Whether the class says what to ask and what an answer is worth."""
+        return type(self) is not GrpoConfig
+
+    @property
     def makes_samples(self) -> bool:
         return self.group > 0
 
@@ -78,7 +83,7 @@ class GrpoConfig(Section):
                 "grpo.group={grpo.group} cannot be combined with {field}; leave one out", Given(*others, *EXCLUDED)
             )
             check_rules((*RULES, alone), recipe)
-        elif type(self) is GrpoConfig:  # a task that a recipe has may be off with all of its values
+        elif not self.has_task:  # one that a recipe has may be off with all of its values
             check_rules(RULES_OF_OFF, recipe)
 
     def check_settings(self, settings: Settings) -> None:
@@ -105,11 +110,6 @@ class GrpoConfig(Section):
         return min(self.slots or MOST_SLOTS, groups * self.group)
 
 
-def lacks_task(recipe: "Recipe") -> bool:
-    """the recipe does not say what to ask and what an answer is worth"""
-    return type(recipe.grpo) is GrpoConfig
-
-
 NO_GROUPS = (
     "grpo.group={grpo.group} does not make global_batch_size={global_batch_size} groups of two or more answers; use a "
     "divisor of it above 1"
@@ -118,7 +118,7 @@ RULES: Rules = (  # of a recipe in which it is on
     Rule(
         "grpo.group={grpo.group}, but the recipe does not say what to ask and what an answer is worth; give it a "
         "subclass of GrpoConfig with prompt and reward as grpo, as recipes/grpo_arithmetic.py does",
-        Where("grpo.group", lacks_task),
+        Missing("grpo.has_task"),
     ),
     Rule(NO_GROUPS, Is("grpo.group", "==", 1)),
     Rule(NO_GROUPS, Is("global_batch_size", "is no multiple of", Other("grpo.group"))),
