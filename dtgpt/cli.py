@@ -22,8 +22,7 @@ interrupt_imports()  # here, since a recipe file imports torch for seconds befor
 COMMANDS = {  # of the core
     "train": CommandEntry(
         "dtgpt.commands.train:command",
-        "dtgpt train RECIPE.py [--nproc N] [--option value ...]\n"
-        "    train a model; with --nproc N, in N processes of this machine",
+        "dtgpt train RECIPE.py [--option value ...]\n    train a model, also in several processes",
         place=30,
     ),
     "generate": CommandEntry(

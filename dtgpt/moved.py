@@ -48,6 +48,7 @@ FOLDERS = {
     ): "ending>saving progress>observer job>start settle>start startup>setup processes>setup",
     ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
     ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
+    ("dtgpt.commands", "dtgpt.liveness"): "launcher",
     (
         "dtgpt.inference",
         "dtgpt.inference",

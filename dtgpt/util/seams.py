@@ -6,12 +6,12 @@ The core does not import a capability. `dtgpt/capabilities.py` lists the modules
 """
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class CommandEntry(NamedTuple):
@@ -57,6 +57,24 @@ class Explanations:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Start:
+    """Options of `dtgpt train` beside those of a recipe, by which it may start the run in other processes. Here: none,
+    and the run is in this process, or in those of torchrun. aliases: other names of the options."""
+
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def next_word(self) -> str:
+        """The option that starts as many processes as are written after it, where that would help; else empty."""
+        return ""
+
+    def start(self, words: list[str], check: Callable[[int], object]) -> int | None:
+        """Run `python WORDS` in the processes that the options ask for, and return the exit code; None where this
+        process is to train. check: raises UserError where a number of processes cannot. Raises UserError."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Capability:
     """What a capability adds. Each part is 'module:object', and is imported when the core first needs it."""
 
@@ -79,6 +97,7 @@ class Capability:
     )  # what a run learns: its class, by the option that turns it on
     step_states: tuple[str | When, ...] = ()  # what a step keeps for the next one: what makes it, or returns None
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
+    starts: tuple[str, ...] = ()  # the processes of a run: the class of a `Start`, one at most
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
     bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.checkpoints.Base`
     observers: tuple[str | When, ...] = ()  # what happens between steps

@@ -25,7 +25,7 @@ from tests.support.pictures import no_pictures
 from tests.support.ranks import PRELOADED
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
-OWN_POPEN = "dtgpt.commands.launcher.Popen"
+OWN_POPEN = "dtgpt.liveness.launcher.Popen"
 POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen"
 
 
