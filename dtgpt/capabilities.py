@@ -74,4 +74,5 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.serve", ("dtgpt.inference.beams", "dtgpt.posttrain.chats")),
     ("dtgpt.commands.prompt_files", ()),
     ("dtgpt.commands.tools", ()),
+    ("dtgpt.doctor", ()),
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dtgpt.commands.help import HELP
+from dtgpt.commands.command import HELP
 from dtgpt.run.signals import follow_launcher, interrupt_imports, say_interrupted
 from dtgpt.util import seams
 from dtgpt.util.console import close_streams, prepare_streams, say, say_error

@@ -49,6 +49,9 @@ FOLDERS = {
     ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
     ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
     ("dtgpt.commands", "dtgpt.liveness"): "launcher",
+    ("dtgpt.commands", "dtgpt.commands"): "help>command",
+    ("dtgpt.commands", "dtgpt.doctor"): "doctor>command",
+    ("dtgpt.commands", "dtgpt.translate"): "translate>command",
     (
         "dtgpt.inference",
         "dtgpt.inference",

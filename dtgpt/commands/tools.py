@@ -1,4 +1,4 @@
-"""Commands beside training and generation that belong to no other capability: recipes, the machine."""
+"""The command that belongs to no other capability: the recipes that come with dtgpt."""
 
 from dtgpt.util.seams import Capability, CommandEntry
 
@@ -9,12 +9,6 @@ CAPABILITY = Capability(
             "dtgpt recipe [NAME]\n    print a recipe file that comes with dtgpt; without NAME, list them",
             place=150,
             usage_place=24,
-        ),
-        "doctor": CommandEntry(
-            "dtgpt.commands.doctor:command",
-            "dtgpt doctor\n    check this machine: torch, GPUs, what they run, what is missing",
-            place=160,
-            usage_place=22,
         ),
     },
 )

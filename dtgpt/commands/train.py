@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from dtgpt.commands.help import HELP, recipe_help, usage_of, usage_of_file, wants_help
+from dtgpt.commands.command import HELP, recipe_help, usage_of, usage_of_file, wants_help
 from dtgpt.config.overrides import Options, explain_for, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, named_kind, of_kind, recipe_module
