@@ -26,7 +26,7 @@ import pytest
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.util.errors import UserError
-from dtgpt.util.field_types import Pattern, annotations, misfit
+from dtgpt.util.field_types import Bounds, Pattern, annotations, misfit
 from dtgpt.util.rules import Rules
 
 HELP = "write the sentences of the UserErrors that each test saw, for python -m tests.support.refusals compare"
@@ -192,7 +192,7 @@ def listed_rules(kind: type, prefix: str = "") -> Iterator[Listed]:
         for check in checks:
             if isinstance(check, Pattern):
                 yield Listed(full, "pattern", check.expression, f"{full}={{value!r}} {check.message}")
-            else:
+            elif isinstance(check, Bounds):
                 yield Listed(full, "bounds", str(check), f"{full}={{value!r}} is out of range; use {check}{check.also}")
     for table in (name for name in dir(kind) if name == "rules" or name.endswith("_rules")):
         # Those of a section that are about more than itself have the recipe's names, or those of the objects they need.
