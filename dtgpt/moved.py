@@ -75,6 +75,7 @@ FOLDERS = {
     ("dtgpt.ops.random", "dtgpt.ops.kernels"): "dropout_kernels triton_philox",
     ("dtgpt.ops.optim", "dtgpt.ops.kernels"): "adamw_kernels fixed_point_kernels",
     ("dtgpt.ops.fp8", "dtgpt.ops.kernels"): "activation_kernels quantize_kernels",
+    ("dtgpt.config", "dtgpt.optim.fp8"): "fp8>precision",
     ("dtgpt.config", "dtgpt.config"): "plan_names>plan_choice batch_size>schedule checks>recipe_rules",
     ("dtgpt.data", "dtgpt.data"): "checks>open prefetch>dataset array_cache>file_array",
     ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "special_names>tokenizer",

@@ -35,6 +35,7 @@ PROPERTY = "refusals"  # of the report of a test, which travels from the workers
 ROOT = PACKAGE.parent
 VARYING = (  # what differs between two runs of a test: folders of pytest and of tempfile, processes, addresses
     (r"\S*/pytest-of-[^/\s]+/pytest-\d+(/popen-gw\d+)?/", "TMP/"),
+    (r"TMP/(\w*?)\d+(?=[/ ,;:)]|$)", r"TMP/\1N"),
     (re.escape(f"{ROOT}/"), ""),
     (r"/tmp/[\w.-]+", "TMP"),
     (r"0x[0-9a-f]{6,}", "ADDRESS"),
