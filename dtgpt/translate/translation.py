@@ -2,12 +2,12 @@
 
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import Any
 
+from dtgpt.config.overrides import value_text
 from dtgpt.translate.options import GivenOption, Kind, Table, find
 from dtgpt.translate.script import is_count, readable, unknown_names
 from dtgpt.translate.shell import PLACEHOLDER
@@ -143,7 +143,7 @@ class Translation:
 
     def assign(self, source: str, values: dict[str, Any]) -> None:
         self.settings.update({name: (value, source) for name, value in values.items()})
-        self.note(source, " ".join(f"--{name} {shlex.quote(shown_value(value))}" for name, value in values.items()))
+        self.note(source, " ".join(f"--{name} {quote(value_text(value))}" for name, value in values.items()))
 
     def note(self, source: str, text: str) -> None:
         self.rows.append(TableRow(source, "translated", text))
@@ -218,13 +218,6 @@ def program_at(words: Sequence[str], names: Iterable[str]) -> int | None:
         if any(parts[-len(name) :] == name for name in known):
             return at
     return None
-
-
-def shown_value(value: Any) -> str:
-    """Return a value as it is written on a command line, without quotes."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else str(value)
 
 
 def _listed(words: Sequence[str]) -> str:
