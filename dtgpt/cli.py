@@ -1,4 +1,9 @@
-"""The `dtgpt` command and the entry point of recipe files."""
+"""The `dtgpt` command and the entry point of recipe files.
+
+Both run one function and exit with its code. A user's mistake becomes one sentence on stderr and code 2, in each of the
+processes of a run, of which one should be heard; a fault of dtgpt keeps its traceback. Commands are imported when they
+are called, so that `dtgpt --help` answers at once. The core has two; capabilities add the others.
+"""
 
 import difflib
 import getpass

@@ -1,4 +1,8 @@
-"""`dtgpt train`: train the model of a recipe; what a recipe file run as a script does too."""
+"""`dtgpt train`: train the model of a recipe; what a recipe file run as a script does too.
+
+All that can be wrong with a recipe, its data and its plan is told before the modules that train are imported, which
+takes seconds, and before processes meet: `prepare` makes the `Job`, and `dtgpt.train.loop` runs it.
+"""
 
 import shlex
 import sys

@@ -1,7 +1,13 @@
 """A recipe: everything that decides a run, as frozen dataclasses. One experiment is one short file in `recipes/`.
 
-Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `dtgpt.config.overrides`. Capabilities add
-sections of their own, and precisions: `Recipe` has a field for each section, and asks it what a run cannot have.
+What is not in the recipe does not change the losses, so that a run folder, which keeps its recipe, says how to get them
+again. A recipe names no machine: `choose_plan` and `settings` say what becomes of it on a number of processes and a
+device, and everything that runs is built from their results (`dtgpt.config.execution`). A plan and the rest of the
+execution may change when a run goes on, and the curve stays.
+
+Every field can be overridden on the command line, `--optimizer.lr 3e-4` (`dtgpt.config.overrides`). Capabilities add
+sections of their own, and precisions: `Recipe` has a field for each section, and asks it what a run cannot have. What
+values exclude each other is in tables (`dtgpt.config.recipe_rules`), which `validate` checks before anything is made.
 """
 
 from collections.abc import Mapping
@@ -48,14 +54,39 @@ else:
 @with_sections(before="data")
 class Recipe:
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
-        "name": "experiment", "plan": "execution", "runs": "run folder",
-    }  # fmt: skip
-    common: ClassVar[frozenset[str]] = frozenset({  # options on the first screen of `--help`
-        "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "optimizer.lr",
-        "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "micro_batch_size", "global_batch_size",
-        "steps", "seed", "plan", "device", "precision", "runs", "resume", "init_from", "data.path", "data.valid_path",
-        "data.tokenizer", "log.interval", "log.eval_interval", "checkpoint.interval",
-    })  # fmt: skip
+        "name": "experiment",
+        "plan": "execution",
+        "runs": "run folder",
+    }
+    # Options on the first screen of `--help`.
+    common: ClassVar[frozenset[str]] = frozenset(
+        {
+            "model.num_layers",
+            "model.hidden_size",
+            "model.num_heads",
+            "model.seq_length",
+            "optimizer.lr",
+            "optimizer.min_lr",
+            "optimizer.warmup",
+            "optimizer.weight_decay",
+            "micro_batch_size",
+            "global_batch_size",
+            "steps",
+            "seed",
+            "plan",
+            "device",
+            "precision",
+            "runs",
+            "resume",
+            "init_from",
+            "data.path",
+            "data.valid_path",
+            "data.tokenizer",
+            "log.interval",
+            "log.eval_interval",
+            "checkpoint.interval",
+        }
+    )
 
     rules: ClassVar[Rules] = RULES
 
@@ -238,7 +269,7 @@ class Recipe:
 
     def choose_plan(self, world: int, started: bool = True) -> PlanChoice:
         """Return the plan for `world` processes, or fewer of them where `plan` has alternatives, checked against the
-        model and the batch; raises UserError, one sentence. started: as in `Plan.for_world`."""
+        model and the batch; raises UserError, one sentence. started: False where the processes need not exist."""
         micro_batches = self.global_batch_size // self.micro_batch_size
         alone = OR not in self.plan
         return choose_plan(self.alternatives(), world, micro_batches, self.check_plan, started, all_of_them=alone)

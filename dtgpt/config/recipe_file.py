@@ -1,5 +1,11 @@
-"""Recipe files: Python, with a function `recipe()`. The optimizer that `optimizer.kind` names, AdamW or that of a
-capability, is imported when a recipe has it."""
+"""Recipe files: Python, with a function `recipe()`.
+
+A recipe is code, so that it may compute its sizes, and bring a model, a loss or a task of its own. It is executed where
+a user names the file, and nowhere else: what a checkpoint or a run folder says is data. Whatever such a file does wrong
+is told with its line, as a mistake of the user's and not of dtgpt.
+
+The optimizer that `optimizer.kind` names, AdamW or that of a capability, is imported when a recipe has it.
+"""
 
 import sys
 import textwrap

@@ -1,6 +1,10 @@
 """The learning rate of every step, as a function of the steps taken or of the samples seen, and how many samples each
 step has: the global batch size, or Megatron-LM's ramp up to it.
 
+Both are functions of a step's number, or of the samples before it, and have no state. So a run that goes on, under
+another plan too, needs nothing but the step and the samples of its checkpoint, and all rates can be put on the device
+before the first step.
+
 `--rampup_batch_size "START INCREMENT SAMPLES"` begins with START samples a step and adds INCREMENT at equal distances,
 so that the whole batch is reached after SAMPLES samples (megatron/microbatches.py of 2023). The size is a function of
 the samples that the run has seen, so that a resumed run goes on with the same one."""
@@ -56,7 +60,7 @@ class BatchSizes:
     def __init__(self, whole: int, rampup: str | None = None, first_step: int = 0, first_sample: int = 0):
         """whole: the global batch size; rampup: as in a recipe's `rampup_batch_size`."""
         self.whole, self.rampup = whole, parse_rampup(rampup, whole) if rampup is not None else None
-        # (step, samples seen) at which each size begins, and the size.
+        # (step, samples seen) at which each size begins, and the size: few, however many steps the ramp takes.
         self._pieces = [(first_step, first_sample, self.after(first_sample))]
         step, seen, size = self._pieces[0]
         while size != whole:
@@ -92,7 +96,7 @@ class BatchSizes:
 
     def steps_within(self, samples: int) -> int:
         """Return the number of whole steps that the first `samples` of the run fill."""
-        first, seen, size = self._piece(samples, key=1)
+        first, seen, size = self._piece(samples, key=1)  # pieces are in the order of their samples, too
         return first + (samples - seen) // size
 
     def _piece(self, place: int, key: int = 0) -> tuple[int, int, int]:
@@ -142,8 +146,9 @@ class Schedule:
 
     def rate(self, before: int, after: int) -> float:
         """Return the rate of a step by the steps, or samples, done before and after it."""
-        if before < self.warmup:
+        if before < self.warmup:  # by what is done after the step, so that the first one learns, too
             return self.lr * min(after / self.warmup, 1.0)
+        # Beyond the end, in a run that is longer than its schedule, the rate stays min_lr.
         done = min((before - self.warmup) / max(self.end - self.warmup, 1), 1.0)
         if self.shape == "cosine":
             fraction = 0.5 * (1 + math.cos(math.pi * done))

@@ -1,7 +1,11 @@
-"""Sections of a recipe: data, optimizer, loss scale, log, checkpoints. Every field has its help and its bounds.
+"""Sections of a recipe: data, optimizer, loss scale, log, checkpoints.
 
-`Section` and `Precision` are what capabilities add to recipes: both answer all that the core asks, so that a capability
-writes only what it changes.
+A field is the only place where an option is written down: its annotation has the type, the help text and the bounds,
+from which the command line, `--help`, the checks and recipe.json all follow. Defaults are those with which a run of
+GPT-2 works; a recipe names what it changes.
+
+`Section` and `Precision` are what capabilities add to recipes. Both answer all that the core asks, so that a capability
+writes only what it changes, and the core has no branch for any of them.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -18,9 +18,16 @@ from dtgpt.util.hardware import FLOAT8, HOPPER, SIXTEEN_BITS, TRITON, describe_v
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # torch, as in pyproject.toml
 EXTRAS = {
-    "matplotlib": "plot", "starlette": "serve", "uvicorn": "serve", "tokenizers": "data", "sentencepiece": "data",
-    "zstandard": "data", "tensorboard": "tensorboard", "wandb": "wandb", "lm_eval": "eval",
-}  # fmt: skip
+    "matplotlib": "plot",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "tokenizers": "data",
+    "sentencepiece": "data",
+    "zstandard": "data",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "lm_eval": "eval",
+}
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")  # of variables
 LEAST_SHM, LEAST_FILES = 1.0, 1024  # GiB of /dev/shm for several GPUs; open files
 State = Literal["ok", "note", "wrong"]

@@ -12,10 +12,14 @@ from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
 NEEDED = {  # options that Megatron-LM needs, too, and others in their place
-    "num-layers": ("encoder-num-layers",), "hidden-size": (), "num-attention-heads": (),
-    "seq-length": ("encoder-seq-length",), "micro-batch-size": ("batch-size",), "lr": (),
+    "num-layers": ("encoder-num-layers",),
+    "hidden-size": (),
+    "num-attention-heads": (),
+    "seq-length": ("encoder-seq-length",),
+    "micro-batch-size": ("batch-size",),
+    "lr": (),
     "train-iters": ("train-samples",),
-}  # fmt: skip
+}
 WARMUPS = {"lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples"}
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 SHARDING = {"no_shard": "", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}

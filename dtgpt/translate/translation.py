@@ -15,14 +15,29 @@ from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
 PROCESSES = {  # options of launchers, without dashes -> what they count
-    "nproc-per-node": "per_node", "nproc_per_node": "per_node", "ntasks-per-node": "per_node", "nnodes": "nodes",
-    "nodes": "nodes", "N": "nodes", "np": "all", "n": "all", "ntasks": "all",
-    "num_gpus": "per_node", "num_nodes": "nodes",  # of deepspeed
-    "num_processes": "all", "num_machines": "nodes",  # of accelerate
-}  # fmt: skip
+    "nproc-per-node": "per_node",
+    "nproc_per_node": "per_node",
+    "ntasks-per-node": "per_node",
+    "nnodes": "nodes",
+    "nodes": "nodes",
+    "N": "nodes",
+    "np": "all",
+    "n": "all",
+    "ntasks": "all",
+    "num_gpus": "per_node",
+    "num_nodes": "nodes",  # of deepspeed
+    "num_processes": "all",
+    "num_machines": "nodes",  # of accelerate
+}
 RENDEZVOUS = (  # options of torchrun that say where nodes meet
-    "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-id", "rdzv-endpoint", "rdzv-conf",
-)  # fmt: skip
+    "node-rank",
+    "master-addr",
+    "master-port",
+    "rdzv-backend",
+    "rdzv-id",
+    "rdzv-endpoint",
+    "rdzv-conf",
+)
 OF_TASKS = ("ntasks", "n", "ntasks-per-node", "signal", "requeue", "open-mode")  # of sbatch, which slurm.sbatch sets
 SLURM = "slurm.sbatch"  # which `dtgpt recipe` prints
 
