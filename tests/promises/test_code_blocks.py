@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from dtgpt import cli
-from dtgpt.commands import compare_runs, lm_eval, train, translate
+from dtgpt.commands import compare_runs, lm_eval, train
 from dtgpt.commands.command import Command
 from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.config.overrides import take
@@ -29,6 +29,7 @@ from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.inference.model import Model
 from dtgpt.inference.options import OPTIONS
 from dtgpt.train.start import load_recipe
+from dtgpt.translate import command as translate
 from dtgpt.translate.programs import KNOWN
 from dtgpt.util.errors import UserError
 
