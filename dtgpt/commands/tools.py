@@ -11,4 +11,5 @@ CAPABILITY = Capability(
             usage_place=24,
         ),
     },
+    explanations=("dtgpt.commands.recipe:EXPLANATIONS",),
 )

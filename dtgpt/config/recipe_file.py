@@ -13,22 +13,17 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
-from importlib import metadata
 from importlib.machinery import SourceFileLoader
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
 
-import dtgpt
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig, is_own
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError, did_you_mean, shown_name
 from dtgpt.util.field_types import check_annotations
-
-FOLDER = ("dtgpt", "recipes")  # the last parts of the folder where a wheel puts what comes with dtgpt
-KINDS = (".py", ".sbatch", ".yaml")  # recipes, a job of Slurm, one of Kubernetes
 
 
 def call_recipe(recipe_function: Callable) -> Recipe:
@@ -54,36 +49,14 @@ def model_class(recipe: Recipe | str | PathLike | None) -> type[ModelConfig] | N
     return type(recipe.model)
 
 
-def recipe_files() -> dict[str, Path]:
-    """Return the files by name, recipes first, of the checkout that dtgpt runs from, or those that a wheel
-    installed."""
-    checkout = Path(dtgpt.__file__).parents[1] / "recipes"
-    if (checkout / "gpt2_tiny.py").is_file():
-        found = list(checkout.iterdir())
-    else:
-        try:
-            installed = metadata.files("dtgpt") or []
-        except metadata.PackageNotFoundError:
-            installed = []
-        found = [Path(str(file.locate())) for file in installed if file.parent.parts[-2:] == FOLDER]
-    files = [path for path in found if path.suffix in KINDS]
-    return {path.stem: path for path in sorted(files, key=lambda path: (KINDS.index(path.suffix), path.name))}
-
-
-def recipe_names() -> list[str]:
-    """Return the names of the recipes alone."""
-    return [name for name, path in recipe_files().items() if path.suffix == ".py"]
-
-
 def recipe_module(words: list[str], command: str) -> ModuleType:
     """Return the module of the recipe file that a command's first word names. Raises UserError if there is none."""
     if not words or words[0].startswith("-"):
         raise UserError(f"dtgpt {command} needs a recipe file, such as dtgpt {command} recipes/gpt2_tiny.py")
     path = Path(words[0])
-    if not path.is_file() and path.stem in recipe_names():
-        raise UserError(
-            f"there is no recipe file {path}, but dtgpt comes with one: dtgpt recipe {path.stem} > {path.stem}.py"
-        )
+    known = (each.of_recipe_file(path) for each in seams.listed("explanations")) if not path.is_file() else ()
+    if sentence := next(filter(None, known), None):
+        raise UserError(sentence)
     return load_module(path)
 
 

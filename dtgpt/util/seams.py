@@ -48,6 +48,9 @@ class Explanations:
     def of_command(self, command: str, name: str, value: str) -> str | None:
         """Return what to use in place of an option that `dtgpt COMMAND` does not have."""
 
+    def of_recipe_file(self, path: Path) -> str | None:
+        """Return what to do where there is no recipe file at `path`."""
+
     def of_model(self, path: Path, options: Any) -> str | None:
         """Return what to do with `path` where it is not the model that `dtgpt generate` takes. options: its own."""
 
