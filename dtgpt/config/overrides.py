@@ -39,8 +39,8 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]
 
 
 def apply_overrides(config: Any, arguments: list[str]) -> Any:
-    """Return `config` with the fields named in `arguments` replaced. Raises UserError for words that
-    are no option, and for values that are not of its type."""
+    """Return `config` with the fields named in `arguments` replaced. Raises UserError for words that are no option, and
+    for values that are not of its type."""
     return take(config, read_words(arguments, config)[1])
 
 

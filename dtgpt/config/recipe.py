@@ -1,9 +1,9 @@
 """A recipe: everything that decides a run, as frozen dataclasses. One experiment is one short file in `recipes/`.
 
-What is not in the recipe does not change the losses, so that a run folder, which keeps its recipe, says how to get them
-again. A recipe names no machine: `choose_plan` and `settings` say what becomes of it on a number of processes and a
-device, and everything that runs is built from their results (`dtgpt.config.execution`). A plan and the rest of the
-execution may change when a run goes on, and the curve stays.
+A run folder keeps its recipe, and so says how to get its losses again. A recipe names no machine: `choose_plan` and
+`settings` say what becomes of it on a number of processes and a device, and everything that runs is built from their
+results (`dtgpt.config.execution`). A plan and the rest of the execution may change when a run goes on, and the curve
+stays.
 
 Every field can be overridden on the command line, `--optimizer.lr 3e-4` (`dtgpt.config.overrides`). Capabilities add
 sections of their own, and precisions: `Recipe` has a field for each section, and asks it what a run cannot have. What
@@ -235,7 +235,7 @@ class Recipe:
 
     @property
     def nearest_batch(self) -> int:
-        """The global batch size below this one that micro-batches fill."""
+        """The global batch size below this one that micro-batches fill; at least one micro-batch."""
         return self.global_batch_size // self.micro_batch_size * self.micro_batch_size or self.micro_batch_size
 
     @property

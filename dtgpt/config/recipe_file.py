@@ -54,9 +54,10 @@ def recipe_module(words: list[str], command: str) -> ModuleType:
     if not words or words[0].startswith("-"):
         raise UserError(f"dtgpt {command} needs a recipe file, such as dtgpt {command} recipes/gpt2_tiny.py")
     path = Path(words[0])
-    known = (each.of_recipe_file(path) for each in seams.listed("explanations")) if not path.is_file() else ()
-    if sentence := next(filter(None, known), None):
-        raise UserError(sentence)
+    if not path.is_file():
+        told = (each.of_recipe_file(path) for each in seams.listed("explanations"))
+        if sentence := next(filter(None, told), None):
+            raise UserError(sentence)
     return load_module(path)
 
 

@@ -53,7 +53,7 @@ class LaunchOptions(Start):
                     "this machine; leave --nproc out"
                 )
             return None
-        if self.nproc in (None, 1):
+        if self.nproc is None or self.nproc == 1:
             return None
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # the processes say it again
             check(self.nproc)
