@@ -42,7 +42,8 @@ class Command:
     field `input`, words that belong to no option are added to it, and there are no other paths.
     work: called with each path, and `options=`; returns the exit code, None for 0.
     example: words of a correct call, for error messages.
-    aliases, explain: as in `read_words`; what `explain` says nothing of, capabilities may know from other programs.
+    aliases: other names of fields. explain: returns a sentence about an option that does not exist here, by its name
+    and value; what it says nothing of, capabilities may know from other programs.
     """
 
     usage: str
