@@ -73,6 +73,5 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
     ("dtgpt.serve", ("dtgpt.inference.beams", "dtgpt.posttrain.chats")),
     ("dtgpt.commands.prompt_files", ()),
-    ("dtgpt.commands.tools", ()),
-    ("dtgpt.doctor", ()),
+    ("dtgpt.tools", ()),
 )

@@ -50,7 +50,7 @@ FOLDERS = {
     ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
     ("dtgpt.commands", "dtgpt.liveness"): "launcher",
     ("dtgpt.commands", "dtgpt.commands"): "help>command",
-    ("dtgpt.commands", "dtgpt.doctor"): "doctor>command",
+    ("dtgpt.commands", "dtgpt.tools"): "doctor recipe",
     ("dtgpt.commands", "dtgpt.translate"): "translate>command",
     (
         "dtgpt.inference",

@@ -8,8 +8,8 @@ from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.checkpoint.open import check_recipe, open_config
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import RecipeFile
-from dtgpt.commands.recipe import recipe_names
 from dtgpt.config.recipe_file import model_class
+from dtgpt.tools.recipe import recipe_names
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds

@@ -24,7 +24,7 @@ CIRCLES = [
 SHARED = {
     "commands.chat", "commands.compare", "commands.compare_runs", "commands.convert",
     "commands.eval", "commands.inspect", "commands.lm_eval", "commands.plan", "commands.plot", "commands.prepare",
-    "commands.progress", "commands.recipe", "commands.recipes", "commands.results", "commands.serve",
+    "commands.progress", "commands.recipes", "commands.results", "commands.serve",
     "commands.tokenizer", "inference.chat",
     "inference.memory_report", "inference.warm_up",
     "models.gemma3", "models.gpt_neo", "models.gpt_oss", "models.olmo3", "models.track3", "ops.attention", "ops.fp8",
