@@ -18,12 +18,12 @@ SECTIONS = {
 MODELS = {
     "gpt2": ("dtgpt.models.gpt2", "GPT2Config"),
     "llama": ("dtgpt.models.llama", "LlamaConfig"),
-    "gpt_oss": ("dtgpt.models.gpt_oss", "GptOssConfig"),
+    "gpt_oss": ("dtgpt.models.families.gpt_oss", "GptOssConfig"),
 }
 OPTIMIZERS = {
     "adamw": ("dtgpt.config.sections", "OptimizerConfig"),
     "muon": ("dtgpt.optim.muon", "MuonConfig"),
-    "normuon": ("dtgpt.optim.normuon", "NorMuonConfig"),
+    "normuon": ("dtgpt.optim.muon", "NorMuonConfig"),
 }
 FIRST = (
     "name",
