@@ -58,6 +58,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.planning",
             "dtgpt.posttrain.grpo",
             "dtgpt.posttrain.lora",
+            "dtgpt.tools",
             "dtgpt.train.texts",
         ),
     ),
@@ -77,5 +78,5 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
     ("dtgpt.serve", ("dtgpt.inference.beams", "dtgpt.posttrain.chats")),
     ("dtgpt.commands.prompt_files", ()),
-    ("dtgpt.commands.tools", ()),
+    ("dtgpt.tools", ()),
 )

@@ -1,4 +1,9 @@
-"""The `dtgpt` command and the entry point of recipe files."""
+"""The `dtgpt` command and the entry point of recipe files.
+
+Both run one function and exit with its code. A user's mistake becomes one sentence on stderr and code 2, in each of the
+processes of a run, of which one should be heard; a fault of dtgpt keeps its traceback. Commands are imported when they
+are called, so that `dtgpt --help` answers at once. The core has two; capabilities add the others.
+"""
 
 import difflib
 import getpass
@@ -10,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dtgpt.commands.help import HELP
+from dtgpt.commands.command import HELP
 from dtgpt.run.signals import follow_launcher, interrupt_imports, say_interrupted
 from dtgpt.util import seams
 from dtgpt.util.console import close_streams, prepare_streams, say, say_error
@@ -22,8 +27,7 @@ interrupt_imports()  # here, since a recipe file imports torch for seconds befor
 COMMANDS = {  # of the core
     "train": CommandEntry(
         "dtgpt.commands.train:command",
-        "dtgpt train RECIPE.py [--nproc N] [--option value ...]\n"
-        "    train a model; with --nproc N, in N processes of this machine",
+        "dtgpt train RECIPE.py [--option value ...]\n    train a model, also in several processes",
         place=30,
     ),
     "generate": CommandEntry(

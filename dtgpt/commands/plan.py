@@ -8,11 +8,11 @@ import torch
 
 from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.config.execution import choose_dtype
-from dtgpt.config.fp8 import FP8
 from dtgpt.config.overrides import Options
 from dtgpt.config.plan_choice import AUTO, parse_alternatives
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.memory import MOST_SLOTS
+from dtgpt.optim.fp8.precision import FP8
 from dtgpt.planning.auto import AutoPlan, machine, with_choice
 from dtgpt.planning.gpus import Gpu, find_gpu, read_rates
 from dtgpt.train.start import checked, settle, with_steps

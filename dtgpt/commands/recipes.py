@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtgpt.commands.command import Command
-from dtgpt.commands.help import recipe_help, usage_of, wants_help
+from dtgpt.commands.command import Command, recipe_help, usage_of, wants_help
 from dtgpt.config.overrides import explain_for, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, named_kind, of_kind, recipe_module

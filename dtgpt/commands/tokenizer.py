@@ -6,8 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
-from dtgpt.commands.command import Command
-from dtgpt.commands.help import HELP
+from dtgpt.commands.command import HELP, Command
 from dtgpt.data.documents import Broken, InputFile
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks
 from dtgpt.data.prepare.target import check_not_read, folder_of

@@ -3,7 +3,7 @@
 from dtgpt.util.seams import Capability, CommandEntry
 
 CAPABILITY = Capability(
-    starts=("dtgpt.compare.starts:keep_start",),
+    former_starts=("dtgpt.compare.starts:keep_start",),
     commands={
         "compare": CommandEntry(
             "dtgpt.compare.command:command",

@@ -15,10 +15,11 @@ from dtgpt.commands.results import check_output, write_results
 from dtgpt.config.overrides import Options, as_words, take
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.recipe_file import model_class, recipe_names
+from dtgpt.config.recipe_file import model_class
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.tools.recipe import recipe_names
 from dtgpt.train.start import checked, load_recipe, settle
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError

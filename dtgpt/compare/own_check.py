@@ -16,7 +16,7 @@ from dtgpt.compare.float64 import BIT, trace_in_float64
 from dtgpt.compare.pairing import distance, norm
 from dtgpt.compare.shared_state import WEIGHT, held
 from dtgpt.compare.trace import FP8_EPS, Key, Recorder, Trace, file_of, uncompiled
-from dtgpt.config.fp8 import FP8
+from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.shards import Shard
 from dtgpt.train.trainer import Trainer
 

@@ -30,7 +30,7 @@ from dtgpt.compare.shared_state import (
 )
 from dtgpt.compare.trace import FP8_EPS, traced
 from dtgpt.config.execution import Settings
-from dtgpt.config.fp8 import FP8
+from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.planning.memory import fullest, memory_by_rank

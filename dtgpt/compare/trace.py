@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtgpt.config.fp8 import FP8
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
+from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.build import Building, build
 from dtgpt.parallel.context_parallel.slices import mean_over_slices
 from dtgpt.train.trainer import Trainer

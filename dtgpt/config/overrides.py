@@ -1,16 +1,22 @@
-"""Command-line options as values of a config's fields: `--optimizer.lr 3e-4` or `--optimizer.lr=3e-4`."""
+"""Command-line options as values of a config's fields: `--optimizer.lr 3e-4` or `--optimizer.lr=3e-4`.
+
+A config is a dataclass, and its options have the names of its fields, with dots for those of sections; nothing else
+says which options there are. First words are read (`read_words`), and all that is wrong with them is told at once. Then
+configs take the values that are theirs (`take`), so that one command line may be for several. Bounds are checked by
+`dtgpt.util.field_types`, when values are where they belong.
+"""
 
 import difflib
 import math
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import is_dataclass, replace
+from typing import Any, Literal, Union, get_args, get_origin
 
 from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown, shown_name
-from dtgpt.util.field_types import KINDS
+from dtgpt.util.field_types import KINDS, annotations
 
 LARGEST = 1 << 53  # far beyond any sensible size, and far from where products of sizes overflow
 SWITCH = {"on": True, "true": True, "off": False, "false": False}
@@ -23,19 +29,18 @@ Options = dict[str, list[str]]  # the words of each option that was given; ["on"
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
     """Yield (dotted name, type, description, value) of every field that is not itself a config. For a class of configs
     the values are its defaults, or REQUIRED."""
-    hints = get_type_hints(config if isinstance(config, type) else type(config), include_extras=True)
-    for f in fields(config):
-        hint, name = hints[f.name], prefix + f.name
-        value = getattr(config, f.name, hint if is_dataclass(hint) else REQUIRED)
+    for field, type_, extras in annotations(config):
+        name = prefix + field
+        value = getattr(config, field, type_ if is_dataclass(type_) else REQUIRED)
         if is_dataclass(value):
-            yield from leaves(value, name + ".")
-        elif get_origin(hint) is Annotated:
-            type_, description, *_ = get_args(hint)
-            yield name, type_, description, value
+            yield from leaves(value, f"{name}.")
+        elif extras:
+            yield name, type_, extras[0], value
 
 
 def apply_overrides(config: Any, arguments: list[str]) -> Any:
-    """Return `config` with the fields named in `arguments` replaced. Raises UserError as `read_words` does."""
+    """Return `config` with the fields named in `arguments` replaced. Raises UserError for words that are no option, and
+    for values that are not of its type."""
     return take(config, read_words(arguments, config)[1])
 
 
@@ -59,40 +64,40 @@ def read_words(
     alone: list[str] = []
     options: Options = {}
     problems: list[str] = []
-    last, rest = "", list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") or word == "--":
-            if free:
-                alone.append(word)
-            else:
-                problems.append(_stray(word, rest, options.get(last), last))
-                del rest[: len(_until_option(rest))]
-            continue
-        typed, equals, text = word[2:].partition("=")
-        last = name = (aliases or {}).get(typed.replace("-", "_"), typed.replace("-", "_"))
-        if name not in known:
-            values = [text] if equals else _until_option(rest)
-            del rest[: 0 if equals else len(values)]
+    for option, following in _apart(words):
+        typed, equals, text = option.removeprefix("--").partition("=")
+        name = typed.replace("-", "_")
+        name = (aliases or {}).get(name, name)
+        kind = known.get(name)
+        count = len(following) if kind is None else _number_of_values(kind, following, free)
+        values, others = ([text], following) if equals else (following[:count], following[count:])
+        if not typed:  # what no option stands before
+            values, others = [], [*filter(None, [option]), *following]
+        elif kind is None:
             problems.append(
                 explain(typed, " ".join(values)) or f"there is no option --{typed}; {_nearest(name, known)}"
             )
-            continue
-        values = [text] if equals else _values(word, rest, known[name], free)
-        if get_origin(known[name]) is Literal and values and values[0] not in get_args(known[name]):
-            choices = ", ".join(get_args(known[name]))
-            default = f"--{typed} {shown_name(values[0])} is not a choice; use one of {choices}"
-            problems.append(explain(typed, values[0]) or default)
-            continue
-        if not values:
-            wanted = "at least one word after it" if get_origin(known[name]) is tuple else "a value"
-            problems.append(f"--{typed} needs {wanted}: --{typed} {describe_type(known[name])}")
-            continue
-        if get_origin(known[name]) is tuple:
-            values = [*options.get(name, []), *values]
-        elif name in options:
-            say(f"--{typed} is given twice; {shown(values[0])} replaces {shown(options[name][0])}", warning=True)
-        options[name] = values
+        elif not values and kind is bool:
+            options[name] = ["on"]
+        elif not values:
+            wanted = "at least one word after it" if get_origin(kind) is tuple else "a value"
+            problems.append(f"--{typed} needs {wanted}: --{typed} {describe_type(kind)}")
+        elif get_origin(kind) is Literal and values[0] not in get_args(kind):
+            choices = ", ".join(get_args(kind))
+            problems.append(
+                explain(typed, values[0]) or f"--{typed} {shown_name(values[0])} is not a choice; use one of {choices}"
+            )
+        elif get_origin(kind) is tuple:
+            options[name] = [*options.get(name, []), *values]
+        else:
+            if name in options:
+                before = shown(options[name][0])
+                say(f"--{typed} is given twice; {shown(values[0])} replaces {before}", warning=True)
+            options[name] = values
+        if free:
+            alone += others
+        elif others:
+            problems.append(_stray(others, options.get(name), name))
     if problems:
         heading = [f"{len(problems)} options cannot be used:"] if len(problems) > 1 else []
         raise UserError("\n  ".join([*heading, *problems]))
@@ -148,20 +153,25 @@ def describe_type(type_: Any) -> str:
     return {int: "INT", float: "FLOAT", str: "TEXT", bool: "on|off"}[type_]
 
 
-def _values(word: str, rest: list[str], type_: Any, free: bool) -> list[str]:
-    """Return the words that belong to an option, removed from `rest`."""
-    if get_origin(type_) is tuple:
-        values = _until_option(rest)
-        del rest[: len(values)]
-        return values
-    following = rest[0] if rest and not _is_option(rest[0]) else None
-    if type_ is bool and (following is None or (free and following.lower() not in (*SWITCH, *NEITHER))):
-        return ["on"]
-    return [] if following is None else [rest.pop(0)]
+def _apart(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each option, as it is typed, with the words up to the next one; at first those before any, with ""."""
+    option, following = "", list[str]()
+    for word in words:
+        if _is_option(word):
+            yield option, following
+            option, following = word, []
+        else:
+            following.append(word)
+    yield option, following
 
 
-def _until_option(words: list[str]) -> list[str]:
-    return words[: next((i for i, word in enumerate(words) if _is_option(word)), len(words))]
+def _number_of_values(kind: Any, following: list[str], free: bool) -> int:
+    """Return how many of the words behind an option are its values."""
+    if get_origin(kind) is tuple:
+        return len(following)
+    if kind is bool and free:  # where a word may belong to no option, only one of a switch does
+        return int(following[:1] != [] and following[0].lower() in (*SWITCH, *NEITHER))
+    return min(len(following), 1)
 
 
 def _is_option(word: str) -> bool:
@@ -169,12 +179,14 @@ def _is_option(word: str) -> bool:
     return word.startswith("--") and " " not in word.partition("=")[0]
 
 
-def _stray(word: str, rest: list[str], values: list[str] | None, option: str) -> str:
+def _stray(words: list[str], values: list[str] | None, option: str) -> str:
+    """Return what is wrong with words that belong to no option. values: those of the option before them."""
     if values is None:
-        return f"{shown(word)} is not an option; options look like --steps 100 (see --help)"
-    whole = " ".join([*values, word, *_until_option(rest)])
+        return f"{shown(words[0])} is not an option; options look like --steps 100 (see --help)"
+    whole = " ".join([*values, *words])
     return (
-        f"--{option} takes one value, but {shown(word)} follows it; put several words in quotes: --{option} {whole!r}"
+        f"--{option} takes one value, but {shown(words[0])} follows it; put several words in quotes: --{option} "
+        f"{whole!r}"
     )
 
 
@@ -192,17 +204,17 @@ def _parse(name: str, words: list[str], type_: Any) -> Any:
         if text.lower() == "none":
             return None
         (type_,) = (t for t in get_args(type_) if t is not type(None))
-    if get_origin(type_) is Literal:
-        return text  # which `read_words` has checked
+    if type_ is str or get_origin(type_) is Literal:  # whose choices `read_words` has checked
+        return text
     if type_ is bool:
         if text.lower() not in SWITCH:
             raise UserError(f"--{name} {shown_name(text)} is not a choice; use on or off, or --{name} alone for on")
         return SWITCH[text.lower()]
     try:
-        value = type_(text.replace("_", "")) if type_ in (int, float) else type_(text)
+        value = type_(text.replace("_", ""))
     except ValueError:
         value = math.nan
-    if type_ is not str and not math.isfinite(value):
+    if not math.isfinite(value):
         raise UserError(f"--{name} {shown_name(text)} is not {KINDS[type_]}; use one, such as {EXAMPLES[type_]}")
     if type_ is int and abs(value) > LARGEST:
         raise UserError(f"--{name} {shown_name(text)} is too large; use {LARGEST} or less")

@@ -1,7 +1,13 @@
 """A recipe: everything that decides a run, as frozen dataclasses. One experiment is one short file in `recipes/`.
 
-Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `dtgpt.config.overrides`. Capabilities add
-sections of their own, and precisions: `Recipe` has a field for each section, and asks it what a run cannot have.
+A run folder keeps its recipe, and so says how to get its losses again. A recipe names no machine: `choose_plan` and
+`settings` say what becomes of it on a number of processes and a device, and everything that runs is built from their
+results (`dtgpt.config.execution`). A plan and the rest of the execution may change when a run goes on, and the curve
+stays.
+
+Every field can be overridden on the command line, `--optimizer.lr 3e-4` (`dtgpt.config.overrides`). Capabilities add
+sections of their own, and precisions: `Recipe` has a field for each section, and asks it what a run cannot have. What
+values exclude each other is in tables (`dtgpt.config.recipe_rules`), which `validate` checks before anything is made.
 """
 
 from collections.abc import Mapping
@@ -10,12 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 
-from dtgpt.config import checks
-from dtgpt.config.checks import MOST_STEPS
 from dtgpt.config.execution import Recompute, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.plan_choice import AUTO, OR, PlanChoice, choose_plan, parse_alternatives
-from dtgpt.config.schedule import BatchSizes, Schedule, check_rampup
+from dtgpt.config.plan_choice import OR, PlanChoice, choose_plan, parse_alternatives
+from dtgpt.config.recipe_rules import MOST_STEPS, NOTES, PLAN_RULES, RULES, SETTINGS_RULES
+from dtgpt.config.schedule import BatchSizes, Ramp, Schedule, check_rampup, parse_rampup
 from dtgpt.config.sections import (
     Added,
     CheckpointConfig,
@@ -32,8 +37,8 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.attention.core import Backend, check_backend
 from dtgpt.util import seams
-from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import PATH, Bounds, Pattern, check_fields
+from dtgpt.util.rules import Rules, broken, check_rules
 
 RUN_NAME = Pattern(r"[A-Za-z0-9_-]{1,100}", "cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")  # of the core
@@ -49,14 +54,41 @@ else:
 @with_sections(before="data")
 class Recipe:
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
-        "name": "experiment", "plan": "execution", "runs": "run folder",
-    }  # fmt: skip
-    common: ClassVar[frozenset[str]] = frozenset({  # options on the first screen of `--help`
-        "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "optimizer.lr",
-        "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "micro_batch_size", "global_batch_size",
-        "steps", "seed", "plan", "device", "precision", "runs", "resume", "init_from", "data.path", "data.valid_path",
-        "data.tokenizer", "log.interval", "log.eval_interval", "checkpoint.interval",
-    })  # fmt: skip
+        "name": "experiment",
+        "plan": "execution",
+        "runs": "run folder",
+    }
+    # Options on the first screen of `--help`.
+    common: ClassVar[frozenset[str]] = frozenset(
+        {
+            "model.num_layers",
+            "model.hidden_size",
+            "model.num_heads",
+            "model.seq_length",
+            "optimizer.lr",
+            "optimizer.min_lr",
+            "optimizer.warmup",
+            "optimizer.weight_decay",
+            "micro_batch_size",
+            "global_batch_size",
+            "steps",
+            "seed",
+            "plan",
+            "device",
+            "precision",
+            "runs",
+            "resume",
+            "init_from",
+            "data.path",
+            "data.valid_path",
+            "data.tokenizer",
+            "log.interval",
+            "log.eval_interval",
+            "checkpoint.interval",
+        }
+    )
+
+    rules: ClassVar[Rules] = RULES
 
     name: Annotated[str, "name of the experiment; its runs are folders NAME-001, NAME-002, ...", RUN_NAME]
     model: ModelConfig
@@ -169,6 +201,11 @@ class Recipe:
         return own.decay_samples is not None or (self.train_samples is not None and own.decay_steps is None)
 
     @property
+    def has_added_precision(self) -> bool:
+        """Whether a capability computes the products of blocks."""
+        return self.precision not in PRECISIONS
+
+    @property
     def num_steps(self) -> int:
         """The optimizer steps of the run: `steps`, or as many as `train_samples` fill."""
         return self.steps or self.batch_sizes().steps_within(self.train_samples or 0)
@@ -190,6 +227,22 @@ class Recipe:
             end=end,
             counts_samples=self.counts_samples,
         )
+
+    @property
+    def ramp(self) -> Ramp | None:
+        """The ramp up to the whole batch; raises UserError for a text that is none."""
+        return None if self.rampup_batch_size is None else parse_rampup(self.rampup_batch_size, self.global_batch_size)
+
+    @property
+    def nearest_batch(self) -> int:
+        """The global batch size below this one that micro-batches fill; at least one micro-batch."""
+        return self.global_batch_size // self.micro_batch_size * self.micro_batch_size or self.micro_batch_size
+
+    @property
+    def schedule_ends_with_run(self) -> bool:
+        """Whether the warmup may be as long as the schedule, since the run ends with both."""
+        ends_with_samples = self.counts_samples or self.schedule.end == self.num_steps
+        return self.optimizer.decay_samples is None and ends_with_samples
 
     def batch_sizes(self, first_step: int = 0, first_sample: int = 0) -> BatchSizes:
         """Return the batch size of every step of a run that begins with `first_step`, after `first_sample` samples. The
@@ -216,7 +269,7 @@ class Recipe:
 
     def choose_plan(self, world: int, started: bool = True) -> PlanChoice:
         """Return the plan for `world` processes, or fewer of them where `plan` has alternatives, checked against the
-        model and the batch; raises UserError, one sentence. started: as in `Plan.for_world`."""
+        model and the batch; raises UserError, one sentence. started: False where the processes need not exist."""
         micro_batches = self.global_batch_size // self.micro_batch_size
         alone = OR not in self.plan
         return choose_plan(self.alternatives(), world, micro_batches, self.check_plan, started, all_of_them=alone)
@@ -242,13 +295,7 @@ class Recipe:
             check_rampup(self.rampup_batch_size, self.model, plan, micro, whole, length)
         if part := seams.added("sums").get(self.reduce):
             seams.load(part).check_plan(plan)
-        if plan.splits_backward:
-            checks.check_recompute_apart(self.recompute, self.recompute_blocks, plan.schedule)
-        if self.compile == "on" and plan.splits_backward:
-            raise UserError(
-                f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
-                "torch.compile cannot; use --compile off or another schedule"
-            )
+        check_rules(PLAN_RULES, self, plan=plan)
 
     def settings(self, plan: ResolvedPlan, device: torch.device, here: bool = True) -> Settings:
         """Return what the model is built and run with under `plan` on `device`. here: False where this machine does not
@@ -279,8 +326,7 @@ class Recipe:
             seams.load(part).check_settings(made)
         for section in self.sections:
             section.check_settings(made)
-        if made.recompute == "around_attention":
-            checks.check_recompute_kept(made.scores_backend)
+        check_rules(SETTINGS_RULES, made)
         return made
 
     def planned_choice(self, world: int | None) -> PlanChoice:
@@ -305,61 +351,18 @@ class Recipe:
         """Raise UserError, one sentence, for the first value, or combination of values, that cannot be trained with."""
         check_fields(self)
         self.model.validate()
-        if (self.steps is None) == (self.train_samples is None):
-            raise UserError(
-                f"steps={self.steps} and train_samples={self.train_samples}: exactly one of them says how long to "
-                "train; set the other to none"
-            )
-        resumes = self.resume not in (None, "auto")
-        # Frozen weights are in no checkpoint, and where they came from may have moved.
-        if self.init_from is not None and resumes and not self.freezes_weights:
-            raise UserError(
-                f"resume={self.resume} and init_from={self.init_from} are both given; leave one out: a resumed run "
-                "has weights already"
-            )
-        checks.check_sample_length(self.sample_length, self.model)
-        rules = sorted({(core.softcap, core.sinks) for core in inventory(self.model).kinds_of_cores()})
-        check_backend(self.attention, self.model.dropout, self.model.head_dim, rules)
-        if self.plan != AUTO:  # which chooses both
-            checks.check_recompute(self.recompute, self.recompute_blocks)
-        if self.compile == "on" and precision_of(self.precision) is not None:
-            raise UserError(
-                f"compile=on, but precision={self.precision} has kernels of its own, which torch.compile cannot take; "
-                "use --compile off or --precision bf16"
-            )
-        scale, config = self.loss_scale, self.optimizer
+        cores = inventory(self.model).kinds_of_cores()
+        kinds = sorted({(core.softcap, core.sinks) for core in cores})
+        check_backend(self.attention, self.model.dropout, self.model.head_dim, kinds)
         for section in self.sections:
             section.check_recipe(self)
-        if scale.minimum > scale.initial:
-            raise UserError(
-                f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
-            )
-        if self.plan != AUTO:  # which chooses the micro-batch size, too
-            checks.check_batch(self.micro_batch_size, self.global_batch_size)
-        if self.rampup_batch_size is not None:
-            checks.check_rampup_end(self.rampup_batch_size, self.global_batch_size)
-        if self.train_samples is not None:
-            checks.check_length(self.train_samples, self.num_steps, self.global_batch_size)
-        checks.check_units(config, self.counts_samples)
-        schedule = self.schedule
-        ends_with_run = config.decay_samples is None and (self.counts_samples or schedule.end == self.num_steps)
-        checks.check_schedule(schedule, ends_with_run)
 
     def notes(self, choice: PlanChoice, device_type: str) -> list[str]:
         """Return what a user should know about a valid recipe under the chosen plan on this kind of device."""
-        found, schedule, length = [], self.schedule, self.num_steps
-        if schedule.counts_samples:
+        length = self.num_steps
+        if self.counts_samples:
             length = self.train_samples or self.batch_sizes().before(length)
-        if schedule.warmup > length:
-            found.append(
-                f"the run ends within its warmup: {length} of {schedule.warmup} {schedule.unit}, so the learning rate "
-                f"never reaches optimizer.lr={schedule.lr:g}"
-            )
-        found += checks.without_effect(self.optimizer, self.loss_scale, self.log, self.precision)
-        if choice.named.zero and choice.plan.data_ranks == 1:
-            found.append(checks.one_replica(choice.named.zero))
-        if self.attention in ("flash", "fused_softmax") and device_type == "cpu":
-            found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
+        found = list(broken(NOTES, self, choice=choice, device=device_type, length=length))
         if (added := precision_of(self.precision)) is not None:
             found += added.notes_on(self.model, choice.plan, self.micro_batch_size, self.sample_length, device_type)
         found += self.optimizer.notes(self.model)

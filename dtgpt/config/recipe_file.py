@@ -1,5 +1,11 @@
-"""Recipe files: Python, with a function `recipe()`. The optimizer that `optimizer.kind` names, AdamW or that of a
-capability, is imported when a recipe has it."""
+"""Recipe files: Python, with a function `recipe()`.
+
+A recipe is code, so that it may compute its sizes, and bring a model, a loss or a task of its own. It is executed where
+a user names the file, and nowhere else: what a checkpoint or a run folder says is data. Whatever such a file does wrong
+is told with its line, as a mistake of the user's and not of dtgpt.
+
+The optimizer that `optimizer.kind` names, AdamW or that of a capability, is imported when a recipe has it.
+"""
 
 import sys
 import textwrap
@@ -7,22 +13,17 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
-from importlib import metadata
 from importlib.machinery import SourceFileLoader
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
 
-import dtgpt
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig, is_own
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError, did_you_mean, shown_name
-from dtgpt.util.field_types import check_fields
-
-FOLDER = ("dtgpt", "recipes")  # the last parts of the folder where a wheel puts what comes with dtgpt
-KINDS = (".py", ".sbatch", ".yaml")  # recipes, a job of Slurm, one of Kubernetes
+from dtgpt.util.field_types import check_annotations
 
 
 def call_recipe(recipe_function: Callable) -> Recipe:
@@ -33,7 +34,7 @@ def call_recipe(recipe_function: Callable) -> Recipe:
         recipe = recipe_function()
     if not isinstance(recipe, Recipe):
         raise UserError(f"recipe() returns {type(recipe).__name__}; return a dtgpt.config.recipe.Recipe")
-    check_fields(recipe)
+    check_annotations(recipe)  # its rules may be kept by the options of a command line
     if code and is_own(type(recipe.model)):
         type(recipe.model).recipe_file = str(path.resolve())  # checkpoints name it
     return recipe
@@ -48,36 +49,15 @@ def model_class(recipe: Recipe | str | PathLike | None) -> type[ModelConfig] | N
     return type(recipe.model)
 
 
-def recipe_files() -> dict[str, Path]:
-    """Return the files by name, recipes first, of the checkout that dtgpt runs from, or those that a wheel
-    installed."""
-    checkout = Path(dtgpt.__file__).parents[1] / "recipes"
-    if (checkout / "gpt2_tiny.py").is_file():
-        found = list(checkout.iterdir())
-    else:
-        try:
-            installed = metadata.files("dtgpt") or []
-        except metadata.PackageNotFoundError:
-            installed = []
-        found = [Path(str(file.locate())) for file in installed if file.parent.parts[-2:] == FOLDER]
-    files = [path for path in found if path.suffix in KINDS]
-    return {path.stem: path for path in sorted(files, key=lambda path: (KINDS.index(path.suffix), path.name))}
-
-
-def recipe_names() -> list[str]:
-    """Return the names of the recipes alone."""
-    return [name for name, path in recipe_files().items() if path.suffix == ".py"]
-
-
 def recipe_module(words: list[str], command: str) -> ModuleType:
     """Return the module of the recipe file that a command's first word names. Raises UserError if there is none."""
     if not words or words[0].startswith("-"):
         raise UserError(f"dtgpt {command} needs a recipe file, such as dtgpt {command} recipes/gpt2_tiny.py")
     path = Path(words[0])
-    if not path.is_file() and path.stem in recipe_names():
-        raise UserError(
-            f"there is no recipe file {path}, but dtgpt comes with one: dtgpt recipe {path.stem} > {path.stem}.py"
-        )
+    if not path.is_file():
+        told = (each.of_recipe_file(path) for each in seams.listed("explanations"))
+        if sentence := next(filter(None, told), None):
+            raise UserError(sentence)
     return load_module(path)
 
 

@@ -1,6 +1,10 @@
 """The learning rate of every step, as a function of the steps taken or of the samples seen, and how many samples each
 step has: the global batch size, or Megatron-LM's ramp up to it.
 
+Both are functions of a step's number, or of the samples before it, and have no state. So a run that goes on, under
+another plan too, needs nothing but the step and the samples of its checkpoint, and all rates can be put on the device
+before the first step.
+
 `--rampup_batch_size "START INCREMENT SAMPLES"` begins with START samples a step and adds INCREMENT at equal distances,
 so that the whole batch is reached after SAMPLES samples (megatron/microbatches.py of 2023). The size is a function of
 the samples that the run has seen, so that a resumed run goes on with the same one."""
@@ -10,15 +14,36 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.errors import UserError, shown
 
 
-def parse_rampup(text: str) -> tuple[int, int, int]:
-    """Return (START, INCREMENT, SAMPLES) of `rampup_batch_size`; raises UserError."""
+class Ramp(NamedTuple):
+    """Batch sizes from `start` on, `increment` more at equal distances, to the `whole` after so many `samples`."""
+
+    start: int
+    increment: int
+    samples: int
+    whole: int
+
+    @property
+    def reaches_whole(self) -> bool:
+        """Whether the sizes lead to the whole batch."""
+        if not 0 < self.start < self.whole or self.increment < 1 or self.samples < 0:
+            return False
+        return (self.whole - self.start) % self.increment == 0
+
+    @property
+    def steps(self) -> int:
+        """About how many steps lead to the whole batch."""
+        return 2 * self.samples // (self.start + self.whole)
+
+
+def parse_rampup(text: str, whole: int) -> Ramp:
+    """Return the ramp of `rampup_batch_size` to the `whole` batch; raises UserError."""
     try:
         start, increment, samples = map(int, text.replace(",", " ").split())
     except ValueError:
@@ -26,7 +51,7 @@ def parse_rampup(text: str) -> tuple[int, int, int]:
             f"rampup_batch_size={shown(text)} is not START INCREMENT SAMPLES; give three whole numbers, as "
             "'32 32 100000'"
         ) from None
-    return start, increment, samples
+    return Ramp(start, increment, samples, whole)
 
 
 class BatchSizes:
@@ -34,8 +59,8 @@ class BatchSizes:
 
     def __init__(self, whole: int, rampup: str | None = None, first_step: int = 0, first_sample: int = 0):
         """whole: the global batch size; rampup: as in a recipe's `rampup_batch_size`."""
-        self.whole, self.rampup = whole, parse_rampup(rampup) if rampup is not None else None
-        # (step, samples seen) at which each size begins, and the size.
+        self.whole, self.rampup = whole, parse_rampup(rampup, whole) if rampup is not None else None
+        # (step, samples seen) at which each size begins, and the size: few, however many steps the ramp takes.
         self._pieces = [(first_step, first_sample, self.after(first_sample))]
         step, seen, size = self._pieces[0]
         while size != whole:
@@ -53,9 +78,9 @@ class BatchSizes:
 
     def after(self, consumed: int) -> int:
         """Return the samples of the step that begins after `consumed` samples."""
-        if self.rampup is None or consumed > self.rampup[2]:
+        if self.rampup is None or consumed > self.rampup.samples:
             return self.whole
-        start, increment, samples = self.rampup
+        start, increment, samples, _ = self.rampup
         distance = samples / ((self.whole - start) // increment)
         return min(self.whole, start + int(consumed / distance) * increment if distance else self.whole)
 
@@ -71,7 +96,7 @@ class BatchSizes:
 
     def steps_within(self, samples: int) -> int:
         """Return the number of whole steps that the first `samples` of the run fill."""
-        first, seen, size = self._piece(samples, key=1)
+        first, seen, size = self._piece(samples, key=1)  # pieces are in the order of their samples, too
         return first + (samples - seen) // size
 
     def _piece(self, place: int, key: int = 0) -> tuple[int, int, int]:
@@ -80,8 +105,8 @@ class BatchSizes:
 
 def check_rampup(rampup: str, model: ModelConfig, plan: ResolvedPlan, micro: int, whole: int, seq_length: int) -> None:
     """Raise UserError where the plan cannot split a size of the ramp up to `whole` samples."""
-    start, increment, _ = parse_rampup(rampup)
-    for size in range(start, whole, increment):
+    ramp = parse_rampup(rampup, whole)
+    for size in range(ramp.start, whole, ramp.increment):
         try:
             plan.validate(model, micro, size, seq_length)
         except UserError:
@@ -109,10 +134,21 @@ class Schedule:
     def unit(self) -> str:
         return "samples" if self.counts_samples else "steps"
 
+    @property
+    def decay_begin(self) -> float:
+        """Where the decay of wsd begins."""
+        return self.end - self.wsd_decay * self.end
+
+    @property
+    def longest_warmup(self) -> int:
+        """The longest warmup that ends before the decay of wsd."""
+        return math.floor(self.decay_begin)
+
     def rate(self, before: int, after: int) -> float:
         """Return the rate of a step by the steps, or samples, done before and after it."""
-        if before < self.warmup:
+        if before < self.warmup:  # by what is done after the step, so that the first one learns, too
             return self.lr * min(after / self.warmup, 1.0)
+        # Beyond the end, in a run that is longer than its schedule, the rate stays min_lr.
         done = min((before - self.warmup) / max(self.end - self.warmup, 1), 1.0)
         if self.shape == "cosine":
             fraction = 0.5 * (1 + math.cos(math.pi * done))

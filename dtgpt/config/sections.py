@@ -1,7 +1,11 @@
-"""Sections of a recipe: data, optimizer, loss scale, log, checkpoints. Every field has its help and its bounds.
+"""Sections of a recipe: data, optimizer, loss scale, log, checkpoints.
 
-`Section` and `Precision` are what capabilities add to recipes: both answer all that the core asks, so that a capability
-writes only what it changes.
+A field is the only place where an option is written down: its annotation has the type, the help text and the bounds,
+from which the command line, `--help`, the checks and recipe.json all follow. Defaults are those with which a run of
+GPT-2 works; a recipe names what it changes.
+
+`Section` and `Precision` are what capabilities add to recipes. Both answer all that the core asks, so that a capability
+writes only what it changes, and the core has no branch for any of them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +21,7 @@ from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.util import seams
 from dtgpt.util.field_types import PATH, Bounds, Pattern
+from dtgpt.util.rules import Given, Is, Other, Rule, Rules, check_rules
 
 LOSS_SCALE = Bounds(2.0**-64, 2.0**64, also=", such as 65536")  # beyond these, scaled gradients leave the range of fp32
 POSITIVE = Bounds(above=1e-38)  # below this, fp32 rounds to zero or loses digits
@@ -38,9 +43,14 @@ class Section:
     raises UserError, one sentence.
 
     fixed: whether a run goes on with the values that it began with.
+    recipe_rules, plan_rules, new_weights_rules: tables of what the values cannot be: with those of a recipe, by the
+    recipe's names; with a `plan`; where a run begins with random weights. The methods check them.
     """
 
     fixed: ClassVar[bool] = False
+    recipe_rules: ClassVar[Rules] = ()
+    plan_rules: ClassVar[Rules] = ()
+    new_weights_rules: ClassVar[Rules] = ()
 
     @property
     def freezes_weights(self) -> bool:
@@ -54,12 +64,15 @@ class Section:
 
     def check_recipe(self, recipe: Any) -> None:
         """Check the values with each other, and with those of a `dtgpt.config.recipe.Recipe`."""
+        check_rules(self.recipe_rules, recipe)
 
     def check_new_weights(self) -> None:
         """Check whether a run can begin with random weights, or with another library's run."""
+        check_rules(self.new_weights_rules, self)
 
     def check_plan(self, plan: Any) -> None:
         """Check whether a run can have a `dtgpt.config.plan.ResolvedPlan`."""
+        check_rules(self.plan_rules, self, plan=plan)
 
     def check_settings(self, settings: Any) -> None:
         """Check whether a run can have `dtgpt.config.execution.Settings`."""
@@ -164,6 +177,10 @@ class DataConfig:
     held_out: Annotated[float, "fraction of the text kept for validation", Bounds(0, below=1)] = 0.05
 
 
+def tenth_of_lr(config: "OptimizerConfig") -> str:
+    return f"{config.lr / 10:.3g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019) with fp32 master weights; no decay on biases and LayerNorms. The config of
@@ -174,6 +191,21 @@ class OptimizerConfig:
     """
 
     takes: ClassVar[Mapping[str, Mapping[str, str | None]]] = {}
+    rules: ClassVar[Rules] = (
+        Rule(
+            "optimizer.decay_steps={decay_steps} and optimizer.decay_samples={decay_samples} both end the schedule; "
+            "set one of them to none",
+            Given("decay_steps"),
+            Given("decay_samples"),
+        ),
+        Rule(
+            "optimizer.min_lr={min_lr} is above optimizer.lr={lr}; give a lower --optimizer.min_lr, such as {remedy} "
+            "(a tenth of lr is usual), or a higher lr",
+            Is("min_lr", ">", Other("lr")),
+            Is("schedule", "!=", "constant"),
+            remedy=tenth_of_lr,
+        ),
+    )
 
     kind: Annotated[str, "optimizer", Pattern("adamw", "is another optimizer; use adamw")] = "adamw"
     lr: Annotated[float, "peak learning rate", POSITIVE]
@@ -231,6 +263,13 @@ class OptimizerConfig:
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """Dynamic scaling of the loss in fp16 (Micikevicius et al. 2018), with Megatron-LM's rules and defaults."""
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "loss_scale.minimum={minimum} is above loss_scale.initial={initial}; lower minimum",
+            Is("minimum", ">", Other("initial")),
+        ),
+    )
 
     initial: Annotated[float, "initial loss scale", LOSS_SCALE] = 2.0**32
     window: Annotated[int, "number of steps without overflow before the scale doubles", Bounds(1)] = 1000

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from dtgpt.config.checks import changed
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import Dataset, load_dataset
 from dtgpt.data.tokenizers.open import check_named_once
@@ -21,6 +20,7 @@ from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import changed_fields
 
 
 class DataRequest(NamedTuple):
@@ -110,7 +110,7 @@ def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> 
     """Raise UserError, one sentence, on the first data option that does not go with the others or with its files.
     model: where the weights, and so the vocabulary, are from."""
     _check_tokenizer(data, vocab_size, model)
-    if changed(data):  # else no format has to say whether it takes its options
+    if changed_fields(data):  # else no format has to say whether it takes its options
         for form in formats():
             form.check_options(data)
     if (own := format_of(data.path)) is not None:
@@ -142,8 +142,8 @@ def without_effect(data: DataConfig) -> list[str]:
             unused["bpe_vocab_size"] = (
                 f"the tokenizer {data.tokenizer_file or data.tokenizer} is not trained on the text"
             )
-    given = {field.name: value for field, value in changed(data)}
-    return [f"data.{name}={given[name]} has no effect: {why}" for name, why in unused.items() if name in given]
+    given = changed_fields(data)
+    return [f"data.{name}={getattr(data, name)} has no effect: {why}" for name, why in unused.items() if name in given]
 
 
 def _check_tokenizer(data: DataConfig, vocab_size: int, model: Path | None) -> None:

@@ -5,8 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from dtgpt.commands.command import Command
-from dtgpt.commands.help import wants_help
+from dtgpt.commands.command import Command, wants_help
 from dtgpt.commands.model_options import (
     Device,
     Exact,

@@ -1,5 +1,8 @@
-"""Processes of a run that find each other, and end together when one of them is lost."""
+"""Processes of a run that are started together, find each other, and end together when one of them is lost."""
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(peers=("dtgpt.liveness.torchrun:Torchrun",))
+CAPABILITY = Capability(
+    peers=("dtgpt.liveness.torchrun:Torchrun",),
+    launches=("dtgpt.liveness.launcher:LaunchOptions",),
+)

@@ -4,10 +4,10 @@ rank, and what autograd saves is counted. On a GPU, `dtgpt compare` prints the p
 from dataclasses import replace
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.fp8 import FP8
 from dtgpt.models.inventory import Core, inventory
 from dtgpt.ops.attention.core import reads_groups
 from dtgpt.ops.kernels.attention.flash_launch import mask_words
+from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.exchange import chunks_of
 from dtgpt.planning.meta_block import BlockKind, BlockSizes, sizes_of
 from dtgpt.planning.split_backward import SplitSizes, halves_of

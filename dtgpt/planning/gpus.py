@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dtgpt.config.fp8 import check_fp8, no_float8
+from dtgpt.optim.fp8.precision import check_fp8, no_float8
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.hardware import FLOAT8, total_memory
 from dtgpt.util.storage import write_text

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan
+from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.cache_sizes import slot_bytes
 from dtgpt.parallel.context_parallel.slices import token_bytes
 from dtgpt.parallel.coordinates import RankCoordinates

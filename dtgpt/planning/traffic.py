@@ -3,10 +3,10 @@
 import math
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
+from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.gradients import Collective, choose_sums
 from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise, degrees_of_heads

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.roles import COLUMNS, MATRICES, STACKS, Role
+from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.layout import Layout
 from dtgpt.planning.gpus import Rates

@@ -1,11 +1,11 @@
 """The recipe's section of receipts, and what a checkpoint says of those that were not written yet."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from dtgpt.config.sections import Section
-from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
+from dtgpt.util.rules import Changed, Missing, Rule, Rules
 from dtgpt.util.seams import Explanations
 
 NAME = "receipts"  # of the section, and of the entry of a checkpoint
@@ -20,10 +20,13 @@ class ReceiptsConfig(Section):
         "a receipt has the digests of one of so many parts of the tensors, each part in its turn; 1: of all tensors",
         Bounds(1, 4096),
     ] = PARTS
-
-    def check_recipe(self, recipe: Any) -> None:
-        if not self.on and self.parts != PARTS:
-            raise UserError(f"receipts.parts={self.parts} has no effect without receipts; add --receipts.on")
+    recipe_rules: ClassVar[Rules] = (
+        Rule(
+            "receipts.parts={receipts.parts} has no effect without receipts; add --receipts.on",
+            Changed("receipts.parts"),
+            Missing("receipts.on"),
+        ),
+    )
 
 
 class _Explained(Explanations):

@@ -193,7 +193,7 @@ def describe_run(
         },
         "code": code_digests(),
     }
-    for keep in seams.listed("starts"):
+    for keep in seams.listed("former_starts"):
         keep(folder, recipe, here, settings, step)
     write_json(folder / "recipe.json", recipe)
     write_json(folder / "environment.json", here)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from dtgpt.config.checks import large_for_a_cpu
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
+from dtgpt.config.recipe_rules import large_for_a_cpu
 from dtgpt.config.schedule import parse_rampup
 from dtgpt.data.dataset import PART_NAMES, Dataset, bits_per_byte, perplexity
 from dtgpt.parallel.mesh import Mesh
@@ -109,7 +109,7 @@ class RunReport(Report):
 
     def _say_header(self, batch_size: int, rampup: str | None, data: Dataset, samples: str, step: int) -> None:
         model, tokenizer = self.settings.model, data.tokenizer
-        batch = f"{batch_size}" if rampup is None else f"{parse_rampup(rampup)[0]} to {batch_size}"
+        batch = f"{batch_size}" if rampup is None else f"{parse_rampup(rampup, batch_size).start} to {batch_size}"
         per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
         header = [
             f"model   {parameters(model.num_parameters)}; "

@@ -6,7 +6,7 @@ from dtgpt.util.seams import Capability, CommandEntry
 CAPABILITY = Capability(
     commands={
         "translate": CommandEntry(
-            "dtgpt.commands.translate:command",
+            "dtgpt.translate.command:command",
             "dtgpt translate SCRIPT.sh | -- COMMAND\n    make a recipe of a command of Megatron-LM, nanoGPT or llm.c",
             place=120,
         ),

@@ -65,31 +65,92 @@ OPTIONS: dict[str, Table] = {
     },
 }
 SAME = {  # options of train_gpt2.py -> those of train_gpt2cu
-    "input_bin": "i", "input_val_bin": "j", "output_dir": "o", "model": "e", "batch_size": "b", "sequence_length": "t",
-    "total_batch_size": "d", "num_iterations": "x", "learning_rate": "l", "warmup_iters": "u",
-    "learning_rate_decay_frac": "q", "weight_decay": "c", "val_loss_every": "v", "val_max_steps": "m",
-    "sample_every": "s", "overfit_single_batch": "a", "zero_stage": "z",
-}  # fmt: skip
+    "input_bin": "i",
+    "input_val_bin": "j",
+    "output_dir": "o",
+    "model": "e",
+    "batch_size": "b",
+    "sequence_length": "t",
+    "total_batch_size": "d",
+    "num_iterations": "x",
+    "learning_rate": "l",
+    "warmup_iters": "u",
+    "learning_rate_decay_frac": "q",
+    "weight_decay": "c",
+    "val_loss_every": "v",
+    "val_max_steps": "m",
+    "sample_every": "s",
+    "overfit_single_batch": "a",
+    "zero_stage": "z",
+}
 DEFAULTS = {
     "train_gpt2cu": {
         "i": "dev/data/tinyshakespeare/tiny_shakespeare_train.bin",
-        "j": "dev/data/tinyshakespeare/tiny_shakespeare_val.bin", "e": "gpt2_124M_bf16.bin", "n": "0", "nk": "0",
-        "b": "4", "t": "1024", "k": "cosine", "l": "3e-4", "u": "0", "q": "1.0", "c": "0.0", "v": "20", "m": "20",
-        "s": "20", "g": "64",
+        "j": "dev/data/tinyshakespeare/tiny_shakespeare_val.bin",
+        "e": "gpt2_124M_bf16.bin",
+        "n": "0",
+        "nk": "0",
+        "b": "4",
+        "t": "1024",
+        "k": "cosine",
+        "l": "3e-4",
+        "u": "0",
+        "q": "1.0",
+        "c": "0.0",
+        "v": "20",
+        "m": "20",
+        "s": "20",
+        "g": "64",
     },
     "train_gpt2.py": {
-        "input_bin": "dev/data/tinyshakespeare/tiny_shakespeare_val.bin", "model": "gpt2", "batch_size": "4",
-        "sequence_length": "64", "total_batch_size": "256", "num_iterations": "10", "learning_rate": "1e-4",
-        "warmup_iters": "0", "learning_rate_decay_frac": "1.0", "weight_decay": "0.0", "val_loss_every": "0",
-        "val_max_steps": "20", "sample_every": "0", "overfit_single_batch": "1", "dtype": "float32", "flash": "0",
+        "input_bin": "dev/data/tinyshakespeare/tiny_shakespeare_val.bin",
+        "model": "gpt2",
+        "batch_size": "4",
+        "sequence_length": "64",
+        "total_batch_size": "256",
+        "num_iterations": "10",
+        "learning_rate": "1e-4",
+        "warmup_iters": "0",
+        "learning_rate_decay_frac": "1.0",
+        "weight_decay": "0.0",
+        "val_loss_every": "0",
+        "val_max_steps": "20",
+        "sample_every": "0",
+        "overfit_single_batch": "1",
+        "dtype": "float32",
+        "flash": "0",
     },
-}  # fmt: skip
-GPT2 = {6: (384, 6), 12: (768, 12), 24: (1024, 16), 36: (1280, 20), 48: (1600, 25), 60: (1920, 30), 72: (2880, 30),
-        84: (3456, 36)}  # fmt: skip  # blocks: width, heads
-GPT3 = {384: (6, 6), 768: (12, 12), 1024: (24, 16), 1536: (24, 16), 2048: (24, 16), 2560: (32, 32), 4096: (32, 32),
-        12288: (96, 96)}  # fmt: skip  # width: blocks, heads
-NAMED = {"gpt2": 12, "gpt2-medium": 24, "gpt2-large": 36, "gpt2-xl": 48, "124M": 12, "350M": 24, "774M": 36,
-         "1558M": 48}  # fmt: skip
+}
+GPT2 = {
+    6: (384, 6),
+    12: (768, 12),
+    24: (1024, 16),
+    36: (1280, 20),
+    48: (1600, 25),
+    60: (1920, 30),
+    72: (2880, 30),
+    84: (3456, 36),
+}  # blocks: width, heads
+GPT3 = {
+    384: (6, 6),
+    768: (12, 12),
+    1024: (24, 16),
+    1536: (24, 16),
+    2048: (24, 16),
+    2560: (32, 32),
+    4096: (32, 32),
+    12288: (96, 96),
+}  # width: blocks, heads
+NAMED = {
+    "gpt2": 12,
+    "gpt2-medium": 24,
+    "gpt2-large": 36,
+    "gpt2-xl": 48,
+    "124M": 12,
+    "350M": 24,
+    "774M": 36,
+    "1558M": 48,
+}
 SHARD = 20240520  # the first number of a file of tokens
 
 

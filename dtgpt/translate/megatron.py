@@ -12,10 +12,14 @@ from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
 NEEDED = {  # options that Megatron-LM needs, too, and others in their place
-    "num-layers": ("encoder-num-layers",), "hidden-size": (), "num-attention-heads": (),
-    "seq-length": ("encoder-seq-length",), "micro-batch-size": ("batch-size",), "lr": (),
+    "num-layers": ("encoder-num-layers",),
+    "hidden-size": (),
+    "num-attention-heads": (),
+    "seq-length": ("encoder-seq-length",),
+    "micro-batch-size": ("batch-size",),
+    "lr": (),
     "train-iters": ("train-samples",),
-}  # fmt: skip
+}
 WARMUPS = {"lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples"}
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 SHARDING = {"no_shard": "", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
@@ -61,13 +65,12 @@ class Training(ModelOptions):
         return result
 
     def _recompute(self) -> None:
-        name, result = "recompute-num-layers", self.result
-        if not self._has(name):
-            return
-        if self._text("recompute-granularity") == "full" and self._text("recompute-method") == "block":
-            result.set(self._words(name), recompute_blocks=self._count(name))
+        name = "recompute-num-layers"
+        in_blocks = self._text("recompute-granularity") == "full" and self._text("recompute-method") == "block"
+        if in_blocks and self._has(name):
+            self.result.set(self._words(name), recompute_blocks=self._count(name))
         else:
-            result.skip(self._words(name), "each block that is recomputed keeps its own input")
+            self._skip("each block that is recomputed keeps its own input", name)
 
     def _precision(self) -> None:
         result = self.result
@@ -92,16 +95,14 @@ class Training(ModelOptions):
     def _muon(self) -> None:
         """Set what belongs to Muon alone."""
         names = {"muon-momentum": "momentum", "muon-num-ns-steps": "newton_schulz_steps"}
-        muon = self.result.value("optimizer.kind") == "muon"
-        for name, to_name in names.items():
-            if self._has(name) and muon:
-                self.result.assign(self._words(name), {f"optimizer.{to_name}": self._number(name)})
         nesterov = "muon-use-nesterov"
-        if muon:
-            self.result.set(self._words(nesterov) or f"no --{nesterov}", optimizer__nesterov=self._has(nesterov))
-        for name in (*names, nesterov) if not muon else ():
+        if self.result.value("optimizer.kind") != "muon":
+            self._skip("it has no effect without --optimizer muon", *names, nesterov)
+            return
+        for name, to_name in names.items():
             if self._has(name):
-                self.result.skip(self._words(name), "it has no effect without --optimizer muon")
+                self.result.assign(self._words(name), {f"optimizer.{to_name}": self._number(name)})
+        self.result.set(self._words(nesterov) or f"no --{nesterov}", optimizer__nesterov=self._has(nesterov))
 
     def _schedule(self) -> None:
         for name, ends in (
@@ -138,8 +139,8 @@ class Training(ModelOptions):
             zero = SHARDING.get(self._text(strategy, "optim_grads_params"), "zero3") if fsdp else "zero1"
             parts += [zero] * bool(zero)
             sources += [*sharded, strategy]
-        elif self._has(strategy):
-            result.skip(self._words(strategy), "it has no effect without --use-megatron-fsdp")
+        else:
+            self._skip("it has no effect without --use-megatron-fsdp", strategy)
         result.set(self._words(*sources) or "no option of parallelism", plan="_".join(parts) or "dp")
         world, needed = result.launch.world, math.prod(degrees.values())
         result.needs = needed
@@ -160,10 +161,8 @@ class Training(ModelOptions):
             self._steps_of_batch()
         whole = result.value("global_batch_size")
         samples = self._number("eval-iters") * whole
-        if samples:
-            result.set(self._words("eval-iters"), log__eval_samples=samples)
-        else:
-            result.set(self._words("eval-iters"), log__eval_interval=0)
+        measured = {"log.eval_samples": samples} if samples else {"log.eval_interval": 0}
+        result.assign(self._words("eval-iters"), measured)
         if not self._has("eval-interval"):
             result.set("no --eval-interval", log__eval_interval=0)
 
@@ -189,14 +188,14 @@ class Training(ModelOptions):
 
     def _data(self) -> None:
         result = self.result
-        if self._has("split") and (self._has("valid-data-path") or self._has("test-data-path")):
-            result.skip(self._words("split"), "each path is used entirely")
+        if self._has("valid-data-path") or self._has("test-data-path"):
+            self._skip("each path is used entirely", "split")
         elif self._has("split"):
             result.set(self._words("split"), data__split=self._text("split").strip("\"'"))
         if self._has("data-cache-path"):
-            result.environment["DTGPT_CACHE"] = self._text("data-cache-path")
-            variable = f"DTGPT_CACHE={self._text('data-cache-path')}"
-            result.note(self._words("data-cache-path"), variable)
+            cache = self._text("data-cache-path")
+            result.environment["DTGPT_CACHE"] = cache
+            result.note(self._words("data-cache-path"), f"DTGPT_CACHE={cache}")
         if self._has("mock-data"):
             result.refuse("--mock-data", "the recipe trains on a text included in Python, in place of random tokens")
         elif not {"data-path", "train-data-path"} & self.given.keys():
@@ -204,9 +203,9 @@ class Training(ModelOptions):
         kind = self._text("tokenizer-type", "GPT2BPETokenizer")
         if kind == "NullTokenizer" and not self._has("mock-data"):
             result.set(self._words("tokenizer-type"), data__tokenizer="ids")
-        elif kind != "GPT2BPETokenizer" and self._has("tokenizer-type"):
+        elif kind != "GPT2BPETokenizer":
             why = "the tokenizer is that of the data" if self._has("mock-data") else "its file says what it is"
-            result.skip(self._words("tokenizer-type"), why)
+            self._skip(why, "tokenizer-type")
         if kind == "GPT2BPETokenizer" and not self._has("vocab-size"):
             result.set("the tokenizer of GPT-2", model__vocab_size=50257)
         elif not self._has("vocab-size"):
@@ -218,16 +217,11 @@ class Training(ModelOptions):
             result.settings["checkpoint.keep_last"] = 1, self._words("save-retain-interval")
         if not self._has("save"):
             result.set("no --save", checkpoint__interval=0)
-        begins = [name for name in ("finetune", "no-load-optim") if self._has(name)]
-        if self._has("load") and "finetune" in begins:
-            result.set(self._words("load", *begins), init_from=load)
-        elif self._has("load") and (load == self._text("save") or not begins):
-            same = load == self._text("save")
-            result.set(self._words("load"), resume="auto" if same else load)
-            for name in begins:
-                result.skip(self._words(name), "a run goes on with its optimizer")
-        elif self._has("load"):
+        begins, goes_on = ("finetune", "no-load-optim"), load == self._text("save")
+        if not self._has("load"):
+            self._skip("it has no effect without --load", *begins)
+        elif self._has("finetune") or (self._has("no-load-optim") and not goes_on):
             result.set(self._words("load", *begins), init_from=load)
         else:
-            for name in begins:
-                result.skip(self._words(name), "it has no effect without --load")
+            result.set(self._words("load"), resume="auto" if goes_on else load)
+            self._skip("a run goes on with its optimizer", *begins)

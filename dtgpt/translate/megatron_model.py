@@ -39,6 +39,12 @@ class ModelOptions:
         """Return the options among `names` that were given, as typed."""
         return " ".join(self.given[name].source for name in names if name in self.given)
 
+    def _skip(self, why: str, *names: str) -> None:
+        """Say of each option among `names` that was given why it is not needed."""
+        for name in names:
+            if self._has(name):
+                self.result.skip(self._words(name), why)
+
     def _architecture(self) -> str:
         positions = self._text("position-embedding-type")
         signs = {
@@ -71,11 +77,8 @@ class ModelOptions:
             self.result.set("no --max-position-embeddings", model__seq_length=length)
         elif positions == length:  # which is the default
             del self.result.settings["seq_length"]
-        result, hidden, heads = (
-            self.result,
-            self.result.value("model.hidden_size"),
-            self.result.value("model.num_heads"),
-        )
+        result = self.result
+        hidden, heads = result.value("model.hidden_size"), result.value("model.num_heads")
         if result.architecture == "gpt2":
             for name, product, size in (("ffn-hidden-size", 1, 4 * hidden), ("kv-channels", heads, hidden)):
                 if self._has(name):
@@ -104,8 +107,8 @@ class ModelOptions:
         if self._has("use-rope-scaling"):
             words = self._words("use-rope-scaling", "rope-scaling-factor")
             result.set(words, model__rope_factor=self._number("rope-scaling-factor", 8))
-        elif self._has("rope-scaling-factor"):
-            result.skip(self._words("rope-scaling-factor"), "it has no effect without --use-rope-scaling")
+        else:
+            self._skip("it has no effect without --use-rope-scaling", "rope-scaling-factor")
         sinks = result.architecture == "gpt_oss"
         for name, field, value in (("qk-layernorm", "qk_norm", True), ("add-qkv-bias", "attention_bias", "qkv")):
             if self._has(name) and sinks:
@@ -146,8 +149,7 @@ class ModelOptions:
         """Set which blocks attend to how many of the last tokens."""
         size, frequency = self._words("window-size"), "window-attn-skip-freq"
         if not size:
-            if self._has(frequency):
-                self.result.skip(self._words(frequency), "it has no effect without --window-size")
+            self._skip("it has no effect without --window-size", frequency)
             return
         left, _, right = self._text("window-size").strip("\"'()[] ").replace(",", " ").partition(" ")
         if not re.fullmatch(r"-1|\d{1,9}", left) or right.strip() not in ("", "0"):
@@ -177,14 +179,11 @@ class ModelOptions:
         self.result.assign("no option of GPT-OSS's own", missing)
 
     def _attention(self) -> None:
-        local = self._text("transformer-impl") == "local" or self._text("attention-backend") == "local"
         words = [name for name in ("transformer-impl", "attention-backend") if self._text(name) == "local"]
         unfused = "no-masked-softmax-fusion"
-        if local and not self._has("use-flash-attn"):
+        if words and not self._has("use-flash-attn"):
             core = "explicit" if self._has(unfused) else "fused_softmax"
             self.result.set(self._words(*words, unfused), attention=core)
             return
-        for name in words:
-            self.result.skip(self._words(name), "there is one implementation of each model")
-        if self._has(unfused):
-            self.result.skip(self._words(unfused), "it has no effect with this attention")
+        self._skip("there is one implementation of each model", *words)
+        self._skip("it has no effect with this attention", unfused)

@@ -451,14 +451,23 @@ OF_ARCHITECTURE = {
 }
 # Defaults of Megatron-LM that are not those of a recipe, which a translation therefore writes out.
 DEFAULTS = {
-    "attention-dropout": "0.1", "hidden-dropout": "0.1", "weight-decay": "0.01", "adam-beta2": "0.999",
-    "lr-decay-style": "linear", "lr-warmup-iters": "0", "log-interval": "100", "eval-iters": "100",
-}  # fmt: skip
+    "attention-dropout": "0.1",
+    "hidden-dropout": "0.1",
+    "weight-decay": "0.01",
+    "adam-beta2": "0.999",
+    "lr-decay-style": "linear",
+    "lr-warmup-iters": "0",
+    "log-interval": "100",
+    "eval-iters": "100",
+}
 
 
 def entries_of(architecture: str) -> dict[str, Answer]:
     """Return the answer to each option for models of an architecture."""
-    return flat({
-        title: section for title, section in OPTIONS.items()
-        if architecture in OF_ARCHITECTURE.get(title, (architecture,))
-    })  # fmt: skip
+    return flat(
+        {
+            title: section
+            for title, section in OPTIONS.items()
+            if architecture in OF_ARCHITECTURE.get(title, (architecture,))
+        }
+    )

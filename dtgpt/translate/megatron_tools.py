@@ -3,9 +3,10 @@ tools/run_text_generation_server.py and tasks/main.py."""
 
 from collections.abc import Sequence
 
+from dtgpt.config.overrides import value_text
 from dtgpt.translate.megatron_table import entries_of
 from dtgpt.translate.options import Answer, GivenOption, Table, flat, no, read_options, skip, to, together
-from dtgpt.translate.translation import Launch, Translation, shown_value
+from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.errors import UserError
 
 BERT = no("it is for BERT; give its tokenizer.json with --tokenizer-type HuggingFaceTokenizer")
@@ -162,6 +163,6 @@ def translate_tool(program: str, words: Sequence[str], launch: Launch) -> Transl
     starts = result.launch.command("-m dtgpt") if parts else "dtgpt"
     result.words = [*starts.split(), command, *paths]
     for name, (value, _) in result.settings.items():
-        values = value.split() if name in ("json_keys", "input") else [shown_value(value)]
+        values = value.split() if name in ("json_keys", "input") else [value_text(value)]
         result.words += [f"--{name.replace('_', '-')}", *values]
     return result

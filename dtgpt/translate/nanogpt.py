@@ -63,11 +63,25 @@ OPTIONS: dict[str, Table] = {
     }
 }
 DEFAULTS = {  # of train.py, where a recipe has other values, or none
-    "out_dir": "out", "eval_interval": 2000, "log_interval": 1, "eval_iters": 200, "dataset": "openwebtext",
-    "gradient_accumulation_steps": 40, "batch_size": 12, "block_size": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768,
-    "bias": False, "learning_rate": 6e-4, "max_iters": 600_000, "decay_lr": True, "warmup_iters": 2000,
-    "lr_decay_iters": 600_000, "min_lr": 6e-5,
-}  # fmt: skip
+    "out_dir": "out",
+    "eval_interval": 2000,
+    "log_interval": 1,
+    "eval_iters": 200,
+    "dataset": "openwebtext",
+    "gradient_accumulation_steps": 40,
+    "batch_size": 12,
+    "block_size": 1024,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "bias": False,
+    "learning_rate": 6e-4,
+    "max_iters": 600_000,
+    "decay_lr": True,
+    "warmup_iters": 2000,
+    "lr_decay_iters": 600_000,
+    "min_lr": 6e-5,
+}
 SIZES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 NONE = GivenOption("", "", "")
 LARGEST = 1 << 20  # bytes of a config

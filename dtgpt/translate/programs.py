@@ -15,9 +15,21 @@ MEGATRON = ("pretrain_gpt.py",)
 LLMC = ("train_gpt2cu", "train_gpt2.py")
 NANOGPT = ("train.py",)
 OTHERS = {  # programs of which dtgpt has no equivalent -> why
-    **{f"pretrain_{name}.py": "dtgpt trains decoders of transformer blocks on text alone" for name in (
-        "bert", "t5", "mamba", "hybrid", "vlm", "ict", "retro", "vision_classify", "vision_dino", "vision_inpaint",
-    )},
+    **{
+        f"pretrain_{name}.py": "dtgpt trains decoders of transformer blocks on text alone"
+        for name in (
+            "bert",
+            "t5",
+            "mamba",
+            "hybrid",
+            "vlm",
+            "ict",
+            "retro",
+            "vision_classify",
+            "vision_dino",
+            "vision_inpaint",
+        )
+    },
     "merge_mp_partitions.py": "use dtgpt convert TREE TARGET --to megatron",
     "generate_samples_gpt.py": "use dtgpt generate MODEL --prompt TEXT, or --prompts-file FILE --output FILE",
     "generate_samples_gpt2.py": "use dtgpt generate MODEL --prompt TEXT, or --prompts-file FILE --output FILE",
@@ -31,15 +43,22 @@ OTHERS = {  # programs of which dtgpt has no equivalent -> why
     "profile_gpt2cu": "use python benchmarks/train_step.py --profile",
     "profile_gpt2cu.py": "use python benchmarks/train_step.py --profile",
     "export_hf.py": "use dtgpt convert FILE.bin TARGET --to hf",
-    **{f"dev/data/{name}": "run it as it is: its .bin files are what --data.path reads" for name in (
-        "tinyshakespeare.py", "tinystories.py", "fineweb.py", "fineweb.sh", "edu_fineweb.sh",
-    )},
+    **{
+        f"dev/data/{name}": "run it as it is: its .bin files are what --data.path reads"
+        for name in (
+            "tinyshakespeare.py",
+            "tinystories.py",
+            "fineweb.py",
+            "fineweb.sh",
+            "edu_fineweb.sh",
+        )
+    },
     "download_starter_pack.sh": "run it as it is: its .bin files are what --data.path and --init_from read",
     "dev/data/hellaswag.py": "dtgpt eval MODEL --task hellaswag --data hellaswag_val.jsonl reads what it downloads",
     "prepare.py": "run it as it is: its .bin files are what --data.path reads",
     "sample.py": "use dtgpt generate MODEL --prompt TEXT --num-samples N --max-new-tokens N --temperature X --top-k N",
     "bench.py": "use python benchmarks/train_step.py",
-}  # fmt: skip
+}
 MOST_WORDS = 20_000  # of a command
 LONG_NUMBER = re.compile(r"\d{1000,}")  # which Python may not read
 KNOWN = (*MEGATRON, *LLMC, *NANOGPT, *PROGRAMS, *OTHERS)

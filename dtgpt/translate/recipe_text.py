@@ -10,22 +10,40 @@ from dtgpt.util.errors import UserError, shown
 
 WIDTH = 120
 SECTIONS = {
-    "loss_scale": "LossScaleConfig", "data": "DataConfig", "log": "LogConfig",
+    "loss_scale": "LossScaleConfig",
+    "data": "DataConfig",
+    "log": "LogConfig",
     "checkpoint": "CheckpointConfig",
-}  # fmt: skip
+}
 MODELS = {
-    "gpt2": ("dtgpt.models.gpt2", "GPT2Config"), "llama": ("dtgpt.models.llama", "LlamaConfig"),
+    "gpt2": ("dtgpt.models.gpt2", "GPT2Config"),
+    "llama": ("dtgpt.models.llama", "LlamaConfig"),
     "gpt_oss": ("dtgpt.models.families.gpt_oss", "GptOssConfig"),
-}  # fmt: skip
+}
 OPTIMIZERS = {
-    "adamw": ("dtgpt.config.sections", "OptimizerConfig"), "muon": ("dtgpt.optim.muon", "MuonConfig"),
+    "adamw": ("dtgpt.config.sections", "OptimizerConfig"),
+    "muon": ("dtgpt.optim.muon", "MuonConfig"),
     "normuon": ("dtgpt.optim.muon", "NorMuonConfig"),
-}  # fmt: skip
+}
 FIRST = (
-    "name", "model", "plan", "optimizer", "steps", "train_samples", "seq_length", "micro_batch_size",
-    "global_batch_size", "rampup_batch_size", "seed", "precision", "loss_scale", "attention", "recompute",
-    "recompute_blocks", "graph",
-)  # fmt: skip
+    "name",
+    "model",
+    "plan",
+    "optimizer",
+    "steps",
+    "train_samples",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "rampup_batch_size",
+    "seed",
+    "precision",
+    "loss_scale",
+    "attention",
+    "recompute",
+    "recompute_blocks",
+    "graph",
+)
 LAST = ("runs", "resume", "init_from", "data", "log", "checkpoint")
 
 
@@ -47,13 +65,15 @@ def recipe_text(translation: Translation, name: str, source: str) -> str:
     for section in sorted(imported.keys() & groups.keys(), key=lambda section: imported[section][1]):
         modules.setdefault(imported[section][0], []).append(imported[section][1])
     lines = [
-        *_docstring(translation, source), "",
+        *_docstring(translation, source),
+        "",
         "from dtgpt.cli import run_recipe",
         *(f"from {module} import {', '.join(names)}" for module, names in sorted(modules.items())),
-        "", "",
+        "",
+        "",
         "def recipe() -> Recipe:",
         "    return Recipe(",
-    ]  # fmt: skip
+    ]
     middle = [key for key in groups if key not in (*FIRST, *LAST)]
     for key in [*FIRST, *middle, *LAST]:
         if key in groups:
@@ -76,9 +96,13 @@ def _docstring(translation: Translation, source: str) -> Iterator[str]:
 def _wrapped(rows: Iterable[TableRow]) -> Iterator[str]:
     for row in rows:
         yield from textwrap.wrap(
-            f"{_plain(row.source)}: {_plain(row.text)}", WIDTH, initial_indent="* ", subsequent_indent="  ",
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
+            f"{_plain(row.source)}: {_plain(row.text)}",
+            WIDTH,
+            initial_indent="* ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
 
 def _plain(text: str) -> str:

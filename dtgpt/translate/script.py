@@ -27,15 +27,30 @@ STEPS = 1 << 22  # characters that are looked at or made, in all
 TEXT = 1000  # steps of a text beside its characters
 SHELLS = ("sh", "bash", "zsh", "dash")
 RESERVED = {  # words that open, branch or close a compound command: of which kind, and whether they close it
-    "if": ("if", False), "then": ("if", False), "elif": ("if", False), "else": ("if", False), "fi": ("if", True),
-    "while": ("loop", False), "until": ("loop", False), "for": ("loop", False), "do": ("loop", False),
-    "done": ("loop", True), "case": ("case", False), "in": ("case", False), "esac": ("case", True),
-    "{": ("group", False), "}": ("group", True),
-}  # fmt: skip
+    "if": ("if", False),
+    "then": ("if", False),
+    "elif": ("if", False),
+    "else": ("if", False),
+    "fi": ("if", True),
+    "while": ("loop", False),
+    "until": ("loop", False),
+    "for": ("loop", False),
+    "do": ("loop", False),
+    "done": ("loop", True),
+    "case": ("case", False),
+    "in": ("case", False),
+    "esac": ("case", True),
+    "{": ("group", False),
+    "}": ("group", True),
+}
 COMPARED: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
     "-ge": operator.ge,
-}  # fmt: skip
+}
 Value = str | list[str]
 
 

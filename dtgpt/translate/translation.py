@@ -2,12 +2,12 @@
 
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import Any
 
+from dtgpt.config.overrides import value_text
 from dtgpt.translate.options import GivenOption, Kind, Table, find
 from dtgpt.translate.script import is_count, readable, unknown_names
 from dtgpt.translate.shell import PLACEHOLDER
@@ -15,14 +15,29 @@ from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
 PROCESSES = {  # options of launchers, without dashes -> what they count
-    "nproc-per-node": "per_node", "nproc_per_node": "per_node", "ntasks-per-node": "per_node", "nnodes": "nodes",
-    "nodes": "nodes", "N": "nodes", "np": "all", "n": "all", "ntasks": "all",
-    "num_gpus": "per_node", "num_nodes": "nodes",  # of deepspeed
-    "num_processes": "all", "num_machines": "nodes",  # of accelerate
-}  # fmt: skip
+    "nproc-per-node": "per_node",
+    "nproc_per_node": "per_node",
+    "ntasks-per-node": "per_node",
+    "nnodes": "nodes",
+    "nodes": "nodes",
+    "N": "nodes",
+    "np": "all",
+    "n": "all",
+    "ntasks": "all",
+    "num_gpus": "per_node",
+    "num_nodes": "nodes",  # of deepspeed
+    "num_processes": "all",
+    "num_machines": "nodes",  # of accelerate
+}
 RENDEZVOUS = (  # options of torchrun that say where nodes meet
-    "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-id", "rdzv-endpoint", "rdzv-conf",
-)  # fmt: skip
+    "node-rank",
+    "master-addr",
+    "master-port",
+    "rdzv-backend",
+    "rdzv-id",
+    "rdzv-endpoint",
+    "rdzv-conf",
+)
 OF_TASKS = ("ntasks", "n", "ntasks-per-node", "signal", "requeue", "open-mode")  # of sbatch, which slurm.sbatch sets
 SLURM = "slurm.sbatch"  # which `dtgpt recipe` prints
 
@@ -143,7 +158,7 @@ class Translation:
 
     def assign(self, source: str, values: dict[str, Any]) -> None:
         self.settings.update({name: (value, source) for name, value in values.items()})
-        self.note(source, " ".join(f"--{name} {shlex.quote(shown_value(value))}" for name, value in values.items()))
+        self.note(source, " ".join(f"--{name} {quote(value_text(value))}" for name, value in values.items()))
 
     def note(self, source: str, text: str) -> None:
         self.rows.append(TableRow(source, "translated", text))
@@ -218,13 +233,6 @@ def program_at(words: Sequence[str], names: Iterable[str]) -> int | None:
         if any(parts[-len(name) :] == name for name in known):
             return at
     return None
-
-
-def shown_value(value: Any) -> str:
-    """Return a value as it is written on a command line, without quotes."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else str(value)
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -90,12 +90,13 @@ def check_annotations(config: Any, prefix: str = "") -> None:
     A type is one of KINDS, a Literal, a dataclass, whose fields are checked too, or a union of these; fields of other
     types are skipped. True and False are not numbers.
     """
-    for name, hint, rules in annotations(config):
+    for name, hint, extras in annotations(config):
         value, full_name = getattr(config, name), prefix + name
         if wanted := misfit(value, hint):
             raise UserError(f"{full_name}={shown(value)} is not valid; use {wanted}")
-        for rule in rules:
-            check_value(full_name, value, rule)
+        for rule in extras:
+            if isinstance(rule, Bounds | Pattern):
+                check_value(full_name, value, rule)
         if is_dataclass(hint):
             check_annotations(value, f"{full_name}.")
 
@@ -112,13 +113,14 @@ def check_value(name: str, value: Any, rule: Bounds | Pattern) -> None:
             raise UserError(f"{name}={shown(each)} {problem}")
 
 
-def annotations(config: Any) -> Iterator[tuple[str, Any, list[Bounds | Pattern]]]:
-    """Yield (name, type, bounds and patterns) of every field of a dataclass, or of its class."""
+def annotations(config: Any) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Yield (name, type, what else its annotation says) of every field of a dataclass, or of its class: the help text,
+    if it is an option, then bounds and patterns."""
     hints = get_type_hints(config if isinstance(config, type) else type(config), include_extras=True)
     for field in fields(config):
         hint = hints[field.name]
         hint, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        yield field.name, hint, [extra for extra in extras if isinstance(extra, Bounds | Pattern)]
+        yield field.name, hint, extras
 
 
 def misfit(value: Any, hint: Any) -> str | None:

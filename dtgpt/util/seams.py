@@ -6,12 +6,12 @@ The core does not import a capability. `dtgpt/capabilities.py` lists the modules
 """
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class CommandEntry(NamedTuple):
@@ -48,12 +48,33 @@ class Explanations:
     def of_command(self, command: str, name: str, value: str) -> str | None:
         """Return what to use in place of an option that `dtgpt COMMAND` does not have."""
 
+    def of_recipe_file(self, path: Path) -> str | None:
+        """Return what to do where there is no recipe file at `path`."""
+
     def of_model(self, path: Path, options: Any) -> str | None:
         """Return what to do with `path` where it is not the model that `dtgpt generate` takes. options: its own."""
 
     def more(self, sentence: str) -> str:
         """Return what to add to an error about options of a recipe."""
         return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Options of `dtgpt train` beside those of a recipe, by which it may start the run in other processes. Here: none,
+    and the run is in this process, or in those of torchrun. aliases: other names of the options."""
+
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def next_word(self) -> str:
+        """The option that starts as many processes as are written after it, where that would help; else empty."""
+        return ""
+
+    def start(self, words: list[str], check: Callable[[int], object]) -> int | None:
+        """Run `python WORDS` in the processes that the options ask for, and return the exit code; None where this
+        process is to train. check: raises UserError where a number of processes cannot. Raises UserError."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +100,13 @@ class Capability:
     )  # what a run learns: its class, by the option that turns it on
     step_states: tuple[str | When, ...] = ()  # what a step keeps for the next one: what makes it, or returns None
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
+    launches: tuple[str, ...] = ()  # the processes of a run: the class of a `Launch`, one at most
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
     bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.checkpoints.Base`
     observers: tuple[str | When, ...] = ()  # what happens between steps
-    starts: tuple[str, ...] = ()  # what keeps what a start of a run was, when another one begins: see `describe_run`
+    former_starts: tuple[
+        str, ...
+    ] = ()  # what keeps what a start of a run was, when another one begins: see `describe_run`
     sources: tuple[str, ...] = ()  # weights of other libraries
     datasets: tuple[str, ...] = ()  # data that are no plain text
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries

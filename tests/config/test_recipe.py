@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dtgpt.commands.help import help_text
-from dtgpt.config.checks import large_for_a_cpu
+from dtgpt.commands.command import help_text
 from dtgpt.config.overrides import apply_overrides, leaves, replace_values, value_text
 from dtgpt.config.recipe import Recipe
+from dtgpt.config.recipe_rules import large_for_a_cpu
 from dtgpt.data.open import with_tokenizer
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.optim.muon import MuonConfig

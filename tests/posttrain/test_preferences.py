@@ -14,12 +14,12 @@ from dtgpt.checkpoint.open import open_config
 from dtgpt.compare.gate import Reference, locate, problem_of_reference
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.verdict import difference, limits_between, problems
-from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.optim.fp8.precision import FP8
 from dtgpt.posttrain.chats.encode import encode_chat, renderer_of
 from dtgpt.posttrain.chats.template import ChatError
 from dtgpt.posttrain.dpo.config import DpoConfig

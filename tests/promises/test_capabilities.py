@@ -24,15 +24,7 @@ def recipe():
         log=LogConfig(interval=1, eval_samples=4, sample_tokens=4),
     )
 """
-# Folders that cannot be imported: those of capabilities that no file of the core imports any more.
-REMOVED = (
-    "dtgpt.translate", "dtgpt.serve", "dtgpt.interop", "dtgpt.posttrain", "dtgpt.planning", "dtgpt.optim.fp8",
-    "dtgpt.optim.z_scores", "dtgpt.optim.muon", "dtgpt.models.families", "dtgpt.data.prepare", "dtgpt.data.megatron",
-    "dtgpt.data.library_tokenizers", "dtgpt.evaluation", "dtgpt.compare", "dtgpt.charts", "dtgpt.liveness",
-    "dtgpt.inference.beams", "dtgpt.inference.kernels", "dtgpt.commands.prompt_files", "dtgpt.commands.tools",
-    "dtgpt.parallel.shared_memory", "dtgpt.parallel.context_parallel", "dtgpt.parallel.exact_sums", "dtgpt.receipts",
-    "dtgpt.optim.fp16", "dtgpt.train.texts",
-)  # fmt: skip
+REMOVED = tuple(name for name, _ in CAPABILITIES)
 BEGIN = """
 import os, sys
 from dtgpt.cli import main

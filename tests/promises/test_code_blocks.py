@@ -21,15 +21,17 @@ from pathlib import Path
 import pytest
 
 from dtgpt import cli
-from dtgpt.commands import lm_eval, train, translate
+from dtgpt.commands import train
 from dtgpt.commands.command import Command
 from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.compare import command as compare
 from dtgpt.config.overrides import take
 from dtgpt.config.recipe_file import call_recipe, load_module
+from dtgpt.evaluation import harness_command
 from dtgpt.inference.model import Model
 from dtgpt.inference.options import OPTIONS
 from dtgpt.train.start import load_recipe
+from dtgpt.translate import command as translate
 from dtgpt.translate.programs import KNOWN
 from dtgpt.util.errors import UserError
 
@@ -82,7 +84,7 @@ def place(tmp_path, monkeypatch):
             if isinstance(value, Command):
                 monkeypatch.setattr(module, key, replace(value, work=no_work(value)))
     monkeypatch.setattr(compare, "of_runs", replace(compare.of_runs, work=lambda *paths, options: 0))
-    monkeypatch.setattr(lm_eval, "evaluate", lambda *arguments: 0)
+    monkeypatch.setattr(harness_command, "evaluate", lambda *arguments: 0)
     monkeypatch.setattr(translate, "show", lambda *arguments: None)
     monkeypatch.setattr(train, "prepare", read_recipe)
 

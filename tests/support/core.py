@@ -33,7 +33,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"config/(plan|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|layout|between|fsdp|shards|stages|"
         r"gradients|collectives|transport|engine|pipeline|local)"
     ),
-    "recipe": r"config/(recipe|sections|execution|overrides|checks|schedule|recipe_file)",
+    "recipe": r"config/(recipe|sections|execution|overrides|recipe_rules|schedule|recipe_file)",
     "step": (
         r"optim/(update|step_state)|train/(trainer|objective|interval_loss)|parallel/graphs"
     ),
@@ -54,7 +54,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"util/(console|errors|field_types|rules|storage|hardware|peers|threads|timers|torch_private|seams|matmul)"
     ),
     "command": (
-        r"cli|capabilities|commands/(command|train|generate|generated|model_options|help|launcher)|__init__|__main__"
+        r"cli|capabilities|commands/(command|train|generate|generated|model_options)|__init__|__main__"
     ),
 }  # fmt: skip
 # Words of identifiers that name what is no part of the core.

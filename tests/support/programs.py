@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from tests.support.pictures import no_pictures
 from tests.support.ranks import PRELOADED
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
-OWN_POPEN = "dtgpt.commands.launcher.Popen"
+OWN_LAUNCHER = "dtgpt.liveness.launcher"
 POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen"
 
 
@@ -135,7 +136,7 @@ def become(words: list[str], environment: dict[str, str], new_session: bool) -> 
         sys.stdout = sys.__stdout__ = stream_to(1, "strict", not environment.get("PYTHONUNBUFFERED"))
         sys.stderr = sys.__stderr__ = stream_to(2, "backslashreplace", buffered=False)
         signals.LAUNCHER = os.getppid()  # which the program finds when it imports this module
-        with no_pictures(), mock.patch(POPEN, Fork), mock.patch(OWN_POPEN, Fork):
+        with no_pictures(), mock.patch(POPEN, Fork), own_launcher_forks():
             code = run(words)
     except BaseException:
         traceback.print_exc()
@@ -146,6 +147,13 @@ def become(words: list[str], environment: dict[str, str], new_session: bool) -> 
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def own_launcher_forks() -> contextlib.AbstractContextManager:
+    """Return a context in which `dtgpt train --nproc` forks."""
+    if find_spec(OWN_LAUNCHER) is None:  # deleted, see tests/support/deleted.py
+        return contextlib.nullcontext()
+    return mock.patch(f"{OWN_LAUNCHER}.Popen", Fork)
 
 
 def stream_to(number: int, errors: str, buffered: bool) -> io.TextIOWrapper:

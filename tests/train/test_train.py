@@ -10,7 +10,7 @@ import torch
 
 import dtgpt.train.trainer
 from dtgpt.checkpoint.manifest import list_checkpoints
-from dtgpt.config import checks
+from dtgpt.config import recipe_rules
 from dtgpt.config.sections import CheckpointConfig
 from dtgpt.inference.session import Session
 from dtgpt.models.batch import Batch
@@ -233,7 +233,7 @@ def test_the_end_of_a_run_says_how_long_it_took_and_what_to_do_next(recipe, caps
 
 
 def test_a_large_model_on_a_cpu_gets_one_line_of_caution(recipe, monkeypatch, capsys):
-    monkeypatch.setattr(checks, "LARGE_FOR_A_CPU", 30_000)
+    monkeypatch.setattr(recipe_rules, "LARGE_FOR_A_CPU", 30_000)
     train(change(recipe, steps=1, optimizer=constant(1e-3)))
     caution = r"warning: a model of [\d,]+ parameters on a CPU: .* takes about 0s at .*\n"
     assert re.fullmatch(caution, capsys.readouterr().err)

@@ -1,16 +1,11 @@
 """The recipe's section of preferences (DPO; Rafailov et al. 2023), and what a run with them cannot have."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from dtgpt.config.checks import check_unused
-from dtgpt.config.sections import Section, precision_of
-from dtgpt.util.errors import UserError
+from dtgpt.config.sections import Section
 from dtgpt.util.field_types import Bounds
-
-if TYPE_CHECKING:
-    from dtgpt.config.recipe import Recipe  # which has this section
-
+from dtgpt.util.rules import Changed, Given, Is, Missing, Rule, Rules
 
 Kind = Literal["sigmoid", "ipo"]
 
@@ -18,6 +13,33 @@ Kind = Literal["sigmoid", "ipo"]
 @dataclass(frozen=True, kw_only=True)
 class DpoConfig(Section):
     """The loss of pairs of answers. The reference is the model with which the run begins."""
+
+    recipe_rules: ClassVar[Rules] = (
+        Rule(
+            "{field}={value} has no effect with dpo.beta=0; give --dpo.beta, such as 0.1, or --{field} {default}, its "
+            "default",
+            Changed("dpo.loss", "dpo.label_smoothing"),
+            Missing("dpo.beta"),
+        ),
+        Rule(
+            "dpo.label_smoothing={dpo.label_smoothing:g} is for dpo.loss=sigmoid, and not for ipo; leave one out",
+            Given("dpo.label_smoothing"),
+            Is("dpo.loss", "==", "ipo"),
+        ),
+        Rule(
+            "dpo.beta={dpo.beta:g}, but scales of {precision} change from step to step, and log-probabilities with "
+            "them; use --precision bf16",
+            Given("dpo.beta"),
+            Given("has_added_precision"),
+        ),
+    )
+    new_weights_rules: ClassVar[Rules] = (
+        Rule(
+            "dpo.beta={beta:g} trains a model on what it prefers already; name it with --init_from MODEL, or leave "
+            "dpo.beta out",
+            Given("beta"),
+        ),
+    )
 
     beta: Annotated[
         float,
@@ -29,24 +51,3 @@ class DpoConfig(Section):
     label_smoothing: Annotated[
         float, "probability that the answers of a pair are the wrong way round, for sigmoid", Bounds(0, below=0.5)
     ] = 0.0
-
-    def check_recipe(self, recipe: "Recipe") -> None:
-        if self.beta == 0:
-            check_unused("dpo", self, "beta", 0.1)
-            return
-        if self.loss == "ipo" and self.label_smoothing:
-            raise UserError(
-                f"dpo.label_smoothing={self.label_smoothing:g} is for dpo.loss=sigmoid, and not for ipo; leave one out"
-            )
-        if precision_of(recipe.precision) is not None:
-            raise UserError(
-                f"dpo.beta={self.beta:g}, but scales of {recipe.precision} change from step to step, and "
-                "log-probabilities with them; use --precision bf16"
-            )
-
-    def check_new_weights(self) -> None:
-        if self.beta:
-            raise UserError(
-                f"dpo.beta={self.beta:g} trains a model on what it prefers already; name it with --init_from MODEL, "
-                "or leave dpo.beta out"
-            )

@@ -1,16 +1,15 @@
 """The recipe's section of reinforcement learning (GRPO; Shao et al. 2024), and what a run with it cannot have."""
 
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from dtgpt.config.checks import check_unused
 from dtgpt.config.execution import MOST_SLOTS, Settings, Switch
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.sections import Rows, Section, precision_of
+from dtgpt.config.sections import Rows, Section
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
+from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules, check_rules
 
 if TYPE_CHECKING:
     from dtgpt.config.recipe import Recipe  # which has this section
@@ -73,17 +72,23 @@ class GrpoConfig(Section):
         raise NotImplementedError(f"{type(self).__name__} needs a method reward(self, index, answer)")
 
     @property
+    def has_task(self) -> bool:
+        """Whether the class says what to ask and what an answer is worth."""
+        return type(self) is not GrpoConfig
+
+    @property
     def makes_samples(self) -> bool:
         return self.group > 0
 
     def check_recipe(self, recipe: "Recipe") -> None:
         if self.group:
-            _check_values(self, recipe.global_batch_size, recipe.sample_length)
-            _check_model(self, recipe.model.dropout, recipe.precision)
             others = [name for name in seams.added("objectives") if name != "grpo.group"]
-            _check_alone(self, [name for name in (*others, *EXCLUDED) if attrgetter(name)(recipe)])
-        elif type(self) is GrpoConfig:  # a task that a recipe has may be off with all of its values
-            check_unused("grpo", self, "group", 8)
+            alone = Rule(
+                "grpo.group={grpo.group} cannot be combined with {field}; leave one out", Given(*others, *EXCLUDED)
+            )
+            check_rules((*RULES, alone), recipe)
+        elif not self.has_task:  # one that a recipe has may be off with all of its values
+            check_rules(RULES_OF_OFF, recipe)
 
     def check_settings(self, settings: Settings) -> None:
         if self.share_prompts == "on" and self.group and (reason := why_not_shared(settings)):
@@ -107,6 +112,51 @@ class GrpoConfig(Section):
             return 0
         groups = -(-samples // (self.group * (plan.data_ranks if draws_alone(plan) else 1)))
         return min(self.slots or MOST_SLOTS, groups * self.group)
+
+
+NO_GROUPS = (
+    "grpo.group={grpo.group} does not make global_batch_size={global_batch_size} groups of two or more answers; use a "
+    "divisor of it above 1"
+)
+RULES: Rules = (  # of a recipe in which it is on
+    Rule(
+        "grpo.group={grpo.group}, but the recipe does not say what to ask and what an answer is worth; give it a "
+        "subclass of GrpoConfig with prompt and reward as grpo, as recipes/grpo_arithmetic.py does",
+        Missing("grpo.has_task"),
+    ),
+    Rule(NO_GROUPS, Is("grpo.group", "==", 1)),
+    Rule(NO_GROUPS, Is("global_batch_size", "is no multiple of", Other("grpo.group"))),
+    Rule(
+        "grpo.slots={grpo.slots} is below grpo.group={grpo.group}, whose answers are drawn together; use "
+        "grpo.slots={grpo.group} or more",
+        Given("grpo.slots"),
+        Is("grpo.slots", "<", Other("grpo.group")),
+    ),
+    Rule(
+        "grpo.max_new_tokens={grpo.max_new_tokens} leaves no room for a prompt in a sample of {sample_length} tokens; "
+        "use a smaller one, or a larger --seq_length",
+        Is("grpo.max_new_tokens", ">=", Other("sample_length")),
+    ),
+    # Answers are drawn from the model that is trained.
+    Rule(
+        "grpo.group={grpo.group}, but model.dropout={model.dropout:g}, without which answers are drawn; use "
+        "--model.dropout 0",
+        Given("model.dropout"),
+    ),
+    Rule(
+        "grpo.group={grpo.group}, but precision={precision} draws answers in 16 bits and trains in 8; use --precision "
+        "bf16",
+        Given("has_added_precision"),
+    ),
+)
+RULES_OF_OFF: Rules = (
+    Rule(
+        "{field}={value} has no effect with grpo.group=0; give --grpo.group, such as 8, or --{field} {default}, its "
+        "default",
+        Changed(*(f"grpo.{field.name}" for field in fields(GrpoConfig) if field.name != "group")),
+        Missing("grpo.group"),
+    ),
+)
 
 
 def draws_alone(plan: ResolvedPlan) -> bool:
@@ -138,47 +188,3 @@ def why_not_shared(settings: Settings) -> str | None:
     if plan.sequence_parallel and (length := shared_length(grpo, settings.seq_length)) % plan.tp:
         return f"tp={plan.tp} does not divide the {length:,} tokens of a group"
     return "reduce=exact has the bits of plans that cannot" if settings.reduce == "exact" else None
-
-
-def _check_values(grpo: GrpoConfig, global_batch_size: int, length: int) -> None:
-    """Check the values of a run with answers with its sizes. length: tokens of a sample."""
-    if type(grpo) is GrpoConfig:
-        raise UserError(
-            f"grpo.group={grpo.group}, but the recipe does not say what to ask and what an answer is worth; give it a "
-            "subclass of GrpoConfig with prompt and reward as grpo, as recipes/grpo_arithmetic.py does"
-        )
-    if grpo.group == 1 or global_batch_size % grpo.group:
-        raise UserError(
-            f"grpo.group={grpo.group} does not make global_batch_size={global_batch_size} groups of two or more "
-            "answers; use a divisor of it above 1"
-        )
-    if grpo.slots is not None and grpo.slots < grpo.group:
-        raise UserError(
-            f"grpo.slots={grpo.slots} is below grpo.group={grpo.group}, whose answers are drawn together; use "
-            f"grpo.slots={grpo.group} or more"
-        )
-    if grpo.max_new_tokens >= length:
-        raise UserError(
-            f"grpo.max_new_tokens={grpo.max_new_tokens} leaves no room for a prompt in a sample of {length} tokens; "
-            "use a smaller one, or a larger --seq_length"
-        )
-
-
-def _check_model(grpo: GrpoConfig, dropout: float, precision: str) -> None:
-    """Check that answers can be drawn from the model that is trained."""
-    if dropout:
-        raise UserError(
-            f"grpo.group={grpo.group}, but model.dropout={dropout:g}, without which answers are drawn; use "
-            "--model.dropout 0"
-        )
-    if precision_of(precision) is not None:
-        raise UserError(
-            f"grpo.group={grpo.group}, but precision={precision} draws answers in 16 bits and trains in 8; use "
-            "--precision bf16"
-        )
-
-
-def _check_alone(grpo: GrpoConfig, given: list[str]) -> None:
-    """Check that a recipe has none of the options that answers exclude. given: those of them that it has."""
-    if given:
-        raise UserError(f"grpo.group={grpo.group} cannot be combined with {given[0]}; leave one out")

@@ -1,18 +1,13 @@
 """The recipe's section of low-rank adapters (LoRA; Hu et al. 2021), and what a run with them cannot have."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
-from dtgpt.config.checks import check_unused
-from dtgpt.config.plan import ResolvedPlan
-from dtgpt.config.sections import Section, precision_of
+from dtgpt.config.sections import Section
 from dtgpt.models.inventory import Parameter
 from dtgpt.models.roles import Role
-from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, Pattern
-
-if TYPE_CHECKING:
-    from dtgpt.config.recipe import Recipe  # which has this section
+from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
 
 TARGETS = {
     "qkv": {Role.QKV},
@@ -20,6 +15,7 @@ TARGETS = {
     "row": {Role.ROW, Role.ROW_STACK},
 }
 NAMES = "|".join(TARGETS)
+NO_RANK = "lora.rank={lora.rank} is not the rank of an adapter; use 1 to {model.hidden_size}, or 0 to train the weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +24,49 @@ class LoraConfig(Section):
     the type that the run computes in; A and B are trained."""
 
     fixed: ClassVar[bool] = True  # the weights of a checkpoint are of this rank and these targets
+    recipe_rules: ClassVar[Rules] = (
+        Rule(NO_RANK, Is("lora.rank", "<", 0)),
+        Rule(NO_RANK, Is("lora.rank", ">", Other("model.hidden_size"))),
+        Rule(
+            "{field}={value} has no effect with lora.rank=0; give --lora.rank, such as 16, or --{field} {default}, its "
+            "default",
+            Changed("lora.alpha", "lora.targets"),
+            Missing("lora.rank"),
+        ),
+        Rule(
+            "lora.rank={lora.rank}, but optimizer.kind={optimizer.kind} is for whole matrices, and AdamW trains "
+            "adapters; use --optimizer.kind adamw or --lora.rank 0",
+            Given("lora.rank"),
+            Is("optimizer.kind", "!=", "adamw"),
+        ),
+        Rule(
+            "lora.rank={lora.rank}, but adapters are not computed with products in {precision}; use --precision bf16 "
+            "or --lora.rank 0",
+            Given("lora.rank"),
+            Given("has_added_precision"),
+        ),
+        Rule(
+            "lora.rank={lora.rank}, but reduce=exact sums the gradients of whole weights alone; use --reduce fast or "
+            "--lora.rank 0",
+            Given("lora.rank"),
+            Is("reduce", "==", "exact"),
+        ),
+    )
+    plan_rules: ClassVar[Rules] = (
+        Rule(
+            "lora.rank={rank}, but the schedule {plan.schedule} makes gradients of weights apart from those of "
+            "activations, which frozen weights do not have; use another schedule or --lora.rank 0",
+            Given("rank"),
+            Given("plan.splits_backward"),
+        ),
+    )
+    new_weights_rules: ClassVar[Rules] = (
+        Rule(
+            "lora.rank={rank} adapts a model that is trained already; name it with --init_from MODEL, or use "
+            "--lora.rank 0 to train all weights",
+            Given("rank"),
+        ),
+    )
 
     rank: Annotated[int, "rank of adapters, which are trained in place of the weights; 0: train the weights"] = 0
     alpha: Annotated[float, "adapters are scaled by alpha / rank", Bounds(above=0)] = 32.0
@@ -53,42 +92,3 @@ class LoraConfig(Section):
     @property
     def freezes_weights(self) -> bool:
         return self.rank > 0
-
-    def check_recipe(self, recipe: "Recipe") -> None:
-        rank, hidden_size, optimizer = self.rank, recipe.model.hidden_size, recipe.optimizer.kind
-        if not 0 <= rank <= hidden_size:
-            raise UserError(
-                f"lora.rank={rank} is not the rank of an adapter; use 1 to {hidden_size}, or 0 to train the weights"
-            )
-        if rank == 0:
-            check_unused("lora", self, "rank", 16)
-            return
-        if optimizer != "adamw":
-            raise UserError(
-                f"lora.rank={rank}, but optimizer.kind={optimizer} is for whole matrices, and AdamW trains adapters; "
-                "use --optimizer.kind adamw or --lora.rank 0"
-            )
-        if precision_of(recipe.precision) is not None:
-            raise UserError(
-                f"lora.rank={rank}, but adapters are not computed with products in {recipe.precision}; use "
-                "--precision bf16 or --lora.rank 0"
-            )
-        if recipe.reduce == "exact":
-            raise UserError(
-                f"lora.rank={rank}, but reduce=exact sums the gradients of whole weights alone; use --reduce fast or "
-                "--lora.rank 0"
-            )
-
-    def check_new_weights(self) -> None:
-        if self.rank:
-            raise UserError(
-                f"lora.rank={self.rank} adapts a model that is trained already; name it with --init_from MODEL, or "
-                "use --lora.rank 0 to train all weights"
-            )
-
-    def check_plan(self, plan: ResolvedPlan) -> None:
-        if self.rank and plan.splits_backward:
-            raise UserError(
-                f"lora.rank={self.rank}, but the schedule {plan.schedule} makes gradients of weights apart from those "
-                "of activations, which frozen weights do not have; use another schedule or --lora.rank 0"
-            )

@@ -15,12 +15,20 @@ from dtgpt.data.dataset import default_cache
 from dtgpt.util import seams
 from dtgpt.util.console import hanging, say
 from dtgpt.util.hardware import FLOAT8, HOPPER, SIXTEEN_BITS, TRITON, describe_versions, why_no_compiler, why_no_kernels
+from dtgpt.util.rules import Given, Is, Missing, Rule, broken
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # torch, as in pyproject.toml
 EXTRAS = {
-    "matplotlib": "plot", "starlette": "serve", "uvicorn": "serve", "tokenizers": "data", "sentencepiece": "data",
-    "zstandard": "data", "tensorboard": "tensorboard", "wandb": "wandb", "lm_eval": "eval",
-}  # fmt: skip
+    "matplotlib": "plot",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "tokenizers": "data",
+    "sentencepiece": "data",
+    "zstandard": "data",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "lm_eval": "eval",
+}
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")  # of variables
 LEAST_SHM, LEAST_FILES = 1.0, 1024  # GiB of /dev/shm for several GPUs; open files
 State = Literal["ok", "note", "wrong"]
@@ -65,12 +73,124 @@ class Facts:
     variables: dict[str, str] = field(default_factory=dict)
     served: dict[str, list[Served]] = field(default_factory=dict)  # by the name of a GPU
 
+    @property
+    def number(self) -> int:
+        """How many GPUs there are."""
+        return len(self.gpus)
+
+    @property
+    def lacking(self) -> str:
+        """What CUDA kernels are built with and is not there, in words."""
+        tools = {"nvcc (CUDA toolkit, or CUDA_HOME)": self.nvcc, "ninja (pip install 'dtgpt[cuda]')": self.has_ninja}
+        return " and ".join(name for name, there in tools.items() if not there)
+
+    @property
+    def packages(self) -> str:
+        """The optional packages that are missing."""
+        return ", ".join(self.missing)
+
+    @property
+    def extras(self) -> str:
+        """The extras of dtgpt that have them."""
+        return ",".join(sorted({EXTRAS[name] for name in self.missing}))
+
 
 class Finding(NamedTuple):
     """A line of the report. note: dtgpt runs, but slower or with less; wrong: it does not run."""
 
     state: State
     text: str
+
+
+FINDINGS: tuple[tuple[State, Rule], ...] = (  # beside those on torch and on each GPU
+    (
+        "wrong",
+        Rule(
+            "the machine has NVIDIA's driver, but this torch has no CUDA; install a CUDA build",
+            Missing("number"),
+            Given("has_driver"),
+            Missing("has_cuda"),
+        ),
+    ),
+    (
+        "note",
+        Rule(
+            "torch sees no GPU: dtgpt runs on the CPU; check nvidia-smi, CUDA_VISIBLE_DEVICES and, in Docker, --gpus "
+            "all",
+            Missing("number"),
+            Given("has_cuda"),
+        ),
+    ),
+    (
+        "note",
+        Rule(
+            "no GPU: dtgpt runs on the CPU, for small models",
+            Missing("number"),
+            Missing("has_cuda"),
+            Missing("has_driver"),
+        ),
+    ),
+    ("ok", Rule("{number} GPUs, which reach each other's memory", Is("number", ">", 1), Given("peers"))),
+    (
+        "note",
+        Rule(
+            "{number} GPUs, which do not reach each other's memory: NCCL sends all messages",
+            Is("number", ">", 1),
+            Missing("peers"),
+        ),
+    ),
+    (
+        "note",
+        Rule(
+            "the package triton is missing: plain torch runs, slower; pip install triton",
+            Given("number"),
+            Missing("has_triton"),
+        ),
+    ),
+    (
+        "note",
+        Rule(
+            "{lacking} not found: --attention fused_softmax and the decode kernels for few sequences are not built, "
+            "and others run, slower",
+            Given("number"),
+            Given("lacking"),
+        ),
+    ),
+    ("ok", Rule("CUDA kernels can be built: {nvcc}, ninja", Given("number"), Missing("lacking"))),
+    ("note", Rule("{no_compiler}: torch.compile does not work", Given("no_compiler"))),
+    ("wrong", Rule("{cache} cannot be written; set DTGPT_CACHE to a folder that can", Missing("cache_is_writable"))),
+    (
+        "note",
+        Rule(
+            "{cache} has {cache_gib:.1f} GiB left for tokens and vocabularies",
+            Given("cache_is_writable"),
+            Is("cache_gib", "<", 1),
+        ),
+    ),
+    (
+        "note",
+        Rule(
+            "/dev/shm has {shm:.2f} GiB, too little for NCCL; start the container with --ipc=host or --shm-size=8g",
+            Is("number", ">", 1),
+            Is("shm", "!=", None),
+            Is("shm", "<", LEAST_SHM),
+        ),
+    ),
+    (
+        "note",
+        Rule(
+            f"{{open_files}} files may be open; raise it: ulimit -n {LEAST_FILES}",
+            Is("open_files", "<", LEAST_FILES),
+        ),
+    ),
+    (
+        "note",
+        Rule(
+            "optional packages are missing: {packages}; pip install 'dtgpt[{extras}]' has them",
+            Given("packages"),
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,46 +262,23 @@ def tell_served(facts: Facts) -> list[str]:
 
 def findings(facts: Facts) -> list[Finding]:
     """Return what the facts mean, each with what to do where something is missing."""
-    return [*_of_torch(facts), *_of_gpus(facts), *_of_builds(facts), *_of_system(facts)]
+    found = [_of_torch(facts), *(_of_gpu(gpu, facts) for gpu in dict.fromkeys(facts.gpus))]
+    found += [Finding(state, text) for state, rule in FINDINGS for text in broken([rule], facts)]
+    return found + [Finding("note", f"{name}={value} is set") for name, value in facts.variables.items()]
 
 
-def _of_torch(facts: Facts) -> list[Finding]:
+def _of_torch(facts: Facts) -> Finding:
     if not OLDEST <= facts.torch_version <= NEWEST:
         fitting = f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
-        return [Finding("wrong", f"{facts.versions}: dtgpt needs {fitting}; run pip install '{fitting}'")]
-    return [Finding("ok", facts.versions)]
+        return Finding("wrong", f"{facts.versions}: dtgpt needs {fitting}; run pip install '{fitting}'")
+    return Finding("ok", facts.versions)
 
 
-def _of_gpus(facts: Facts) -> list[Finding]:
-    if not facts.gpus:
-        if facts.has_driver and not facts.has_cuda:
-            return [
-                Finding("wrong", "the machine has NVIDIA's driver, but this torch has no CUDA; install a CUDA build")
-            ]
-        if facts.has_cuda:
-            return [
-                Finding(
-                    "note",
-                    "torch sees no GPU: dtgpt runs on the CPU; check nvidia-smi, CUDA_VISIBLE_DEVICES and, in Docker, "
-                    "--gpus all",
-                )
-            ]
-        return [Finding("note", "no GPU: dtgpt runs on the CPU, for small models")]
-    found = [finding for gpu in dict.fromkeys(facts.gpus) for finding in _of_gpu(gpu, facts)]
-    if len(facts.gpus) > 1:
-        reach = "reach" if facts.peers else "do not reach"
-        text = f"{len(facts.gpus)} GPUs, which {reach} each other's memory"
-        found.append(
-            Finding("ok" if facts.peers else "note", text + ("" if facts.peers else ": NCCL sends all messages"))
-        )
-    return found
-
-
-def _of_gpu(gpu: Gpu, facts: Facts) -> list[Finding]:
+def _of_gpu(gpu: Gpu, facts: Facts) -> Finding:
     major, minor = gpu.capability
     name = f"{gpu.name}, {gpu.gib:.0f} GiB, compute capability {major}.{minor}"
     if reason := why_no_kernels(gpu.name, gpu.capability, facts.architectures):
-        return [Finding("wrong", reason)]
+        return Finding("wrong", reason)
     lacking = []
     if gpu.capability < SIXTEEN_BITS:
         lacking.append("bf16 and flash attention need 8.0: use --precision fp16 --attention sdpa")
@@ -189,50 +286,7 @@ def _of_gpu(gpu: Gpu, facts: Facts) -> list[Finding]:
         lacking.append("fp8 needs 8.9")
     if gpu.capability < HOPPER:
         lacking.append("the fastest kernels for attention and for few sequences need 9.0; others run")
-    return [Finding("note" if lacking else "ok", "; ".join([name, *lacking]))]
-
-
-def _of_builds(facts: Facts) -> list[Finding]:
-    found = []
-    if facts.gpus and not facts.has_triton:
-        found.append(Finding("note", "the package triton is missing: plain torch runs, slower; pip install triton"))
-    lacking = [
-        what
-        for what, there in (
-            ("nvcc (CUDA toolkit, or CUDA_HOME)", facts.nvcc),
-            ("ninja (pip install 'dtgpt[cuda]')", facts.has_ninja),
-        )
-        if not there
-    ]
-    if facts.gpus and lacking:
-        what = (
-            "--attention fused_softmax and the decode kernels for few sequences are not built, and others run, slower"
-        )
-        found.append(Finding("note", f"{' and '.join(lacking)} not found: {what}"))
-    elif facts.gpus:
-        found.append(Finding("ok", f"CUDA kernels can be built: {facts.nvcc}, ninja"))
-    if facts.no_compiler:
-        found.append(Finding("note", f"{facts.no_compiler}: torch.compile does not work"))
-    return found
-
-
-def _of_system(facts: Facts) -> list[Finding]:
-    found = []
-    if not facts.cache_is_writable:
-        found.append(Finding("wrong", f"{facts.cache} cannot be written; set DTGPT_CACHE to a folder that can"))
-    elif facts.cache_gib < 1:
-        found.append(Finding("note", f"{facts.cache} has {facts.cache_gib:.1f} GiB left for tokens and vocabularies"))
-    if len(facts.gpus) > 1 and facts.shm is not None and facts.shm < LEAST_SHM:
-        remedy = "start the container with --ipc=host or --shm-size=8g"
-        found.append(Finding("note", f"/dev/shm has {facts.shm:.2f} GiB, too little for NCCL; {remedy}"))
-    if facts.open_files < LEAST_FILES:
-        found.append(Finding("note", f"{facts.open_files} files may be open; raise it: ulimit -n {LEAST_FILES}"))
-    if facts.missing:
-        extras = ",".join(sorted({EXTRAS[name] for name in facts.missing}))
-        names = ", ".join(facts.missing)
-        found.append(Finding("note", f"optional packages are missing: {names}; pip install 'dtgpt[{extras}]' has them"))
-    found += [Finding("note", f"{name}={value} is set") for name, value in facts.variables.items()]
-    return found
+    return Finding("note" if lacking else "ok", "; ".join([name, *lacking]))
 
 
 def check_machine(options: DoctorOptions) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.commands import launcher
-from dtgpt.commands.launcher import Children, environment
+from dtgpt.liveness import launcher
+from dtgpt.liveness.launcher import Children, environment
 from tests.support.programs import TORCHRUN, Program, run_program
 
 TINY = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"

@@ -9,8 +9,7 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Annotated
 
-from dtgpt.commands.command import with_dashes
-from dtgpt.commands.help import help_text, usage_of, wants_help
+from dtgpt.commands.command import help_text, usage_of, wants_help, with_dashes
 from dtgpt.config.overrides import read_words, take
 from dtgpt.translate import nanogpt
 from dtgpt.translate.programs import choose, translate_command

@@ -3,12 +3,17 @@
 import ast
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
 
+import dtgpt
 from dtgpt.commands.command import Command
-from dtgpt.config.recipe_file import recipe_files
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.seams import Explanations
+
+FOLDER = ("dtgpt", "recipes")  # the last parts of the folder where a wheel puts what comes with dtgpt
+KINDS = (".py", ".sbatch", ".yaml")  # recipes, a job of Slurm, one of Kubernetes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,39 @@ class RecipeOptions:
     dtgpt recipe slurm > slurm.sbatch && sbatch --nodes 2 slurm.sbatch mine.py"""
 
     input: tuple[str, ...] = ()
+
+
+def recipe_files() -> dict[str, Path]:
+    """Return the files by name, recipes first, of the checkout that dtgpt runs from, or those that a wheel
+    installed."""
+    checkout = Path(dtgpt.__file__).parents[1] / "recipes"
+    if (checkout / "gpt2_tiny.py").is_file():
+        found = list(checkout.iterdir())
+    else:
+        try:
+            installed = metadata.files("dtgpt") or []
+        except metadata.PackageNotFoundError:
+            installed = []
+        found = [Path(str(file.locate())) for file in installed if file.parent.parts[-2:] == FOLDER]
+    files = [path for path in found if path.suffix in KINDS]
+    return {path.stem: path for path in sorted(files, key=lambda path: (KINDS.index(path.suffix), path.name))}
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes alone."""
+    return [name for name, path in recipe_files().items() if path.suffix == ".py"]
+
+
+class IncludedRecipes(Explanations):
+    """Tells who names a recipe that comes with dtgpt, and is not there as a file, how to get it."""
+
+    def of_recipe_file(self, path: Path) -> str | None:
+        if path.stem not in recipe_names():
+            return None
+        return f"there is no recipe file {path}, but dtgpt comes with one: dtgpt recipe {path.stem} > {path.stem}.py"
+
+
+EXPLANATIONS = IncludedRecipes()
 
 
 def show_recipe(options: RecipeOptions) -> None:

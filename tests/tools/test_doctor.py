@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.commands.doctor import NEWEST, OLDEST, Facts, Gpu, findings, tell_served, what_serves
+from dtgpt.tools.doctor import NEWEST, OLDEST, Facts, Gpu, findings, tell_served, what_serves
 from tests.support.kernel_table import CAPABILITIES, gpu_of
 
 H200, A100 = Gpu("NVIDIA H200", (9, 0), 139.8), Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 79.2)

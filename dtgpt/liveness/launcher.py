@@ -1,15 +1,24 @@
 """The processes of a run on this machine, started by `dtgpt train RECIPE.py --nproc N` in place of torchrun."""
 
+import io
 import math
+import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from datetime import timedelta
 from subprocess import Popen
 from types import FrameType
+from typing import Annotated, ClassVar
 
 from dtgpt.util.console import say_error
 from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds
+from dtgpt.util.peers import VARIABLES, Process
+from dtgpt.util.seams import Launch
 
 POLL = 0.05  # seconds between two looks at the processes
 SAID = 1.0  # seconds after rank 0 said why the run ends until the others get SIGTERM
@@ -18,6 +27,42 @@ PATIENCE = 30.0  # seconds from SIGTERM to SIGKILL
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REFUSED = 2  # exit code of a process that said in one sentence why it ends
 SIGNALLED = 128  # exit codes from here on: of a process that heard a signal, and said so
+MOST = 1024  # processes on a machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(Launch):
+    aliases: ClassVar[dict[str, str]] = {"nproc_per_node": "nproc"}
+
+    nproc: Annotated[
+        int | None,
+        "number of processes to start on this machine; none: one, or those of torchrun",
+        Bounds(1, MOST),
+    ] = None
+
+    @property
+    def next_word(self) -> str:
+        return "" if self.nproc or is_started() else "--nproc"
+
+    def start(self, words: list[str], check: Callable[[int], object]) -> int | None:
+        if is_started():
+            number = Process.from_environment().local_world
+            if self.nproc not in (None, number):
+                raise UserError(
+                    f"--nproc is {self.nproc}, but another launcher, such as torchrun, started {number} processes on "
+                    "this machine; leave --nproc out"
+                )
+            return None
+        if self.nproc is None or self.nproc == 1:
+            return None
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # the processes say it again
+            check(self.nproc)
+        return launch(words, self.nproc)
+
+
+def is_started() -> bool:
+    """Return whether a launcher has started this process."""
+    return any(name in os.environ for name in VARIABLES.values())
 
 
 def launch(words: list[str], number: int) -> int:
@@ -35,9 +80,15 @@ def environment(rank: int, number: int, port: int) -> dict[str, str]:
     from dtgpt.util.hardware import child_environment
 
     own = {
-        "RANK": rank, "WORLD_SIZE": number, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "dtgpt",
-    }  # fmt: skip
+        "RANK": rank,
+        "WORLD_SIZE": number,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": number,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "dtgpt",
+    }
     return {"OMP_NUM_THREADS": "1", **child_environment(), **{name: str(value) for name, value in own.items()}}
 
 

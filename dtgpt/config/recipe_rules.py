@@ -1,0 +1,199 @@
+"""What the values of a recipe may not be together, as tables of rules with the sentence of each.
+
+Bounds of one value stand in its annotation, and rules within a section in the section. Here are those that concern
+several sections, a plan, or what this machine makes of the recipe (`Settings`), and the notes on values that are valid
+and yet not what a user may expect. `Recipe` asks the tables; a plan checks by itself what no recipe changes
+(`dtgpt.config.plan`).
+"""
+
+from dtgpt.config.plan_choice import AUTO
+from dtgpt.models.config import ModelConfig
+from dtgpt.util.console import duration, parameters
+from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules
+
+LARGE_FOR_A_CPU = 50_000_000  # parameters
+CPU_FLOPS = 1e11  # a second, of which a CPU of some cores is capable in fp32
+MOST_STEPS = 10_000_000  # the learning rate of each is held on the device
+
+
+RULES: Rules = (
+    Rule(
+        "steps={steps} and train_samples={train_samples}: exactly one of them says how long to train; set the other to "
+        "none",
+        Given("steps"),
+        Given("train_samples"),
+    ),
+    Rule(
+        "steps={steps} and train_samples={train_samples}: exactly one of them says how long to train; give one",
+        Missing("steps"),
+        Missing("train_samples"),
+    ),
+    # Frozen weights are in no checkpoint, and where they came from may have moved.
+    Rule(
+        "resume={resume} and init_from={init_from} are both given; leave one out: a resumed run has weights already",
+        Given("init_from"),
+        Is("resume", "not in", (None, "auto")),
+        Missing("freezes_weights"),
+    ),
+    Rule(
+        "seq_length={seq_length} is more than the model's positions, model.seq_length={model.seq_length}; use "
+        "--seq_length {model.seq_length} or less, or a larger --model.seq_length",
+        Is("sample_length", ">", Other("model.seq_length")),
+    ),
+    Rule(
+        "recompute_blocks={recompute_blocks}, but recompute=none computes nothing again; use --recompute full or "
+        "around_attention, or leave recompute_blocks out",
+        Given("recompute_blocks"),
+        Is("recompute", "==", "none"),
+        Is("plan", "!=", AUTO),  # which chooses both
+    ),
+    Rule(
+        "compile=on, but precision={precision} has kernels of its own, which torch.compile cannot take; use --compile "
+        "off or --precision bf16",
+        Is("compile", "==", "on"),
+        Given("has_added_precision"),
+    ),
+    Rule(
+        "global_batch_size={global_batch_size} is not a multiple of micro_batch_size={micro_batch_size}; use "
+        "--global_batch_size {nearest_batch} or a micro_batch_size that divides it",
+        Is("global_batch_size", "is no multiple of", Other("micro_batch_size")),
+        Is("plan", "!=", AUTO),  # which chooses the micro-batch size, too
+    ),
+    Rule(
+        "rampup_batch_size={rampup_batch_size!r} does not lead to global_batch_size={global_batch_size}; START must be "
+        "below it, and INCREMENT divide the difference, as in '32 32 100000' for 256",
+        Given("ramp"),
+        Missing("ramp.reaches_whole"),
+    ),
+    Rule(
+        f"rampup_batch_size={{rampup_batch_size!r}} takes more than {MOST_STEPS} steps to reach "
+        "global_batch_size={global_batch_size}; use fewer SAMPLES",
+        Given("ramp"),
+        Is("ramp.steps", ">", MOST_STEPS),
+    ),
+    Rule(
+        "train_samples={train_samples} does not fill one step; use {global_batch_size} or more",
+        Given("train_samples"),
+        Is("num_steps", "==", 0),
+    ),
+    Rule(
+        "train_samples={train_samples} takes {num_steps} steps; use fewer samples or a larger global_batch_size, for "
+        f"at most {MOST_STEPS} steps",
+        Given("train_samples"),
+        Is("num_steps", ">", MOST_STEPS),
+    ),
+    # No part of the schedule counts steps while another one counts samples.
+    Rule(
+        "optimizer.warmup_samples={optimizer.warmup_samples} counts samples, but the schedule counts steps; add "
+        "optimizer.decay_samples, or use optimizer.warmup instead",
+        Is("optimizer.warmup_samples", "!=", None),
+        Missing("counts_samples"),
+    ),
+    Rule(
+        "optimizer.warmup={optimizer.warmup:g} counts steps, but the schedule counts samples; use "
+        "optimizer.warmup_samples, or a fraction below 1",
+        Is("optimizer.warmup", ">=", 1),
+        Is("optimizer.warmup_samples", "==", None),
+        Given("counts_samples"),
+    ),
+    # The learning rate has no jumps. A constant one has no end.
+    Rule(
+        "the warmup of {schedule.warmup} {schedule.unit} is not shorter than the schedule, which ends at "
+        "{schedule.end} (optimizer.decay_{schedule.unit}), so the learning rate would jump; warm up for fewer than "
+        "{schedule.end}, or raise decay_{schedule.unit}",
+        Is("optimizer.schedule", "!=", "constant"),
+        Is("schedule.warmup", ">=", Other("schedule.end")),
+        Missing("schedule_ends_with_run"),
+    ),
+    Rule(
+        "the warmup of {schedule.warmup} {schedule.unit} ends inside the decay of wsd, which begins at "
+        "{schedule.decay_begin:g} of {schedule.end} (optimizer.wsd_decay={optimizer.wsd_decay}), so the learning rate "
+        "would jump; warm up for {schedule.longest_warmup} or fewer, or lower optimizer.wsd_decay",
+        Is("optimizer.schedule", "==", "wsd"),
+        Is("schedule.warmup", ">", Other("schedule.decay_begin")),
+        Is("schedule.warmup", "<", Other("schedule.end")),
+    ),
+)
+
+# Under a plan, `plan`, that computes gradients of weights apart from those of activations.
+PLAN_RULES: Rules = (
+    Rule(
+        "recompute_blocks={recompute_blocks}, but the schedule {plan.schedule} recomputes all blocks or none; leave it "
+        "out or use another schedule",
+        Given("recompute_blocks"),
+        Given("plan.splits_backward"),
+    ),
+    Rule(
+        "recompute=around_attention, but the schedule {plan.schedule} computes a block again several times, and what "
+        "attention gave is kept for one; use --recompute full or another schedule",
+        Is("recompute", "==", "around_attention"),
+        Given("plan.splits_backward"),
+    ),
+    Rule(
+        "compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which torch.compile "
+        "cannot; use --compile off or another schedule",
+        Is("compile", "==", "on"),
+        Given("plan.splits_backward"),
+    ),
+)
+
+# Of `Settings`.
+SETTINGS_RULES: Rules = (
+    Rule(
+        "recompute=around_attention, but attention is {scores_backend} here, which keeps scores for backward beside "
+        "its output; use --attention flash, or sdpa without dropout, or --recompute full",
+        Is("recompute", "==", "around_attention"),
+        Given("scores_backend"),
+    ),
+)
+
+# Of a recipe with a `choice` of a plan on a kind of `device`; length: that of the run, in the schedule's unit.
+NOTES: Rules = (
+    Rule(
+        "the run ends within its warmup: {length} of {schedule.warmup} {schedule.unit}, so the learning rate never "
+        "reaches optimizer.lr={optimizer.lr:g}",
+        Is("schedule.warmup", ">", Other("length")),
+    ),
+    Rule(
+        "{field}={value} has no effect with optimizer.schedule={optimizer.schedule}",
+        Changed("optimizer.wsd_decay"),
+        Is("optimizer.schedule", "!=", "wsd"),
+    ),
+    Rule(
+        "{field}={value} has no effect with precision={precision}: only fp16 has one",
+        Changed("loss_scale.initial", "loss_scale.window", "loss_scale.hysteresis", "loss_scale.minimum"),
+        Is("precision", "!=", "fp16"),
+    ),
+    Rule(
+        "{field}={value} has no effect with log.sample_tokens=0",
+        Changed("log.sample_interval", "log.prompt", "log.temperature", "log.top_k"),
+        Is("log.sample_tokens", "==", 0),
+    ),
+    Rule(
+        "{field}={value} has no effect without log.eval_tasks",
+        Changed("log.eval_tasks_interval", "log.eval_tasks_limit"),
+        Is("log.eval_tasks", "==", None),
+    ),
+    Rule(
+        "ZeRO-{choice.named.zero} shards over replicas, and there is only one: the plan is the same as without it",
+        Given("choice.named.zero"),
+        Is("choice.plan.data_ranks", "==", 1),
+    ),
+    Rule(
+        "attention={attention} has no CPU kernel: the reference implementation runs instead",
+        Is("attention", "in", ("flash", "fused_softmax")),
+        Is("device", "==", "cpu"),
+    ),
+)
+
+
+def large_for_a_cpu(model: ModelConfig, global_batch_size: int, seq_length: int) -> str | None:
+    """Return a caution where a model is so large that a CPU takes minutes for a step."""
+    if model.num_parameters < LARGE_FOR_A_CPU:
+        return None
+    tokens = global_batch_size * seq_length
+    time = duration(model.flops_per_token(seq_length) * tokens / CPU_FLOPS)
+    return (
+        f"a model of {parameters(model.num_parameters)} on a CPU: a step of {tokens:,} tokens takes about {time} at "
+        "0.1 TFLOP/s; use a GPU, or a small model such as recipes/gpt2_tiny.py"
+    )

@@ -1,0 +1,65 @@
+"""Tables of rules: each sentence can be written, with the values of any recipe."""
+
+import sys
+from dataclasses import replace
+from operator import attrgetter
+
+import pytest
+
+from dtgpt.config.recipe_rules import NOTES, PLAN_RULES, RULES, SETTINGS_RULES
+from dtgpt.config.sections import LossScaleConfig, OptimizerConfig, Section
+from dtgpt.util import seams
+from dtgpt.util.rules import Condition, Rule, Values, broken
+
+SECTIONS = {name: seams.load(part) for name, part in seams.added("sections").items()}
+
+
+class Always(Condition):
+    """Holds, but looks the names up."""
+
+    def fits(self, values: Values, name: str) -> bool:
+        values.look(name)
+        return True
+
+
+def sentences(rules, config, **others):
+    """Return the sentence of each rule, whether it is broken or not."""
+    told = [
+        Rule(rule.sentence, *(Always(*each.names) for each in rule.conditions), remedy=rule.remedy) for rule in rules
+    ]
+    return list(broken(told, config, **others))
+
+
+@pytest.fixture
+def full(recipe):
+    return replace(recipe, rampup_batch_size="4 4 40", seq_length=8)
+
+
+def test_every_sentence_of_a_recipe_can_be_written(full):
+    plan, choice = full.plan_for(1), full.planned_choice(1)
+    told = [
+        *sentences(RULES, full),
+        *sentences(PLAN_RULES, full, plan=plan),
+        *sentences(SETTINGS_RULES, full.planned(1)),
+        *sentences(NOTES, full, choice=choice, device="cpu", length=10),
+    ]
+    assert len(told) > 20 and "global_batch_size=8 is not a multiple of micro_batch_size=4; " in "".join(told)
+    assert not any("{" in sentence for sentence in told)
+
+
+@pytest.mark.parametrize("kind", [OptimizerConfig, LossScaleConfig])
+def test_every_sentence_of_a_section_can_be_written(full, kind):
+    section = next(value for value in vars(full).values() if isinstance(value, kind))
+    assert len(sentences(kind.rules, section)) == len(kind.rules) > 0
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_sentence_of_a_capability_can_be_written(full, name):
+    kind = SECTIONS[name]
+    assert issubclass(kind, Section)
+    for table in vars(sys.modules[kind.__module__]).values():
+        if isinstance(table, tuple) and table and isinstance(table[0], Rule):
+            sentences(table, full)
+    sentences(kind.recipe_rules, full)
+    sentences(kind.plan_rules, attrgetter(name)(full), plan=full.plan_for(1))
+    sentences(kind.new_weights_rules, attrgetter(name)(full))
