@@ -178,7 +178,7 @@ def describe_run(
     folder: Path, recipe: dict[str, Any], settings: Settings, mesh: Mesh, data: Dataset, step: int
 ) -> None:
     """Write what is asked for, on what it runs, and the tokenizer, of a run that begins or goes on after `step`:
-    `folder` is a run folder then. A capability that keeps what former starts were (`starts`) is asked before."""
+    `folder` is a run folder then. A capability that keeps what former starts were (`former_starts`) is asked before."""
     tokenizer = data.tokenizer
     here = {
         **environment(mesh.device),
