@@ -53,7 +53,7 @@ FOLDERS = {
         "dtgpt.inference",
     ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>forward "
     "beam>beams.search beam_slots>beams.search fused>kernels.stages",
-    ("dtgpt.data.prepare", "dtgpt.data"): "documents",
+    ("dtgpt.data.prepare", "dtgpt.data"): "documents>text",
     ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",
     ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",
     ("dtgpt.ops.attention", "dtgpt.ops.kernels.attention"): (
@@ -72,19 +72,20 @@ FOLDERS = {
     ("dtgpt.ops.optim", "dtgpt.ops.kernels"): "adamw_kernels fixed_point_kernels",
     ("dtgpt.ops.fp8", "dtgpt.ops.kernels"): "activation_kernels quantize_kernels",
     ("dtgpt.config", "dtgpt.config"): "plan_names>plan_choice batch_size>schedule",
-    ("dtgpt.data", "dtgpt.data"): "checks>open prefetch>dataset array_cache>file_array",
-    ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "special_names>tokenizer",
+    ("dtgpt.data", "dtgpt.data"): "array_cache>cache checks>open documents>text prefetch>dataset",
+    ("dtgpt.data", "dtgpt.data.megatron"): "file_array",
+    ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "char>tokenizer special_names>tokenizer",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>tokenizer staging>shard_file",
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
     ("dtgpt.optim", "dtgpt.optim"): "states>update",
-    ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware process>peers",
+    ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware matmul>torch_private process>peers",
     ("dtgpt.models", "dtgpt.models"): "architectures>config",
     ("dtgpt.optim", "dtgpt.config"): "kinds>recipe_file",
     ("dtgpt.data", "dtgpt.models"): "document_masks>batch",
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",
-    ): "added_tokens bpe_files export folder libraries rank_files sentencepiece_export",
+    ): "added_tokens bpe_files byte_level export folder libraries rank_files sentencepiece_export",
 }
 
 

@@ -13,7 +13,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.config import ModelConfig, describe_class
 from dtgpt.models.source import Source, iterate_shapes
 from dtgpt.util.hardware import package_versions
-from dtgpt.util.storage import new_folder
+from dtgpt.util.outputs import new_folder
 
 
 def save_weights(

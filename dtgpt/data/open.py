@@ -15,7 +15,7 @@ import torch
 from dtgpt.config.checks import changed
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import Dataset, load_dataset
-from dtgpt.data.tokenizers.open import check_named_once
+from dtgpt.data.tokenizers.open import check_named_once, makes
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.ops.random.philox import fold, root_key
@@ -103,7 +103,8 @@ def with_tokenizer(data: DataConfig, vocab_size: int) -> DataConfig:
         return data
     if format_of(data.path) is not None:  # otherwise the one that is saved with the files, once they are opened
         return replace(data, tokenizer="gpt2") if data.vocab_file else data
-    return replace(data, tokenizer="gpt2" if data.path and vocab_size >= GPT2_124M.vocab_size else "bpe")
+    wanted = "gpt2" if data.path and vocab_size >= GPT2_124M.vocab_size else "bpe"
+    return replace(data, tokenizer=wanted if makes(wanted) else "bytes")
 
 
 def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> None:

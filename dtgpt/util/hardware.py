@@ -171,26 +171,16 @@ def why_no_compiler(device: torch.device) -> str | None:
     return None
 
 
-_beside_allocator = 0  # bytes
-
-
-def count_memory(tensor: Tensor) -> None:
-    """Count in `peak_memory`, as long as the tensor lives, its memory, of which PyTorch's allocator does not know."""
-    global _beside_allocator
-
-    def forget(size: int) -> None:
-        global _beside_allocator
-        _beside_allocator -= size
-
-    _beside_allocator += tensor.nbytes
-    weakref.finalize(tensor, forget, tensor.nbytes)
+# Memory of which PyTorch's allocator does not know: tensors by their ids, as long as they live.
+beside_allocator: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 def peak_memory(device: torch.device) -> float:
     """Return the largest use so far in GiB: of the allocator on CUDA, and memory outside it that is counted; resident
     memory on a CPU."""
     if device.type == "cuda":
-        return (torch.cuda.max_memory_allocated(device) + _beside_allocator) / 2**30
+        beside = sum(tensor.nbytes for tensor in beside_allocator.values())
+        return (torch.cuda.max_memory_allocated(device) + beside) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

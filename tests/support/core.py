@@ -46,8 +46,8 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "checkpoint": r"checkpoint/(save|load|manifest|shard_file|export|open|tokenizer)",
     "data": (
-        r"data/(dataset|open|text|documents|file_array)|"
-        r"data/tokenizers/(tokenizer|char|byte_level|open)"
+        r"data/(cache|dataset|open|text)|"
+        r"data/tokenizers/(tokenizer|open)"
     ),
     "generate": (
         r"inference/(engine|session|scheduler|request|commands|step|forward|cache|sampling|model|load|text|options|"
@@ -55,7 +55,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"ops/decode/weights|ops/sampling/(sample|reference|edits|sequences|scores|record)"
     ),
     "util": (
-        r"util/(console|errors|field_types|storage|hardware|peers|threads|timers|torch_private|seams|matmul)"
+        r"util/(console|errors|field_types|storage|hardware|peers|threads|timers|torch_private|seams)"
     ),
     "command": (
         r"cli|capabilities|commands/(command|train|generate|generated|model_options|help|launcher)|__init__|__main__"

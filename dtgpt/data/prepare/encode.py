@@ -6,8 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from dtgpt.data.documents import Broken, Document
 from dtgpt.data.prepare.inputs import Lines, Parsed
+from dtgpt.data.text import Broken, Document
 from dtgpt.data.tokenizers.tokenizer import SpecialNames, Tokenizer
 
 

@@ -19,20 +19,20 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from dtgpt.data.documents import (
+from dtgpt.data.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
+from dtgpt.data.prepare.parquet import row_pieces
+from dtgpt.data.text import (
     BLOCK,
     STDIN,
     Broken,
     Document,
     InputFile,
+    Unreadable,
     json_document,
     parsed_lines,
-    text_line,
     whole_lines,
     whole_text,
 )
-from dtgpt.data.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
-from dtgpt.data.prepare.parquet import row_pieces
 from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -108,6 +108,14 @@ def check_keys(sources: list[InputFile], keys: tuple[str, ...]) -> None:
     """Raise UserError if several keys are asked for and an input is a text, which has none."""
     if len(keys) > 1 and any(source.kind in ("txt", "lines") for source in sources):
         raise UserError(f"a text has no keys {' '.join(keys)}; give one, as in --json-keys text")
+
+
+def text_line(line: bytes, keys: tuple[str, ...]) -> Document:
+    """Return the document that a line of plain text is. Raises Unreadable."""
+    try:
+        return {keys[0]: [line.decode()]}
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
 
 
 def total_bytes(sources: list[InputFile]) -> int | None:

@@ -23,7 +23,8 @@ from dtgpt.posttrain.lora.adapters import matrix_of_rows, spread
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.field_types import is_finite
-from dtgpt.util.storage import new_folder, write_json
+from dtgpt.util.outputs import new_folder
+from dtgpt.util.storage import write_json
 
 WEIGHTS = "adapter_model.safetensors"
 LARGEST_ALPHA = 1e15  # its products with weights have room in fp32

@@ -24,7 +24,7 @@ from dtgpt.models.source import Source, has_vocabulary
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import new_folder
+from dtgpt.util.outputs import new_folder
 
 VERSION = 3.0
 # Modules that store extra state with their weight, which is empty without 8-bit floats.
