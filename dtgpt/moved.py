@@ -76,6 +76,7 @@ FOLDERS = {
     ("dtgpt.data", "dtgpt.data.megatron"): "file_array",
     ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "char>tokenizer special_names>tokenizer",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>tokenizer staging>shard_file",
+    ("dtgpt.checkpoint", "dtgpt.interop"): "export>weights_alone",
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
     ("dtgpt.optim", "dtgpt.optim"): "states>update",
     ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware matmul>torch_private process>peers",

@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.export import describe_model
 from dtgpt.checkpoint.load import check_same_model, load_training, load_weights
-from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.checkpoint.manifest import Checkpoint, describe_model
 from dtgpt.checkpoint.open import open_source
 from dtgpt.config.execution import Settings
 from dtgpt.config.schedule import BatchSizes

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.library_tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
@@ -21,6 +20,7 @@ from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Char
 from dtgpt.inference.load import load
 from dtgpt.interop.hf.model import save_huggingface
+from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key

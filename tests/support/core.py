@@ -44,7 +44,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"train/(loop|start|setup|checkpoints|observer|samples|saving)|"
         r"run/(folder|saved_recipe|report|sinks|signals|starts)"
     ),
-    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|export|open|tokenizer)",
+    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|open|tokenizer)",
     "data": (
         r"data/(cache|dataset|open|text)|"
         r"data/tokenizers/(tokenizer|open)"
