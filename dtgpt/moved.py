@@ -74,7 +74,7 @@ FOLDERS = {
     ("dtgpt.config", "dtgpt.config"): "plan_names>plan_choice batch_size>schedule",
     ("dtgpt.data", "dtgpt.data"): "array_cache>cache checks>open documents>text prefetch>dataset",
     ("dtgpt.data", "dtgpt.data.megatron"): "file_array",
-    ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "char>tokenizer special_names>tokenizer",
+    ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "char>tokenizer",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>tokenizer staging>shard_file",
     ("dtgpt.checkpoint", "dtgpt.interop"): "export>weights_alone",
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
@@ -86,7 +86,7 @@ FOLDERS = {
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",
-    ): "added_tokens bpe_files byte_level export folder libraries rank_files sentencepiece_export",
+    ): "added_tokens bpe_files byte_level export folder libraries rank_files sentencepiece_export special_names",
 }
 
 

@@ -1,7 +1,8 @@
 """Reading a checkpoint: into the shards of any plan, or tensor by tensor.
 
-Each rank reads the slices that it holds and nothing else. No rank holds more than its own part and, for a moment, the
-pages of one piece of one tensor.
+A run may go on under another plan than the one that wrote, so nothing here knows the ranks of then: each rank looks up
+which rectangles of a tensor are in which files, and reads the slices that it holds and nothing else. No rank holds more
+than its own part and, for a moment, the pages of one piece of one tensor.
 """
 
 import math
@@ -128,12 +129,16 @@ def fill(shards: Shards, load: Callable[[Shard], object], threads: int = READERS
 
 
 def find_checkpoint(
-    mesh: Mesh, run: Path, chosen: Path | None = None, weights_alone: bool = False, check: Check | None = None,
+    mesh: Mesh,
+    run: Path,
+    chosen: Path | None = None,
+    weights_alone: bool = False,
+    check: Check | None = None,
     own: type[ModelConfig] | None = None,
-) -> Checkpoint:  # fmt: skip
+) -> Checkpoint:
     """Return the newest whole checkpoint of a run, or the one `chosen`: the same on every rank, every file what was
-    written. `weights_alone`: but for those of the optimizer. `check`: of what the caller added to the state. `own`: as
-    of `Checkpoint`.
+    written. `weights_alone`: but for those of the optimizer. `check`: of what the caller added to the state. `own`:
+    class of the model of a recipe.
 
     The ranks share the work of reading all files. Says so where a newer checkpoint is damaged; raises UserError where
     none is left.

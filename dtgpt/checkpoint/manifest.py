@@ -140,9 +140,10 @@ def _text(state: dict[str, Any]) -> str:
 
 def read_state(folder: Path, check: Check | None = None, own: type[ModelConfig] | None = None) -> dict[str, Any]:
     """Return what `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, architecture,
-    model, optimizer, recipe, files, ... and what a step left to the next one (`optim/update.py`). `own`: as of
-    `Checkpoint`. Raise Damaged, or UserError where a newer dtgpt wrote it, or the class of its model is neither
-    dtgpt's nor `own`: these are not damaged, and an older checkpoint must not take their place."""
+    model, optimizer, recipe, files, ... and what a step left to the next one (`optim/update.py`). `own`: class of the
+    model of a recipe, which may not be dtgpt's. Raise Damaged, or UserError where a newer dtgpt wrote it, or the class
+    of its model is neither dtgpt's nor `own`: these are not damaged, and an older checkpoint must not take their
+    place."""
     path = folder / STATE
     with _errors_as_damage(path):
         text = read_regular(path, LARGEST_STATE).decode("utf-8")
@@ -243,7 +244,8 @@ def describe_model(config: ModelConfig) -> dict[str, Any]:
 def write_state(partial: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
     """Write `state.json`, which makes the folder a checkpoint, when all files are in it. Raise Damaged where they are
     not."""
-    for name, file in files.items():  # what a rank of another attempt reports is not here
+    # A report may be of another attempt at the same step, whose files are in another folder, or in none.
+    for name, file in files.items():
         if (size := (partial / name).stat().st_size) != file.num_bytes:
             raise Damaged(partial / name, f"it has {size} bytes, {file.num_bytes} were written")
     listed = {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(files.items())}
@@ -252,12 +254,15 @@ def write_state(partial: Path, state: dict[str, Any], files: dict[str, Written])
 
 
 def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
-    """Make the checkpoint `folder` of one in which all files are: from the rename on it is there, and before it is not.
-    One of an earlier attempt at the same step gives way."""
+    """Make the checkpoint `folder` of one in which all files are. One of an earlier attempt at the same step gives
+    way."""
     write_state(partial, state, files)
+    # The names in the folder must be on the disk before it has its own: a machine that loses its power right after the
+    # rename would else come back with a checkpoint of which files are missing.
     sync_path(partial)
     if os.path.lexists(folder):
         remove(folder)
+    # A rename happens at once or not at all: who looks for checkpoints never finds half of one.
     partial.rename(folder)
     sync_path(folder.parent)
 
@@ -265,7 +270,7 @@ def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, 
 def remove(folder: Path) -> None:
     """Rename the folder, then remove it, so that what is left of an interrupted removal is not a checkpoint."""
     gone = folder.with_name(f".removed-{folder.name}")
-    remove_tree(gone)
+    remove_tree(gone)  # of a process that was killed while it removed one of this step
     folder.rename(gone)
     remove_tree(gone)
 

@@ -78,10 +78,16 @@ class Saver:
     """
 
     def __init__(
-        self, checkpoints: Path, shards: Shards, optimizer: Optimizer, keep_last: int = 0, keep_every: int = 0,
-        background: bool = True, timeout: float = 600.0,
+        self,
+        checkpoints: Path,
+        shards: Shards,
+        optimizer: Optimizer,
+        keep_last: int = 0,
+        keep_every: int = 0,
+        background: bool = True,
+        timeout: float = 600.0,
         completed: Callable[[int, int], None] = lambda step, size: None,
-    ):  # fmt: skip
+    ):
         """keep_last: newest ones to keep, 0: all. keep_every: steps whose multiples are kept for ever, 0: none.
         background: False takes no memory for copies, and stops training while it writes. timeout: seconds within which
         all ranks must have written. completed: called on rank 0, in any thread, with the step of a checkpoint that is

@@ -1,15 +1,15 @@
 """Text -> token arrays (cached) -> batches, which are pure functions of (data, key, sample id).
 
-Sample i of a run is a window of T + 1 tokens whose place is drawn from (key, i) alone: the same sample under any
-number of devices, any micro-batch size and after a resume. Validation windows lie side by side and never change. A
-batch is read while the device computes the one before."""
+A run must see the same samples whatever its plan is and wherever it goes on, or its loss curve would change. Sample i
+of a run is a window of T + 1 tokens whose place is drawn from (key, i) alone: the same sample under any number of
+devices, any micro-batch size and after a resume. Validation windows lie side by side and never change. A batch is read
+while the device computes the one before."""
 
 import hashlib
 import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from torch import Tensor
 from dtgpt.data.cache import load_or_make
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_content, read_saved
-from dtgpt.data.tokenizers.tokenizer import SpecialNames, Tokenizer, check_opening, warn_of_split_names
+from dtgpt.data.tokenizers.tokenizer import Tokenizer, check_opening
 from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.ops.random.philox import fold
 from dtgpt.util.console import counted, say
@@ -195,8 +195,7 @@ def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
             made = open_tokenizer("gpt2", data.vocab_file, data.merge_file)
         else:
             made = named or make_tokenizer(data.tokenizer, trained_on, data.bpe_vocab_size)
-        names = SpecialNames(made).count(documents) if made.special_names else Counter()
-        warn_of_split_names(names, made, "dtgpt prepare --encode-special makes them these tokens")
+        made.warn_of_names(documents, "dtgpt prepare --encode-special makes them these tokens")
         tokens = {"train": made.encode_documents(train), "valid": made.encode_documents(valid)}
         return {"tokenizer.json": made.dumps(), **tokens}
 

@@ -182,7 +182,7 @@ def check_ends(data: DataConfig, tokenizer: Tokenizer) -> None:
 def check_counted(dataset: Dataset, samples: int, seq_length: int, seed: int) -> None:
     """Raise UserError where all tokens of so many samples are ends of text, after which nothing counts."""
     end = dataset.tokenizer.end_of_text
-    assert end is not None  # as `check_ends` found
+    assert end is not None  # `check_ends` has refused the option for other tokenizers
     key = fold(root_key(seed), "data")
     for first in range(0, samples, LOOKED_AT):  # of which the first ones say so for nearly all texts
         windows = dataset.windows(torch.arange(first, min(first + LOOKED_AT, samples)), seq_length, key)

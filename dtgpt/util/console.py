@@ -1,4 +1,8 @@
-"""Output for the user's terminal."""
+"""Output for the user's terminal, of which nothing may end a run.
+
+A terminal may be closed, a pipe's reader gone, a disk full, an encoding too small, and texts of others may have
+characters that a terminal obeys. Hence everything that a run says goes through `say` and its kin: rank 0 alone prints,
+each line is visible and in one piece, and what cannot be written is dropped."""
 
 import errno
 import os
@@ -58,9 +62,12 @@ def hanging(line: str, indent: int) -> str:
     A longer word, such as a path, is not broken."""
     width = max(indent + 20, shutil.get_terminal_size().columns)
     wrapper = textwrap.TextWrapper(
-        width, subsequent_indent=" " * indent,
-        break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
-    )  # fmt: skip
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
     return wrapper.fill(line)
 
 

@@ -1,4 +1,8 @@
-"""Files and folders that are never half written, and never written through a link that somebody else has put there."""
+"""Files and folders that are never half written, and never written through a link that somebody else has put there.
+
+A process may be killed at any instruction, a disk may be full, a machine may lose its power. So a file is written under
+another name, synced, and renamed: its own name never stands for half of it. What a killed process leaves has a name by
+which the next one knows and removes it. Files to read may be FIFOs, devices, or endless: they are refused before."""
 
 import errno
 import fcntl
@@ -37,7 +41,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path, largest: int = LARGEST_JSON) -> bytes:
-    """Return the content of a regular file. Raises OSError as `open_regular` does, and above `largest` bytes."""
+    """Return the content of a regular file. Raises OSError where `path` is none, or has more than `largest` bytes."""
     with open_regular(path) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
@@ -106,6 +110,8 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         with create_file(temporary) as file:
             yield file
+            # The content is on the disk before the name, and the name before this returns: after a loss of power there
+            # is the old file or the new one, and none that is empty.
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -27,15 +27,15 @@ def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
 
 
 def constant_result(function: Function) -> Function:
-    """Mark a function whose result torch.compile may take for a constant, as `torch.compiler.assume_constant_result`
-    does. That imports the compiler, which takes a second that an eager run does not need."""
+    """Mark a function whose result torch.compile may take for a constant. The public way to do that,
+    `torch.compiler.assume_constant_result`, imports the compiler, a second that an eager run does not need."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give a module on the meta device its memory, as `to_empty` does. That makes an `empty_like` of each parameter,
-    which on the meta device torch computes in Python, by modules that take half a second to import."""
+    """Give a module on the meta device its memory. The public `to_empty` makes an `empty_like` of each parameter, which
+    on the meta device torch computes in Python, by modules that take half a second to import."""
 
     def memory(tensor: Tensor) -> Tensor:
         if type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous():

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel
+from dtgpt.data.library_tokenizers.special_names import SpecialNames
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.prepare import job
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.tokenizers.open import make_tokenizer
-from dtgpt.data.tokenizers.tokenizer import SpecialNames
 from dtgpt.util.errors import UserError
 from tests.support.prepared import leftovers, run, words_of
 from tests.support.vocabularies import DATA, cut_by_pattern, gpt2_files, sentencepiece_model

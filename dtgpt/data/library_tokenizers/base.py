@@ -1,13 +1,14 @@
 """What the tokenizers of libraries share: what they put around a text, where a text lies in the tokens of another one,
 and what becomes of a panic of code in Rust."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import takewhile
 
 import numpy as np
 
+from dtgpt.data.library_tokenizers.special_names import SpecialNames, warn_of_split_names
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from dtgpt.util.errors import UserError
 
@@ -29,6 +30,10 @@ class LibraryTokenizer(Tokenizer):
     def encode_bare(self, text: str) -> list[int]:
         (opening, closing), ids = self._around, self._encode_named(text)
         return ids[len(opening) : len(ids) - len(closing)]
+
+    def warn_of_names(self, texts: Iterable[str], remedy: str) -> None:
+        if self.special_names:
+            warn_of_split_names(SpecialNames(self).count(texts), self, remedy)
 
     def _encode_named(self, text: str) -> list[int]:
         """Return the ids of a text in which names of special tokens stand for these."""

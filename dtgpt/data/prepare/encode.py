@@ -6,9 +6,10 @@ from functools import cached_property
 
 import numpy as np
 
+from dtgpt.data.library_tokenizers.special_names import SpecialNames
 from dtgpt.data.prepare.inputs import Lines, Parsed
 from dtgpt.data.text import Broken, Document
-from dtgpt.data.tokenizers.tokenizer import SpecialNames, Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass

@@ -16,6 +16,7 @@ import numpy as np
 
 from dtgpt.data.library_tokenizers.base import encode_spans
 from dtgpt.data.library_tokenizers.folder import NAMES, tokenizer_file
+from dtgpt.data.library_tokenizers.special_names import warn_of_split_names
 from dtgpt.data.megatron.indexed import IndexedWriter, merge, token_dtype
 from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
@@ -27,7 +28,7 @@ from dtgpt.data.prepare.progress import BrokenLines, Progress
 from dtgpt.data.prepare.target import check_list, check_not_read, check_target, is_same, lock_prefix, open_list
 from dtgpt.data.text import Broken, InputFile
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.data.tokenizers.tokenizer import Tokenizer, warn_of_split_names
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.posttrain.chats.encode import KEY as CHAT
 from dtgpt.posttrain.chats.encode import ChatEncoder, renderer_of
 from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, keep_template, read_template, template_of

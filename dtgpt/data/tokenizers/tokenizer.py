@@ -7,9 +7,7 @@ a stranger wrote must not end a document."""
 
 import hashlib
 import json
-import re
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from dtgpt.data.text import paired
-from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import write_text
 
@@ -56,7 +53,7 @@ class Tokenizer(ABC):
 
     @property
     def special_names(self) -> Collection[str]:
-        """Return the names of special tokens, which stand for these in a text or are text, as `encode` is told."""
+        """Return the names of special tokens, which `encode` takes for these, or for text as any other."""
         return ()
 
     def is_same(self, other: "Tokenizer") -> bool:
@@ -86,6 +83,9 @@ class Tokenizer(ABC):
         end = [] if self.end_of_text is None else [self.end_of_text]
         ids = [np.array([*self.encode(d), *end]) for d in documents]
         return np.concatenate(ids or [np.array([])]).astype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
+
+    def warn_of_names(self, texts: Iterable[str], remedy: str) -> None:  # noqa: B027
+        """Say which names of special tokens are in texts and become other tokens; of a kind that has none, nothing."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 (a character cut in two) become U+FFFD. Raise UserError
@@ -212,33 +212,3 @@ class Char(Tokenizer):
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "characters": self.characters}
-
-
-SHOWN = 3  # names in a message
-
-
-class SpecialNames:
-    """Counts the names of a tokenizer's special tokens."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        names = sorted(filter(None, tokenizer.special_names), key=len, reverse=True)  # the longest that fits
-        self._beginnings = {name[:2] for name in names}
-        self._pattern = re.compile("|".join(map(re.escape, names)))
-
-    def count(self, texts: Iterable[str]) -> Counter[str]:
-        """Return how often each name is in the texts."""
-        likely = (text for text in texts if any(beginning in text for beginning in self._beginnings))
-        return Counter(name for text in likely for name in self._pattern.findall(text))
-
-
-def warn_of_split_names(found: Counter[str], tokenizer: Tokenizer, remedy: str) -> None:
-    """Say which names of special tokens became other tokens."""
-    if not found:
-        return
-    most = ", ".join(f"{name}: {number:,}" for name, number in found.most_common(SHOWN))
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    say(
-        f"the texts have {counted(found.total(), 'name')} of special tokens of {tokenizer.name} ({most}{more}), which "
-        f"became text, several tokens each; {remedy}",
-        warning=True,
-    )
