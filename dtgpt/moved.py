@@ -53,7 +53,6 @@ FOLDERS = {
         "dtgpt.inference",
     ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>forward "
     "beam>beams.search beam_slots>beams.search fused>kernels.stages",
-    ("dtgpt.data.prepare", "dtgpt.data"): "documents>text",
     ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",
     ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",
     ("dtgpt.ops.attention", "dtgpt.ops.kernels.attention"): (
@@ -72,8 +71,9 @@ FOLDERS = {
     ("dtgpt.ops.optim", "dtgpt.ops.kernels"): "adamw_kernels fixed_point_kernels",
     ("dtgpt.ops.fp8", "dtgpt.ops.kernels"): "activation_kernels quantize_kernels",
     ("dtgpt.config", "dtgpt.config"): "plan_names>plan_choice batch_size>schedule",
-    ("dtgpt.data", "dtgpt.data"): "array_cache>cache checks>open documents>text prefetch>dataset",
+    ("dtgpt.data", "dtgpt.data"): "array_cache>cache checks>open prefetch>dataset",
     ("dtgpt.data", "dtgpt.data.megatron"): "file_array",
+    ("dtgpt.data", "dtgpt.data.prepare"): "documents",
     ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "char>tokenizer",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>tokenizer staging>shard_file",
     ("dtgpt.checkpoint", "dtgpt.interop"): "export>weights_alone",

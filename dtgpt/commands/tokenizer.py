@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 from dtgpt.commands.command import Command
 from dtgpt.commands.help import HELP
 from dtgpt.data.library_tokenizers.byte_level import SMALLEST
+from dtgpt.data.prepare.documents import InputFile
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks
 from dtgpt.data.prepare.target import check_not_read, folder_of
-from dtgpt.data.text import Broken, InputFile
+from dtgpt.data.text import Broken
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import MOST
 from dtgpt.util.console import counted, say

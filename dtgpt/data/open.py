@@ -58,6 +58,11 @@ class DataFormat:
         """Raise UserError for the `path` of the data, which no format takes, but which is no plain text either: with
         what makes data of it. model: where the weights, and so the vocabulary, are from."""
 
+    def documents(self, path: str, json_key: str) -> Iterator[str] | None:
+        """Return the documents of the file `path`, where it holds several in a way that this format reads: the texts
+        under `json_key`, where they have keys. Raise UserError where one of them is damaged."""
+        return None
+
     def unpacked(self, file: BufferedReader, name: str) -> Iterator[bytes] | None:
         """Return the text in a `file`, which is at its beginning, in pieces, where this format knows how it may be
         compressed. Raise UserError where it is, in a way that is not read. `name`: for messages."""

@@ -1,31 +1,22 @@
-"""Text to train on: documents in .txt and .jsonl files, or the text that every Python installation carries.
+"""Text to train on: a file that is one document, or the text that every Python installation carries.
 
-Files of others are rarely what they should be: lines without text, bytes that are not UTF-8, an array in place of
-lines, a table under a wrong name. So each line is read by itself, and one that is no document becomes a reason with its
-file and number, which the caller reports. What a line or a file holds is `{key: [pieces of text]}`."""
+Files of others are rarely what they should be: bytes that are not UTF-8, a table under a wrong name, nothing at all.
+What is no text becomes a sentence with the file and the line. Lines of JSON, and what is compressed, are read by
+formats of capabilities (`data/open.py`)."""
 
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import BufferedReader
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from dtgpt.util import seams
-from dtgpt.util.errors import UserError, shown
-from dtgpt.util.storage import present
+from dtgpt.util.errors import UserError
 
 EMBEDDED = "the manual texts of pydoc_data.topics"
 SUFFIXES = (".txt", ".jsonl")
 BLOCK = 1 << 20  # bytes
-LONGEST = 1 << 28  # bytes of a line, which takes several times as much memory when it is parsed
-MOST_NESTED = 1 << 22  # lists and objects in a line: each takes a hundred bytes of memory for two of the line
 LONGEST_TEXT = 1 << 30  # bytes of a text that is one document
-STDIN = "-"
-ONE_A_LINE = "dtgpt reads one object a line, as jq -c . writes (jq -c '.[]' of an array)"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-Document = dict[str, list[str]]
-T = TypeVar("T")
 
 
 class Broken(NamedTuple):
@@ -39,45 +30,22 @@ class Broken(NamedTuple):
         return f"{self.source}, line {self.line}: {self.reason}"
 
 
-class InputFile(NamedTuple):
-    """An input: its path, and "jsonl", "parquet", "txt" (one document) or "lines" (one a line)."""
-
-    path: str
-    kind: str
-
-    @property
-    def name(self) -> str:
-        return "standard input" if self.path == STDIN else self.path
-
-
-class Unreadable(Exception):
-    """Why a line is not a document."""
-
-
-def whole_lines(source: InputFile, pieces: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first line, lines of about BLOCK bytes); only the last line of all may lack its end. As in
-    the text files of Python, and so in Megatron-LM, a line ends with "\\n", "\\r" or both."""
-    held: list[bytes] = []
-    first, size = 1, 0
+def whole_text(name: str, pieces: Iterator[bytes]) -> str | Broken:
+    """Return the text of a file that is one document. Raise UserError where it is too long for one."""
+    held = bytearray()
     for piece in pieces:
-        if first == 1 and not held:
-            piece = piece.removeprefix(BYTE_ORDER_MARK)
-        held.append(piece)
-        size += len(piece)
-        # A "\r" at the very end may be half of "\r\n".
-        cut = max(piece.rfind(b"\n"), piece.rfind(b"\r", 0, len(piece) - 1)) + 1
-        if size >= BLOCK and cut:
-            held[-1] = piece[:cut]
-            data = b"".join(held)
-            yield first, data
-            first += count_lines(data)
-            held, size = [piece[cut:]], len(piece) - cut
-        elif size > LONGEST:
+        held += piece
+        if len(held) > LONGEST_TEXT:
             raise UserError(
-                f"{source.name}, line {first} or later: longer than {LONGEST >> 20} MiB; is this {source.kind}?"
+                f"{name} is longer than {LONGEST_TEXT >> 20} MiB, too long for one document; cut it into several "
+                "files, or let dtgpt prepare read it with --txt line"
             )
-    if size:
-        yield first, b"".join(held)
+    data = held.removeprefix(BYTE_ORDER_MARK) if held.startswith(BYTE_ORDER_MARK) else held
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = count_lines(bytes(data[: error.start])) + 1
+        return Broken(name, line, f"not UTF-8 (byte {error.start + 1} of the file)")
 
 
 def count_lines(data: bytes) -> int:
@@ -85,79 +53,9 @@ def count_lines(data: bytes) -> int:
     return data.count(b"\n") + (data.count(b"\r") - data.count(b"\r\n") if b"\r" in data else 0)
 
 
-def parsed_lines(source: InputFile, first: int, data: bytes, read: Callable[[bytes], T]) -> Iterator[T | Broken]:
-    """Yield what `read`, which may raise Unreadable, makes of each line that is not blank. first: the number of the
-    first line of `data`."""
-    if data.isspace():
-        return
-    for number, line in enumerate(data.splitlines(), first):
-        if line.strip():
-            try:
-                yield read(line)
-            except Unreadable as reason:
-                yield Broken(source.name, number, str(reason))
-
-
-def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
-    fields = json_object(line, dict)
-    document = {key: _texts(fields, key) for key in keys}
-    if b"\\u" in line:
-        return {key: [paired(text) for text in texts] for key, texts in document.items()}
-    return document
-
-
-def json_object(line: bytes, make: Callable[[Any], dict[str, Any]] = present) -> dict[str, Any]:
-    """Return the JSON object in a line, by default without the fields that are null, in objects within it, too. Raises
-    Unreadable."""
-    if len(line) > MOST_NESTED and line.count(b"[") + line.count(b"{") > MOST_NESTED:
-        raise Unreadable(
-            f"more than {MOST_NESTED:,} lists and objects, which take all memory; cut it into several lines"
-        )
-    try:
-        fields = json.loads(line.decode(), object_pairs_hook=make if b"null" in line else None)
-    except UnicodeDecodeError as error:
-        raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
-    except (ValueError, RecursionError) as error:
-        if line.strip() in (b"{", b"["):
-            raise Unreadable(f"the file is one JSON document on several lines; {ONE_A_LINE}") from None
-        column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise Unreadable(f"not JSON ({getattr(error, 'msg', error)}{column})") from None
-    if isinstance(fields, list):
-        raise Unreadable(f"a JSON array; {ONE_A_LINE}")
-    if not isinstance(fields, dict):
-        raise Unreadable('not a JSON object; each line must be one, such as {"text": ...}')
-    return fields
-
-
-def _texts(fields: dict, key: str) -> list[str]:
-    if key not in fields:
-        raise Unreadable(f"no key {shown(key)}")
-    texts = fields[key] if isinstance(fields[key], list) else [fields[key]]
-    if not all(isinstance(text, str) for text in texts):
-        raise Unreadable(f"{shown(key)} holds neither text nor a list of texts")
-    return texts
-
-
 def paired(text: str) -> str:
     """Return the text with U+FFFD for halves of surrogate pairs, which a JSON string may escape."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def whole_text(source: InputFile, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Document | Broken:
-    held = bytearray()
-    for piece in pieces:
-        held += piece
-        if len(held) > LONGEST_TEXT:
-            raise UserError(
-                f"{source.name} is longer than {LONGEST_TEXT >> 20} MiB, too long for one document; cut it into "
-                "several files, or let dtgpt prepare read it with --txt line"
-            )
-    data = held.removeprefix(BYTE_ORDER_MARK) if held.startswith(BYTE_ORDER_MARK) else held
-    try:
-        return {keys[0]: [data.decode()]}
-    except UnicodeDecodeError as error:
-        line = count_lines(bytes(data[: error.start])) + 1
-        return Broken(source.name, line, f"not UTF-8 (byte {error.start + 1} of the file)")
 
 
 def read_documents(path: str | None, json_key: str) -> list[str]:
@@ -190,34 +88,27 @@ def _read_file(path: str, json_key: str) -> Iterator[str]:
             f"data.path={path} does not exist; give a {' or '.join(SUFFIXES)} file, or leave data.path out "
             f"to train on {EMBEDDED}"
         )
-    if not os.path.isfile(path) or not path.endswith(SUFFIXES):
+    if os.path.isfile(path) and path.endswith(".txt"):
+        return iter([_read_text(path)])
+    read = (form.documents(path, json_key) for form in seams.listed("datasets") if os.path.isfile(path))
+    if (documents := next(filter(None, read), None)) is None:
         raise UserError(f"data.path={path} is not a text file that dtgpt reads; give a {' or '.join(SUFFIXES)} file")
-    for found in _documents(InputFile(path, "txt" if path.endswith(".txt") else "jsonl"), json_key):
-        if isinstance(found, Broken):
-            raise UserError(
-                f"data.path={found}; each line of a .jsonl must be a JSON object with a text under "
-                "--data.json_key, in UTF-8 (which iconv -f ENCODING -t UTF-8 converts to)"
-            )
-        yield from found[json_key]
+    return documents
 
 
-def _documents(source: InputFile, key: str) -> Iterator[Document | Broken]:
+def _read_text(path: str) -> str:
     try:
-        with open(source.path, "rb") as file:
-            pieces = _pieces(file, source.path)
-            if source.kind == "txt":
-                yield whole_text(source, pieces, (key,))
-                return
-            for first, data in whole_lines(source, pieces):
-                yield from parsed_lines(source, first, data, lambda line: json_document(line, (key,)))
+        with open(path, "rb") as file:
+            found = whole_text(path, _pieces(file, path))
     except OSError as error:
-        raise UserError(
-            f"the input {source.path} cannot be read: {error.strerror}; check its path and permissions"
-        ) from None
+        raise UserError(f"the input {path} cannot be read: {error.strerror}; check its path and permissions") from None
+    if isinstance(found, Broken):
+        raise UserError(f"data.path={found}; a text must be in UTF-8, which iconv -f ENCODING -t UTF-8 converts to")
+    return found
 
 
 def _pieces(file: BufferedReader, name: str) -> Iterator[bytes]:
-    """Return the content of a file, or what a format of a capability (see `data.open`) makes of it: it may be
+    """Return the content of a file, or what a format of a capability makes of it: it may be
     compressed."""
     unpacked = (form.unpacked(file, name) for form in seams.listed("datasets"))
     return next(filter(None, unpacked), None) or iter(lambda: file.read(BLOCK), b"")

@@ -55,7 +55,7 @@ def test_the_bytes_are_those_of_megatron(tmp_path, gpt2, expected, workers):
 
 
 def test_the_order_of_the_inputs_is_kept_by_any_number_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtgpt.data.text.BLOCK", 5000)
+    monkeypatch.setattr("dtgpt.data.prepare.documents.BLOCK", 5000)
     rng = random.Random(1)
     documents = [{"text": f"{i}:" + "ä🙂x"[i % 3] * rng.randrange(2000)} for i in range(600)]
     expected = [d["text"] for d in documents]

@@ -15,24 +15,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from dtgpt.data.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
-from dtgpt.data.prepare.parquet import row_pieces
-from dtgpt.data.text import (
+from dtgpt.data.prepare.documents import (
     BLOCK,
     STDIN,
-    Broken,
     Document,
     InputFile,
-    Unreadable,
     json_document,
     parsed_lines,
+    text_line,
     whole_lines,
-    whole_text,
 )
+from dtgpt.data.prepare.parquet import row_pieces
+from dtgpt.data.text import Broken, whole_text
 from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -110,14 +108,6 @@ def check_keys(sources: list[InputFile], keys: tuple[str, ...]) -> None:
         raise UserError(f"a text has no keys {' '.join(keys)}; give one, as in --json-keys text")
 
 
-def text_line(line: bytes, keys: tuple[str, ...]) -> Document:
-    """Return the document that a line of plain text is. Raises Unreadable."""
-    try:
-        return {keys[0]: [line.decode()]}
-    except UnicodeDecodeError as error:
-        raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
-
-
 def total_bytes(sources: list[InputFile]) -> int | None:
     """Return the bytes of all inputs on disk; None where one of them is a pipe."""
     if not all(os.path.isfile(source.path) for source in sources):
@@ -142,8 +132,9 @@ def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lin
         with _opened(source) as raw:
             pieces = decompressed(raw, source.name)
             if source.kind == "txt":
-                items.append(found := whole_text(source, pieces, keys))
-                size += sum(map(len, chain(*found.values()))) if isinstance(found, dict) else 0
+                found = whole_text(source.name, pieces)
+                items.append(found if isinstance(found, Broken) else {keys[0]: [found]})
+                size += len(found) if isinstance(found, str) else 0
                 if size >= BLOCK:  # small files share a block
                     yield Parsed(before + _position(raw), items)
                     items, size = [], 0

@@ -21,12 +21,13 @@ from dtgpt.data.megatron.indexed import IndexedWriter, merge, token_dtype
 from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.config import PrepareConfig
+from dtgpt.data.prepare.documents import InputFile
 from dtgpt.data.prepare.encode import Encoded, Encoder
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
 from dtgpt.data.prepare.target import check_list, check_not_read, check_target, is_same, lock_prefix, open_list
-from dtgpt.data.text import Broken, InputFile
+from dtgpt.data.text import Broken
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.posttrain.chats.encode import KEY as CHAT

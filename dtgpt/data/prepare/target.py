@@ -9,7 +9,7 @@ from typing import IO
 
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.megatron.paths import bin_path, idx_path, tokenizer_path, weights_path
-from dtgpt.data.text import STDIN
+from dtgpt.data.prepare.documents import STDIN
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.outputs import leftovers_of, try_to_write

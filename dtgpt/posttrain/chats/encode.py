@@ -8,9 +8,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from dtgpt.data.library_tokenizers.base import Span, encode_spans
+from dtgpt.data.prepare.documents import Unreadable, json_object
 from dtgpt.data.prepare.encode import Encoded, EncodedKey
 from dtgpt.data.prepare.inputs import Lines, Parsed
-from dtgpt.data.text import Broken, Unreadable, json_object
+from dtgpt.data.text import Broken
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.posttrain.chats.fields import UsedFields, find_thoughts
 from dtgpt.posttrain.chats.messages import Chat, read_chat, read_mark
