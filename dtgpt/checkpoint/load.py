@@ -87,13 +87,13 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: Optimizer) 
 
     def load(shard: Shard) -> None:
         read_part(checkpoint, shard.name, *shard.place_of(shard.local), shard.local)
-        for source, tensor in taken(optimizer, shard, saved):
+        for source, tensor in states_to_fill(optimizer, shard, saved):
             read_part(checkpoint, f"{shard.name}.{source}", *shard.place_of(tensor), tensor)
 
-    fill(shards, load)
+    fill_shards(shards, load)
 
 
-def taken(optimizer: Optimizer, shard: Shard, saved: str) -> Iterator[tuple[str, Tensor]]:
+def states_to_fill(optimizer: Optimizer, shard: Shard, saved: str) -> Iterator[tuple[str, Tensor]]:
     """Yield each state of the shard that the state of a `saved` kind of optimizer fills, with its name there."""
     names = optimizer.takes.get(saved, {})
     for name, tensor in optimizer.state(shard.index).items():
@@ -105,13 +105,13 @@ def taken(optimizer: Optimizer, shard: Shard, saved: str) -> Iterator[tuple[str,
 def load_weights(source: Source, shards: Shards) -> None:
     """Give this rank's shards the weights of any source, a tensor at a time."""
     if isinstance(source, Saved):
-        fill(shards, lambda shard: source.read_into(shard.name, shard.region, shard.local))
+        fill_shards(shards, lambda shard: source.read_into(shard.name, shard.region, shard.local))
     else:
-        fill(shards, lambda shard: shard.local.copy_(source.read(shard.name, shard.region)), threads=1)
+        fill_shards(shards, lambda shard: shard.local.copy_(source.read(shard.name, shard.region)), threads=1)
 
 
 @torch.no_grad()
-def fill(shards: Shards, load: Callable[[Shard], object], threads: int = READERS) -> None:
+def fill_shards(shards: Shards, load: Callable[[Shard], object], threads: int = READERS) -> None:
     """Let `load` give every shard its values, several at a time, then give them to the modules."""
 
     def one(shard: Shard) -> None:

@@ -122,8 +122,8 @@ def open_source(
     damaged."""
     if not path.exists():
         if path.is_symlink():
-            raise UserError(f"{path} leads to {os.readlink(path)}, which does not exist; give {known()}")
-        raise UserError(f"{path} does not exist; {did_you_mean(path, f'give {known()}')}")
+            raise UserError(f"{path} leads to {os.readlink(path)}, which does not exist; give {list_known()}")
+        raise UserError(f"{path} does not exist; {did_you_mean(path, f'give {list_known()}')}")
     if is_own(path):
         checkpoint = open_checkpoint(path, mesh, own)
         found = (form.completed(path, checkpoint, mesh, own) for form in formats())
@@ -132,10 +132,10 @@ def open_source(
         return form.open(path, true_vocab_size)
     if any(form.takes_addend(path) for form in formats()):
         raise UserError(f"{path} holds an adapter and no model; give the model that it is for, with --adapter {path}")
-    raise UserError(f"{path} holds no model that dtgpt knows; give {known()}")
+    raise UserError(f"{path} holds no model that dtgpt knows; give {list_known()}")
 
 
-def known() -> str:
+def list_known() -> str:
     """Return what a user may give as a model, for messages."""
     theirs = [form.known for form in formats() if form.known]
     *others, last = ["a run folder of dtgpt", "one of its checkpoints/step_...", *theirs]

@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -60,12 +60,6 @@ def parse_json(text: str | bytes) -> Any:
         if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
             raise
         raise ValueError("it has an integer of too many digits") from None
-
-
-def present(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of an object that are not null, as `object_pairs_hook` of `json.loads`: tables such as Parquet
-    give each row every field, and null where the row has none."""
-    return {name: value for name, value in fields if value is not None}
 
 
 def read_json(path: Path, advice: str, largest: int = LARGEST_JSON) -> Any:

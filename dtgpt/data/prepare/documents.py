@@ -2,13 +2,12 @@
 reason with its file and number. What a line holds is `{key: [pieces of text]}`."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from dtgpt.data.prepare.compressed import decompressed
 from dtgpt.data.text import BLOCK, BYTE_ORDER_MARK, Broken, count_lines, paired
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.storage import present
 
 LONGEST = 1 << 28  # bytes of a line, which takes several times as much memory when it is parsed
 MOST_NESTED = 1 << 22  # lists and objects in a line: each takes a hundred bytes of memory for two of the line
@@ -71,6 +70,12 @@ def parsed_lines(source: InputFile, first: int, data: bytes, read: Callable[[byt
                 yield read(line)
             except Unreadable as reason:
                 yield Broken(source.name, number, str(reason))
+
+
+def present(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of an object that are not null, as `object_pairs_hook` of `json.loads`: tables such as Parquet
+    give each row every field, and null where the row has none."""
+    return {name: value for name, value in fields if value is not None}
 
 
 def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
