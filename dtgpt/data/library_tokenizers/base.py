@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,13 @@ Span = tuple[int, int]  # of characters
 
 
 class LibraryTokenizer(Tokenizer):
-    """One that may put ids before and behind every text."""
+    """One that may put ids before and behind every text. It can be pickled, so that workers need not read files
+    again."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the libraries' objects, which are made again when they are used."""
+        made = {name for name in vars(self) if isinstance(getattr(type(self), name, None), cached_property)}
+        return {name: value for name, value in vars(self).items() if name not in made}
 
     def encode_prompt(self, text: str, split_special_tokens: bool = False) -> list[int]:
         """Return the ids of a prompt that transformers' tokenizer gives. A text that begins with what is put before

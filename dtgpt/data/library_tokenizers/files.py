@@ -19,7 +19,7 @@ from dtgpt.data.library_tokenizers.folder import (
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.library_tokenizers.meta_pickle import read_meta
 from dtgpt.data.library_tokenizers.rank_files import from_ranks, is_rank_file
-from dtgpt.data.tokenizers.open import read_content, read_text
+from dtgpt.data.tokenizers.open import read_content
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, MOST, Tokenizer
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json
@@ -67,6 +67,15 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
     if pairs is None:
         return TokenizerJson(str(path), content, end)
     return _byte_level(str(path), pairs, saved["model"]["vocab"], end)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raise UserError where it cannot be read, is too large or is not UTF-8."""
+    content = read_content(path)
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); fetch it again") from None
 
 
 def _check_ids(ids: Any, source: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from dtgpt.data.tokenizers.tokenizer import CHECKSUM, Bytes, Char, Tokenizer, checksum
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import parse_json, read_json, read_regular
+from dtgpt.util.storage import read_json, read_regular
 
 FILES = "a tokenizer.json, a SentencePiece or tiktoken file, or vocab.json and merges.txt"  # which a user may give
 SAVED = frozenset({"bytes", "characters"})  # one is in what `Tokenizer.save` writes of a tokenizer of the core
@@ -113,8 +113,8 @@ def _is_saved(file: Path) -> bool:
     if file.suffix != ".json" or not file.is_file():
         return False
     try:
-        saved = parse_json(read_text(file))
-    except (UserError, ValueError):
+        saved = read_json(file, "", LARGEST)
+    except UserError:
         return False
     return isinstance(saved, dict) and not saved.keys().isdisjoint(SAVED.union(*(form.saved for form in formats())))
 
@@ -126,15 +126,6 @@ def read_content(path: Path) -> bytes:
         return read_regular(path, LARGEST)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; give the file of a vocabulary") from None
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file. Raise UserError where it cannot be read, is too large or is not UTF-8."""
-    content = read_content(path)
-    try:
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}); fetch it again") from None
 
 
 def tokenizer_file(folder: Path) -> Path | None:

@@ -1,15 +1,13 @@
 """What every tokenizer can do, and two that need no library: bytes, and the characters of a text.
 
 Weights mean the ids of one tokenizer, so a run carries its own with it: `save` writes plain JSON from which
-`open.read_saved` makes it again, without the files that it once came from. A tokenizer can be pickled, so that workers
-need not read files again. Names of special tokens in texts are text as any other unless they are asked for: a text that
-a stranger wrote must not end a document."""
+`open.read_saved` makes it again, without the files that it once came from. Names of special tokens in texts are text as
+any other unless they are asked for: a text that a stranger wrote must not end a document."""
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,11 +38,6 @@ class Tokenizer(ABC):
     ranks: list[bytes]
     spells = True  # whether text becomes tokens at all, and tokens text
     names_special = True  # whether `encode` may read the names of special tokens
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the libraries' objects, which are made again when they are used."""
-        made = {name for name in vars(self) if isinstance(getattr(type(self), name, None), cached_property)}
-        return {name: value for name, value in vars(self).items() if name not in made}
 
     @property
     def opening(self) -> int | None:
