@@ -12,7 +12,7 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 
 import dtgpt
 from dtgpt.util.errors import UserError, shown_name
-from dtgpt.util.outputs import try_to_write
+from dtgpt.util.storage import try_to_write
 
 OURS = str(Path(dtgpt.__file__).parent)
 PLAIN = (ValueError, FileNotFoundError, ConnectionError)  # whose text says what is wrong

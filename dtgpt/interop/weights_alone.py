@@ -8,8 +8,8 @@ import torch
 from dtgpt.checkpoint.manifest import describe_model, write_state
 from dtgpt.checkpoint.shard_file import FILE_LIMIT, Piece, Written, by_size, file_name, write_file
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.source import Source, iterate_shapes
-from dtgpt.util.outputs import new_folder
 
 
 def save_weights(
