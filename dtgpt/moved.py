@@ -86,7 +86,7 @@ FOLDERS = {
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",
-    ): "added_tokens bpe_files byte_level export folder libraries rank_files sentencepiece_export special_names",
+    ): "added_tokens bpe_files byte_level export folder libraries rank_files sentencepiece_export special_names>base",
 }
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.data.library_tokenizers.base import SpecialNames
 from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel
-from dtgpt.data.library_tokenizers.special_names import SpecialNames
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.prepare import job
 from dtgpt.data.prepare.job import PrepareConfig, prepare

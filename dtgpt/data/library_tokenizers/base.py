@@ -1,6 +1,8 @@
-"""What the tokenizers of libraries share: what they put around a text, where a text lies in the tokens of another one,
-and what becomes of a panic of code in Rust."""
+"""What the tokenizers of libraries share: what they put around a text, names of special tokens in it, where a part of
+it lies in its tokens, and what becomes of a panic of code in Rust."""
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -9,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from dtgpt.data.library_tokenizers.special_names import SpecialNames, warn_of_split_names
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
 # What ends a document, where nothing else says so.
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 Span = tuple[int, int]  # of characters
+SHOWN = 3  # names in a message
 
 
 class LibraryTokenizer(Tokenizer):
@@ -100,3 +103,30 @@ def panics_as_user_errors(name: str) -> Iterator[None]:
             raise
         reason = str(error).partition("\n")[0]
         raise UserError(f"the tokenizer {name} is damaged ({reason}); fetch or make it again") from None
+
+
+class SpecialNames:
+    """Counts the names of a tokenizer's special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        names = sorted(filter(None, tokenizer.special_names), key=len, reverse=True)  # the longest that fits
+        self._beginnings = {name[:2] for name in names}
+        self._pattern = re.compile("|".join(map(re.escape, names)))
+
+    def count(self, texts: Iterable[str]) -> Counter[str]:
+        """Return how often each name is in the texts."""
+        likely = (text for text in texts if any(beginning in text for beginning in self._beginnings))
+        return Counter(name for text in likely for name in self._pattern.findall(text))
+
+
+def warn_of_split_names(found: Counter[str], tokenizer: Tokenizer, remedy: str) -> None:
+    """Say which names of special tokens became other tokens."""
+    if not found:
+        return
+    most = ", ".join(f"{name}: {number:,}" for name, number in found.most_common(SHOWN))
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    say(
+        f"the texts have {counted(found.total(), 'name')} of special tokens of {tokenizer.name} ({most}{more}), which "
+        f"became text, several tokens each; {remedy}",
+        warning=True,
+    )

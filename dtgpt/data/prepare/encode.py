@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dtgpt.data.library_tokenizers.special_names import SpecialNames
+from dtgpt.data.library_tokenizers.base import SpecialNames
 from dtgpt.data.prepare.documents import Document
 from dtgpt.data.prepare.inputs import Lines, Parsed
 from dtgpt.data.text import Broken

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dtgpt.data.library_tokenizers.base import encode_spans
+from dtgpt.data.library_tokenizers.base import encode_spans, warn_of_split_names
 from dtgpt.data.library_tokenizers.folder import NAMES, tokenizer_file
-from dtgpt.data.library_tokenizers.special_names import warn_of_split_names
 from dtgpt.data.megatron.indexed import IndexedWriter, merge, token_dtype
 from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
