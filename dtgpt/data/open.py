@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -108,8 +108,8 @@ def with_tokenizer(data: DataConfig, vocab_size: int) -> DataConfig:
         return data
     if format_of(data.path) is not None:  # otherwise the one that is saved with the files, once they are opened
         return replace(data, tokenizer="gpt2") if data.vocab_file else data
-    wanted = "gpt2" if data.path and vocab_size >= GPT2_124M.vocab_size else "bpe"
-    return replace(data, tokenizer=wanted if makes(wanted) else "bytes")
+    wanted: Literal["gpt2", "bpe"] = "gpt2" if data.path and vocab_size >= GPT2_124M.vocab_size else "bpe"
+    return replace(data, tokenizer=wanted) if makes(wanted) else replace(data, tokenizer="bytes")
 
 
 def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> None:

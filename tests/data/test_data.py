@@ -316,9 +316,10 @@ def test_a_full_disk_under_the_cache_is_told_as_such(tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_names_of_special_tokens_in_a_text_are_told(tmp_path, capsys):
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_names_of_special_tokens_in_a_text_are_told(tmp_path, capsys, tokenizer):
     (tmp_path / "t.txt").write_text("a<|endoftext|>b" * 30)
-    load(tmp_path / "t.txt", tmp_path, tokenizer="bpe", bpe_vocab_size=300)
+    load(tmp_path / "t.txt", tmp_path, tokenizer=tokenizer, bpe_vocab_size=300)
     assert "30 names of special tokens" in capsys.readouterr().err
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dtgpt.data.text import paired
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import write_text
 
@@ -151,6 +152,15 @@ class Bytes(Tokenizer):
         for piece in rest:
             ids += [self.end_of_text, *piece.encode()]
         return ids
+
+    def warn_of_names(self, texts: Iterable[str], remedy: str) -> None:
+        found = sum(text.count(END_OF_TEXT) for text in texts)
+        if found:
+            say(
+                f"the texts have {counted(found, 'name')} of special tokens of {self.name} ({END_OF_TEXT}), which "
+                f"became text, several tokens each; {remedy}",
+                warning=True,
+            )
 
     def _decode(self, ids: list[int]) -> str:
         return b"".join(map(self.bytes_of, ids)).decode(errors="replace")
