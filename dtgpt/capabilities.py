@@ -19,7 +19,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "dtgpt.data.prepare",
         ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo"),
     ),
-    ("dtgpt.posttrain.chats", ("dtgpt.data.megatron", "dtgpt.data.prepare")),
+    ("dtgpt.posttrain.chats", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.data.prepare")),
     ("dtgpt.data.megatron", ("dtgpt.data.library_tokenizers", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
     ("dtgpt.data.library_tokenizers", ("dtgpt.posttrain.chats",)),
     ("dtgpt.posttrain.lora", ()),

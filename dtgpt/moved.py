@@ -68,7 +68,6 @@ FOLDERS = {
         "dtgpt.inference",
     ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>forward "
     "beam>beams.search beam_slots>beams.search fused>kernels.stages",
-    ("dtgpt.data.prepare", "dtgpt.data"): "documents",
     ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",
     ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",
     ("dtgpt.ops.attention", "dtgpt.ops.kernels.attention"): (
@@ -88,12 +87,15 @@ FOLDERS = {
     ("dtgpt.ops.fp8", "dtgpt.ops.kernels"): "activation_kernels quantize_kernels",
     ("dtgpt.config", "dtgpt.optim.fp8"): "fp8>precision",
     ("dtgpt.config", "dtgpt.config"): "plan_names>plan_choice batch_size>schedule checks>recipe_rules",
-    ("dtgpt.data", "dtgpt.data"): "checks>open prefetch>dataset array_cache>file_array",
-    ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "special_names>tokenizer",
+    ("dtgpt.data", "dtgpt.data"): "array_cache>cache checks>open prefetch>dataset",
+    ("dtgpt.data", "dtgpt.data.megatron"): "file_array",
+    ("dtgpt.data", "dtgpt.data.prepare"): "documents",
+    ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "char>tokenizer",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>tokenizer staging>shard_file",
+    ("dtgpt.checkpoint", "dtgpt.interop"): "export>weights_alone",
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
     ("dtgpt.optim", "dtgpt.optim"): "states>update loss_scale>fp16.loss_scale muon_kinds>muon",
-    ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware process>peers",
+    ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware matmul>torch_private process>peers",
     ("dtgpt.models", "dtgpt.models"): "architectures>config windows>rotary",
     ("dtgpt.models", "dtgpt.models.families"): "gemma3 gpt_neo gpt_oss olmo3 track3",
     ("dtgpt.optim", "dtgpt.optim.muon"): "muon_memory>memory normuon",
@@ -114,7 +116,7 @@ FOLDERS = {
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",
-    ): "added_tokens bpe_files export folder libraries rank_files sentencepiece_export",
+    ): "added_tokens bpe_files byte_level export folder libraries rank_files sentencepiece_export special_names>base",
 }
 
 

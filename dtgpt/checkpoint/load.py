@@ -1,7 +1,8 @@
 """Reading a checkpoint: into the shards of any plan, or tensor by tensor.
 
-Each rank reads the slices that it holds and nothing else. No rank holds more than its own part and, for a moment, the
-pages of one piece of one tensor.
+A run may go on under another plan than the one that wrote, so nothing here knows the ranks of then: each rank looks up
+which rectangles of a tensor are in which files, and reads the slices that it holds and nothing else. No rank holds more
+than its own part and, for a moment, the pages of one piece of one tensor.
 """
 
 import math
@@ -86,13 +87,13 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: Optimizer) 
 
     def load(shard: Shard) -> None:
         read_part(checkpoint, shard.name, *shard.place_of(shard.local), shard.local)
-        for source, tensor in taken(optimizer, shard, saved):
+        for source, tensor in states_to_fill(optimizer, shard, saved):
             read_part(checkpoint, f"{shard.name}.{source}", *shard.place_of(tensor), tensor)
 
-    fill(shards, load)
+    fill_shards(shards, load)
 
 
-def taken(optimizer: Optimizer, shard: Shard, saved: str) -> Iterator[tuple[str, Tensor]]:
+def states_to_fill(optimizer: Optimizer, shard: Shard, saved: str) -> Iterator[tuple[str, Tensor]]:
     """Yield each state of the shard that the state of a `saved` kind of optimizer fills, with its name there."""
     names = optimizer.takes.get(saved, {})
     for name, tensor in optimizer.state(shard.index).items():
@@ -104,13 +105,13 @@ def taken(optimizer: Optimizer, shard: Shard, saved: str) -> Iterator[tuple[str,
 def load_weights(source: Source, shards: Shards) -> None:
     """Give this rank's shards the weights of any source, a tensor at a time."""
     if isinstance(source, Saved):
-        fill(shards, lambda shard: source.read_into(shard.name, shard.region, shard.local))
+        fill_shards(shards, lambda shard: source.read_into(shard.name, shard.region, shard.local))
     else:
-        fill(shards, lambda shard: shard.local.copy_(source.read(shard.name, shard.region)), threads=1)
+        fill_shards(shards, lambda shard: shard.local.copy_(source.read(shard.name, shard.region)), threads=1)
 
 
 @torch.no_grad()
-def fill(shards: Shards, load: Callable[[Shard], object], threads: int = READERS) -> None:
+def fill_shards(shards: Shards, load: Callable[[Shard], object], threads: int = READERS) -> None:
     """Let `load` give every shard its values, several at a time, then give them to the modules."""
 
     def one(shard: Shard) -> None:
@@ -128,12 +129,16 @@ def fill(shards: Shards, load: Callable[[Shard], object], threads: int = READERS
 
 
 def find_checkpoint(
-    mesh: Mesh, run: Path, chosen: Path | None = None, weights_alone: bool = False, check: Check | None = None,
+    mesh: Mesh,
+    run: Path,
+    chosen: Path | None = None,
+    weights_alone: bool = False,
+    check: Check | None = None,
     own: type[ModelConfig] | None = None,
-) -> Checkpoint:  # fmt: skip
+) -> Checkpoint:
     """Return the newest whole checkpoint of a run, or the one `chosen`: the same on every rank, every file what was
-    written. `weights_alone`: but for those of the optimizer. `check`: of what the caller added to the state. `own`: as
-    of `Checkpoint`.
+    written. `weights_alone`: but for those of the optimizer. `check`: of what the caller added to the state. `own`:
+    class of the model of a recipe.
 
     The ranks share the work of reading all files. Says so where a newer checkpoint is damaged; raises UserError where
     none is left.

@@ -18,16 +18,18 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, find_damage, read_header
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.models.config import FIRST, ModelConfig, is_own, saved_class
+from dtgpt.models.config import FIRST, ModelConfig, describe_class, is_own, saved_class
 from dtgpt.optim.update import check_entries
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.errors import UserError, shown
+from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.hardware import package_versions
 from dtgpt.util.storage import read_regular, remove_tree, sync_path, write_text
 from dtgpt.util.threads import Threads
 
@@ -36,6 +38,19 @@ VERSION = 1  # of the format: one more where an older dtgpt would misread what i
 STATE = "state.json"
 LATEST = "latest"  # the name of the newest checkpoint, for people and scripts
 LARGEST_STATE = 1 << 26  # bytes
+LARGEST_COUNT = 1 << 62
+COUNT = range(LARGEST_COUNT)
+# Of what type an entry of `state.json` is, or in which range a whole number.
+REQUIRED: dict[str, type | range] = {
+    "step": COUNT,
+    "consumed_samples": COUNT,
+    "updates": COUNT,
+    "tokens": COUNT,
+    "data_digest": str,
+    "versions": dict,
+    "files": dict,
+}
+OPTIONAL: dict[str, type | range] = {"plan": str, "world": int, "origin": str, "recipe": dict, "optimizer": str}
 FILE_NAME = re.compile(r"(weights|optimizer)-\d{5,}-\d{3,}\.safetensors")
 READERS = min(16, os.cpu_count() or 1)  # threads that read or hash
 VISIBLE_WITHIN = 10.0  # s in which a folder made on one node must be seen on all
@@ -66,9 +81,12 @@ class Checkpoint:
     dtgpt's."""
 
     def __init__(
-        self, folder: Path, check: Check | None = None, weights_alone: bool = False,
+        self,
+        folder: Path,
+        check: Check | None = None,
+        weights_alone: bool = False,
         own: type[ModelConfig] | None = None,
-    ):  # fmt: skip
+    ):
         self.folder = folder
         self.state = read_state(folder, check, own)
         self.config = saved_model(folder / STATE, self.state, own)
@@ -122,18 +140,21 @@ def _text(state: dict[str, Any]) -> str:
 
 def read_state(folder: Path, check: Check | None = None, own: type[ModelConfig] | None = None) -> dict[str, Any]:
     """Return what `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, architecture,
-    model, optimizer, recipe, files, ... and what a step left to the next one (`optim/update.py`). `own`: as of
-    `Checkpoint`. Raise Damaged, or UserError where a newer dtgpt wrote it, or the class of its model is neither
-    dtgpt's nor `own`: these are not damaged, and an older checkpoint must not take their place."""
+    model, optimizer, recipe, files, ... and what a step left to the next one (`optim/update.py`). `own`: class of the
+    model of a recipe, which may not be dtgpt's. Raise Damaged, or UserError where a newer dtgpt wrote it, or the class
+    of its model is neither dtgpt's nor `own`: these are not damaged, and an older checkpoint must not take their
+    place."""
     path = folder / STATE
     with _errors_as_damage(path):
         text = read_regular(path, LARGEST_STATE).decode("utf-8")
         state = json.loads(text)
-        newer = state.get("format") == FORMAT and _version(state) > VERSION
+        if state.get("format") != FORMAT:
+            raise ValueError("it is not that of a dtgpt checkpoint in this format")
+        _check_entry("the version of its format, version", state["version"], range(1, LARGEST_COUNT))
+        newer = state["version"] > VERSION  # whose digest may be another one
         if not newer:
-            _check_digest(state, text).setdefault("architecture", FIRST)
-            if not isinstance(state["architecture"], str):
-                raise ValueError(f"architecture={shown(state['architecture'])} must be a name")
+            _check_digest(state, text)
+            _check_entry("architecture", state.setdefault("architecture", FIRST), str)
     if newer:
         held = f"{path} was written by a newer dtgpt in format {state['version']}, this one reads up to {VERSION}"
         raise UserError(f"{held}; use the dtgpt that wrote it")
@@ -173,50 +194,58 @@ def as_tuple(value: Any) -> Any:
     return tuple(map(as_tuple, value)) if isinstance(value, list) else value
 
 
-def _version(state: dict[str, Any]) -> int:
-    if type(state["version"]) is not int or state["version"] < 1:
-        raise ValueError(f"the version {shown(state['version'])} of its format is no number from 1 on")
-    return state["version"]
-
-
-def _check_digest(state: dict[str, Any], text: str) -> dict[str, Any]:
-    if state.get("format") != FORMAT:
-        raise ValueError("it is not that of a dtgpt checkpoint in this format")
+def _check_digest(state: dict[str, Any], text: str) -> None:
+    """Take the digest out of a state, and raise ValueError where it is not that of all before it, in this very text."""
     digest = state.pop("digest")
     if digest != _digest(state) or _text(state | {"digest": digest}) != text:
         raise ValueError("its digest is another one")
-    return state
 
 
 def _check(state: dict[str, Any], config: ModelConfig) -> None:
+    """Raise ValueError, TypeError or KeyError where an entry is not of its kind, whoever reads it later."""
     config.validate()
-    counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")]
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in counts) or not isinstance(state["data_digest"], str):
-        raise ValueError("step, consumed_samples, updates and tokens must be whole numbers, data_digest a string")
-    _check_kinds(state)
+    for name, kind in REQUIRED.items():
+        _check_entry(name, state[name], kind)
+    for name, kind in OPTIONAL.items():
+        if name in state:
+            _check_entry(name, state[name], kind)
+    for name, version in state["versions"].items():
+        _check_entry(f"the version of {shown_name(name)}", version, str)
     if state["updates"] > state["step"]:
         raise ValueError(f"{state['updates']} updates are more than the steps")
     check_entries(state, config)
     for name, file in state["files"].items():
+        # Before anything uses the name as a path: it may lead out of the folder.
         if not FILE_NAME.fullmatch(name):
             raise ValueError(f"{shown(name)} is not the name of a file of a checkpoint")
-        if type(file["bytes"]) is not int or not isinstance(file["sha256"], str):
-            raise ValueError(f"of {name} bytes must be a whole number and sha256 a string")
+        _check_entry(f"bytes of {name}", file["bytes"], int)
+        _check_entry(f"sha256 of {name}", file["sha256"], str)
 
 
-def _check_kinds(state: dict[str, Any]) -> None:
-    """Raise ValueError where what only people read is not of the kind that they are shown."""
-    if not all(isinstance(version, str) for version in state["versions"].values()):
-        raise ValueError("versions must be strings")
-    for name, kind in (("plan", str), ("world", int), ("origin", str), ("recipe", dict), ("optimizer", str)):
-        if type(state.get(name, kind())) is not kind:
-            raise ValueError(f"{name}={shown(state[name])} must be of type {kind.__name__}")
+def _check_entry(name: str, value: Any, kind: type | range) -> None:
+    """Raise ValueError where a value is not of a type, or not a whole number in a range. True is no number."""
+    if isinstance(kind, range):
+        if type(value) is not int or value not in kind:
+            raise ValueError(f"{name}={shown(value)} must be a whole number from {kind.start} on")
+    elif type(value) is not kind:
+        raise ValueError(f"{name}={shown(value)} must be of type {kind.__name__}")
+
+
+def describe_model(config: ModelConfig) -> dict[str, Any]:
+    """Return what every checkpoint says of its model and its writer."""
+    return {
+        **describe_class(type(config)),
+        "model": asdict(config),
+        "padded_vocab_size": config.padded_vocab_size,
+        "versions": package_versions(),
+    }
 
 
 def write_state(partial: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
     """Write `state.json`, which makes the folder a checkpoint, when all files are in it. Raise Damaged where they are
     not."""
-    for name, file in files.items():  # what a rank of another attempt reports is not here
+    # A report may be of another attempt at the same step, whose files are in another folder, or in none.
+    for name, file in files.items():
         if (size := (partial / name).stat().st_size) != file.num_bytes:
             raise Damaged(partial / name, f"it has {size} bytes, {file.num_bytes} were written")
     listed = {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(files.items())}
@@ -225,12 +254,15 @@ def write_state(partial: Path, state: dict[str, Any], files: dict[str, Written])
 
 
 def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
-    """Make the checkpoint `folder` of one in which all files are: from the rename on it is there, and before it is not.
-    One of an earlier attempt at the same step gives way."""
+    """Make the checkpoint `folder` of one in which all files are. One of an earlier attempt at the same step gives
+    way."""
     write_state(partial, state, files)
+    # The names in the folder must be on the disk before it has its own: a machine that loses its power right after the
+    # rename would else come back with a checkpoint of which files are missing.
     sync_path(partial)
     if os.path.lexists(folder):
         remove(folder)
+    # A rename happens at once or not at all: who looks for checkpoints never finds half of one.
     partial.rename(folder)
     sync_path(folder.parent)
 
@@ -238,7 +270,7 @@ def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, 
 def remove(folder: Path) -> None:
     """Rename the folder, then remove it, so that what is left of an interrupted removal is not a checkpoint."""
     gone = folder.with_name(f".removed-{folder.name}")
-    remove_tree(gone)
+    remove_tree(gone)  # of a process that was killed while it removed one of this step
     folder.rename(gone)
     remove_tree(gone)
 

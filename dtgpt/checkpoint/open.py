@@ -122,8 +122,8 @@ def open_source(
     damaged."""
     if not path.exists():
         if path.is_symlink():
-            raise UserError(f"{path} leads to {os.readlink(path)}, which does not exist; give {known()}")
-        raise UserError(f"{path} does not exist; {did_you_mean(path, f'give {known()}')}")
+            raise UserError(f"{path} leads to {os.readlink(path)}, which does not exist; give {list_known()}")
+        raise UserError(f"{path} does not exist; {did_you_mean(path, f'give {list_known()}')}")
     if is_own(path):
         checkpoint = open_checkpoint(path, mesh, own)
         found = (form.completed(path, checkpoint, mesh, own) for form in formats())
@@ -132,10 +132,10 @@ def open_source(
         return form.open(path, true_vocab_size)
     if any(form.takes_addend(path) for form in formats()):
         raise UserError(f"{path} holds an adapter and no model; give the model that it is for, with --adapter {path}")
-    raise UserError(f"{path} holds no model that dtgpt knows; give {known()}")
+    raise UserError(f"{path} holds no model that dtgpt knows; give {list_known()}")
 
 
-def known() -> str:
+def list_known() -> str:
     """Return what a user may give as a model, for messages."""
     theirs = [form.known for form in formats() if form.known]
     *others, last = ["a run folder of dtgpt", "one of its checkpoints/step_...", *theirs]
@@ -188,8 +188,8 @@ def open_training(resume: str | None, vocab_size: int) -> ForeignRun | None:
 
 
 def open_config(path: Path, own: Own = None) -> ModelConfig:
-    """Return the shape of the model at `path`; of dtgpt's own, without a look at its weights. `own`, and UserErrors: as
-    of `open_source`."""
+    """Return the shape of the model at `path`; of dtgpt's own, without a look at its weights. `own`: class of the
+    model of a recipe. Raise UserError where no format is recognized, or the model is damaged."""
     folders = [path] if (path / STATE).is_file() else []
     if not folders and (path / "recipe.json").is_file():
         folders = list_checkpoints(path / "checkpoints")[::-1]
@@ -226,9 +226,10 @@ def dimensions(
     exact: bool = False,
     takes_length: bool = False,
 ) -> dict[str, Any]:
-    """Return as `model_values` does for a model of the shape `config`. exact: where no length of samples is given, it
-    is that of the model, and a shorter one is a contradiction where positions are learned. takes_length: the number of
-    positions is that of the model although they are not learned."""
+    """Return the dimensions of a model of the shape `config`, which is at `path`, that `asked` does not have, by the
+    names of recipe fields. exact: where no length of samples is given, it is that of the model, and a shorter one is a
+    contradiction where positions are learned. takes_length: the number of positions is that of the model although they
+    are not learned."""
     check_same_architecture(path, config, asked)
     takes_length = takes_length or config.learns_positions or (exact and "model.seq_length" not in given)
     own = FREE if takes_length else FREE | {"seq_length"}

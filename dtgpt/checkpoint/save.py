@@ -78,10 +78,16 @@ class Saver:
     """
 
     def __init__(
-        self, checkpoints: Path, shards: Shards, optimizer: Optimizer, keep_last: int = 0, keep_every: int = 0,
-        background: bool = True, timeout: float = 600.0,
+        self,
+        checkpoints: Path,
+        shards: Shards,
+        optimizer: Optimizer,
+        keep_last: int = 0,
+        keep_every: int = 0,
+        background: bool = True,
+        timeout: float = 600.0,
         completed: Callable[[int, int], None] = lambda step, size: None,
-    ):  # fmt: skip
+    ):
         """keep_last: newest ones to keep, 0: all. keep_every: steps whose multiples are kept for ever, 0: none.
         background: False takes no memory for copies, and stops training while it writes. timeout: seconds within which
         all ranks must have written. completed: called on rank 0, in any thread, with the step of a checkpoint that is
@@ -95,8 +101,9 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._must = False
-        self._end = math.inf  # until when all ranks must have written, and
-        self._patience = math.inf  # until when to wait for other ranks, on the monotonic clock
+        # On the monotonic clock: when rank 0 says which rank has not written its part, and from when on it waits for no
+        # rank any more, because the run has failed.
+        self._late_at = self._alone_at = math.inf
         self._reserve()
 
     def save(self, step: int, state: dict[str, Any], must: bool = False) -> None:
@@ -112,7 +119,7 @@ class Saver:
         partial = self.mesh.on_rank_0(lambda: self._make_folder(step))
         if self.mesh.any(not wait_until_visible(partial)):
             raise UserError(f"{partial} is not seen by all nodes; let --runs name a folder that they share")
-        self._failure, self._end = None, time.monotonic() + SHARE * self._timeout
+        self._failure, self._late_at = None, time.monotonic() + SHARE * self._timeout
         if self._background:
             self._copied = self._begin_copy()
             work = partial, step, state, self._copied
@@ -152,7 +159,7 @@ class Saver:
 
     def __exit__(self, failure: type[BaseException] | None, *_) -> None:
         if failure is not None and not issubclass(failure, UserError):  # which all ranks raise, none of them gone
-            self._patience = time.monotonic() + GRACE
+            self._alone_at = time.monotonic() + GRACE
         self.wait()
 
     def _reserve(self) -> None:
@@ -248,7 +255,7 @@ class Saver:
         remove_tree(partial)
         self._failure = self._sentence(step, error)
         if not self._must:
-            say(self._failure + "; training goes on" * (self._patience == math.inf), warning=True)
+            say(self._failure + "; training goes on" * (self._alone_at == math.inf), warning=True)
 
     def _post(self, partial: Path, error: Exception) -> None:
         """Tell rank 0, on another rank, that this rank's part will not come, and why."""
@@ -270,9 +277,9 @@ class Saver:
                 raise Failed(*json.loads(posted))
             if not partial.is_dir():  # gone with the run's folder, and the report perhaps with it
                 raise UserError(f"{partial} was moved or removed")
-            if time.monotonic() > self._patience:
+            if time.monotonic() > self._alone_at:
                 raise UserError("the run ended before")
-            if time.monotonic() > self._end:
+            if time.monotonic() > self._late_at:
                 within = f"{SHARE * self._timeout:g} s (timeout={self._timeout:g})"
                 raise Failed(
                     f"rank {rank} has not written its part within {within}",

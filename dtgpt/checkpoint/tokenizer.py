@@ -85,8 +85,8 @@ def with_own_tokenizer(path: Path, data: DataConfig, model: ModelConfig) -> Data
             return replace(data, tokenizer_file=str(place))
     elif not prepared:
         raise UserError(
-            f"{path} has no tokenizer by which {_name(data)} becomes tokens; copy its tokenizer's files there, or name "
-            "the one that it was trained with: --data.tokenizer_file FILE, or --data.tokenizer gpt2"
+            f"{path} has no tokenizer by which {_name_data(data)} becomes tokens; copy its tokenizer's files there, or "
+            "name the one that it was trained with: --data.tokenizer_file FILE, or --data.tokenizer gpt2"
         )
     return data
 
@@ -97,7 +97,9 @@ def check_own_tokenizer(path: Path, data: DataConfig, ours: Tokenizer) -> bool:
     own = tokenizer_beside(path)
     if own is None or not ours.spells or own.is_same(ours):
         return True
-    told = f"{path} was trained with another tokenizer ({_told(own)}) than {_name(data)} has ({_told(ours)})"
+    told = (
+        f"{path} was trained with another tokenizer ({_describe(own)}) than {_name_data(data)} has ({_describe(ours)})"
+    )
     if data.other_tokenizer:
         say(f"{told}: its embeddings mean other tokens", warning=True)
         return False
@@ -110,11 +112,11 @@ def check_own_tokenizer(path: Path, data: DataConfig, ours: Tokenizer) -> bool:
     )
 
 
-def _name(data: DataConfig) -> str:
+def _name_data(data: DataConfig) -> str:
     return f"data.path={data.path}" if data.path else EMBEDDED
 
 
-def _told(tokenizer: Tokenizer) -> str:
+def _describe(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.name}, {tokenizer.vocab_size} tokens"
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
 from dtgpt.checkpoint.tokenizer import named_tokenizer, tokenizer_beside, tokenizer_place
 from dtgpt.commands.command import Command
@@ -20,6 +19,7 @@ from dtgpt.interop.hf.peft import save_peft
 from dtgpt.interop.megatron.export import export_notes, save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
+from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.config import ModelConfig, class_of
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
 from dtgpt.posttrain.lora.source import open_adapter

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from dtgpt.commands.command import HELP, Command
-from dtgpt.data.documents import Broken, InputFile
+from dtgpt.data.library_tokenizers.byte_level import SMALLEST
+from dtgpt.data.prepare.documents import InputFile
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks
 from dtgpt.data.prepare.target import check_not_read, folder_of
-from dtgpt.data.tokenizers.byte_level import SMALLEST
-from dtgpt.data.tokenizers.open import MOST, make_tokenizer
+from dtgpt.data.text import Broken
+from dtgpt.data.tokenizers.open import make_tokenizer
+from dtgpt.data.tokenizers.tokenizer import MOST
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds

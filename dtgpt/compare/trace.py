@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dtgpt.compare.torch_private import is_in_backward
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.build import Building, build
 from dtgpt.parallel.context_parallel.slices import mean_over_slices
 from dtgpt.train.trainer import Trainer
-from dtgpt.util.torch_private import is_in_backward
 
 ELEMENTS = 1 << 20  # of a tensor that are kept at most: those of the first samples of a micro-batch
 FP8_EPS = 2.0**-3  # of the narrower products of a run in fp8

@@ -1,15 +1,15 @@
 """Text -> token arrays (cached) -> batches, which are pure functions of (data, key, sample id).
 
-Sample i of a run is a window of T + 1 tokens whose place is drawn from (key, i) alone: the same sample under any
-number of devices, any micro-batch size and after a resume. Validation windows lie side by side and never change. A
-batch is read while the device computes the one before."""
+A run must see the same samples whatever its plan is and wherever it goes on, or its loss curve would change. Sample i
+of a run is a window of T + 1 tokens whose place is drawn from (key, i) alone: the same sample under any number of
+devices, any micro-batch size and after a resume. Validation windows lie side by side and never change. A batch is read
+while the device computes the one before."""
 
 import hashlib
 import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.file_array import Array, FileArray, load_or_make
+from dtgpt.data.cache import load_or_make
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_content, read_saved
-from dtgpt.data.tokenizers.tokenizer import SpecialNames, Tokenizer, check_opening, warn_of_split_names
+from dtgpt.data.tokenizers.tokenizer import Tokenizer, check_opening
 from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.ops.random.philox import fold
 from dtgpt.util.console import counted, say
@@ -103,8 +103,8 @@ class TextDataset(Dataset):
     """Tokens of both splits, and the tokenizer that made them."""
 
     tokenizer: Tokenizer
-    train: Array
-    valid: Array
+    train: np.ndarray
+    valid: np.ndarray
     source: str
     digest: str
     former_digest: str | None = None
@@ -118,7 +118,7 @@ class TextDataset(Dataset):
         return len(self.valid)
 
     def num_samples(self, part: Literal["train"] | Part, seq_length: int) -> int:
-        tokens = {"train": self.train, "valid": self.valid, "test": ()}[part]
+        tokens = {"train": self.train, "valid": self.valid, "test": self.valid[:0]}[part]
         return max(len(tokens) - 1, 0) // seq_length
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
@@ -195,8 +195,7 @@ def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
             made = open_tokenizer("gpt2", data.vocab_file, data.merge_file)
         else:
             made = named or make_tokenizer(data.tokenizer, trained_on, data.bpe_vocab_size)
-        names = SpecialNames(made).count(documents) if made.special_names else Counter()
-        warn_of_split_names(names, made, "dtgpt prepare --encode-special makes them these tokens")
+        made.warn_of_names(documents, "dtgpt prepare --encode-special makes them these tokens")
         tokens = {"train": made.encode_documents(train), "valid": made.encode_documents(valid)}
         return {"tokenizer.json": made.dumps(), **tokens}
 
@@ -213,7 +212,7 @@ def _contents(settings: dict[str, Any], documents: list[str]) -> list[str]:
     return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
 
 
-def _digest(tokenizer: Tokenizer, *parts: FileArray) -> str:
+def _digest(tokenizer: Tokenizer, *parts: np.ndarray) -> str:
     """Return the digest of the tokens for training and validation, and of what they mean."""
     digest = hashlib.sha256(b"".join([*tokenizer.ranks, f" {tokenizer.end_of_text}".encode()]))
     for tokens in parts:
@@ -235,20 +234,20 @@ def default_cache() -> Path:
         ) from None
 
 
-def _windows(tokens: Array, starts: np.ndarray, seq_length: int) -> Tensor:
+def _windows(tokens: np.ndarray, starts: np.ndarray, seq_length: int) -> Tensor:
     width = seq_length + 1
     found = tokens[(starts[:, None] + np.arange(width)).reshape(-1)]
     return torch.from_numpy(found.astype(np.int64).reshape(len(starts), width))
 
 
-def training_batch(tokens: Array, key: Tensor, sample_ids: Tensor, seq_length: int) -> Tensor:
+def training_batch(tokens: np.ndarray, key: Tensor, sample_ids: Tensor, seq_length: int) -> Tensor:
     """Return windows int64 `[B, seq_length + 1]` of the samples `sample_ids [B]`, for the `key [2]` of a run."""
     low, high = fold(key, sample_ids).unbind(-1)
     draw = (high << 31) ^ low  # 63 bits: uniform over any text
     return _windows(tokens, (draw % (len(tokens) - seq_length)).numpy(), seq_length)
 
 
-def held_out_batches(tokens: Array, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+def held_out_batches(tokens: np.ndarray, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
     """Yield the first `max_samples` windows side by side, int64 `[B, seq_length + 1]` with B = batch_size or less."""
     count = min(max(len(tokens) - 1, 0) // seq_length, max_samples)
     for first in range(0, count, batch_size):

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import Dataset, load_dataset
-from dtgpt.data.tokenizers.open import check_named_once
+from dtgpt.data.tokenizers.open import check_named_once, makes
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.ops.random.philox import fold, root_key
@@ -57,6 +57,11 @@ class DataFormat:
     def check_text(self, data: DataConfig, path: str, model: Path | None) -> None:
         """Raise UserError for the `path` of the data, which no format takes, but which is no plain text either: with
         what makes data of it. model: where the weights, and so the vocabulary, are from."""
+
+    def documents(self, path: str, json_key: str) -> Iterator[str] | None:
+        """Return the documents of the file `path`, where it holds several in a way that this format reads: the texts
+        under `json_key`, where they have keys. Raise UserError where one of them is damaged."""
+        return None
 
     def unpacked(self, file: BufferedReader, name: str) -> Iterator[bytes] | None:
         """Return the text in a `file`, which is at its beginning, in pieces, where this format knows how it may be
@@ -103,7 +108,8 @@ def with_tokenizer(data: DataConfig, vocab_size: int) -> DataConfig:
         return data
     if format_of(data.path) is not None:  # otherwise the one that is saved with the files, once they are opened
         return replace(data, tokenizer="gpt2") if data.vocab_file else data
-    return replace(data, tokenizer="gpt2" if data.path and vocab_size >= GPT2_124M.vocab_size else "bpe")
+    wanted: Literal["gpt2", "bpe"] = "gpt2" if data.path and vocab_size >= GPT2_124M.vocab_size else "bpe"
+    return replace(data, tokenizer=wanted) if makes(wanted) else replace(data, tokenizer="bytes")
 
 
 def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> None:
@@ -181,7 +187,7 @@ def check_ends(data: DataConfig, tokenizer: Tokenizer) -> None:
 def check_counted(dataset: Dataset, samples: int, seq_length: int, seed: int) -> None:
     """Raise UserError where all tokens of so many samples are ends of text, after which nothing counts."""
     end = dataset.tokenizer.end_of_text
-    assert end is not None  # as `check_ends` found
+    assert end is not None  # `check_ends` has refused the option for other tokenizers
     key = fold(root_key(seed), "data")
     for first in range(0, samples, LOOKED_AT):  # of which the first ones say so for nearly all texts
         windows = dataset.windows(torch.arange(first, min(first + LOOKED_AT, samples)), seq_length, key)

@@ -1,24 +1,61 @@
-"""Text to train on: a file of the user's, or the text that every Python installation carries."""
+"""Text to train on: a file that is one document, or the text that every Python installation carries.
+
+Files of others are rarely what they should be: bytes that are not UTF-8, a table under a wrong name, nothing at all.
+What is no text becomes a sentence with the file and the line. Lines of JSON, and what is compressed, are read by
+formats of capabilities (`data/open.py`)."""
 
 import os
 from collections.abc import Iterator
 from io import BufferedReader
+from typing import NamedTuple
 
-from dtgpt.data.documents import (
-    BLOCK,
-    Broken,
-    Document,
-    InputFile,
-    json_document,
-    parsed_lines,
-    whole_lines,
-    whole_text,
-)
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 
 EMBEDDED = "the manual texts of pydoc_data.topics"
 SUFFIXES = (".txt", ".jsonl")
+BLOCK = 1 << 20  # bytes
+LONGEST_TEXT = 1 << 30  # bytes of a text that is one document
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Broken(NamedTuple):
+    """A line that is not a document."""
+
+    source: str
+    line: int  # from 1
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}, line {self.line}: {self.reason}"
+
+
+def whole_text(name: str, pieces: Iterator[bytes]) -> str | Broken:
+    """Return the text of a file that is one document. Raise UserError where it is too long for one."""
+    held = bytearray()
+    for piece in pieces:
+        held += piece
+        if len(held) > LONGEST_TEXT:
+            raise UserError(
+                f"{name} is longer than {LONGEST_TEXT >> 20} MiB, too long for one document; cut it into several "
+                "files, or let dtgpt prepare read it with --txt line"
+            )
+    data = held.removeprefix(BYTE_ORDER_MARK) if held.startswith(BYTE_ORDER_MARK) else held
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = count_lines(bytes(data[: error.start])) + 1
+        return Broken(name, line, f"not UTF-8 (byte {error.start + 1} of the file)")
+
+
+def count_lines(data: bytes) -> int:
+    """Return the number of line ends in `data`."""
+    return data.count(b"\n") + (data.count(b"\r") - data.count(b"\r\n") if b"\r" in data else 0)
+
+
+def paired(text: str) -> str:
+    """Return the text with U+FFFD for halves of surrogate pairs, which a JSON string may escape."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def read_documents(path: str | None, json_key: str) -> list[str]:
@@ -51,34 +88,27 @@ def _read_file(path: str, json_key: str) -> Iterator[str]:
             f"data.path={path} does not exist; give a {' or '.join(SUFFIXES)} file, or leave data.path out "
             f"to train on {EMBEDDED}"
         )
-    if not os.path.isfile(path) or not path.endswith(SUFFIXES):
+    if os.path.isfile(path) and path.endswith(".txt"):
+        return iter([_read_text(path)])
+    read = (form.documents(path, json_key) for form in seams.listed("datasets") if os.path.isfile(path))
+    if (documents := next(filter(None, read), None)) is None:
         raise UserError(f"data.path={path} is not a text file that dtgpt reads; give a {' or '.join(SUFFIXES)} file")
-    for found in _documents(InputFile(path, "txt" if path.endswith(".txt") else "jsonl"), json_key):
-        if isinstance(found, Broken):
-            raise UserError(
-                f"data.path={found}; each line of a .jsonl must be a JSON object with a text under "
-                "--data.json_key, in UTF-8 (which iconv -f ENCODING -t UTF-8 converts to)"
-            )
-        yield from found[json_key]
+    return documents
 
 
-def _documents(source: InputFile, key: str) -> Iterator[Document | Broken]:
+def _read_text(path: str) -> str:
     try:
-        with open(source.path, "rb") as file:
-            pieces = _pieces(file, source.path)
-            if source.kind == "txt":
-                yield whole_text(source, pieces, (key,))
-                return
-            for first, data in whole_lines(source, pieces):
-                yield from parsed_lines(source, first, data, lambda line: json_document(line, (key,)))
+        with open(path, "rb") as file:
+            found = whole_text(path, _pieces(file, path))
     except OSError as error:
-        raise UserError(
-            f"the input {source.path} cannot be read: {error.strerror}; check its path and permissions"
-        ) from None
+        raise UserError(f"the input {path} cannot be read: {error.strerror}; check its path and permissions") from None
+    if isinstance(found, Broken):
+        raise UserError(f"data.path={found}; a text must be in UTF-8, which iconv -f ENCODING -t UTF-8 converts to")
+    return found
 
 
 def _pieces(file: BufferedReader, name: str) -> Iterator[bytes]:
-    """Return the content of a file, or what a format of a capability (see `data.open`) makes of it: it may be
+    """Return the content of a file, or what a format of a capability makes of it: it may be
     compressed."""
     unpacked = (form.unpacked(file, name) for form in seams.listed("datasets"))
     return next(filter(None, unpacked), None) or iter(lambda: file.read(BLOCK), b"")

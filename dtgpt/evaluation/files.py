@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dtgpt.data.documents import BYTE_ORDER_MARK, paired
 from dtgpt.data.prepare.compressed import SUFFIXES, decompressed
+from dtgpt.data.prepare.documents import present
 from dtgpt.data.prepare.inputs import check_not_csv
+from dtgpt.data.text import BYTE_ORDER_MARK, paired
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import UserError, remedy, shown
-from dtgpt.util.storage import open_regular, parse_json, present
+from dtgpt.util.storage import open_regular, parse_json
 
 LARGEST = 1 << 30  # bytes of a file, unpacked
 JSON = (".jsonl", ".ndjson", ".json")

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dtgpt.data.documents import paired
+from dtgpt.data.text import paired
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import fitted
 from dtgpt.evaluation.files import DataFile, Entry, json_records, lines_of

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dtgpt.data.library_tokenizers.base import encode_spans
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.prompts import check_ids, check_length
 from dtgpt.models.config import ModelConfig
@@ -33,7 +34,7 @@ class ChatPrompts:
         if left():
             raise UserError("nobody waits for the chat any more; ask again")
         check_kept(messages, text)
-        return check_ids(self._tokenizer.encode_spans(text, [])[0], self._config)
+        return check_ids(encode_spans(self._tokenizer, text, [])[0], self._config)
 
     def close(self) -> None:
         """End the template's process."""

@@ -24,7 +24,7 @@ from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
-from dtgpt.util.matmul import without_split_k
+from dtgpt.util.torch_private import without_split_k
 
 # Rows of steps that are so short that one graph holds all of a round: else the time between graphs would show.
 ROWS_OF_SHORT_STEPS = 8

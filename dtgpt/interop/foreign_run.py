@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dtgpt.checkpoint.load import check_optimizer, check_same_model, fill, taken
+from dtgpt.checkpoint.load import check_optimizer, check_same_model, fill_shards, states_to_fill
 from dtgpt.checkpoint.open import ForeignRun, dimensions
 from dtgpt.config.overrides import replace_values, value_text
 from dtgpt.config.recipe import Recipe
@@ -97,7 +97,7 @@ class TrainingSource(Source, ForeignRun):
 
         def load(shard: Shard) -> None:
             shard.local.copy_(self.read(shard.name, shard.region))
-            for moment, tensor in taken(optimizer, shard, self.optimizer):
+            for moment, tensor in states_to_fill(optimizer, shard, self.optimizer):
                 tensor.copy_(self.read_moment(shard.name, moment, shard.region))
 
-        fill(shards, load, threads=1)
+        fill_shards(shards, load, threads=1)

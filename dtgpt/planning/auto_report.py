@@ -1,10 +1,11 @@
 """The report of `dtgpt plan --plan auto`: plans by the time of a step, and why others lost."""
 
 from dtgpt.config.execution import Settings
+from dtgpt.planning.columns import aligned, short_duration
 from dtgpt.planning.gpus import GIB, Gpu
 from dtgpt.planning.search import Candidate, Ranking, why_slower
 from dtgpt.planning.step_time import left_out
-from dtgpt.util.console import aligned, counted, hanging, short_duration
+from dtgpt.util.console import counted, hanging
 
 
 def describe_ranking(ranking: Ranking, gpu: Gpu, number: int) -> list[str]:

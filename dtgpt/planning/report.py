@@ -3,6 +3,7 @@
 from dtgpt.config.execution import Settings
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.transport import GPUS_OF_HOST
+from dtgpt.planning.columns import short_duration
 from dtgpt.planning.fit import (
     fits_into,
     largest_micro_batch,
@@ -16,7 +17,7 @@ from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.step_time import StepTime, left_out, step_time
 from dtgpt.planning.traffic import bubble, collectives_of
-from dtgpt.util.console import byte_size, counted, hanging, parameters, short_duration
+from dtgpt.util.console import byte_size, counted, hanging, parameters
 
 SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 columns
 

@@ -16,7 +16,7 @@ from dtgpt.ops.serve import split_backward
 from dtgpt.parallel.build import recomputed
 from dtgpt.planning.alive import Alive
 from dtgpt.planning.meta_block import BlockKind, make_block, make_input
-from dtgpt.util.torch_private import backward_of_inputs, backward_of_weights
+from dtgpt.planning.torch_private import backward_of_inputs, backward_of_weights
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
+from dtgpt.planning.columns import aligned, short_duration
 from dtgpt.planning.fit import fits_into, longest_sequence
 from dtgpt.planning.gpus import GIB, Gpu
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.step_time import left_out, step_time
 from dtgpt.planning.traffic import bubble, sent_bytes
-from dtgpt.util.console import aligned, byte_size, hanging, parameters, short_duration
+from dtgpt.util.console import byte_size, hanging, parameters
 
 
 @dataclass(frozen=True)

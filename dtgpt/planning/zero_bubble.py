@@ -9,7 +9,7 @@ from dtgpt.models.roles import MATRICES, Role
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.activations import block_activations, block_work, residual_bytes, split_sizes
 from dtgpt.planning.held import Held, Moment, columns_of_logits, rows_of_logits
-from dtgpt.util.torch_private import zero_bubble_order
+from dtgpt.planning.torch_private import zero_bubble_order
 
 TABLES = (Role.VOCABULARY, Role.POSITIONS)
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from dtgpt.checkpoint.export import describe_model
 from dtgpt.checkpoint.load import check_same_model, load_training, load_weights
-from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
+from dtgpt.checkpoint.manifest import Checkpoint, describe_model, list_checkpoints, step_of
 from dtgpt.checkpoint.open import open_source
 from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.execution import Settings

@@ -1,4 +1,8 @@
-"""Output for the user's terminal."""
+"""Output for the user's terminal, of which nothing may end a run.
+
+A terminal may be closed, a pipe's reader gone, a disk full, an encoding too small, and texts of others may have
+characters that a terminal obeys. Hence everything that a run says goes through `say` and its kin: rank 0 alone prints,
+each line is visible and in one piece, and what cannot be written is dropped."""
 
 import errno
 import os
@@ -6,7 +10,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
@@ -58,9 +62,12 @@ def hanging(line: str, indent: int) -> str:
     A longer word, such as a path, is not broken."""
     width = max(indent + 20, shutil.get_terminal_size().columns)
     wrapper = textwrap.TextWrapper(
-        width, subsequent_indent=" " * indent,
-        break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
-    )  # fmt: skip
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
     return wrapper.fill(line)
 
 
@@ -90,21 +97,6 @@ def duration(seconds: float) -> str:
     if hours < 1:
         return f"{minutes}m {seconds % 60:02d}s"
     return f"{hours}h {minutes % 60:02d}m" if days < 1 else f"{days}d {hours % 24:02d}h"
-
-
-def short_duration(seconds: float) -> str:
-    """Return the time of a step for people: `75.8 ms` or `14.03 s`."""
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
-
-
-def aligned(rows: list[list[str]], words: Collection[int] = (0,)) -> list[str]:
-    """Return the rows of a table as lines, with one blank between columns. words: the columns that stand left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = enumerate(zip(row, widths, strict=True))
-        lines.append(" ".join(cell.ljust(n) if i in words else cell.rjust(n) for i, (cell, n) in cells).rstrip())
-    return lines
 
 
 def prepare_streams() -> None:

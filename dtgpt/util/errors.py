@@ -1,4 +1,7 @@
-"""The exception whose message a user reads, how foreign values look in it, and remedies of system errors."""
+"""The exception whose message a user reads, how foreign values look in it, and remedies of system errors.
+
+Whatever goes wrong by what a user gave is one sentence: the value, the rule, the remedy. The value may be of a file
+that somebody else wrote, so it is shown short and printable, whatever it is."""
 
 import builtins
 import difflib
@@ -115,6 +118,7 @@ def shown(value: Any) -> str:
 
 
 def shown_name(value: Any) -> str:
-    """Return a foreign name, or another text, without quotes where it is short and printable; else as `shown`."""
+    """Return a foreign name, or another text, without quotes where it is short and printable; else
+    shortened, as Python writes it."""
     plain = isinstance(value, str) and len(value) <= MOST_SHOWN and value.isprintable()
     return value if plain else shown(value)

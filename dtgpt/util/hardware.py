@@ -1,5 +1,8 @@
 """Facts of this machine: devices, their peak FLOP/s and memory, compilers, the allocator of the C library, versions,
-and the source revision."""
+and the source revision.
+
+A run says which machine it was on, so that its speed can be judged and its numbers be had again, and what this machine
+cannot do is told before a model is built. The other files take a `torch.device`, and ask here."""
 
 import ctypes
 import functools
@@ -31,11 +34,30 @@ TRITON = importlib.util.find_spec("triton") is not None
 # Dense peak of 16-bit floats in FLOP/s by the vendors' data sheets, by words of the name that CUDA reports, as regular
 # expressions; the first match counts.
 PEAK_FLOPS = {
-    "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-    "H100": 989e12, "H800 PCIe": 756e12, "H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12,
-    "A30": 165e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "V100S": 130e12, "V100-PCIE": 112e12,
-    "V100-SXM[23]": 125e12, "T4": 65e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
-}  # fmt: skip
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100S": 130e12,
+    "V100-PCIE": 112e12,
+    "V100-SXM[23]": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
 
 SIXTEEN_BITS, FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)  # least compute capabilities: of bf16, of fp8, of TMA
 
@@ -86,7 +108,8 @@ def below_ampere(device: torch.device, dtype: torch.dtype, attention: str, dropo
 def what_runs_on(
     name: str, capability: tuple[int, int], dtype: torch.dtype, attention: str, dropout: float
 ) -> str | None:
-    """Return as `below_ampere` does, for a GPU that need not exist."""
+    """Return what to use on a GPU of this name and compute capability, which need not be here; None where nothing
+    better is known. dtype: of activations."""
     if capability >= SIXTEEN_BITS:
         return None
     wanted = ["--precision fp16"] if dtype == torch.bfloat16 else []
@@ -171,26 +194,16 @@ def why_no_compiler(device: torch.device) -> str | None:
     return None
 
 
-_beside_allocator = 0  # bytes
-
-
-def count_memory(tensor: Tensor) -> None:
-    """Count in `peak_memory`, as long as the tensor lives, its memory, of which PyTorch's allocator does not know."""
-    global _beside_allocator
-
-    def forget(size: int) -> None:
-        global _beside_allocator
-        _beside_allocator -= size
-
-    _beside_allocator += tensor.nbytes
-    weakref.finalize(tensor, forget, tensor.nbytes)
+# Memory of which PyTorch's allocator does not know: tensors by their ids, as long as they live.
+beside_allocator: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 def peak_memory(device: torch.device) -> float:
     """Return the largest use so far in GiB: of the allocator on CUDA, and memory outside it that is counted; resident
     memory on a CPU."""
     if device.type == "cuda":
-        return (torch.cuda.max_memory_allocated(device) + _beside_allocator) / 2**30
+        beside = sum(tensor.nbytes for tensor in beside_allocator.values())
+        return (torch.cuda.max_memory_allocated(device) + beside) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
@@ -219,8 +232,17 @@ def keep_freed_memory() -> None:
 
 
 PACKAGES = (
-    "dtgpt", "torch", "numpy", "einops", "safetensors", "tensorboard", "tiktoken", "tokenizers", "triton", "wandb",
-)  # fmt: skip
+    "dtgpt",
+    "torch",
+    "numpy",
+    "einops",
+    "safetensors",
+    "tensorboard",
+    "tiktoken",
+    "tokenizers",
+    "triton",
+    "wandb",
+)
 
 
 def package_versions() -> dict[str, str]:

@@ -1,4 +1,8 @@
-"""Files and folders that are never half written, and never written through a link that somebody else has put there."""
+"""Files and folders that are never half written, and never written through a link that somebody else has put there.
+
+A process may be killed at any instruction, a disk may be full, a machine may lose its power. So a file is written under
+another name, synced, and renamed: its own name never stands for half of it. What a killed process leaves has a name by
+which the next one knows and removes it. Files to read may be FIFOs, devices, or endless: they are refused before."""
 
 import errno
 import fcntl
@@ -9,7 +13,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -37,7 +41,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path, largest: int = LARGEST_JSON) -> bytes:
-    """Return the content of a regular file. Raises OSError as `open_regular` does, and above `largest` bytes."""
+    """Return the content of a regular file. Raises OSError where `path` is none, or has more than `largest` bytes."""
     with open_regular(path) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
@@ -56,12 +60,6 @@ def parse_json(text: str | bytes) -> Any:
         if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
             raise
         raise ValueError("it has an integer of too many digits") from None
-
-
-def present(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of an object that are not null, as `object_pairs_hook` of `json.loads`: tables such as Parquet
-    give each row every field, and null where the row has none."""
-    return {name: value for name, value in fields if value is not None}
 
 
 def read_json(path: Path, advice: str, largest: int = LARGEST_JSON) -> Any:
@@ -113,6 +111,8 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         with create_file(temporary) as file:
             yield file
+            # The content is on the disk before the name, and the name before this returns: after a loss of power there
+            # is the old file or the new one, and none that is empty.
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -193,33 +193,6 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         sync_path(folder.parent)
     finally:
         remove_tree(partial)
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Do what `atomic_folder` does for a folder that the user asked for: raise UserError instead of OSError, also where
-    another process writes it, and remove what a killed one left of it."""
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"), remove=True)
-    try:
-        _check_new(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with lock:
-            _check_new(folder)  # again: another process may just have written it
-            for left in [] if lock.problem else leftovers_of(folder):
-                remove_tree(left)
-            with atomic_folder(folder) as partial:
-                yield partial
-    except Held as held:
-        raise UserError(f"{folder} is being written by {held}; wait for it or end it, or give another path") from None
-    except OSError as error:
-        # A library that reports a full disk in its own words gives no number.
-        advice = remedy(error, "check the disk" if error.errno else "free space there")
-        raise UserError(f"{folder} cannot be written ({error}); {advice}, or give another path") from None
-
-
-def _check_new(folder: Path) -> None:
-    if os.path.lexists(folder):
-        raise UserError(f"{folder} exists already; give another path")
 
 
 class Held(Exception):

@@ -1,4 +1,7 @@
-"""Work for several threads, also where the system refuses to start any."""
+"""Work for several threads, also where the system refuses to start any.
+
+Machines of many users limit the threads of each. Python's own executors put work into their queue before they start a
+thread for it: where that fails, nobody knows whether the work will be done."""
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future

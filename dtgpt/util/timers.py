@@ -1,4 +1,8 @@
-"""Timers of the parts of a training step. With CUDA they are pairs of events, read when the device has passed them."""
+"""Timers of the parts of a training step.
+
+A GPU works behind the program that queues its work, so a clock of the host would measure the queueing, and to wait for
+the device would stop what is measured. With CUDA a timer is a pair of events, which are read when the device has passed
+them."""
 
 import time
 from collections import defaultdict, deque

@@ -240,7 +240,7 @@ def test_a_checkpoint_of_an_older_format_is_read(recipe, run, monkeypatch):
 @pytest.mark.parametrize("version", [0, -1, True, "2", None, 1.5])
 def test_a_format_that_is_no_number_is_damage(run, version):
     change_state(run / "checkpoints" / NEW, {"version": version})
-    with pytest.raises(Damaged, match="of its format is no number from 1 on"):
+    with pytest.raises(Damaged, match=r"of its format, version=.* must be a whole number from 1 on"):
         Checkpoint(run / "checkpoints" / NEW)
 
 

@@ -192,7 +192,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(reci
 
 def test_nobody_waits_for_a_report_in_a_folder_that_is_gone(tmp_path):
     """The other rank wrote it, and then the run was moved away with it."""
-    waiting = SimpleNamespace(mesh=SimpleNamespace(posted=lambda name: None), _patience=math.inf, _end=math.inf)
+    waiting = SimpleNamespace(mesh=SimpleNamespace(posted=lambda name: None), _alone_at=math.inf, _late_at=math.inf)
     with pytest.raises(UserError, match="gone was moved or removed"):
         Saver._report(waiting, tmp_path / "gone", 1)
 

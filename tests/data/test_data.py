@@ -16,12 +16,12 @@ import tiktoken
 import torch
 
 from dtgpt.config.sections import DataConfig
+from dtgpt.data.cache import load_or_make
 from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
-from dtgpt.data.file_array import load_or_make
+from dtgpt.data.library_tokenizers.byte_level import PATTERN
 from dtgpt.data.open import check_data
 from dtgpt.data.prepare.inputs import find_sources
 from dtgpt.data.text import read_documents, split_documents
-from dtgpt.data.tokenizers.byte_level import PATTERN
 from dtgpt.data.tokenizers.open import make_tokenizer, read_saved
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util.errors import UserError
@@ -128,14 +128,14 @@ FILLER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from dtgpt.data import file_array
+from dtgpt.data import cache
 real = np.save
 def slow(*arguments, **options):
     real(*arguments, **options)
     print("half", flush=True)
     sys.stdin.readline()
-file_array.np.save = slow
-file_array.load_or_make(Path(sys.argv[1]), "the tokens", lambda: {"a": np.arange(9), "b": np.arange(8)})
+cache.np.save = slow
+cache.load_or_make(Path(sys.argv[1]), "the tokens", lambda: {"a": np.arange(9), "b": np.arange(8)})
 """
 
 
@@ -316,9 +316,10 @@ def test_a_full_disk_under_the_cache_is_told_as_such(tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_names_of_special_tokens_in_a_text_are_told(tmp_path, capsys):
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_names_of_special_tokens_in_a_text_are_told(tmp_path, capsys, tokenizer):
     (tmp_path / "t.txt").write_text("a<|endoftext|>b" * 30)
-    load(tmp_path / "t.txt", tmp_path, tokenizer="bytes")
+    load(tmp_path / "t.txt", tmp_path, tokenizer=tokenizer, bpe_vocab_size=300)
     assert "30 names of special tokens" in capsys.readouterr().err
 
 

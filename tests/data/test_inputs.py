@@ -13,11 +13,11 @@ import tracemalloc
 
 import pytest
 
-from dtgpt.data import documents
-from dtgpt.data.documents import Broken, InputFile
-from dtgpt.data.prepare import compressed, inputs
+from dtgpt.data.prepare import compressed, documents, inputs
 from dtgpt.data.prepare.compressed import decompressed
+from dtgpt.data.prepare.documents import InputFile
 from dtgpt.data.prepare.inputs import find_sources, read_blocks, total_bytes
+from dtgpt.data.text import Broken
 from dtgpt.util.errors import UserError
 
 TEXTS = ["Grüße, 世界! 🎈\u2028 end", "two\nlines\r\n", "", '"quoted", a', "<|endoftext|>"]
@@ -152,7 +152,7 @@ def test_lines_may_end_as_they_like(tmp_path, small_blocks):
 
 @pytest.mark.parametrize("block, piece", [(1, 1), (7, 5), (1 << 20, 1 << 18)])
 def test_lines_end_where_pythons_text_files_end_them(tmp_path, monkeypatch, block, piece):
-    monkeypatch.setattr("dtgpt.data.documents.BLOCK", block)
+    monkeypatch.setattr("dtgpt.data.prepare.documents.BLOCK", block)
     monkeypatch.setattr("dtgpt.data.prepare.compressed.PIECE", piece)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\r{"text": "b"}\r\n\r\r\n{"text": \r\n\n{"text": "c\xc2\x85\x1c"}\r')
@@ -371,7 +371,7 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path, packed):
 
 def test_a_line_or_text_beyond_all_bounds_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "LONGEST", 3 << 20)
-    monkeypatch.setattr(documents, "LONGEST_TEXT", 3 << 20)
+    monkeypatch.setattr("dtgpt.data.text.LONGEST_TEXT", 3 << 20)
     with pytest.raises(UserError, match=r"a\.jsonl\.gz, line 1 or later: longer than 3 MiB"):
         texts_of([bomb(".gz", tmp_path / "a.jsonl.gz", 8 << 20, b"a")])
     with pytest.raises(UserError, match=r"a\.txt\.gz is longer than 3 MiB, too long for one document; .*--txt line"):

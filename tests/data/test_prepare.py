@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.data.library_tokenizers.base import SpecialNames
+from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.prepare import job
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.prepare.pool import ordered_map
-from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.data.tokenizers.open import make_tokenizer
-from dtgpt.data.tokenizers.tokenizer import SpecialNames
 from dtgpt.util.errors import UserError
 from tests.support.prepared import leftovers, run, words_of
 from tests.support.vocabularies import DATA, cut_by_pattern, gpt2_files, sentencepiece_model
@@ -55,7 +55,7 @@ def test_the_bytes_are_those_of_megatron(tmp_path, gpt2, expected, workers):
 
 
 def test_the_order_of_the_inputs_is_kept_by_any_number_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtgpt.data.documents.BLOCK", 5000)
+    monkeypatch.setattr("dtgpt.data.prepare.documents.BLOCK", 5000)
     rng = random.Random(1)
     documents = [{"text": f"{i}:" + "ä🙂x"[i % 3] * rng.randrange(2000)} for i in range(600)]
     expected = [d["text"] for d in documents]

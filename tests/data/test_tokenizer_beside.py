@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from dtgpt.data.library_tokenizers.meta_pickle import read_meta
+from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.megatron.indexed import bin_path, idx_path, tokenizer_path
 from dtgpt.data.megatron.paths import is_prepared
 from dtgpt.data.prepare.job import PrepareConfig, join_datasets, prepare
-from dtgpt.data.tokenizers.char import Char, Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
+from dtgpt.data.tokenizers.tokenizer import Char
 from dtgpt.inference.load import load
 from dtgpt.run.records import read_records
 from dtgpt.train.loop import train

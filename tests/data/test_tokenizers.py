@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dtgpt.data.library_tokenizers.bpe_files import from_merges
+from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel, letter_bytes
 from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.library_tokenizers.libraries import TokenizerJson
-from dtgpt.data.tokenizers.byte_level import ByteLevel, letter_bytes
 from dtgpt.data.tokenizers.open import (
     make_tokenizer,
     open_tokenizer,
@@ -454,8 +454,7 @@ def test_messages_name_the_files_of_a_tokenizer():
 
 def test_a_run_of_marks_is_brought_into_its_normal_form_in_linear_time():
     """Python sorts combining marks by insertion; two seconds for 40,000 of them, and a minute for a megabyte."""
-    gpt2 = make_tokenizer("bytes", [], 0)
-    tokenizer = ByteLevel("composed", gpt2.pattern, gpt2.ranks, composed=True)
+    tokenizer = ByteLevel("composed", PATTERN, make_tokenizer("bytes", [], 0).ranks, composed=True)
     draw = random.Random(1)
     marks = "\u0301\u0316\u0344\u0f73\u0f71\u3099\u05b0é가\u1100\u1161→☃"
     for size in (10, 100, 300):

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.open import open_source
 from dtgpt.cli import main
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.evaluation.wikitext import detokenize
 from dtgpt.inference.finite import LOGITS
 from dtgpt.interop.inspect import model_digest
+from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key

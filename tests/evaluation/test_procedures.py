@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dtgpt.data.library_tokenizers.files import from_files
-from dtgpt.data.tokenizers.char import Ids
+from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.evaluation import lambada, wikitext
 from dtgpt.evaluation.batches import Sample

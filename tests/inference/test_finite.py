@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.checkpoint.export import save_weights
 from dtgpt.commands.generated import converse
 from dtgpt.config.plan import Plan
 from dtgpt.data.tokenizers.open import make_tokenizer
@@ -20,6 +19,7 @@ from dtgpt.inference.request import NOT_FINITE, Event, Request
 from dtgpt.inference.sampling import Sampling, SpecialIds
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.interop.hf.model import save_huggingface
+from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.checkpoint.export import save_weights
 from dtgpt.cli import main
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import parse_plan
@@ -19,6 +18,7 @@ from dtgpt.inference.commands import Read
 from dtgpt.inference.memory import bytes_per_slot
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
+from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig

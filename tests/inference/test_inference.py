@@ -8,7 +8,7 @@ import dtgpt
 from dtgpt.checkpoint.open import open_source
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.data.tokenizers.byte_level import ByteLevel
+from dtgpt.data.library_tokenizers.byte_level import ByteLevel
 from dtgpt.inference import load as loading
 from dtgpt.inference.load import notes_on
 from dtgpt.inference.prompts import tokenizer_of

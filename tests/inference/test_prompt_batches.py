@@ -25,7 +25,7 @@ from dtgpt.inference.scheduler import PromptChunk
 from dtgpt.inference.step import Step
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.console import stderr_dropped
-from dtgpt.util.matmul import without_split_k
+from dtgpt.util.torch_private import without_split_k
 from tests.support import bodies_engine as bodies
 from tests.support.other_architecture import GroupedConfig, OtherConfig
 from tests.support.ranks import pool

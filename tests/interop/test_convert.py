@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import dtgpt.checkpoint.export
+import dtgpt.interop.weights_alone
 from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.manifest import Checkpoint, step_folder
 from dtgpt.checkpoint.open import open_source
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_weights_is_whole_and_says_where_they_came_from(run, con
 
 
 def test_a_large_model_is_written_in_files_of_a_limited_size(run, convert, tmp_path, monkeypatch):
-    monkeypatch.setattr(dtgpt.checkpoint.export, "FILE_LIMIT", 20_000)
+    monkeypatch.setattr(dtgpt.interop.weights_alone, "FILE_LIMIT", 20_000)
     convert(run, tmp_path / "ours")
     assert len(list((tmp_path / "ours").glob("weights-00000-*.safetensors"))) > 3
     assert same(weights_of(run), weights_of(tmp_path / "ours")) and Checkpoint(tmp_path / "ours").problem() is None
@@ -220,7 +220,7 @@ def test_a_damaged_checkpoint_is_not_converted(run, tmp_path, capsys, to):
 
 @pytest.mark.parametrize("failure, code", [(OSError(28, "No space left on device"), 2), (KeyboardInterrupt(), 130)])
 def test_a_conversion_that_fails_half_way_leaves_nothing(run, tmp_path, monkeypatch, capsys, failure, code):
-    write, there = dtgpt.checkpoint.export.write_file, []
+    write, there = dtgpt.interop.weights_alone.write_file, []
 
     def third_fails(path, pieces, data):
         if len(there) == 2:
@@ -229,8 +229,8 @@ def test_a_conversion_that_fails_half_way_leaves_nothing(run, tmp_path, monkeypa
         there.append(path)
         return write(path, pieces, data)
 
-    monkeypatch.setattr(dtgpt.checkpoint.export, "FILE_LIMIT", 20_000)
-    monkeypatch.setattr(dtgpt.checkpoint.export, "write_file", third_fails)
+    monkeypatch.setattr(dtgpt.interop.weights_alone, "FILE_LIMIT", 20_000)
+    monkeypatch.setattr(dtgpt.interop.weights_alone, "write_file", third_fails)
     before = files_in(tmp_path)
     capsys.readouterr()
     stopped, out, err = in_process(["convert", run, tmp_path / "out"], capsys)

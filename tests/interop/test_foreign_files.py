@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.open import open_source
 from dtgpt.checkpoint.shard_file import Damaged
@@ -19,6 +18,7 @@ from dtgpt.data.dataset import load_dataset
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.inspect import inspect
+from dtgpt.interop.weights_alone import save_weights
 from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
 from tests.interop.test_interop_foreign import checkpoint, llmc_file

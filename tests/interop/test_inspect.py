@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.open import open_source
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.inspect import inspect as inspect_path
+from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError

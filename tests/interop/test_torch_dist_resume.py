@@ -14,7 +14,7 @@ from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.open import open_training
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
-from dtgpt.data.tokenizers.char import Char
+from dtgpt.data.tokenizers.tokenizer import Char
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import parameter_shapes

@@ -20,9 +20,9 @@ from dtgpt.planning.activations import block_activations, block_work, split_size
 from dtgpt.planning.alive import Alive
 from dtgpt.planning.allocator import MIB, padding
 from dtgpt.planning.meta_block import BlockKind, make_block, make_input
+from dtgpt.planning.torch_private import backward_of_inputs, backward_of_weights
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.setup import open_trainer
-from dtgpt.util.torch_private import backward_of_inputs, backward_of_weights
 
 MODEL = GPT2Config(num_layers=4, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257, dropout=0.0)
 LLAMA = LlamaConfig(

@@ -14,17 +14,17 @@ from tests.support.core import ROOT
 from tests.support.deleted import RECORD, copy_tests, delete, run_core_tests
 
 ALL = [name for name, _ in CAPABILITIES]
-# The model and the text of recipes/gpt2_tiny.py, whose optimizer is a capability.
+# The model and the text of recipes/gpt2_tiny.py, whose optimizer and tokenizer are capabilities.
 TINY = """
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.sections import LogConfig, OptimizerConfig
+from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 
 def recipe():
     return Recipe(
         name="tiny", model=GPT2Config(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=1024),
         optimizer=OptimizerConfig(lr=1e-3), steps=3, micro_batch_size=4, global_batch_size=8, device="cpu",
-        log=LogConfig(interval=1, eval_samples=8, sample_tokens=4),
+        data=DataConfig(tokenizer="char"), log=LogConfig(interval=1, eval_samples=8, sample_tokens=4),
     )
 """
 # Train in a copy of the package without some capabilities, in a child that has torch loaded already.

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 
-from dtgpt.data.tokenizers.byte_level import ByteLevel
+from dtgpt.data.library_tokenizers.byte_level import ByteLevel
 from dtgpt.serve import body as body_module
 from dtgpt.serve.access import client_of, host_name
 from dtgpt.serve.app import make_app

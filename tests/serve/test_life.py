@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtgpt.checkpoint.export import save_weights
 from dtgpt.cli import main
 from dtgpt.data.tokenizers.open import make_tokenizer
+from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtgpt.data.tokenizers.char import Ids
+from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.inference.completion import Score
 from dtgpt.inference.prompts import special_ids

@@ -2,8 +2,8 @@
 
 import pytest
 
+from dtgpt.data.library_tokenizers.byte_level import ByteLevel
 from dtgpt.data.library_tokenizers.files import from_files
-from dtgpt.data.tokenizers.byte_level import ByteLevel
 from dtgpt.serve.app import make_app
 from dtgpt.serve.tokens import describe
 from tests.support.model_by_rules import model_by_rules

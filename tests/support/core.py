@@ -40,10 +40,10 @@ CORE = {  # rooms, and their files as regular expressions
     "loop": (
         r"train/(loop|start|setup|checkpoints|observer)|run/(folder|saved_recipe|report|records|signals)"
     ),
-    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|export|open|tokenizer)",
+    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|open|tokenizer)",
     "data": (
-        r"data/(dataset|open|text|documents|file_array)|"
-        r"data/tokenizers/(tokenizer|char|byte_level|open)"
+        r"data/(cache|dataset|open|text)|"
+        r"data/tokenizers/(tokenizer|open)"
     ),
     "generate": (
         r"inference/(engine|session|scheduler|request|commands|step|forward|cache|sampling|model|load|text|options|"
@@ -51,7 +51,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"ops/decode/weights|ops/sampling/(sample|reference|edits|sequences|scores|record)"
     ),
     "util": (
-        r"util/(console|errors|field_types|rules|storage|hardware|peers|threads|timers|torch_private|seams|matmul)"
+        r"util/(console|errors|field_types|rules|storage|hardware|peers|threads|timers|torch_private|seams)"
     ),
     "command": (
         r"cli|capabilities|commands/(command|train|generate|generated|model_options)|__init__|__main__"

@@ -16,9 +16,8 @@ from dtgpt.checkpoint.open import SourceFormat
 from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import Dataset, TextDataset
 from dtgpt.data.open import DataFormat, DataRequest
-from dtgpt.data.tokenizers.char import Char
 from dtgpt.data.tokenizers.open import TokenizerFormat, open_tokenizer
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Char, Tokenizer
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.source import Part, Source, cut
 from dtgpt.util.seams import Capability

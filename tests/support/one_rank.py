@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dtgpt.compare.torch_private import forget_meshes
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.sections import OptimizerConfig
@@ -30,7 +31,6 @@ from dtgpt.parallel.shards import Shard, Shards, region_of_tp
 from dtgpt.parallel.shared_memory.pieces import Pieces
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.parameters import optimizer_bytes, parameters_of
-from dtgpt.util.torch_private import forget_meshes
 
 BYTES = "weights, fp32", "moments, fp32", "gradients", "16-bit weights"
 Groups = dict[str, list[int]]  # of one rank: tp, dp, pp, and ends, the two ranks that may share a tied table

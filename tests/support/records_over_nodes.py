@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dtgpt.util.torch_private import forget_meshes
+from dtgpt.compare.torch_private import forget_meshes
 from tests.support.runs import record
 
 

@@ -10,9 +10,8 @@ import pytest
 from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.library_tokenizers.sentencepiece_export import sentencepiece_json
-from dtgpt.data.tokenizers.char import Char
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Char, Tokenizer
 
 KINDS = ["bytes", "gpt2", "characters", "tokenizer.json", "sentencepiece", "byte fallback"]
 DATA = Path(__file__).parents[1] / "fixtures"

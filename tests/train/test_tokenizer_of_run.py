@@ -9,9 +9,9 @@ import pytest
 import tiktoken
 
 from dtgpt.commands.convert import ConvertOptions, convert
+from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.prepare.job import PrepareConfig, prepare
-from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
 from dtgpt.inference.load import load
 from dtgpt.inference.prompts import tokenizer_of
@@ -184,7 +184,9 @@ def test_a_flipped_bit_anywhere_in_a_runs_tokenizer_is_told(tmp_path):
 ])  # fmt: skip
 def test_a_saved_tokenizer_without_a_checksum_is_opened_with_care(tmp_path, change):
     """As a run of an older dtgpt has left it."""
-    (tmp_path / "tokenizer.json").write_text(json.dumps(make_tokenizer("bytes", [], 0).to_json() | change))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(ByteLevel("bytes", PATTERN, [bytes([b]) for b in range(256)]).to_json() | change)
+    )
     with pytest.raises(UserError, match=r"tokenizer") as error:
         load_tokenizer(tmp_path).encode("what is none of that")
     assert "\n" not in str(error.value)

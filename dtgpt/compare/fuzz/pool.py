@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dtgpt.compare.torch_private import forget_meshes
 from dtgpt.config.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import VARIABLES
-from dtgpt.util.torch_private import forget_meshes
 
 # Imported once by the process from which the others are forked; none of them starts a thread.
 IMPORTS = [

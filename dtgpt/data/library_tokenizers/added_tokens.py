@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.data.library_tokenizers.folder import SETTINGS, read_settings, special_tokens
-from dtgpt.data.tokenizers.tokenizer import MOST, special_token
+from dtgpt.data.tokenizers.tokenizer import MOST
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_json
 
@@ -85,3 +85,19 @@ def _of_older_folder(vocab: Path) -> list[dict[str, Any]]:
 def _is_id(value: Any) -> bool:
     text = str(value)
     return not isinstance(value, bool) and text.isascii() and text.isdecimal() and len(text) < 9 and int(text) < MOST
+
+
+def special_token(content: str, id_: int, special: bool = True) -> dict[str, Any]:
+    """Return an entry of `added_tokens` in Hugging Face's format."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id_, "content": content, **flags, "special": special}
+
+
+def opening_template(name: str, id_: int) -> dict[str, Any]:
+    """Return the post-processor in Hugging Face's format that opens each text with the token `name`."""
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [id_], "tokens": [name]}},
+    }

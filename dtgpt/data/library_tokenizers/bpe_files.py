@@ -15,8 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from dtgpt.data.tokenizers.byte_level import letter_bytes
-from dtgpt.data.tokenizers.tokenizer import special_token
+from dtgpt.data.library_tokenizers.added_tokens import special_token
+from dtgpt.data.library_tokenizers.byte_level import letter_bytes
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 

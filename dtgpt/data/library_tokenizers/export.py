@@ -4,13 +4,14 @@ import json
 import re
 from typing import Any
 
+from dtgpt.data.library_tokenizers.added_tokens import opening_template
 from dtgpt.data.library_tokenizers.bpe_files import BYTE_LEVEL, merges_of, tokenizer_json
+from dtgpt.data.library_tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel, letter_bytes
+from dtgpt.data.library_tokenizers.characters import characters_json
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson, parse_tokenizer
 from dtgpt.data.library_tokenizers.rank_files import QWEN
 from dtgpt.data.library_tokenizers.sentencepiece_export import normalizes, sentencepiece_json
-from dtgpt.data.tokenizers.byte_level import PATTERNS, ByteLevel, letter_bytes
-from dtgpt.data.tokenizers.char import Char
-from dtgpt.data.tokenizers.tokenizer import Tokenizer, opening_template
+from dtgpt.data.tokenizers.tokenizer import Bytes, Char, Tokenizer
 from dtgpt.posttrain.chats.template import template_of
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json
@@ -89,10 +90,12 @@ def begin_token(tokenizer: Tokenizer) -> int | None:
         return tokenizer.begin_of_text
     like_gpt2 = isinstance(tokenizer, ByteLevel) and tokenizer.pattern in PATTERNS
     first = next(iter(tokenizer.encode("")), None)
-    return first_token(tokenizer) if like_gpt2 or isinstance(tokenizer, Char) else first
+    return first_token(tokenizer) if like_gpt2 or isinstance(tokenizer, Bytes | Char) else first
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> str:
+    if isinstance(tokenizer, Bytes):  # a BPE without merges
+        return _byte_level_json(ByteLevel(tokenizer.name, PATTERN, tokenizer.ranks))
     if isinstance(tokenizer, ByteLevel):
         return _byte_level_json(tokenizer)
     if isinstance(tokenizer, TokenizerJson):
@@ -101,7 +104,7 @@ def _tokenizer_json(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, SentencePiece):
         return sentencepiece_json(tokenizer)
     if isinstance(tokenizer, Char):
-        return tokenizer.tokenizer_json()
+        return characters_json(tokenizer)
     raise UserError("the model was trained on token ids alone (data.tokenizer=ids), so that there is not a tokenizer")
 
 
@@ -145,7 +148,8 @@ def _compare(tokenizer: Tokenizer, library: Any) -> None:
     tokens = [tokenizer.decode([i]) for i in range(0, tokenizer.vocab_size, step)]
     probes = [*PROBES, " ".join(tokens[:2000]), *tokens]
     if isinstance(tokenizer, Char):
-        probes = ["", "".join(filter(tokenizer.knows, tokens)), *filter(tokenizer.knows, tokens)]
+        known = [token for token in tokens if token in tokenizer.ids]
+        probes = ["", "".join(known), *known]
     try:
         expected = [ids.tolist() for ids in tokenizer.encode_batch(probes)]
         found = [encoding.ids for encoding in library.encode_batch(probes)]

@@ -4,8 +4,11 @@ SentencePiece models and files of tiktoken's ranks. Ids are those of the files, 
 from pathlib import Path
 from typing import Any
 
-from dtgpt.data.library_tokenizers.added_tokens import added_tokens, check_added, check_has_added
+from dtgpt.data.library_tokenizers.added_tokens import added_tokens, check_added, check_has_added, special_token
+from dtgpt.data.library_tokenizers.base import ENDS
 from dtgpt.data.library_tokenizers.bpe_files import BytePairs, check_merges, from_merges, tokenizer_json
+from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel, by_id, is_id
+from dtgpt.data.library_tokenizers.characters import read_characters
 from dtgpt.data.library_tokenizers.folder import (
     NAMES,
     check_pre_tokenization,
@@ -16,10 +19,8 @@ from dtgpt.data.library_tokenizers.folder import (
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.library_tokenizers.meta_pickle import read_meta
 from dtgpt.data.library_tokenizers.rank_files import from_ranks, is_rank_file
-from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel, by_id
-from dtgpt.data.tokenizers.char import Char
-from dtgpt.data.tokenizers.open import is_id, read_content, read_text
-from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, MOST, Tokenizer, special_token
+from dtgpt.data.tokenizers.open import read_content
+from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, MOST, Tokenizer
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json
 
@@ -59,13 +60,22 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
     _check_tokenizer_json(saved, path)
     names = [token["content"] for token in saved.get("added_tokens") or []]
     check_has_added(path, lambda token: token["content"] in names)
-    if characters := Char.of_tokenizer_json(saved):
+    if characters := read_characters(saved):
         return characters
     end = end_of_text_beside(path)
     pairs = _plain_byte_pairs(saved)
     if pairs is None:
         return TokenizerJson(str(path), content, end)
     return _byte_level(str(path), pairs, saved["model"]["vocab"], end)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raise UserError where it cannot be read, is too large or is not UTF-8."""
+    content = read_content(path)
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); fetch it again") from None
 
 
 def _check_ids(ids: Any, source: Path) -> None:

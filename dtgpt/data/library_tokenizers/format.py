@@ -1,5 +1,6 @@
 """Files of other libraries' tokenizers, as the core asks for them."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ class LibraryFiles(TokenizerFormat):
     """Those of Hugging Face, SentencePiece, tiktoken and nanoGPT. Most are known by what they hold, hence this format
     takes every file, and stands behind all others."""
 
-    saved = frozenset({"tokenizer_json", "sentencepiece"})
+    saved = frozenset({"ranks", "tokenizer_json", "sentencepiece"})
+    makes = frozenset({"bpe", "gpt2"})
 
     def takes(self, path: Path) -> bool:
         return True
@@ -30,7 +32,21 @@ class LibraryFiles(TokenizerFormat):
 
         return from_files(vocab, merges)
 
+    def names(self) -> list[str]:
+        from dtgpt.data.library_tokenizers.byte_level import encoding_names
+
+        return encoding_names()
+
+    def make(self, kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
+        from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel, from_tiktoken, train_ranks
+
+        return from_tiktoken(kind) if kind != "bpe" else ByteLevel("bpe", PATTERN, train_ranks(documents, vocab_size))
+
     def from_json(self, saved: dict[str, Any]) -> Tokenizer:
+        if "ranks" in saved:
+            from dtgpt.data.library_tokenizers.byte_level import ByteLevel
+
+            return ByteLevel.from_json(saved)
         from dtgpt.data.library_tokenizers.libraries import from_json
 
         return from_json(saved)

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from dtgpt.data.tokenizers.byte_level import letter_bytes
-from dtgpt.data.tokenizers.tokenizer import ENDS, MOST, Span, Tokenizer, overlapping, panics_as_user_errors
+from dtgpt.data.library_tokenizers.base import ENDS, LibraryTokenizer, Span, overlapping, panics_as_user_errors
+from dtgpt.data.library_tokenizers.byte_level import letter_bytes
+from dtgpt.data.tokenizers.tokenizer import MOST
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.storage import parse_json
 
@@ -20,7 +21,7 @@ ENCODING = Lock()  # versions of tokenizers raise where a thread sets the object
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
-class TokenizerJson(Tokenizer):
+class TokenizerJson(LibraryTokenizer):
     """Any tokenizer.json, with what its post-processor adds: a begin of text, for example. `end`: the name of its end
     of text, if a file in its folder has one."""
 
@@ -115,7 +116,7 @@ class TokenizerJson(Tokenizer):
         return {"name": self.name, "end": self.end_name, "tokenizer_json": self._content}
 
 
-class SentencePiece(Tokenizer):
+class SentencePiece(LibraryTokenizer):
     """A SentencePiece .model. `begin`: each text opens with the model's begin of text, as Megatron-LM's Llama2Tokenizer
     does."""
 

@@ -3,8 +3,7 @@
 from io import BytesIO
 from pathlib import Path
 
-from dtgpt.data.tokenizers.char import Char
-from dtgpt.data.tokenizers.tokenizer import MOST
+from dtgpt.data.tokenizers.tokenizer import MOST, Char
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_regular
 

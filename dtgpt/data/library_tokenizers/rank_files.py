@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from dtgpt.data.tokenizers.byte_level import ByteLevel, by_id
-from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, MOST
+from dtgpt.data.library_tokenizers.base import ENDS
+from dtgpt.data.library_tokenizers.byte_level import ByteLevel, by_id
+from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, MOST
 from dtgpt.util.errors import UserError, shown
 
 LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d{1,9})")

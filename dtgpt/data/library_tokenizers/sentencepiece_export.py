@@ -7,9 +7,9 @@ import re
 from itertools import pairwise
 from typing import Any
 
+from dtgpt.data.library_tokenizers.added_tokens import opening_template, special_token
 from dtgpt.data.library_tokenizers.bpe_files import merges_of
 from dtgpt.data.library_tokenizers.libraries import BLANK, SentencePiece
-from dtgpt.data.tokenizers.tokenizer import opening_template, special_token
 from dtgpt.util.errors import UserError, optional_package
 
 UNIGRAM, BPE, WORD, CHAR = 1, 2, 3, 4  # kinds of models in sentencepiece_model.proto

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dtgpt.data.file_array import Array, cached_index, check_memory
+from dtgpt.data.megatron.file_array import Array, cached_index, check_memory
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown

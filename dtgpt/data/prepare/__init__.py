@@ -3,7 +3,7 @@
     from dtgpt.data.prepare import PrepareConfig, prepare
     summary = prepare(PrepareConfig(input="a.jsonl", output_prefix="mine", append_eod=True))
 
-`job.prepare` does it: `config.py` says what can be asked for, `inputs.py` finds and cuts the files, `data/documents.py`
+`job.prepare` does it: `config.py` says what can be asked for, `inputs.py` finds and cuts the files, `documents.py`
 reads what stands in them, `encode.py` makes tokens in the processes of `pool.py`, `data/megatron/indexed.py` writes
 them under names that `target.py` locks, and `progress.py` reports how far it is and which lines are left out.
 """

@@ -6,9 +6,11 @@ from functools import cached_property
 
 import numpy as np
 
-from dtgpt.data.documents import Broken, Document
+from dtgpt.data.library_tokenizers.base import SpecialNames
+from dtgpt.data.prepare.documents import Document
 from dtgpt.data.prepare.inputs import Lines, Parsed
-from dtgpt.data.tokenizers.tokenizer import SpecialNames, Tokenizer
+from dtgpt.data.text import Broken
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass

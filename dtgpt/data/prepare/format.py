@@ -17,6 +17,14 @@ class Files(DataFormat):
 
             check_not_csv(path)
 
+    def documents(self, path: str, json_key: str) -> Iterator[str] | None:
+        """Return the documents of JSON lines."""
+        if not path.endswith(".jsonl"):
+            return None
+        from dtgpt.data.prepare.documents import read_json_lines
+
+        return read_json_lines(path, json_key)
+
     def unpacked(self, file: BufferedReader, name: str) -> Iterator[bytes]:
         from dtgpt.data.prepare.compressed import decompressed
 

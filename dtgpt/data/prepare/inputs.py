@@ -15,24 +15,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from dtgpt.data.documents import (
+from dtgpt.data.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
+from dtgpt.data.prepare.documents import (
     BLOCK,
     STDIN,
-    Broken,
     Document,
     InputFile,
     json_document,
     parsed_lines,
     text_line,
     whole_lines,
-    whole_text,
 )
-from dtgpt.data.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
 from dtgpt.data.prepare.parquet import row_pieces
+from dtgpt.data.text import Broken, whole_text
 from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -134,8 +132,9 @@ def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lin
         with _opened(source) as raw:
             pieces = decompressed(raw, source.name)
             if source.kind == "txt":
-                items.append(found := whole_text(source, pieces, keys))
-                size += sum(map(len, chain(*found.values()))) if isinstance(found, dict) else 0
+                found = whole_text(source.name, pieces)
+                items.append(found if isinstance(found, Broken) else {keys[0]: [found]})
+                size += len(found) if isinstance(found, str) else 0
                 if size >= BLOCK:  # small files share a block
                     yield Parsed(before + _position(raw), items)
                     items, size = [], 0

@@ -14,19 +14,21 @@ from pathlib import Path
 
 import numpy as np
 
-from dtgpt.data.documents import Broken, InputFile
+from dtgpt.data.library_tokenizers.base import encode_spans, warn_of_split_names
 from dtgpt.data.library_tokenizers.folder import NAMES, tokenizer_file
 from dtgpt.data.megatron.indexed import IndexedWriter, merge, token_dtype
 from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.config import PrepareConfig
+from dtgpt.data.prepare.documents import InputFile
 from dtgpt.data.prepare.encode import Encoded, Encoder
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
 from dtgpt.data.prepare.target import check_list, check_not_read, check_target, is_same, lock_prefix, open_list
+from dtgpt.data.text import Broken
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.data.tokenizers.tokenizer import Tokenizer, warn_of_split_names
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.posttrain.chats.encode import KEY as CHAT
 from dtgpt.posttrain.chats.encode import ChatEncoder, renderer_of
 from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, keep_template, read_template, template_of
@@ -228,7 +230,7 @@ def make_chat_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> ChatEncod
         vocabulary, "give the folder of a model that has one as --tokenizer, or a template's file as --chat-template"
     )
     try:
-        vocabulary.encode_spans(renderer.render(PROBE).text, [])
+        encode_spans(vocabulary, renderer.render(PROBE).text, [])
     except ChatError:
         pass  # other chats may go with the template
     finally:

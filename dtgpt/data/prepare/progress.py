@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import IO
 
-from dtgpt.data.documents import Broken
+from dtgpt.data.text import Broken
 from dtgpt.util.console import counted, duration, say
 from dtgpt.util.errors import UserError
 

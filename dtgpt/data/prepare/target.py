@@ -7,9 +7,9 @@ from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from dtgpt.data.documents import STDIN
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.megatron.paths import bin_path, idx_path, tokenizer_path, weights_path
+from dtgpt.data.prepare.documents import STDIN
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import FileLock, Held, atomic_file, leftovers_of, temporary_path, try_to_write

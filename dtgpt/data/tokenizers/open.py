@@ -1,32 +1,38 @@
-"""A tokenizer by what the user names: a file that a run or `dtgpt tokenizer train` wrote, one of tiktoken's encodings,
-or plain bytes. Files of other libraries are asked of the formats that capabilities list as `tokenizers`."""
+"""A tokenizer by what the user names: plain bytes, a file that a run or `dtgpt tokenizer train` wrote, or what a
+capability knows.
 
-import base64
+The core has two kinds that need no library. Vocabularies, and whatever learns one, come from the formats that
+capabilities list as `tokenizers`, asked in their order."""
+
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import tiktoken
-
-from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel, train_ranks
-from dtgpt.data.tokenizers.char import Char, Ids
-from dtgpt.data.tokenizers.tokenizer import CHECKSUM, MOST, Tokenizer, checksum, panics_as_user_errors
+from dtgpt.data.tokenizers.tokenizer import CHECKSUM, Bytes, Char, Tokenizer, checksum
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import parse_json, read_json, read_regular
+from dtgpt.util.storage import read_json, read_regular
 
 FILES = "a tokenizer.json, a SentencePiece or tiktoken file, or vocab.json and merges.txt"  # which a user may give
-SAVED = {"ranks", "characters", "ids"}  # one is in what `Tokenizer.save` writes of a tokenizer of the core
-
-
+SAVED = frozenset({"bytes", "characters"})  # one is in what `Tokenizer.save` writes of a tokenizer of the core
 LARGEST = 1 << 28  # bytes of a vocabulary's file
 
 
 class TokenizerFormat:
-    """Files of another library. `saved`: the fields by which what `Tokenizer.save` wrote of its tokenizers is known.
-    What reads files is to be imported by the methods: to ask is cheap."""
+    """Tokenizers of a capability. `saved`: the fields by which what `Tokenizer.save` wrote of them is known. `makes`:
+    the kinds that it makes without a file. What reads files is to be imported by the methods: to ask is cheap."""
 
     saved: frozenset[str] = frozenset()
+    makes: frozenset[str] = frozenset()
+
+    def names(self) -> list[str]:
+        """Return the names by which a user may call tokenizers of this format, which `make` takes."""
+        return []
+
+    def make(self, kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Return the tokenizer of one of `names`, or of the kind, one of `makes`; one that learns its vocabulary has at
+        most `vocab_size` tokens of the documents. Raise UserError where it cannot be made."""
+        raise NotImplementedError
 
     def takes(self, path: Path) -> bool:
         """Return whether `path`, a file or a folder that is there, may hold a tokenizer of this format."""
@@ -42,7 +48,8 @@ class TokenizerFormat:
         return None
 
     def from_json(self, saved: dict[str, Any]) -> Tokenizer:
-        """Return the tokenizer of which `to_json` wrote `saved`, with one of this format's fields."""
+        """Return the tokenizer of which `to_json` wrote `saved`, with one of this format's fields, after a try whether
+        it encodes at all. Raise UserError, ValueError, KeyError or TypeError where it is damaged."""
         raise NotImplementedError
 
     def file_in(self, folder: Path) -> Path | None:
@@ -61,21 +68,23 @@ def formats() -> list[TokenizerFormat]:
 def open_tokenizer(
     name: str = "gpt2", vocab_file: str | None = None, merge_file: str | None = None, begin: bool = False
 ) -> Tokenizer:
-    """Open the tokenizer `name`: "bytes", one of tiktoken's encodings ("gpt2", ...), a file or a folder with one; or
+    """Open the tokenizer `name`: "bytes", a file or a folder with one, or a name that a format knows ("gpt2", ...); or
     the BPE of two files. begin: texts open with a begin of text, where the files do not say so themselves. Raises
-    UserError if a file cannot be read or is of another kind, or an encoding is not at hand."""
+    UserError if a file cannot be read or is of another kind, or a vocabulary is not at hand."""
     check_named_once(name, vocab_file, merge_file)
     if vocab_file is not None and merge_file is not None:
         return _of_pair(Path(vocab_file), Path(merge_file))
     if name == "bytes":
-        return make_tokenizer("bytes", [], 0)
+        return Bytes()
     path = Path(name)
     if path.exists():
         return _of_path(path, begin)
-    if name not in tiktoken.list_encoding_names():
-        known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise UserError(f"the tokenizer {name} is neither a file nor one of {known}; give {FILES}")
-    return from_tiktoken(name)
+    known = ["bytes"]
+    for form in formats():
+        if name in form.names():
+            return form.make(name, [], 0)
+        known += form.names()
+    raise UserError(f"the tokenizer {name} is neither a file nor one of {', '.join(known)}; give {FILES}")
 
 
 def _of_pair(vocab: Path, merges: Path) -> Tokenizer:
@@ -87,6 +96,7 @@ def _of_pair(vocab: Path, merges: Path) -> Tokenizer:
 
 def _of_path(path: Path, begin: bool) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
+    # Before the formats, of which one takes every file.
     if _is_saved(file):
         tokenizer = read_saved(file, remedy="make it again with dtgpt tokenizer train, or copy it from its run")
         for form in formats():
@@ -99,12 +109,12 @@ def _of_path(path: Path, begin: bool) -> Tokenizer:
 
 
 def _is_saved(file: Path) -> bool:
-    """Return whether `Tokenizer.save` wrote a file; False, too, where the file cannot be read, as who reads it says."""
+    """Return whether `Tokenizer.save` wrote a file; False, too, where the file cannot be read: who reads it says so."""
     if file.suffix != ".json" or not file.is_file():
         return False
     try:
-        saved = parse_json(read_text(file))
-    except (UserError, ValueError):
+        saved = read_json(file, "", LARGEST)
+    except UserError:
         return False
     return isinstance(saved, dict) and not saved.keys().isdisjoint(SAVED.union(*(form.saved for form in formats())))
 
@@ -116,15 +126,6 @@ def read_content(path: Path) -> bytes:
         return read_regular(path, LARGEST)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; give the file of a vocabulary") from None
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file. Raise UserError as `read_content` does, and where the file is not UTF-8."""
-    content = read_content(path)
-    try:
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}); fetch it again") from None
 
 
 def tokenizer_file(folder: Path) -> Path | None:
@@ -142,28 +143,22 @@ def check_named_once(name: str, vocab_file: str | None, merge_file: str | None) 
         raise UserError(f"the tokenizer {name} and the vocab file {vocab_file} are both given; leave one out")
 
 
-def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int) -> ByteLevel | Char:
-    """Make the tokenizer `kind`: "bpe", trained on the documents; "char", the characters of the documents; "gpt2", as
-    tiktoken carries it (from its cache, or fetched by it once); or "bytes", the 256 bytes. Raises UserError if it
-    cannot be made."""
-    if kind == "char":
-        return Char.of_texts(list(documents))
-    if kind == "gpt2":
-        return from_tiktoken("gpt2")
+def makes(kind: str) -> bool:
+    """Return whether `make_tokenizer` knows the kind."""
+    return kind in ("bytes", "char") or any(kind in form.makes for form in formats())
+
+
+def make_tokenizer(kind: str, documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Make the tokenizer `kind`: "bytes"; "char", the characters of the documents; or what a format makes, such as
+    "bpe", which learns `vocab_size` tokens of the documents, and "gpt2". Raises UserError if it cannot be made."""
     if kind == "bytes":
-        return ByteLevel("bytes", PATTERN, [bytes([b]) for b in range(256)])
-    return ByteLevel("bpe", PATTERN, train_ranks(documents, bpe_vocab_size))
-
-
-def from_tiktoken(name: str) -> ByteLevel:
-    """Open one of tiktoken's encodings. Raises UserError if it is not at hand."""
-    try:
-        return ByteLevel.from_encoding(tiktoken.get_encoding(name))
-    except Exception as error:  # tiktoken passes on any exception of its download
-        raise UserError(
-            f"the vocabulary of {name} is not in tiktoken's cache and could not be fetched ({type(error).__name__}); "
-            f"connect once, set TIKTOKEN_CACHE_DIR to a filled cache, give {FILES}, or use another tokenizer"
-        ) from None
+        return Bytes()
+    if kind == "char":
+        return Char.of_texts(documents)
+    for form in formats():
+        if kind in form.makes:
+            return form.make(kind, documents, vocab_size)
+    raise UserError(f"nothing here makes the tokenizer {kind}; use bytes or char")
 
 
 def read_saved(path: Path, remedy: str) -> Tokenizer:
@@ -173,11 +168,9 @@ def read_saved(path: Path, remedy: str) -> Tokenizer:
     try:
         if CHECKSUM in saved and saved.pop(CHECKSUM) != checksum(saved):  # older runs have none
             raise ValueError("its content is not what was written")
-        with panics_as_user_errors(str(path)):
-            tokenizer = _from_json(saved)
-            own = tokenizer.to_json()
-            tokenizer.additions = {name: value for name, value in saved.items() if name not in own}
-            tokenizer.encode("")  # a pattern that is none is found here and not in the middle of the work
+        tokenizer = _from_json(saved)
+        own = tokenizer.to_json()
+        tokenizer.additions = {name: value for name, value in saved.items() if name not in own}
         return tokenizer
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}); {remedy}") from None
@@ -186,24 +179,12 @@ def read_saved(path: Path, remedy: str) -> Tokenizer:
 def _from_json(saved: dict[str, Any]) -> Tokenizer:
     if "characters" in saved:
         return Char(saved["characters"])
-    if "ids" in saved:
-        return Ids(saved["ids"])
-    if form := next((form for form in formats() if not form.saved.isdisjoint(saved)), None):
-        return form.from_json(saved)
-    ranks = [base64.b64decode(token, validate=True) for token in saved["ranks"]]
-    if "specials" not in saved:  # of an older run
-        return ByteLevel(saved["name"], saved["pattern"], ranks)
-    ends = (saved["end"],) if saved["end"] is not None else ()
-    sizes = saved["vocab_size"], saved["num_tokens"]
-    if not all(is_id(size) for size in (*sizes, *saved["specials"].values())):
-        raise ValueError(f"its ids and sizes must be in 0 to {MOST - 1}")
-    rare = {name: saved[name] for name in ("begin", "opens", "composed") if name in saved}
-    return ByteLevel(saved["name"], saved["pattern"], ranks, saved["specials"], ends, *sizes, **rare)
-
-
-def is_id(value: object) -> bool:
-    """Return whether `value` is a token's id; a larger one would claim memory for all the ids below it."""
-    return type(value) is int and 0 <= value < MOST
+    if "bytes" in saved:
+        return Bytes()
+    form = next((form for form in formats() if not form.saved.isdisjoint(saved)), None)
+    if form is None:
+        raise ValueError("it is of no tokenizer that is known here")
+    return form.from_json(saved)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -1,33 +1,26 @@
-"""What every tokenizer can do.
+"""What every tokenizer can do, and two that need no library: bytes, and the characters of a text.
 
-A run carries its tokenizer with it: `save` writes plain JSON from which `open.read_saved` makes it again, without the
-files that it once came from. A tokenizer can be pickled, so that workers need not read files again. Names of special
-tokens in texts, such as a rendered chat has, are text as any other unless they are asked for."""
+Weights mean the ids of one tokenizer, so a run carries its own with it: `save` writes plain JSON from which
+`open.read_saved` makes it again, without the files that it once came from. Names of special tokens in texts are text as
+any other unless they are asked for: a text that a stranger wrote must not end a document."""
 
 import hashlib
 import json
-import re
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
-from itertools import takewhile
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from dtgpt.data.text import paired
 from dtgpt.util.console import counted, say
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import write_text
 
 END_OF_TEXT = "<|endoftext|>"
-# What ends a document, where nothing else says so.
-ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 MOST = 1 << 24  # ids
-Span = tuple[int, int]  # of characters
 CHECKSUM = "sha256"  # of all else that `Tokenizer.save` writes
 
 
@@ -47,11 +40,6 @@ class Tokenizer(ABC):
     spells = True  # whether text becomes tokens at all, and tokens text
     names_special = True  # whether `encode` may read the names of special tokens
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the libraries' objects, which are made again when they are used."""
-        made = {name for name in vars(self) if isinstance(getattr(type(self), name, None), cached_property)}
-        return {name: value for name, value in vars(self).items() if name not in made}
-
     @property
     def opening(self) -> int | None:
         """Return the token that a generated text without a prompt follows: the end of the one before."""
@@ -59,7 +47,7 @@ class Tokenizer(ABC):
 
     @property
     def special_names(self) -> Collection[str]:
-        """Return the names of special tokens, which stand for these in a text or are text, as `encode` is told."""
+        """Return the names of special tokens, which `encode` takes for these, or for text as any other."""
         return ()
 
     def is_same(self, other: "Tokenizer") -> bool:
@@ -72,46 +60,26 @@ class Tokenizer(ABC):
         text as any other."""
 
     def encode_prompt(self, text: str, split_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a prompt, as transformers' tokenizer does: names of special tokens stand for these, unless
-        they are to be split, and what this tokenizer puts before and behind every text is there. A text that begins
-        with it, as a rendered chat may, does not get it twice."""
-        opening, ids = self._around[0], self.encode(text) if split_special_tokens else self._encode_named(text)
-        twice = opening and ids[: 2 * len(opening)] == 2 * opening
-        return ids[len(opening) :] if twice else ids
+        """Return the ids of a prompt: names of special tokens stand for these, unless they are to be split. What a
+        tokenizer puts before and behind every text is there, once."""
+        return self.encode(text, self.names_special and not split_special_tokens)
 
     def encode_bare(self, text: str) -> list[int]:
-        """Return the ids of a prompt without what this tokenizer puts before and behind every text."""
-        (opening, closing), ids = self._around, self._encode_named(text)
-        return ids[len(opening) : len(ids) - len(closing)]
-
-    def _encode_named(self, text: str) -> list[int]:
-        """Return the ids of a text in which names of special tokens stand for these."""
-        return self.encode(text, self.names_special)
-
-    @cached_property
-    def _around(self) -> tuple[list[int], list[int]]:
-        """The ids that `encode` puts before and behind every text."""
-        if not (alone := self.encode("")):
-            return [], []
-        opening = [i for i, _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, self.encode("a"), strict=False))]
-        return opening, alone[len(opening) :]
+        """Return the ids of a prompt without what a tokenizer puts before and behind every text."""
+        return self.encode_prompt(text)
 
     def encode_batch(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         """Return the ids of each text, uint32 `[tokens]`."""
         return [np.array(self.encode(text, special), np.uint32) for text in texts]
-
-    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
-        """Return the ids of a text in which names of special tokens stand for these and nothing is added, and
-        which of them have characters of `spans`, bool `[tokens]`. Raises UserError."""
-        raise UserError(
-            f"the tokenizer {self.name} does not read the names of special tokens, as chats need; use a tokenizer.json"
-        )
 
     def encode_documents(self, documents: list[str]) -> np.ndarray:
         """Return all documents, the end of text after each where there is one, as one uint16 or int32 array."""
         end = [] if self.end_of_text is None else [self.end_of_text]
         ids = [np.array([*self.encode(d), *end]) for d in documents]
         return np.concatenate(ids or [np.array([])]).astype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
+
+    def warn_of_names(self, texts: Iterable[str], remedy: str) -> None:  # noqa: B027
+        """Say which names of special tokens are in texts and become other tokens; of a kind that has none, nothing."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 (a character cut in two) become U+FFFD. Raise UserError
@@ -163,74 +131,87 @@ def check_opening(tokenizer: Tokenizer) -> None:
         )
 
 
-def special_token(content: str, id_: int, special: bool = True) -> dict[str, Any]:
-    """Return an entry of `added_tokens` in Hugging Face's format."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": id_, "content": content, **flags, "special": special}
-
-
-def opening_template(name: str, id_: int) -> dict[str, Any]:
-    """Return the post-processor in Hugging Face's format that opens each text with the token `name`."""
-    return {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {name: {"id": name, "ids": [id_], "tokens": [name]}},
-    }
-
-
-def overlapping(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Return which tokens lie in spans, from the first to the last that has a character of it: bool `[tokens]`.
-    offsets: `[tokens, 2]`, where each token begins and ends."""
-    found = np.zeros(len(offsets), bool)
-    for begin, end in spans:
-        places = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > begin))
-        if len(places):
-            found[places[0] : places[-1] + 1] = True
-    return found
-
-
 def checksum(saved: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
 
 
-@contextmanager
-def panics_as_user_errors(name: str) -> Iterator[None]:
-    """Tell a panic of a library in Rust, which is not even an Exception, in one sentence."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"the tokenizer {name} is damaged ({reason}); fetch or make it again") from None
+class Bytes(Tokenizer):
+    """The 256 bytes, and an end of text: every text has ids, and training needs no vocabulary."""
+
+    name = "bytes"
+    num_tokens = vocab_size = 257
+    end_of_text = 256
+    special_names = (END_OF_TEXT,)
+
+    def __init__(self) -> None:
+        self.ranks = [bytes([byte]) for byte in range(256)]
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        first, *rest = paired(text).split(END_OF_TEXT) if special else [paired(text)]
+        ids = list(first.encode())
+        for piece in rest:
+            ids += [self.end_of_text, *piece.encode()]
+        return ids
+
+    def warn_of_names(self, texts: Iterable[str], remedy: str) -> None:
+        found = sum(text.count(END_OF_TEXT) for text in texts)
+        if found:
+            say(
+                f"the texts have {counted(found, 'name')} of special tokens of {self.name} ({END_OF_TEXT}), which "
+                f"became text, several tokens each; {remedy}",
+                warning=True,
+            )
+
+    def _decode(self, ids: list[int]) -> str:
+        return b"".join(map(self.bytes_of, ids)).decode(errors="replace")
+
+    def bytes_of(self, i: int) -> bytes:
+        return END_OF_TEXT.encode() if i == self.end_of_text else bytes([i])
+
+    def token_bytes(self) -> np.ndarray:
+        return np.array([1] * 256 + [0], np.int64)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.vocab_size}
 
 
-SHOWN = 3  # names in a message
+class Char(Tokenizer):
+    """Each character of a list is a token. `characters`: by id, "" for an id that is not in use. There is no end of
+    text: a generated text without a prompt begins after a line's end, or after token 0."""
 
+    end_of_text = None
 
-class SpecialNames:
-    """Counts the names of a tokenizer's special tokens."""
+    def __init__(self, characters: list[str]):
+        if not all(isinstance(c, str) and len(c) <= 1 for c in characters) or not 0 < len(characters) <= MOST:
+            raise ValueError("its characters are not single ones")
+        self.name, self.characters = "char", characters
+        self.ranks = [c.encode("utf-8", "surrogatepass") for c in characters]
+        self.ids = {c: i for i, c in enumerate(characters) if c}
+        self.vocab_size, self.num_tokens = len(characters), len(self.ids)
 
-    def __init__(self, tokenizer: Tokenizer):
-        names = sorted(filter(None, tokenizer.special_names), key=len, reverse=True)  # the longest that fits
-        self._beginnings = {name[:2] for name in names}
-        self._pattern = re.compile("|".join(map(re.escape, names)))
+    @property
+    def opening(self) -> int:
+        return self.ids.get("\n", 0)
 
-    def count(self, texts: Iterable[str]) -> Counter[str]:
-        """Return how often each name is in the texts."""
-        likely = (text for text in texts if any(beginning in text for beginning in self._beginnings))
-        return Counter(name for text in likely for name in self._pattern.findall(text))
+    @classmethod
+    def of_texts(cls, texts: Iterable[str]) -> "Char":
+        """Make a tokenizer of the characters of the texts, in their order in Unicode."""
+        return cls(sorted(set().union(*texts)))
 
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        try:
+            return [self.ids[c] for c in text]
+        except KeyError as error:
+            raise UserError(
+                f"the tokenizer char does not know the character {shown(error.args[0])}, which is not among the "
+                f"{self.num_tokens} of the data that it is of; use other characters"
+            ) from None
 
-def warn_of_split_names(found: Counter[str], tokenizer: Tokenizer, remedy: str) -> None:
-    """Say which names of special tokens became other tokens."""
-    if not found:
-        return
-    most = ", ".join(f"{name}: {number:,}" for name, number in found.most_common(SHOWN))
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    say(
-        f"the texts have {counted(found.total(), 'name')} of special tokens of {tokenizer.name} ({most}{more}), which "
-        f"became text, several tokens each; {remedy}",
-        warning=True,
-    )
+    def _decode(self, ids: list[int]) -> str:
+        return "".join(self.characters[i] or "\ufffd" for i in ids)
+
+    def token_bytes(self) -> np.ndarray:
+        return np.array(list(map(len, self.ranks)), np.int64)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "characters": self.characters}

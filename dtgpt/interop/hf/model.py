@@ -32,12 +32,13 @@ from dtgpt.interop.foreign import (
 )
 from dtgpt.interop.hf import gemma3, gpt2, gpt_neo, gpt_oss, llama, olmo3, phi3
 from dtgpt.interop.marks import ADAPTER_CONFIG
+from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
-from dtgpt.util.storage import new_folder, open_regular, read_json, write_json, write_text
+from dtgpt.util.storage import open_regular, read_json, write_json, write_text
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors

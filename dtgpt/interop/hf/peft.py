@@ -15,6 +15,7 @@ from torch import Tensor
 from dtgpt.interop.foreign import check_architecture
 from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, Architecture, read_object, save_tensors, with_file
 from dtgpt.interop.marks import ADAPTER_CONFIG
+from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import inventory
@@ -23,7 +24,7 @@ from dtgpt.posttrain.lora.adapters import matrix_of_rows, spread
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.field_types import is_finite
-from dtgpt.util.storage import new_folder, write_json
+from dtgpt.util.storage import write_json
 
 WEIGHTS = "adapter_model.safetensors"
 LARGEST_ALPHA = 1e15  # its products with weights have room in fp32

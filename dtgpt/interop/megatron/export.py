@@ -18,13 +18,13 @@ from dtgpt.interop.megatron.architecture import MegatronArchitecture
 from dtgpt.interop.megatron.config import ARCHITECTURES
 from dtgpt.interop.megatron.names import Family, copy_key, cut_dimension, padded_rows, their_key
 from dtgpt.interop.megatron.tree import FILE_NAMES, rank_folder
+from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.config import VOCAB_MULTIPLE, ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.source import Source, has_vocabulary
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import new_folder
 
 VERSION = 3.0
 # Modules that store extra state with their weight, which is empty without 8-bit floats.

@@ -20,7 +20,7 @@ from dtgpt.parallel.shared_memory.arena import Area, aligned, share
 from dtgpt.parallel.shared_memory.barrier import Barrier
 from dtgpt.parallel.shared_memory.gather import PLACES, CopyGather
 from dtgpt.parallel.shared_memory.scatter import CopyScatter
-from dtgpt.util.torch_private import AllGather, ReduceScatter, gather_by_own_memory
+from dtgpt.parallel.shared_memory.torch_private import AllGather, ReduceScatter, gather_by_own_memory
 
 
 class GroupGather(AllGather):

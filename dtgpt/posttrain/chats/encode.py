@@ -7,10 +7,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dtgpt.data.documents import Broken, Unreadable, json_object
+from dtgpt.data.library_tokenizers.base import Span, encode_spans
+from dtgpt.data.prepare.documents import Unreadable, json_object
 from dtgpt.data.prepare.encode import Encoded, EncodedKey
 from dtgpt.data.prepare.inputs import Lines, Parsed
-from dtgpt.data.tokenizers.tokenizer import Span, Tokenizer
+from dtgpt.data.text import Broken
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.posttrain.chats.fields import UsedFields, find_thoughts
 from dtgpt.posttrain.chats.messages import Chat, read_chat, read_mark
 from dtgpt.posttrain.chats.places import find_answers
@@ -114,7 +116,7 @@ def encode_chat(chat: Chat, renderer: Renderer, tokenizer: Tokenizer, loss: Loss
         sought = marked if loss == "all" else wanted
         text, spans = render_answers(messages, answers - sought, renderer, tokenizer.special_names, arguments)
     check_kept(messages, text)
-    ids, counts = tokenizer.encode_spans(text, spans)
+    ids, counts = encode_spans(tokenizer, text, spans)
     if loss == "all":
         counts = (~counts if marked else np.ones(len(ids), bool)) & (first < len(messages))
     counts[:1] = False  # which nothing predicts

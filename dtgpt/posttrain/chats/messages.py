@@ -12,7 +12,7 @@ is absent, as where a table has a column for it.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dtgpt.data.documents import paired
+from dtgpt.data.text import paired
 from dtgpt.posttrain.chats.template import ChatError, Message
 from dtgpt.util.errors import shown
 

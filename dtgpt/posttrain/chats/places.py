@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from dtgpt.data.tokenizers.tokenizer import Span
+from dtgpt.data.library_tokenizers.base import Span
 from dtgpt.posttrain.chats.template import SHORTEN, ChatError, Message, Rendered, TooLarge
 
 FEW = 3  # answers, for which marks would not save a rendering

@@ -13,7 +13,8 @@ from threading import Lock
 from typing import Any
 from weakref import finalize
 
-from dtgpt.data.tokenizers.tokenizer import Span, Tokenizer
+from dtgpt.data.library_tokenizers.base import Span
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.storage import read_regular
 

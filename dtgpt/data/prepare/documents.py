@@ -1,34 +1,21 @@
-"""Documents in texts and JSON lines. What a line or a file holds is `{key: [pieces of text]}`, or the reason why it is
-no document."""
+"""Documents in lines: of JSON, or of plain text. Each line is read by itself, and one that is no document becomes a
+reason with its file and number. What a line holds is `{key: [pieces of text]}`."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+from dtgpt.data.prepare.compressed import decompressed
+from dtgpt.data.text import BLOCK, BYTE_ORDER_MARK, Broken, count_lines, paired
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.storage import present
 
-BLOCK = 1 << 20  # bytes
 LONGEST = 1 << 28  # bytes of a line, which takes several times as much memory when it is parsed
 MOST_NESTED = 1 << 22  # lists and objects in a line: each takes a hundred bytes of memory for two of the line
-LONGEST_TEXT = 1 << 30  # bytes of a text that is one document
 STDIN = "-"
 ONE_A_LINE = "dtgpt reads one object a line, as jq -c . writes (jq -c '.[]' of an array)"
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Document = dict[str, list[str]]
 T = TypeVar("T")
-
-
-class Broken(NamedTuple):
-    """A line that is not a document."""
-
-    source: str
-    line: int  # from 1
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.source}, line {self.line}: {self.reason}"
 
 
 class InputFile(NamedTuple):
@@ -72,11 +59,6 @@ def whole_lines(source: InputFile, pieces: Iterator[bytes]) -> Iterator[tuple[in
         yield first, b"".join(held)
 
 
-def count_lines(data: bytes) -> int:
-    """Return the number of line ends in `data`."""
-    return data.count(b"\n") + (data.count(b"\r") - data.count(b"\r\n") if b"\r" in data else 0)
-
-
 def parsed_lines(source: InputFile, first: int, data: bytes, read: Callable[[bytes], T]) -> Iterator[T | Broken]:
     """Yield what `read`, which may raise Unreadable, makes of each line that is not blank. first: the number of the
     first line of `data`."""
@@ -88,6 +70,12 @@ def parsed_lines(source: InputFile, first: int, data: bytes, read: Callable[[byt
                 yield read(line)
             except Unreadable as reason:
                 yield Broken(source.name, number, str(reason))
+
+
+def present(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of an object that are not null, as `object_pairs_hook` of `json.loads`: tables such as Parquet
+    give each row every field, and null where the row has none."""
+    return {name: value for name, value in fields if value is not None}
 
 
 def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
@@ -130,30 +118,27 @@ def _texts(fields: dict, key: str) -> list[str]:
     return texts
 
 
-def paired(text: str) -> str:
-    """Return the text with U+FFFD for halves of surrogate pairs, which a JSON string may escape."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def text_line(line: bytes, keys: tuple[str, ...]) -> Document:
+    """Return the document that a line of plain text is. Raises Unreadable."""
     try:
         return {keys[0]: [line.decode()]}
     except UnicodeDecodeError as error:
         raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
 
 
-def whole_text(source: InputFile, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Document | Broken:
-    held = bytearray()
-    for piece in pieces:
-        held += piece
-        if len(held) > LONGEST_TEXT:
-            raise UserError(
-                f"{source.name} is longer than {LONGEST_TEXT >> 20} MiB, too long for one document; cut it into "
-                "several files, or let dtgpt prepare read it with --txt line"
-            )
-    data = held.removeprefix(BYTE_ORDER_MARK) if held.startswith(BYTE_ORDER_MARK) else held
+def read_json_lines(path: str, key: str) -> Iterator[str]:
+    """Yield the texts under `key` of a .jsonl, which may be compressed. Raise UserError for the first line that is no
+    document, and where the file cannot be read."""
+    source = InputFile(path, "jsonl")
     try:
-        return {keys[0]: [data.decode()]}
-    except UnicodeDecodeError as error:
-        line = count_lines(bytes(data[: error.start])) + 1
-        return Broken(source.name, line, f"not UTF-8 (byte {error.start + 1} of the file)")
+        with open(path, "rb") as file:
+            for first, data in whole_lines(source, decompressed(file, path)):
+                for found in parsed_lines(source, first, data, lambda line: json_document(line, (key,))):
+                    if isinstance(found, Broken):
+                        raise UserError(
+                            f"data.path={found}; each line of a .jsonl must be a JSON object with a text under "
+                            "--data.json_key, in UTF-8 (which iconv -f ENCODING -t UTF-8 converts to)"
+                        )
+                    yield from found[key]
+    except OSError as error:
+        raise UserError(f"the input {path} cannot be read: {error.strerror}; check its path and permissions") from None

@@ -1,44 +1,31 @@
-"""Arrays in files, of which each access reads what it asks for, and folders of them in the cache.
+"""Arrays in files, of which each access reads what it asks for.
 
 A memory map would do the same with less code. But where its file shrinks, because another program truncates it or
 copies over it, the next access ends the process without a word (SIGBUS) or finds zeros. `pread` returns fewer bytes
 than were asked for instead, which becomes a sentence that names the file. What was read stays in the page cache, which
-all processes share, and does not count as memory of this one.
-
-A folder of the cache is computed once, and verified whenever it is opened. It holds one .npy per array, perhaps text
-files, and a list of their sizes and checksums; one that does not match its list is made again. One process makes a
-folder at a time; where the file system cannot lock, several may."""
+all processes share, and does not count as memory of this one."""
 
 import hashlib
 import json
 import operator
 import os
-import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 
-from dtgpt.util.console import say
-from dtgpt.util.errors import UserError, remedy
-from dtgpt.util.storage import (
-    FileLock,
-    Held,
-    atomic_folder,
-    open_regular,
-    parse_json,
-    read_regular,
-    remove_tree,
-    write_text,
-)
+from dtgpt.data.cache import load_or_make
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import open_regular
 
 CHUNK = 1 << 24  # bytes
 NPY_HEADER = 1 << 12  # bytes that hold the header of any .npy without named fields
 COPY_AGAIN = "copy or build it again, and leave it alone while it is read"
+AGAIN = "start again: it is made anew"
+INDEX_FORMAT = 1  # raise when the same settings would give other arrays
 
 
 class OpenFile:
@@ -77,6 +64,17 @@ class OpenFile:
         """Yield the whole file in pieces."""
         for begin in range(0, self.size, CHUNK):
             yield self.read(begin, min(CHUNK, self.size - begin))
+
+    def checksum(self) -> list[int]:
+        """Return the number of bytes and their CRC-32."""
+        value = 0
+        for chunk in self.chunks():
+            value = zlib.crc32(chunk, value)
+        return [self.size, value]
+
+    def array(self) -> "FileArray":
+        """Return the array that `numpy.save` wrote into the file. Raise ValueError where it holds none."""
+        return open_npy(self)
 
     def _changed(self, end: int) -> UserError:
         size = os.fstat(self._descriptor).st_size
@@ -168,15 +166,6 @@ def open_npy(file: OpenFile) -> FileArray:
     return FileArray(file, dtype, begin, shape)
 
 
-INDEX_FORMAT = 1  # raise when the same settings would give other arrays
-CONTENTS = "contents.json"
-# What a killed process leaves, of this version or of one before.
-LEFT = re.compile(r"\.(?:partial-)?((?:index|text)-[0-9a-f]+)(?:-.+|\.lock|\.[0-9a-f]{8}\.new)")
-AGAIN = "start again: it is made anew"
-
-Contents = Mapping[str, np.ndarray | str]  # arrays by their names, texts by those of their files
-
-
 def check_memory(num_bytes: int, what: str) -> None:
     """Raise UserError if arrays of so many bytes, which `what` needs, do not fit into this machine's memory."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -196,97 +185,4 @@ def cached_index(
         return build()
     text = json.dumps({"format": INDEX_FORMAT, **settings}, sort_keys=True, default=int)
     folder = cache / f"index-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return load_or_make(folder, "the index of samples", build)
-
-
-def load_or_make(folder: Path, what: str, make: Callable[[], Contents]) -> dict[str, FileArray]:
-    """Return the arrays of `folder`; if it is missing or damaged, write what `make` returns first. Messages call the
-    arrays `what`. Raises UserError if they cannot be written."""
-    found = _load(folder)
-    if found is not None:
-        return found
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left(folder.parent)
-        with _lock(folder, wait=True):
-            found = _load(folder, warn=True)  # again: another process may have made it while this one waited
-            if found is None:
-                _write(folder, make())
-                found = _load(folder)
-    except OSError as error:
-        # numpy, too, gives no number where a disk is full or a file too large.
-        advice = remedy(error, "make it writable" if error.errno else "free space there")
-        raise UserError(
-            f"{what} cannot be cached in {folder.parent} ({error}); {advice}, or set DTGPT_CACHE to another folder"
-        ) from None
-    if found is None:
-        raise UserError(f"{folder} does not hold what was just written; free or change the disk, or set DTGPT_CACHE")
-    return found
-
-
-def _load(folder: Path, warn: bool = False) -> dict[str, FileArray] | None:
-    """Return None if there is no folder, or if it is damaged."""
-    if not os.path.exists(folder):
-        return None
-    path = folder / CONTENTS
-    try:
-        listed = parse_json(read_regular(path))
-        if not isinstance(listed, dict) or not listed:
-            raise ValueError("it lists nothing")
-        arrays = {}
-        for name, written in listed.items():
-            path = _file(folder, name)
-            file = OpenFile(path, AGAIN)
-            if _checksum(file) != written:
-                raise ValueError("it is not what was written")
-            if path.suffix == ".npy":
-                arrays[name] = open_npy(file)
-        return arrays
-    except (OSError, ValueError, UserError) as error:
-        if warn:
-            reason = getattr(error, "strerror", None) or error
-            say(f"{folder} is damaged ({path.name}: {reason}); it is made again", warning=True)
-        return None
-
-
-def _file(folder: Path, name: str) -> Path:
-    return folder / (name if "." in name else f"{name}.npy")
-
-
-def _checksum(file: OpenFile) -> list[int]:
-    """Return the number of bytes and their CRC-32."""
-    value = 0
-    for chunk in file.chunks():
-        value = zlib.crc32(chunk, value)
-    return [file.size, value]
-
-
-def _write(folder: Path, contents: Contents) -> None:
-    """Write a folder, in place of a damaged one. Raises OSError."""
-    try:
-        with atomic_folder(folder) as partial:
-            for name, value in contents.items():
-                if isinstance(value, str):
-                    _file(partial, name).write_text(value)
-                else:
-                    np.save(_file(partial, name), value)
-            sums = {name: _checksum(OpenFile(_file(partial, name))) for name in contents}
-            write_text(partial / CONTENTS, json.dumps(sums))
-            if _load(folder) is None:
-                remove_tree(folder)
-    except OSError:
-        if _load(folder) is None:  # otherwise another process was faster, without locks
-            raise
-
-
-def _lock(folder: Path, wait: bool = False) -> FileLock:
-    return FileLock(folder.with_name(f".{folder.name}.lock"), wait, remove=True)
-
-
-def _remove_left(cache: Path) -> None:
-    """Remove what killed processes left. A process that makes a folder holds its lock until nothing is left."""
-    for path in cache.iterdir():
-        if named := LEFT.fullmatch(path.name):
-            with suppress(OSError, Held, UserError), _lock(cache / named[1]) as lock:
-                if not lock.problem and path.is_dir():
-                    remove_tree(path)
+    return load_or_make(folder, "the index of samples", build, lambda path: OpenFile(path, AGAIN))

@@ -1,25 +1,24 @@
 """A checkpoint of weights alone, written from any source: to begin a run with, to generate from, to keep."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from dtgpt.checkpoint.manifest import write_state
+from dtgpt.checkpoint.manifest import describe_model, write_state
 from dtgpt.checkpoint.shard_file import FILE_LIMIT, Piece, Written, by_size, file_name, write_file
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.models.config import ModelConfig, describe_class
+from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.source import Source, iterate_shapes
-from dtgpt.util.hardware import package_versions
-from dtgpt.util.storage import new_folder
 
 
 def save_weights(
-    source: Source, folder: Path, origin: str, tokenizer: Tokenizer | None = None,
+    source: Source,
+    folder: Path,
+    origin: str,
+    tokenizer: Tokenizer | None = None,
     save_more: Callable[[Path], None] = lambda folder: None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the weights of `source` as the checkpoint `folder`, one file in memory at a time, with the tokenizer and
     what `save_more` writes. `origin`: where they came from, for its reader. Raise UserError where the folder exists."""
     with new_folder(folder) as partial:
@@ -34,13 +33,3 @@ def save_weights(
         save_more(partial)
         counts = dict.fromkeys(("step", "updates", "consumed_samples", "tokens"), 0)
         write_state(partial, {**counts, "data_digest": "", "origin": origin, **describe_model(source.config)}, files)
-
-
-def describe_model(config: ModelConfig) -> dict[str, Any]:
-    """Return what every checkpoint says of its model and its writer."""
-    return {
-        **describe_class(type(config)),
-        "model": asdict(config),
-        "padded_vocab_size": config.padded_vocab_size,
-        "versions": package_versions(),
-    }

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, Span, Tokenizer, overlapping, panics_as_user_errors
+from dtgpt.data.library_tokenizers.base import ENDS, LibraryTokenizer, Span, panics_as_user_errors, spans_of_bytes
+from dtgpt.data.tokenizers.open import FILES
+from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, MOST
 from dtgpt.util.errors import UserError, optional_package
 
 # GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.
@@ -25,7 +27,7 @@ SMALLEST = 257  # 256 bytes and the end of text
 MARKS = re.compile(r"[^\w\x00-\x7f]{64,}")  # runs that may be of combining marks
 
 
-class ByteLevel(Tokenizer):
+class ByteLevel(LibraryTokenizer):
     """Byte-level BPE. `ranks`: the bytes of each token by id, b"" for an id that is special or not in use; without
     `specials` (ids by name) the id after the last is END_OF_TEXT. `ends`: names of the token that ends a document, the
     likeliest first. `vocab_size` and `num_tokens` where other ids or fewer than these count. `begin`: the name of the
@@ -57,6 +59,26 @@ class ByteLevel(Tokenizer):
         made._encoding = encoding
         return made
 
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> "ByteLevel":
+        """Return the tokenizer of which `to_json` wrote `saved`. Raise ValueError or KeyError where it is damaged."""
+        made = cls._of_fields(saved)
+        with panics_as_user_errors(made.name):
+            made.encode("")  # a pattern that is none is found here and not in the middle of the work
+        return made
+
+    @classmethod
+    def _of_fields(cls, saved: dict[str, Any]) -> "ByteLevel":
+        ranks = [base64.b64decode(token, validate=True) for token in saved["ranks"]]
+        if "specials" not in saved:  # of an older run
+            return cls(saved["name"], saved["pattern"], ranks)
+        ends = (saved["end"],) if saved["end"] is not None else ()
+        sizes = saved["vocab_size"], saved["num_tokens"]
+        if not all(is_id(size) for size in (*sizes, *saved["specials"].values())):
+            raise ValueError(f"its ids and sizes must be in 0 to {MOST - 1}")
+        rare = {name: saved[name] for name in ("begin", "opens", "composed") if name in saved}
+        return cls(saved["name"], saved["pattern"], ranks, saved["specials"], ends, *sizes, **rare)
+
     @cached_property
     def _encoding(self) -> tiktoken.Encoding:
         ids = {token: i for i, token in enumerate(self.ranks) if token}
@@ -86,11 +108,7 @@ class ByteLevel(Tokenizer):
             text = self._normalized(text)
         with self._failures_as_user_errors():
             ids = self._encoding.encode(text, allowed_special="all", disallowed_special=())
-        stops = np.cumsum([len(self.bytes_of(i)) for i in ids])
-        characters = np.cumsum((np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80)  # up to each byte
-        begins = np.concatenate([[0], stops[:-1]])[: len(ids)].astype(np.int64)
-        offsets = np.stack([characters[begins] - 1, characters[stops.astype(np.int64) - 1]], 1)
-        return ids, overlapping(offsets, spans)
+        return spans_of_bytes(self, ids, text, spans)
 
     @property
     def special_names(self) -> Collection[str]:
@@ -157,6 +175,28 @@ def letter_bytes() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def is_id(value: object) -> bool:
+    """Return whether `value` is a token's id; a larger one would claim memory for all the ids below it."""
+    return type(value) is int and 0 <= value < MOST
+
+
+def encoding_names() -> list[str]:
+    """Return the names of tiktoken's encodings."""
+    return tiktoken.list_encoding_names()
+
+
+def from_tiktoken(name: str) -> ByteLevel:
+    """Open one of tiktoken's encodings, from its cache, or fetched by it once. Raises UserError if it is not at
+    hand."""
+    try:
+        return ByteLevel.from_encoding(tiktoken.get_encoding(name))
+    except Exception as error:  # tiktoken passes on any exception of its download
+        raise UserError(
+            f"the vocabulary of {name} is not in tiktoken's cache and could not be fetched ({type(error).__name__}); "
+            f"connect once, set TIKTOKEN_CACHE_DIR to a filled cache, give {FILES}, or use another tokenizer"
+        ) from None
 
 
 def train_ranks(documents: Iterable[str], vocab_size: int) -> list[bytes]:

@@ -1,0 +1,151 @@
+"""Folders of the cache: arrays, and texts beside them, that are computed once and verified whenever they are opened.
+
+Tokens of a text are a function of the text and of options, and take minutes to make; a digest of these names their
+folder. It holds one .npy per array, perhaps text files, and a list of their sizes and checksums; one that does not
+match its list is made again: a disk may lose what a killed machine wrote. One process makes a folder at a time, and the
+others wait for it; where the file system cannot lock, several may make it, and the first one's stays."""
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError, remedy
+from dtgpt.util.storage import (
+    FileLock,
+    Held,
+    atomic_folder,
+    open_regular,
+    parse_json,
+    read_regular,
+    remove_tree,
+    write_text,
+)
+
+CONTENTS = "contents.json"
+# What a killed process leaves, of this version or of one before.
+LEFT = re.compile(r"\.(?:partial-)?((?:index|text)-[0-9a-f]+)(?:-.+|\.lock|\.[0-9a-f]{8}\.new)")
+
+Contents = Mapping[str, np.ndarray | str]  # arrays by their names, texts by those of their files
+
+
+class CachedFile(Protocol):
+    """A file of a folder, opened."""
+
+    def checksum(self) -> list[int]:
+        """Return the number of bytes and their CRC-32."""
+
+    def array(self) -> Any:
+        """Return the array that `numpy.save` wrote. Raise ValueError where there is none."""
+
+
+class WholeFile:
+    """One that is read at once, so that nothing which becomes of the file later is seen."""
+
+    def __init__(self, path: Path):
+        with open_regular(path) as file:
+            self._content = file.read()
+
+    def checksum(self) -> list[int]:
+        return [len(self._content), zlib.crc32(self._content)]
+
+    def array(self) -> np.ndarray:
+        return np.load(BytesIO(self._content), allow_pickle=False)
+
+
+Opener = Callable[[Path], CachedFile]
+
+
+def load_or_make(
+    folder: Path, what: str, make: Callable[[], Contents], open_file: Opener = WholeFile
+) -> dict[str, Any]:
+    """Return the arrays of `folder`, whose files `open_file` opens; if it is missing or damaged, write what `make`
+    returns first. Messages call the arrays `what`. Raises UserError if they cannot be written."""
+    found = _load(folder, open_file)
+    if found is not None:
+        return found
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(folder.parent)
+        with _lock(folder, wait=True):
+            found = _load(folder, open_file, warn=True)  # again: another process may have made it while this one waited
+            if found is None:
+                _write(folder, make(), open_file)
+                found = _load(folder, open_file)
+    except OSError as error:
+        # numpy, too, gives no number where a disk is full or a file too large.
+        advice = remedy(error, "make it writable" if error.errno else "free space there")
+        raise UserError(
+            f"{what} cannot be cached in {folder.parent} ({error}); {advice}, or set DTGPT_CACHE to another folder"
+        ) from None
+    if found is None:
+        raise UserError(f"{folder} does not hold what was just written; free or change the disk, or set DTGPT_CACHE")
+    return found
+
+
+def _load(folder: Path, open_file: Opener, warn: bool = False) -> dict[str, Any] | None:
+    """Return None if there is no folder, or if it is damaged."""
+    if not os.path.exists(folder):
+        return None
+    path = folder / CONTENTS
+    try:
+        listed = parse_json(read_regular(path))
+        if not isinstance(listed, dict) or not listed:
+            raise ValueError("it lists nothing")
+        arrays = {}
+        for name, written in listed.items():
+            path = _file(folder, name)
+            file = open_file(path)
+            if file.checksum() != written:
+                raise ValueError("it is not what was written")
+            if path.suffix == ".npy":
+                arrays[name] = file.array()
+        return arrays
+    except (OSError, ValueError, UserError) as error:
+        if warn:
+            reason = getattr(error, "strerror", None) or error
+            say(f"{folder} is damaged ({path.name}: {reason}); it is made again", warning=True)
+        return None
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / (name if "." in name else f"{name}.npy")
+
+
+def _write(folder: Path, contents: Contents, open_file: Opener) -> None:
+    """Write a folder, in place of a damaged one. Raises OSError."""
+    try:
+        with atomic_folder(folder) as partial:
+            for name, value in contents.items():
+                if isinstance(value, str):
+                    _file(partial, name).write_text(value)
+                else:
+                    np.save(_file(partial, name), value)
+            sums = {name: open_file(_file(partial, name)).checksum() for name in contents}
+            write_text(partial / CONTENTS, json.dumps(sums))
+            if _load(folder, open_file) is None:
+                remove_tree(folder)
+    except OSError:
+        if _load(folder, open_file) is None:  # otherwise another process was faster, without locks
+            raise
+
+
+def _lock(folder: Path, wait: bool = False) -> FileLock:
+    return FileLock(folder.with_name(f".{folder.name}.lock"), wait, remove=True)
+
+
+def _remove_left(cache: Path) -> None:
+    """Remove what killed processes left. A process that makes a folder holds its lock until nothing is left."""
+    for path in cache.iterdir():
+        if named := LEFT.fullmatch(path.name):
+            with suppress(OSError, Held, UserError), _lock(cache / named[1]) as lock:
+                if not lock.problem and path.is_dir():
+                    remove_tree(path)
