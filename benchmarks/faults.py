@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "sums: ZeRO adds gradients in 16 bits",
-        "dtgpt/parallel/fsdp.py",
+        "dtgpt/parallel/build.py",
         "reduce_dtype=torch.float32",
         "reduce_dtype=dtype",
     ),

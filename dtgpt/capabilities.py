@@ -9,6 +9,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.liveness", ()),
     ("dtgpt.parallel.shared_memory", ("dtgpt.ops.kernels",)),
     ("dtgpt.parallel.context_parallel", ("dtgpt.parallel.shared_memory",)),
+    ("dtgpt.parallel.own_styles", ()),
     ("dtgpt.parallel.exact_sums", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.models.families", ()),
     ("dtgpt.optim.muon_kinds", ()),

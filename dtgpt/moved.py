@@ -82,6 +82,10 @@ FOLDERS = {
     ("dtgpt.optim", "dtgpt.config"): "kinds>recipe_file",
     ("dtgpt.data", "dtgpt.models"): "document_masks>batch",
     (
+        "dtgpt.parallel",
+        "dtgpt.parallel",
+    ): "between>tensor coordinates>mesh fsdp>build local>inference transport>collectives",
+    (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",
     ): "added_tokens bpe_files export folder libraries rank_files sentencepiece_export",

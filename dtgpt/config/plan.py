@@ -179,6 +179,9 @@ class ResolvedPlan(Plan):
     def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int, seq_length: int) -> None:
         """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
         process group is needed. `for_world` comes first."""
+        for name, wanted in (("cp", self.cp > 1), ("table", self.table)):
+            if wanted and name not in seams.added("degrees"):
+                raise UserError(f"the plan has {name}, but no capability here brings it about; leave {name} out")
         if self.table and self.tp == 1:
             raise UserError(
                 "the plan's table says how tp ranks share modules, but tp=1; add tp2 or more, or leave it out"
@@ -221,8 +224,6 @@ class ResolvedPlan(Plan):
     def _validate_context(self, model: ModelConfig, seq_length: int) -> None:
         if self.cp == 1:
             return
-        if "cp" not in seams.added("degrees"):
-            raise UserError(f"the plan has cp={self.cp}, but no capability here cuts samples; leave cp out")
         pieces, words = self.cp, f"cp={self.cp}"
         if self.sequence_parallel:
             pieces, words = self.cp * self.tp, f"cp={self.cp} x tp={self.tp} under sequence parallelism"

@@ -14,6 +14,7 @@ BUILD lists what is done to a stage, in an order that matters:
 Capabilities add entries (`seams`), each behind the one that it names.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,15 +32,13 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.ops.attention.core import operations
 from dtgpt.ops.loss.head import CoupledLoss
-from dtgpt.parallel.collectives import Collectives
+from dtgpt.parallel.collectives import Collectives, transport
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
-from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
-from dtgpt.parallel.transport import transport
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
@@ -177,6 +176,29 @@ def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()
     to keep: masks are drawn again from their keys."""
     again = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
     return partial(again, context_fn=partial(create_selective_checkpoint_contexts, list(keeps))) if keeps else again
+
+
+def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Wrap each block, then the whole part. Weights are all-gathered in `dtype`, in which they compute; gradients are
+    reduce-scattered in fp32. What is not in a block stays whole from the forward pass on, also by ZeRO-3: backward
+    begins with the head."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    plan, policy = mesh.plan, MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Torch warns of writing in place into what a wrapped module returns; nothing here does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for module in (*part.blocks.values(), part):
+        sharded = fully_shard(
+            module,
+            mesh=mesh.devices["shard"],
+            mp_policy=policy,
+            reshard_after_forward=plan.reshards and module is not part,
+        )
+        # Gradients are summed, not averaged: the loss already counts a micro-batch by its fraction of the global batch.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def compile_forward(part: Decoder, whole: bool) -> None:

@@ -3,17 +3,19 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.parallel.fsdp import reshard, set_step_phase
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.timers import NO_TIMERS, Timers
+
+if TYPE_CHECKING:  # half a second to import, which a run without ZeRO does not need
+    from torch.distributed.fsdp import FSDPModule
 
 
 class TrainingEngine(ABC):
@@ -97,3 +99,25 @@ class SingleStageEngine(TrainingEngine):
         result = self.model(*batch)
         reshard(self.model)
         return result
+
+
+def is_wrapped(module: nn.Module) -> "TypeGuard[FSDPModule]":
+    """Return whether `fully_shard` has wrapped the module."""
+    return hasattr(type(module), "set_requires_gradient_sync")
+
+
+def set_step_phase(model: Decoder, zero: int, last: bool) -> None:
+    """Prepare for a micro-batch: below ZeRO-2 gradients stay whole until the last one, below ZeRO-3 weights do."""
+    if is_wrapped(model):
+        model.set_requires_gradient_sync(last or zero >= 2)
+        model.set_reshard_after_backward(last or zero == 3)
+        model.set_is_last_backward(last)
+
+
+def reshard(*parts: Decoder) -> None:
+    """Free the weights that a forward pass all-gathered: a replayed step gathers them again without the knowledge of
+    `fully_shard`, which would take the old ones for current."""
+    for part in parts:
+        for module in part.modules():
+            if is_wrapped(module):
+                module.reshard()

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from dtgpt.config.execution import Settings
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.gradients import Accumulator, squared_norm
-from dtgpt.parallel.collectives import FlatSum, NarrowSum, flat_length
+from dtgpt.parallel.collectives import FlatSum, NarrowSum, flat_length, transport
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.transport import transport
 from dtgpt.util import seams
 from dtgpt.util.torch_private import is_dtensor
 

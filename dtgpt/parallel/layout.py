@@ -16,7 +16,6 @@ from typing import Any
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
-from dtgpt.parallel.coordinates import chunk
 
 Part = tuple[range, ...]  # global indices of a part of a tensor
 ZERO: Mapping[str, int] = {"shard": 0}  # ZeRO cuts the first dimension of every parameter
@@ -90,7 +89,7 @@ class Layout:
         if plan.tp > 1:
             from dtgpt.parallel.tensor import describe_style, make_table  # DTensor, which no other plan needs
 
-            self._describe = partial(describe_style, table=table or make_table(config, plan), roles=config.roles)
+            self._describe = partial(describe_style, table=table or make_table(config, plan))
         self._examples = inventory(config).examples
         self._known: dict[tuple[int | None, str], ParameterLayout] = {}
 
@@ -120,6 +119,12 @@ class Layout:
     def parameters(self) -> dict[str, ParameterLayout]:
         """Return the layout of every parameter of the model, by name."""
         return {p.name: self.of(p) for p in inventory(self.config).parameters()}
+
+
+def chunk(whole: range, pieces: int, index: int) -> range:
+    """Return piece `index` of a range cut as torch.chunk does: pieces of equal size, the last ones shorter or empty."""
+    size = math.ceil(len(whole) / pieces)
+    return whole[index * size : (index + 1) * size]
 
 
 def slices(part: Part) -> tuple[slice, ...]:

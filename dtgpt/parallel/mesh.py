@@ -1,7 +1,13 @@
-"""The processes of a run as a mesh: groups of ranks, and what all ranks decide together."""
+"""The processes of a run as a mesh: where each stands in the plan, the groups that they make, and what all ranks decide
+together.
+
+Ranks are ordered (pp, dp, cp, tp) with tp fastest: those that exchange most are neighbours on one node. All ranks of a
+group make the same calls in the same order; who does not call leaves the others waiting.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
@@ -13,7 +19,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.util.errors import UserError, sentence_of
 from dtgpt.util.hardware import keep_freed_memory
 from dtgpt.util.torch_private import default_store, set_group_timeout
@@ -22,6 +27,70 @@ Result = TypeVar("Result")
 DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp x cp is replicate x shard
 
 messages: dist.ProcessGroup | None = None  # of all ranks, for what is on CPUs; None: the default group, which is gloo
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """Coordinates of one rank in a plan."""
+
+    plan: ResolvedPlan
+    rank: int
+
+    @property
+    def tp(self) -> int:
+        return self.rank % self.plan.tp
+
+    @property
+    def cp(self) -> int:
+        return self.rank // self.plan.tp % self.plan.cp
+
+    @property
+    def dp(self) -> int:
+        return self.data // self.plan.cp
+
+    @property
+    def data(self) -> int:
+        """The place among the ranks over which gradients are summed and ZeRO cuts."""
+        return self.rank // self.plan.tp % self.plan.data_ranks
+
+    @property
+    def pp(self) -> int:
+        return self.rank // self.plan.ranks_of_stage
+
+    @property
+    def shard(self) -> int:
+        return self.data % self.plan.shard
+
+    @property
+    def stages(self) -> list[int]:
+        """The pipeline stages of this rank, by depth."""
+        plan, own = self.plan, self.pp
+        return [stage for stage in range(plan.num_stages) if plan.stage_rank(stage) == own]
+
+    @property
+    def holds_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def holds_last(self) -> bool:
+        return self.plan.num_stages - 1 in self.stages
+
+    def rank_of(self, stage: int) -> int | None:
+        """Return the pipeline rank with which this one exchanges messages where `stage` is beside one of its own; None
+        where this rank holds `stage` itself, or there is no such stage."""
+        pp = self.plan.stage_rank(stage) if 0 <= stage < self.plan.num_stages else self.pp
+        return pp if pp != self.pp else None
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """Pairs of a stage on another rank and the stage beside it on this rank: over each goes an activation, and its
+        gradient comes back."""
+        pairs = [(beside, stage) for stage in self.stages for beside in (stage - 1, stage + 1)]
+        return [(beside, stage) for beside, stage in pairs if self.rank_of(beside) is not None]
+
+    def neighbour(self, pp: int) -> int:
+        """Return the rank with the same dp, cp and tp coordinates on pipeline rank `pp`."""
+        return self.rank + (pp - self.pp) * self.plan.ranks_of_stage
 
 
 class Mesh:

@@ -18,12 +18,11 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.serve import split_backward
-from dtgpt.parallel.engine import TrainingEngine, orderless_mean
-from dtgpt.parallel.fsdp import reshard
+from dtgpt.parallel.collectives import Edges, transport
+from dtgpt.parallel.engine import TrainingEngine, orderless_mean, reshard
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import places_of_edge, run_in_turn
-from dtgpt.parallel.transport import Edges, transport
 from dtgpt.util.timers import NO_TIMERS, Timers
 
 

@@ -19,10 +19,9 @@ from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
 from dtgpt.ops.optim.gradients import largest_magnitude
-from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Sums
-from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, slices
-from dtgpt.parallel.mesh import DIMENSIONS, Mesh
+from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, chunk, slices
+from dtgpt.parallel.mesh import DIMENSIONS, Mesh, RankCoordinates
 from dtgpt.util.torch_private import is_dtensor
 
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it

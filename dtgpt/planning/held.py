@@ -7,8 +7,9 @@ from functools import cached_property
 from dtgpt.config.execution import Settings
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
-from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Sums, choose_sums
+from dtgpt.parallel.layout import chunk
+from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.planning.parameters import LocalParameter, blocks_again
 
 

@@ -6,15 +6,15 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan
 from dtgpt.parallel.cache_sizes import slot_bytes
+from dtgpt.parallel.collectives import transport
 from dtgpt.parallel.context_parallel.slices import token_bytes
-from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.gradients import choose_sums, is_pushed
+from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
 from dtgpt.parallel.shared_memory.edges import most_edges
 from dtgpt.parallel.shared_memory.gather import PLACES
 from dtgpt.parallel.shared_memory.scatter import CopyScatter
 from dtgpt.parallel.stages import places_of_edge
-from dtgpt.parallel.transport import transport
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.allocator import WORKSPACES
 from dtgpt.planning.held import Held

@@ -3,7 +3,7 @@
 import math
 
 from dtgpt.config.execution import Settings
-from dtgpt.parallel.transport import GPUS_OF_HOST
+from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.planning.gpus import Rates
 from dtgpt.planning.parameters import LocalParameter
 from dtgpt.planning.traffic import MATRICES_TRAVEL, Collective

@@ -10,9 +10,9 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import Role
-from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.layout import Layout, ParameterLayout
+from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.allocator import padding
 from dtgpt.posttrain.lora.adapters import layouts_of, names_of

@@ -1,8 +1,8 @@
 """The report of `dtgpt plan`: memory, messages and idle time of a recipe under a plan, without a GPU or processes."""
 
 from dtgpt.config.execution import Settings
+from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.parallel.transport import GPUS_OF_HOST
 from dtgpt.planning.fit import (
     fits_into,
     largest_micro_batch,

@@ -10,7 +10,7 @@ from dtgpt.config.execution import Recompute, Settings
 from dtgpt.config.plan import ResolvedPlan, Schedule, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.parallel.transport import GPUS_OF_HOST
+from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.planning.activations import residual_bytes
 from dtgpt.planning.fit import MOST_CP, fits_into, with_fewest_blocks
 from dtgpt.planning.gpus import Gpu, Rates

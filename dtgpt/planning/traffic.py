@@ -7,8 +7,8 @@ from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
-from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.gradients import Collective, choose_sums
+from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise, degrees_of_heads
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import (

@@ -67,11 +67,11 @@ class Capability:
     added_modules: tuple[str, ...] = ()
     initial_values: tuple[str, ...] = ()
     build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
-    degrees: Mapping[str, str] = field(default_factory=dict)  # of plans: what brings it about, by its name
+    degrees: Mapping[str, str] = field(default_factory=dict)  # a plan's fields: what brings one about, by its name
     sums: Mapping[str, str] = field(
         default_factory=dict
     )  # of gradients: a `parallel.gradients.Sums`, by a recipe's `reduce`
-    transports: tuple[str, ...] = ()  # a way between ranks: a `parallel.transport.Transport`
+    transports: tuple[str, ...] = ()  # a way between ranks: a `parallel.collectives.Transport`
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
     objectives: Mapping[str, str] = field(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from dtgpt.parallel.build import BUILD, Building, Entry, entries
-from dtgpt.parallel.transport import Transport, transport
+from dtgpt.parallel.collectives import Transport, transport
 from dtgpt.util import seams
 from tests.support.bodies_exact import bits_of_steps, bits_without_parallel_capabilities
 from tests.support.ranks import pool

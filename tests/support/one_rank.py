@@ -20,12 +20,11 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.collectives import FlatSum, NarrowSum
-from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.exact_sums.buckets import ExactBucket, RoundedBucket, SummedBucket
 from dtgpt.parallel.exact_sums.sums import ExactSums
 from dtgpt.parallel.gradients import Bucket, Buckets, choose_sums
 from dtgpt.parallel.graphs import Graphs
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shards import Shard, Shards, region_of_tp
 from dtgpt.parallel.shared_memory.pieces import Pieces
 from dtgpt.parallel.stages import block_ranges

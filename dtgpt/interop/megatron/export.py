@@ -21,7 +21,7 @@ from dtgpt.interop.megatron.tree import FILE_NAMES, rank_folder
 from dtgpt.models.config import VOCAB_MULTIPLE, ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.source import Source, has_vocabulary
-from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.layout import chunk
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import new_folder

@@ -21,8 +21,7 @@ from dtgpt.models.roles import Role, role_of
 from dtgpt.parallel.build import Building, Entry
 from dtgpt.parallel.context_parallel import exchange
 from dtgpt.parallel.context_parallel.exchange import HeadExchange, QueryExchange
-from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
 from dtgpt.parallel.shared_memory.arena import share
 from dtgpt.parallel.shared_memory.barrier import Barrier

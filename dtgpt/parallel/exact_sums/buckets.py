@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from dtgpt.config.execution import Settings
 from dtgpt.ops.optim.fixed_point import FixedPointSum, Range, add_integers, add_rounded
 from dtgpt.parallel.collectives import ALIGNED
-from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.gradients import call_on_gradients, local_gradient, local_part
+from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import region_of_tp
 from dtgpt.parallel.shared_memory.arena import aligned

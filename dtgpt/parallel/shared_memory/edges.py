@@ -4,8 +4,7 @@ rank that receives them. Each edge has as many places as micro-batches are under
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
-from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shared_memory.message import Messages, open_messages
 
 

@@ -13,7 +13,7 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.parallel.context_parallel.exchange import chunks_of, part_of_half
-from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.planning.activations import block_activations
 from dtgpt.planning.traffic import collectives_of
 from dtgpt.util.errors import UserError

@@ -9,9 +9,9 @@ import torch
 
 from dtgpt.compare.record import Record, record
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.graphs import WARM_UP
 from dtgpt.parallel.launch import end_process_group, start_process_group
+from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.shared_memory.arena import SWITCH
 from dtgpt.parallel.shared_memory.edges import Edges, most_edges
 from dtgpt.parallel.stages import places_of_edge

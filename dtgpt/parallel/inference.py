@@ -19,7 +19,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.roles import Role, role_of
 from dtgpt.parallel.build import build_stages
-from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.errors import UserError

@@ -1,0 +1,5 @@
+"""Styles of tensor parallelism that a plan's own `table` gives some modules in place of the default ones."""
+
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(degrees={"table": "dtgpt.parallel.own_styles.table:with_own_styles"})
