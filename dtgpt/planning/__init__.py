@@ -12,5 +12,9 @@ CAPABILITY = Capability(
         ),
     },
     state_bytes=("dtgpt.planning.parameters:state_bytes",),
+    alternatives={
+        "parse": "dtgpt.planning.alternatives:parse_alternatives",
+        "choose": "dtgpt.planning.alternatives:choose_alternative",
+    },
     plan_choices=("dtgpt.planning.auto:settle_plan",),
 )
