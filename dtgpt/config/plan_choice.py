@@ -5,8 +5,8 @@ that were started), `cp2` (context parallel), `tp2` (tensor parallel), `sp` (seq
 parallel), `zero3` (ZeRO level), and the pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages
 per rank), `zbv`. `single` is one process. A recipe may define more plans under names of its own.
 
-The number of processes must be one that the plan fits. A name that has alternatives, `tp8 | tp4`, or is `auto`, is for a
-capability (`dtgpt.planning`) to choose from, so that a run goes on with the processes that are there."""
+The number of processes must be one that the plan fits. A name with alternatives, `tp8 | tp4`, or `auto`, leaves a
+choice to a capability (`dtgpt.planning`), so that a run goes on with the processes that are there."""
 
 import difflib
 import re
@@ -122,8 +122,8 @@ class PlanChoice:
 
 
 def parse_alternatives(text: str, own: Mapping[str, Plan] | None = None) -> dict[str, Plan]:
-    """Return the plans that `text` names, in its order, by their names: one, or the alternatives that a capability finds
-    in it. `own`: the recipe's plans. Raises UserError for a name that is missing, means nothing, or is given twice."""
+    """Return the plans that `text` names, in its order, by their names: one, or alternatives, which a capability finds.
+    `own`: the recipe's plans. Raises UserError for a name that is missing, means nothing, or is given twice."""
     if text == AUTO:
         raise UserError("plan=auto is chosen by dtgpt train and dtgpt plan, for a number of processes; give a plan")
     parse = seams.added("alternatives").get("parse")

@@ -5,7 +5,7 @@ from dtgpt.util.seams import Capability, CommandEntry
 CAPABILITY = Capability(
     commands={
         "plan": CommandEntry(
-            "dtgpt.commands.plan:command",
+            "dtgpt.planning.command:command",
             "dtgpt plan RECIPE.py [--plan NAME] [--world N] [--gpu NAME]\n"
             "    show memory, messages and pipeline bubble of a plan; no GPU is needed",
             place=40,

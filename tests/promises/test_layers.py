@@ -23,7 +23,7 @@ CIRCLES = [
 # Modules, and folders of some, that are neither of the core nor in a capability's folder. None may be added.
 SHARED = {
     "commands.chat", "commands.compare", "commands.compare_runs", "commands.convert", "commands.doctor",
-    "commands.eval", "commands.inspect", "commands.lm_eval", "commands.plan", "commands.plot", "commands.prepare",
+    "commands.eval", "commands.inspect", "commands.lm_eval", "commands.plot", "commands.prepare",
     "commands.progress", "commands.recipe", "commands.recipes", "commands.results", "commands.serve",
     "commands.tokenizer", "commands.translate", "config.fp8", "inference.chat",
     "inference.memory_report", "inference.warm_up",
