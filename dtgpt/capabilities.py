@@ -24,7 +24,10 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.data.library_tokenizers", ("dtgpt.posttrain.chats",)),
     ("dtgpt.posttrain.lora", ()),
     ("dtgpt.posttrain.dpo", ("dtgpt.data.megatron", "dtgpt.posttrain.chats")),
-    ("dtgpt.posttrain.grpo", ("dtgpt.evaluation", "dtgpt.posttrain.chats", "dtgpt.posttrain.lora")),
+    (
+        "dtgpt.posttrain.grpo",
+        ("dtgpt.evaluation", "dtgpt.parallel.context_parallel", "dtgpt.posttrain.chats", "dtgpt.posttrain.lora"),
+    ),
     (
         "dtgpt.interop",
         (

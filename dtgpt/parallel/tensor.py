@@ -365,7 +365,8 @@ def make_table(
     default = default_table(config, plan.sequence_parallel, seq_length or config.seq_length, peers)
     if not plan.table:
         return default
-    return seams.load(seams.added("degrees")["table"])(config, plan, default, peers)
+    (with_own_styles,) = seams.listed("own_styles")
+    return with_own_styles(config, plan, default, peers)
 
 
 def style_of(module: str, table: Table) -> ParallelStyle | None:

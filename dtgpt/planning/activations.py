@@ -8,6 +8,7 @@ from dtgpt.config.fp8 import FP8
 from dtgpt.models.inventory import Core, inventory
 from dtgpt.ops.attention.core import reads_groups
 from dtgpt.ops.kernels.attention.flash_launch import mask_words
+from dtgpt.parallel.context_parallel.degrees import ranks_of_heads, ranks_of_queries
 from dtgpt.parallel.context_parallel.exchange import chunks_of
 from dtgpt.planning.meta_block import BlockKind, BlockSizes, sizes_of
 from dtgpt.planning.split_backward import SplitSizes, halves_of
@@ -75,7 +76,7 @@ def residual_bytes(settings: Settings) -> float:
 def _copies(settings: Settings) -> int:
     """Return how many ranks keep the same keys and values, made by context parallel ranks; 0: the core takes what the
     block computed."""
-    return settings.plan.ranks_of_queries(settings.model) if settings.plan.cp > 1 else 0
+    return ranks_of_queries(settings.plan, settings.model) if settings.plan.cp > 1 else 0
 
 
 def attended(settings: Settings) -> list[tuple[int, int]]:
@@ -89,7 +90,7 @@ def attended(settings: Settings) -> list[tuple[int, int]]:
 def _heads(settings: Settings) -> float:
     """Return for how many heads of samples an attention core computes."""
     plan = settings.plan
-    return settings.micro_batch_size * settings.model.num_heads / (plan.tp * plan.ranks_of_heads(settings.model))
+    return settings.micro_batch_size * settings.model.num_heads / (plan.tp * ranks_of_heads(plan, settings.model))
 
 
 def score_elements(settings: Settings) -> float:

@@ -7,6 +7,7 @@ from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan
 from dtgpt.parallel.cache_sizes import slot_bytes
 from dtgpt.parallel.collectives import transport
+from dtgpt.parallel.context_parallel.degrees import ranks_of_heads
 from dtgpt.parallel.context_parallel.slices import token_bytes
 from dtgpt.parallel.gradients import choose_sums, is_pushed
 from dtgpt.parallel.mesh import RankCoordinates
@@ -98,7 +99,7 @@ def _edges(settings: Settings, place: RankCoordinates, passes: float) -> float:
         found += (places + passes * (sends - receives)) * residual_bytes(settings)
     if transport().reaches(plan.tp, 1):
         found += 2 * whole_bytes(settings)
-    if transport().reaches(plan.cp, plan.tp) and plan.ranks_of_heads(settings.model) == plan.cp:
+    if transport().reaches(plan.cp, plan.tp) and ranks_of_heads(plan, settings.model) == plan.cp:
         found += TokenExchange.bytes(token_bytes(settings), settings.local_length, plan.cp)
     return found
 

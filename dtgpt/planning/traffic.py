@@ -7,6 +7,7 @@ from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
+from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from dtgpt.parallel.gradients import Collective, choose_sums
 from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise, degrees_of_heads
@@ -57,7 +58,7 @@ def _over_cp(settings: Settings, rank: int) -> list[Collective]:
     if plan.cp == 1:
         return []
     repeated = _repeated(settings)
-    degrees, copies = degrees_of_heads(config, plan), plan.ranks_of_queries(config)
+    degrees, copies = degrees_of_heads(config, plan), ranks_of_queries(plan, config)
     tokens = settings.micro_batch_size * settings.local_length
     count, size = 0, 0
     for block in blocks_of_rank(config, plan, rank):

@@ -67,7 +67,8 @@ class Capability:
     added_modules: tuple[str, ...] = ()
     initial_values: tuple[str, ...] = ()
     build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
-    degrees: Mapping[str, str] = field(default_factory=dict)  # a plan's fields: what brings one about, by its name
+    degrees: Mapping[str, str] = field(default_factory=dict)  # fields of plans: what checks one, by its name
+    own_styles: tuple[str, ...] = ()  # of a plan's own table of modules: what joins them to the default ones
     sums: Mapping[str, str] = field(
         default_factory=dict
     )  # of gradients: a `parallel.gradients.Sums`, by a recipe's `reduce`

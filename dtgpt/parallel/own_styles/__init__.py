@@ -2,4 +2,7 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(degrees={"table": "dtgpt.parallel.own_styles.table:with_own_styles"})
+CAPABILITY = Capability(
+    degrees={"table": "dtgpt.parallel.own_styles.table:check_plan"},
+    own_styles=("dtgpt.parallel.own_styles.table:with_own_styles",),
+)

@@ -35,6 +35,12 @@ FIXED = {  # roles that a plan's table cannot replace, and why
 OF_HEADS = (Role.HEAD_DROPOUT, Role.HEAD_NORM, Role.SINKS, Role.JOINT_NORM)  # that the QKV projection leaves a rank
 
 
+def check_plan(plan: Plan, model: ModelConfig, seq_length: int) -> None:
+    """Raise UserError where no ranks share modules."""
+    if plan.tp == 1:
+        raise UserError("the plan's table says how tp ranks share modules, but tp=1; add tp2 or more, or leave it out")
+
+
 def with_own_styles(config: ModelConfig, plan: Plan, default: Table, peers: Collectives | None) -> Table:
     """Return the plan's own entries, the most specific first, then the `default` ones: the first that matches a module
     counts. Raises UserError for a pattern that names no module, or one whose style follows from others."""
