@@ -14,8 +14,12 @@ from dtgpt.util.field_types import Bounds, check_fields
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-# The stages of a rank, at the least, which is what a schedule has where nothing is said, and at the most.
-STAGES_OF_RANK: Mapping[str, tuple[int, float]] = {"GPipe": (1, 1), "1F1B": (1, 1), "Interleaved1F1B": (2, math.inf), "ZBVZeroBubble": (2, 2)}
+STAGES_OF_RANK: Mapping[str, tuple[int, float]] = {  # at least, which it is where nothing is said, and at most
+    "GPipe": (1, 1),
+    "1F1B": (1, 1),
+    "Interleaved1F1B": (2, math.inf),
+    "ZBVZeroBubble": (2, 2),
+}
 DEGREE = Bounds(1, 1_000_000)
 
 

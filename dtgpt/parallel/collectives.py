@@ -147,15 +147,8 @@ class Edges(Protocol):
     def begin(self) -> None:
         """Begin a step: nothing of the one before is needed any more."""
 
-    def joins(self, source: int, target: int) -> bool:
-        """Return whether an edge goes from `source`, on another rank, to a stage of this rank."""
-
-    def send(self, tensor: Tensor, source: int, target: int, micro_batch: int) -> None:
-        """Send from a stage of this rank to a stage beside it on another rank."""
-
-    def receive(self, source: int, target: int, micro_batch: int) -> Tensor:
-        """Wait for what a stage of another rank sends to a stage of this one, and return it: valid until this stage has
-        run the micro-batch backward."""
+    def make_stage(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a `pipeline.Stage` that sends and receives by these messages. Arguments: those of `PipelineStage`."""
 
     def end(self) -> None:
         """Hold the current stream until all is sent."""

@@ -1,6 +1,8 @@
 """What goes over the edges between pipeline stages: activations and their gradients, to places in the memory of the
 rank that receives them. Each edge has as many places as micro-batches are under way, which use them in turn."""
 
+from typing import Any
+
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
@@ -15,6 +17,14 @@ class Edges:
         self.place, self.messages, self.places = place, messages, places
         self._signals = most_edges(place) * places  # the first of them
         self._closed: set[tuple[int, int]] = set()
+
+    def make_stage(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a stage of torch's pipelines that sends and receives here. Arguments: those of `PipelineStage`."""
+        from dtgpt.parallel.shared_memory.edge_stage import EdgeStage  # half a second to import
+
+        stage = EdgeStage(*args, **kwargs)
+        stage.edges = self
+        return stage
 
     def begin(self) -> None:
         """Begin a step: nothing of the one before is needed any more in the places of this rank."""
