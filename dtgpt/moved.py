@@ -85,6 +85,10 @@ FOLDERS = {
         "dtgpt.parallel",
         "dtgpt.parallel",
     ): "between>tensor coordinates>mesh fsdp>build local>inference transport>collectives",
+    ("dtgpt.commands", "dtgpt.planning"): "plan>command",
+    ("dtgpt.planning", "dtgpt.planning"): "alive>meta_block allocator>memory auto_report>report fit>what_fits "
+    "held>parameters message_time>step_time moments>fullest_moment table>report work>operation_time "
+    "zero_bubble>split_backward",
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",

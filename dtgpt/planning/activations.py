@@ -11,7 +11,6 @@ from dtgpt.ops.kernels.attention.flash_launch import mask_words
 from dtgpt.parallel.context_parallel.degrees import ranks_of_heads, ranks_of_queries
 from dtgpt.parallel.context_parallel.exchange import chunks_of
 from dtgpt.planning.meta_block import BlockKind, BlockSizes, sizes_of
-from dtgpt.planning.split_backward import SplitSizes, halves_of
 from dtgpt.posttrain.lora.config import LoraConfig
 
 
@@ -32,18 +31,10 @@ def block_activations(settings: Settings, block: int) -> float:
 def block_sizes(settings: Settings, block: int) -> BlockSizes:
     """Return the sizes of block `block` under the plan, measured once for each kind; in fp8 those of a step by known
     scales."""
-    return sizes_of(_kind(settings, block), settings.rows.number)
+    return sizes_of(kind_of_block(settings, block), settings.rows.number)
 
 
-def split_sizes(settings: Settings, block: int) -> SplitSizes:
-    """Return what the two halves of a backward pass of block `block` keep, measured once for each kind, in the
-    activations' type."""
-    kind = _kind(settings, block)._replace(fp8=False)
-    again = settings.recompute == "full"
-    return halves_of(kind, again).scaled(settings.rows.number)
-
-
-def _kind(settings: Settings, block: int) -> BlockKind:
+def kind_of_block(settings: Settings, block: int) -> BlockKind:
     plan, config = settings.plan, replace(settings.model, dropout=0.0)
     return BlockKind(
         config=config,

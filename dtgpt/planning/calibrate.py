@@ -18,7 +18,7 @@ from torch import Tensor
 from dtgpt.ops.attention.core import causal_attention
 from dtgpt.ops.fp8.product import product as product_of_8_bits
 from dtgpt.planning.gpus import CPU, Gpu, name_of, write_rates
-from dtgpt.planning.work import HALF_LENGTH
+from dtgpt.planning.operation_time import HALF_LENGTH
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import FLOAT8, SIXTEEN_BITS, device_name

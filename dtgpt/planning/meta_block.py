@@ -3,11 +3,14 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import BoundModule, bind, exchanges
@@ -20,10 +23,40 @@ from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.serve import split_backward
 from dtgpt.parallel.layout import Layout, slices
-from dtgpt.planning.alive import Alive
 from dtgpt.posttrain.lora.adapters import local_adapter
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util import seams
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, as long as they live."""
+
+    def __init__(self, without: set[int]):
+        """without: storages that do not count."""
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = set(without)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
 
 
 class BlockKind(NamedTuple):
@@ -69,7 +102,7 @@ def sizes_of(kind: BlockKind, batch: int) -> BlockSizes:
         saved.add(tensor.untyped_storage()._cdata)
         return tensor
 
-    with split_backward() if kind.apart else nullcontext(), Alive(given) as alive:
+    with split_backward() if kind.apart else nullcontext(), LiveBytes(given) as alive:
         with saved_tensors_hooks(save, lambda tensor: tensor):
             end = [block(x, context).grad_fn]  # emptied below: nothing but the pass then holds what it frees
         beside = alive.peak = alive.now

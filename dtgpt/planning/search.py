@@ -12,10 +12,10 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.planning.activations import residual_bytes
-from dtgpt.planning.fit import MOST_CP, fits_into, with_fewest_blocks
 from dtgpt.planning.gpus import Gpu, Rates
 from dtgpt.planning.memory import Memory, fullest, memory_of
 from dtgpt.planning.step_time import StepTime, compute_time, step_time
+from dtgpt.planning.what_fits import MOST_CP, fits_into, with_fewest_blocks
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 

@@ -28,7 +28,7 @@ from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shards import Shard, Shards, region_of_tp
 from dtgpt.parallel.shared_memory.pieces import Pieces
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.planning.parameters import optimizer_bytes, parameters_of
+from dtgpt.planning.parameters import parameters_of
 from dtgpt.util.torch_private import forget_meshes
 
 BYTES = "weights, fp32", "moments, fp32", "gradients", "16-bit weights"
@@ -115,7 +115,8 @@ def planned_bytes(settings: Settings, rank: int) -> dict[str, int]:
     local, by_tp = sum(p.local for p in held), sum(p.by_tp for p in held)
     narrow = settings.dtype.itemsize * by_tp if settings.low_precision else 0
     alone = replace(settings, device=torch.device("cpu"))  # a rank that is built shares no memory with others
-    sizes = 4 * local, optimizer_bytes(held, settings), choose_sums(alone).bytes_of(held), narrow
+    state = sum(settings.optimizer.state_bytes(p.shape, p.role) * p.local for p in held) if settings.optimizer else 0
+    sizes = 4 * local, state, choose_sums(alone).bytes_of(held), narrow
     return dict(zip(BYTES, sizes, strict=True))
 
 
