@@ -83,14 +83,6 @@ def _quantised(bound: Binding, product: QuantisedProduct, x: Tensor, weight: Ten
     return product.linear(local(x), local(weight), own_bias, bound.into, bound.out)
 
 
-def observes(part: nn.Module) -> bool:
-    """Return whether a pass through `part` takes the largest values of products that are quantised from the next step
-    on."""
-    linears = (module for module in part.modules() if isinstance(module, Linear | DeferredBiasLinear))
-    products = (each.bound.quantised for each in linears)
-    return any(each is not None and each.observes for each in products)
-
-
 def mlp(
     x: Tensor, first: Linear | DeferredBiasLinear, second: DeferredBiasLinear, activation: Callable[..., Tensor]
 ) -> Tensor:

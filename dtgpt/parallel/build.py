@@ -29,7 +29,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import BoundModule, bind, on_meta
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.layers import AttentionCore, Output, observes
+from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.ops.attention.core import operations
 from dtgpt.ops.loss.head import CoupledLoss
 from dtgpt.parallel.collectives import Collectives, transport
@@ -153,21 +153,12 @@ def set_attention(part: Decoder, building: Building) -> None:
 
 
 def repeat_blocks(part: Decoder, building: Building) -> None:
-    """Let the blocks that `recompute` names run again in backward. Steps that observe values compute all blocks again:
-    their 16-bit activations would take more memory than any other step."""
+    """Let the blocks that `recompute` names run again in backward."""
     settings = building.settings
     keeps = operations() if settings.recompute == "around_attention" else []
     for index, block in enumerate(cast(Iterable[BoundModule], part.blocks.values())):
         if settings.repeats_blocks and settings.repeats(index):
             bind(block, run=recomputed(block.compute, keeps))
-        elif settings.observes_again:
-            bind(block, run=recomputed_while(partial(observes, block), block.compute))
-
-
-def recomputed_while(condition: Callable[[], bool], function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that is `recomputed` where the condition holds as it is called."""
-    again = recomputed(function)
-    return lambda *values: (again if condition() else function)(*values)
 
 
 def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()) -> Callable[..., Tensor]:

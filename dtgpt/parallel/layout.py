@@ -18,6 +18,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 
 Part = tuple[range, ...]  # global indices of a part of a tensor
+OUTPUTS, INPUTS = -2, -1  # dimensions of a matrix, or a stack of matrices, `[out, in]`
 ZERO: Mapping[str, int] = {"shard": 0}  # ZeRO cuts the first dimension of every parameter
 
 
@@ -74,8 +75,8 @@ class ParameterLayout:
         return found
 
     def cut_from_the_end(self, axis: str) -> int | None:
-        """Return the dimension of a matrix, or a stack of matrices, that an axis cuts: -2 for the outputs, -1 for the
-        inputs; None for a vector, or where it cuts none."""
+        """Return the dimension of a matrix, or a stack of matrices, that an axis cuts, OUTPUTS or INPUTS; None for a
+        vector, or where it cuts none."""
         return self.cuts[axis] - len(self.shape) if axis in self.cuts and len(self.shape) > 1 else None
 
 

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.fp8 import FP8
+from dtgpt.optim.fp8.observed_blocks import observes_again
 from dtgpt.parallel.cache_sizes import slot_bytes
 from dtgpt.parallel.collectives import transport
 from dtgpt.parallel.context_parallel.degrees import ranks_of_heads
@@ -45,7 +46,7 @@ def memory_of(settings: Settings, rank: int) -> Memory:
     """Return the fullest moment of a training step on `rank`. In fp8 that may be in the first step, which observes."""
     memories = [_fullest_moment(settings, rank)]
     if settings.products == FP8:
-        again = settings.observes_again
+        again = observes_again(settings)
         recompute = "full" if again and not settings.repeats_blocks else settings.recompute
         blocks = None if again else settings.recompute_blocks
         changed = replace(settings, products=None, recompute=recompute, recompute_blocks=blocks)

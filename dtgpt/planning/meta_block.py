@@ -17,12 +17,11 @@ from dtgpt.models.binding import BoundModule, bind, exchanges
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
-from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.serve import split_backward
-from dtgpt.parallel.layout import Layout, slices
+from dtgpt.parallel.layout import INPUTS, OUTPUTS, Layout, slices
 from dtgpt.posttrain.lora.adapters import local_adapter
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util import seams
@@ -139,10 +138,10 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
     for p in inventory(config).of_block(kind.example):
         path, _, key = p.name.removeprefix(f"{at}.").rpartition(".")
         module = block.get_submodule(path)
-        part = slices(layout.of(p).region(0))
-        module.register_parameter(key, nn.Parameter(module.get_parameter(key)[part]))
-    for name, module in block.named_modules() if kind.sequence_parallel else ():
-        _exchange(role_of(f"{at}.{name}", config.roles), module, _SequenceParts(kind.tp))
+        of_rank = layout.of(p)
+        module.register_parameter(key, nn.Parameter(module.get_parameter(key)[slices(of_rank.region(0))]))
+        if kind.sequence_parallel and key == "weight":
+            _exchange(of_rank.cut_from_the_end("tp"), module, _SequenceParts(kind.tp))
     if kind.lora.rank:
         block.requires_grad_(False)
         for parameter in filter(kind.lora.adapts, inventory(config).of_block(kind.example)):
@@ -157,14 +156,15 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
     return block
 
 
-def _exchange(role: Role | None, module: nn.Module, parts: "_SequenceParts") -> None:
-    """Let a module of a block make its input whole, or sum its output, as under sequence parallelism."""
-    if role in (*COLUMNS, Role.COLUMN_STACK):
+def _exchange(dim: int | None, module: nn.Module, parts: "_SequenceParts") -> None:
+    """Let a module whose weight is cut along this dimension make its input whole, or sum its output, under sequence
+    parallelism."""
+    if dim == OUTPUTS:
         bind(module, into=parts)
         module.register_forward_pre_hook(
             lambda module, inputs: inputs if exchanges(module.bound) else (parts.gather(inputs[0]), *inputs[1:])
         )
-    elif role in (Role.ROW, Role.ROW_STACK):
+    elif dim == INPUTS:
         bind(module, out=parts)
         module.register_forward_hook(lambda module, inputs, y: y if exchanges(module.bound) else parts.sum(y))
 

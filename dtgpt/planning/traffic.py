@@ -9,11 +9,11 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from dtgpt.parallel.gradients import Collective
+from dtgpt.parallel.layout import INPUTS, OUTPUTS
 from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise, degrees_of_heads
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
 
-OUTPUTS, INPUTS = -2, -1  # dimensions of a matrix
 MATRICES_TRAVEL = "matrices to the ranks that update them, and back"
 
 
