@@ -20,9 +20,15 @@ from dtgpt.util.errors import UserError, shown
 
 SINGLE = "single"
 PARTS = {  # a part of a name -> the field that it sets
-    r"dp([0-9]*)": "dp", r"cp([0-9]+)": "cp", r"tp([0-9]+)": "tp", r"pp([0-9]+)": "pp", r"zero([0-3])": "zero",
-    r"sp": "sequence_parallel", r"gpipe|1f1b|zbv": "schedule", r"interleaved([0-9]*)": "stages_per_rank",
-}  # fmt: skip
+    r"dp([0-9]*)": "dp",
+    r"cp([0-9]+)": "cp",
+    r"tp([0-9]+)": "tp",
+    r"pp([0-9]+)": "pp",
+    r"zero([0-3])": "zero",
+    r"sp": "sequence_parallel",
+    r"gpipe|1f1b|zbv": "schedule",
+    r"interleaved([0-9]*)": "stages_per_rank",
+}
 DIGITS = 9  # a number of more is cut, and refused as too large
 
 

@@ -69,9 +69,12 @@ def open_mesh(
 
 
 def start_process_group(
-    device: torch.device, timeout: float, store: dist.Store | None = None, process: Process | None = None,
+    device: torch.device,
+    timeout: float,
+    store: dist.Store | None = None,
+    process: Process | None = None,
     **arguments: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Join the other processes in `store`, in which all have met, as `process`, None: that of the environment; or as
     the `arguments` of `init_process_group` say (rank, world_size). store: None for a new one. Small messages between
     CPUs go through gloo, on GPUs in a group of their own: of a group with two backends, torch 2.11 splits both, and

@@ -77,9 +77,13 @@ def parts_of(time: StepTime) -> dict[str, float]:
     """Return the seconds of a step by words."""
     over = {f"messages over {axis}": seconds for axis, seconds in time.messages.items()}
     return {
-        **vars(time.work), "recomputation": time.again, "optimizer": time.optimizer, **over, "bubble": time.bubble,
+        **vars(time.work),
+        "recomputation": time.again,
+        "optimizer": time.optimizer,
+        **over,
+        "bubble": time.bubble,
         "waiting for the host": time.host,
-    }  # fmt: skip
+    }
 
 
 def describe_mesh(name: str, settings: Settings) -> list[str]:

@@ -147,9 +147,13 @@ def why_slower(other: Candidate, best: Candidate) -> str:
 
 def _spent(time: StepTime) -> dict[str, float]:
     return {
-        "operations": time.work.total, "recomputation": time.again, "optimizer": time.optimizer, "bubble": time.bubble,
-        "host": time.host, **{f"messages over {axis}": seconds for axis, seconds in time.messages.items()},
-    }  # fmt: skip
+        "operations": time.work.total,
+        "recomputation": time.again,
+        "optimizer": time.optimizer,
+        "bubble": time.bubble,
+        "host": time.host,
+        **{f"messages over {axis}": seconds for axis, seconds in time.messages.items()},
+    }
 
 
 def _division(plan: ResolvedPlan) -> tuple[int, ...]:

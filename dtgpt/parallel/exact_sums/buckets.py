@@ -197,9 +197,14 @@ class RoundedBucket(ExactBucket):
         return [aligned(sum(p.numel() for p in kind), multiple) for kind in _kinds(parameters, table)]
 
     def __init__(
-        self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings, table: nn.Parameter | None,
-        pieces: Pieces, first: int,
-    ):  # fmt: skip
+        self,
+        parameters: list[nn.Parameter],
+        mesh: Mesh,
+        settings: Settings,
+        table: nn.Parameter | None,
+        pieces: Pieces,
+        first: int,
+    ):
         """first: where among the sums of `pieces` those of `lengths` begin."""
         super().__init__(parameters, mesh, settings, table)
         self._pieces, self._first = pieces, first
