@@ -1,5 +1,10 @@
 """A plan: how one model is spread over processes. `dtgpt.config.plan_choice` makes a plan from its name, and
-`dtgpt.parallel` applies it."""
+`dtgpt.parallel` applies it.
+
+A plan changes who computes what, never what is computed: the loss curve is the same under every plan. So whatever a
+plan cannot do with a model or a batch is refused here, in one sentence with a remedy, from numbers alone, before a
+process is started. What a capability brings (cut samples, styles of modules) it checks itself.
+"""
 
 import math
 from collections.abc import Mapping

@@ -148,7 +148,8 @@ def choose_plan(
 ) -> PlanChoice:
     """Return the choice for `world` processes. There is one where it must fit `all_of_them`.
 
-    micro_batches: the global batch size / the micro-batch size, which dp divides. started: as in `Plan.for_world`.
+    micro_batches: the global batch size / the micro-batch size, which dp divides. started: False where the
+    processes do not exist.
     Raises UserError, one sentence, where nothing fits.
     """
     if not all_of_them:

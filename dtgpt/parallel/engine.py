@@ -1,4 +1,8 @@
-"""What the training loop asks of a plan: gradients of a batch, losses, logits."""
+"""What the training loop asks of a plan: gradients of a batch, losses, logits.
+
+The loop does not know how many micro-batches, stages or ranks there are. An engine runs them in their order, and leaves
+the summed gradients in the shards: without a pipeline the one below, with one that of `dtgpt.parallel.pipeline`.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -36,7 +40,8 @@ class TrainingEngine(ABC):
         hold the head. Without targets, return the logits."""
 
     def expect(self, micro_batches: int) -> None:
-        """Set the number of micro-batches of the following steps: at most the first one; nothing is captured then."""
+        """Set the number of micro-batches of the following steps: at most that of the first, for which memory was made.
+        Captured graphs have been dropped, since they hold the old number."""
         self.shards.sums.expect(micro_batches)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
@@ -81,7 +86,7 @@ class SingleStageEngine(TrainingEngine):
 
     def _micro_step(self, index: int, micro_batches: int, *fields: Tensor | None) -> None:
         last = index == micro_batches - 1
-        self.shards.sums.begin(done=index)
+        self.shards.sums.begin(done=index)  # before backward, whose hooks count the gradients that arrive
         if zero := self.shards.mesh.plan.zero:
             set_step_phase(self.model, zero, last)
         with self.timers.measure("forward"):

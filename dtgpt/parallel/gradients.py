@@ -278,15 +278,14 @@ def parameter_groups(stage: Decoder) -> list[list[nn.Parameter]]:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of a gradient, laid out as the parameter is: autograd may have left it whole, or as
-    addends."""
+    """Return this rank's part of the gradient that a backward pass left. Raises ValueError where it left none."""
     if parameter.grad is None:
         raise ValueError("a backward pass left a parameter without a gradient")
     return local_part(parameter.grad, parameter)
 
 
 def local_part(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of a gradient of the parameter, as `local_gradient` does."""
+    """Return this rank's part of a gradient, which may be whole or an addend, laid out as the parameter is."""
     if not (is_dtensor(gradient) and is_dtensor(parameter)):
         return gradient
     if gradient.placements != parameter.placements:

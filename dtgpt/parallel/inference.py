@@ -1,4 +1,4 @@
-"""Tensor parallelism for inference: the cut of `dtgpt.parallel.tensor` over plain tensors.
+"""The stages of a model for inference, where tensor parallelism cuts plain tensors.
 
 Parameters are DTensors while weights are loaded, since shards are read by their placements. `localize` then replaces
 them by this rank's local tensors, and sums over the tp ranks by itself where a module needs it: a step of one token is

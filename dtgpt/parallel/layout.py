@@ -35,7 +35,7 @@ class ParameterLayout:
     """How the ranks of a pipeline stage share a parameter, where they are those of `axes`."""
 
     shape: Shape  # of the whole
-    axes: dict[str, int]  # as of `axes_of`
+    axes: dict[str, int]  # axis -> ranks, the outermost axis first
     cuts: Mapping[str, int]  # axis -> the dimension that it cuts; ranks along any other axis hold the same
     sums_over: tuple[str, ...] = ()  # axes whose ranks have addends of the gradient
     style: Any = field(default=None, compare=False)  # a `ParallelStyle`, or None
@@ -123,7 +123,8 @@ class Layout:
 
 
 def chunk(whole: range, pieces: int, index: int) -> range:
-    """Return piece `index` of a range cut as torch.chunk does: pieces of equal size, the last ones shorter or empty."""
+    """Return piece `index` of a range, cut by the rule of `torch.chunk`: pieces of equal size, the last ones shorter or
+    empty."""
     size = math.ceil(len(whole) / pieces)
     return whole[index * size : (index + 1) * size]
 

@@ -288,7 +288,7 @@ class Mesh:
 
 
 def agree(values: dict[str, Any], remedy: str) -> None:
-    """Compare as `Mesh.agree` does, before there is a mesh."""
+    """Raise UserError, the same on every rank of the process group, where a rank's values are not those of rank 0."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, values, group=messages)
     for rank, theirs in enumerate(everyone):

@@ -1,4 +1,4 @@
-"""Pipeline parallelism through `torch.distributed.pipelining`.
+"""Pipeline parallelism through `torch.distributed.pipelining`: torch orders the passes, the stages here run them.
 
 Schedules: GPipe (Huang et al. 2019), 1F1B and Interleaved1F1B (Narayanan et al. 2021), ZBV (Qi et al. 2024). Stage
 edges carry contiguous local tensors of a fixed shape, which the torch versions from 2.11 on all understand.

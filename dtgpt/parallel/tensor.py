@@ -328,8 +328,8 @@ Table = Mapping[str, ParallelStyle | None]
 def default_table(
     config: ModelConfig, sequence_parallel: bool, seq_length: int, peers: Collectives | None
 ) -> dict[str, ParallelStyle]:
-    """Return styles by module pattern. What is not in the table is replicated: every tp rank does the same. Other
-    arguments: as of `make_table`."""
+    """Return styles by module pattern. What is not in the table is replicated: every tp rank does the same.
+    `seq_length`: of samples. `peers`: what gathers and sums activations, where kernels can do it."""
     length, heads = seq_length, config.num_heads
     # Between the matrices activations are whole on every rank, or each rank has its part of the sequence.
     between = Shard(1) if sequence_parallel else Replicate()

@@ -110,7 +110,8 @@ def core_bytes(settings: Settings, block: int) -> float:
 
 
 def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
-    """Return what `core_bytes` does for one core. repeated: as of `BlockSizes`."""
+    """Return the bytes that a core keeps beside its inputs and its output. repeated: what keys and values would take
+    more with heads of their own for each head of queries."""
     scores, width, backend = score_elements(settings), settings.dtype.itemsize, settings.backend_of(core)
     pieces = attended(settings)
     if backend == "explicit":  # probabilities in fp32, and after dropout; of bounded scores their tangent, too

@@ -81,7 +81,8 @@ def choose_alternative(
     alternatives: Mapping[str, Plan], world: int, micro_batches: int, check: Check, started: bool
 ) -> ChosenAlternative:
     """Return the choice for `world` processes: of the alternatives that fit the largest number of them, the first.
-    Arguments as of `choose_plan`. Raises UserError, one sentence, where nothing fits."""
+    micro_batches: the global batch size / the micro-batch size, which dp divides. started: False where the processes do
+    not exist. Raises UserError, one sentence, where nothing fits."""
     fits = {name: largest_fit(plan, world, micro_batches, check) for name, plan in alternatives.items()}
     refused = {name: _refusal(plan, world, check, started) for name, plan in alternatives.items()}
     most = max(fits.values())

@@ -116,7 +116,7 @@ def _products(device: torch.device, dtype: torch.dtype, sizes: Sizes, seconds: f
 
 
 def _products_of_8_bits(device: torch.device, sizes: Sizes, seconds: float) -> float:
-    """Return as `_products` does, of 8-bit floats."""
+    """Return FLOP/s of a block's products of 8-bit floats."""
     made = []
     one = torch.ones((), device=device)
     for shape in sizes.shapes:

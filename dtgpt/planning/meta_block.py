@@ -70,7 +70,7 @@ class BlockKind(NamedTuple):
     dtype: torch.dtype
     apart: bool  # whether gradients of weights are computed apart, by PyTorch's own operations
     fp8: bool
-    keeps_weights: bool  # as of `Calibration`
+    keeps_weights: bool  # whether rounded weights stay from one micro-batch to the next
     lora: LoraConfig
     group: int = 0  # samples, of `sample_length` tokens, that have a row in common; 0: a row is a sample
     sample_length: int = 0
@@ -192,7 +192,7 @@ class _Recorder:
     """A cache that keeps nothing, and counts the bytes that keys and values would take more with heads of their own."""
 
     def __init__(self, copies: int):
-        """copies: as of `BlockKind`."""
+        """copies: ranks that keep the same keys and values."""
         self.copies, self.repeated, self.output = copies, 0, 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:

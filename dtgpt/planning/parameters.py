@@ -48,7 +48,7 @@ def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[Lo
 
 @lru_cache(maxsize=64)
 def _known(config: ModelConfig, fields: tuple[tuple[str, Any], ...], rank: int) -> list[LocalParameter]:
-    """Return what `parameters_of` does. fields: of a plan without a table of its own."""
+    """Return what `rank` holds under the plan of these fields, which has no table of its own."""
     return _parameters_of(config, ResolvedPlan(**dict(fields)), rank)
 
 

@@ -197,7 +197,7 @@ def launch_gather(part: Tensor, whole: Tensor, areas: Tensor, barrier: Barrier, 
 
 def launch_sum(whole: Tensor, part: Tensor, areas: Tensor, barrier: Barrier, rows: int, capacity: int) -> None:
     """Fill `part [rows, inner]` with this rank's part of the sum over the ranks, in fp32, of the contiguous `whole
-    [rows, ranks, inner]`. Other arguments as in `launch_gather`."""
+    [rows, ranks, inner]`. Other arguments are those of `launch_gather`."""
     with torch.cuda.device(part.device):
         _sum_kernel[(len(barrier.calls),)](
             whole,
