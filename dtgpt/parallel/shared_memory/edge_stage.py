@@ -9,11 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from dtgpt.parallel.pipeline import Stage
-from dtgpt.parallel.shared_memory.edges import Edges
 
 
 class EdgeStage(Stage):
-    edges: Edges
+    edges: Any  # the `Edges` that made it
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._receive(self.args_recv_info, self.stage_index - 1, fwd_chunk_id)
