@@ -84,13 +84,14 @@ def build_stages(
 
     No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference. `table`: styles of
     tensor parallelism; None: those of the plan."""
+    # Ranks open what they share in the same order, or they would wait for each other: here, and in `make_engine`.
     sums = choose_sums(settings) if masters else None
     peers = transport().open_collectives(settings, mesh) if masters and mesh.tp_group else None
     building = Building(settings, mesh, masters, table, peers)
     stages = [lay_out_stage(building, stage) for stage in mesh.place.stages]
     gathered: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
-        stage.allocate(mesh.device)
+        stage.allocate(mesh.device)  # not before all is cut: the whole model may be larger than the device
         if settings.plan.zero and sums and not settings.freezes_weights:
             gathered |= transport().open_shards(stage, mesh, settings.dtype, sums.pushed_dtype)
     shards = Shards(stages, mesh, masters, gathered, sums, settings.dtype)
@@ -185,7 +186,7 @@ def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
             module,
             mesh=mesh.devices["shard"],
             mp_policy=policy,
-            reshard_after_forward=plan.reshards and module is not part,
+            reshard_after_forward=plan.reshards and module is not part,  # backward needs the ends at once
         )
         # Gradients are summed, not averaged: the loss already counts a micro-batch by its fraction of the global batch.
         sharded.set_gradient_divide_factor(1.0)
@@ -222,7 +223,7 @@ def make_engine(
     stages: list[Decoder], shards: Shards, settings: Settings, graphs: Graphs, timers: Timers = NO_TIMERS
 ) -> TrainingEngine:
     """Return what runs forward and backward under the plan. Without graphs, `timers` measure them."""
-    shards.sums.open(stages, shards.mesh)
+    shards.sums.open(stages, shards.mesh)  # before the first backward pass, whose gradients it takes by hooks
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
     from dtgpt.parallel.pipeline import PipelineEngine

@@ -112,7 +112,8 @@ def is_wrapped(module: nn.Module) -> "TypeGuard[FSDPModule]":
 
 
 def set_step_phase(model: Decoder, zero: int, last: bool) -> None:
-    """Prepare for a micro-batch: below ZeRO-2 gradients stay whole until the last one, below ZeRO-3 weights do."""
+    """Prepare for a micro-batch: below ZeRO-2 gradients stay whole until the last one, below ZeRO-3 weights do. At the
+    end of the last one `fully_shard` waits for its reductions, and leaves them running after the others."""
     if is_wrapped(model):
         model.set_requires_gradient_sync(last or zero >= 2)
         model.set_reshard_after_backward(last or zero == 3)

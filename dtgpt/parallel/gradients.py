@@ -160,7 +160,7 @@ class Buckets(Sums):
         for bucket in self.all if not self.hooks else ():  # then everything is taken now
             bucket.begin()
             bucket.take()
-        for bucket in self.all:
+        for bucket in self.all:  # only now: the sums of the first buckets travelled while backward made the last
             bucket.wait()
         found = {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.sums, strict=True)}
         return [found[p] for p in parameters]
