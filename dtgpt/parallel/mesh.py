@@ -81,13 +81,6 @@ class RankCoordinates:
         pp = self.plan.stage_rank(stage) if 0 <= stage < self.plan.num_stages else self.pp
         return pp if pp != self.pp else None
 
-    @property
-    def edges(self) -> list[tuple[int, int]]:
-        """Pairs of a stage on another rank and the stage beside it on this rank: over each goes an activation, and its
-        gradient comes back."""
-        pairs = [(beside, stage) for stage in self.stages for beside in (stage - 1, stage + 1)]
-        return [(beside, stage) for beside, stage in pairs if self.rank_of(beside) is not None]
-
     def neighbour(self, pp: int) -> int:
         """Return the rank with the same dp, cp and tp coordinates on pipeline rank `pp`."""
         return self.rank + (pp - self.pp) * self.plan.ranks_of_stage
@@ -116,10 +109,9 @@ class Mesh:
             self.pp_group = self.devices.get_group("pp")
             self.tp_group = self.devices.get_group("tp") if plan.tp > 1 else None
             self.data_group = self.devices.get_group("replicate") if plan.replicate > 1 else None
+            self._groups = [self.devices.get_group(name) for name in DIMENSIONS]
             self.cp_group = self._make_cp_group()
             self.tied_group = self._make_tied_group()
-            self._groups = [self.devices.get_group(name) for name in DIMENSIONS]
-            self._groups += [group for group in (self.cp_group, self.tied_group) if group]
 
     def _make_cp_group(self) -> dist.ProcessGroup | None:
         """Return the group of the ranks that have the other slices of this rank's samples; None without any."""
@@ -128,7 +120,7 @@ class Mesh:
             return None
         firsts = [rank for rank in range(self.world) if RankCoordinates(plan, rank).cp == 0]
         slices = [[first + index * plan.tp for index in range(plan.cp)] for first in firsts]
-        return dist.new_subgroups_by_enumeration(slices)[0]
+        return self.subgroup(slices)
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """Return this rank's group of the two ranks that hold the tied embedding, where the first and the last stage
@@ -142,20 +134,12 @@ class Mesh:
         others = [rank for rank in range(self.world) if rank not in held]
         # These need no group, but torch names the groups of a later mesh by the number of groups that a rank is in:
         # ranks whose numbers differed would wait for each other for ever.
-        group = dist.new_subgroups_by_enumeration([*pairs, others] if others else pairs)[0]
+        group = self.subgroup([*pairs, others] if others else pairs)
         return group if self.rank in held else None
 
-    @cached_property
-    def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same pipeline stages, ordered by dp, cp, tp; None where that is this rank alone. All
-        ranks ask for it first at the same point."""
-        size = self.plan.ranks_of_stage
-        if size == 1:
-            return None
-        if self.plan.pp == 1:
-            return dist.group.WORLD
-        ranks = [list(range(first, first + size)) for first in range(0, self.world, size)]
-        group = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout)[0]
+    def subgroup(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        """Return a new group: that of the `groups` in which this rank is. All ranks call this at the same point."""
+        group = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
         self._groups.append(group)
         return group
 

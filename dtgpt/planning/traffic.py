@@ -10,6 +10,7 @@ from dtgpt.models.roles import Role
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from dtgpt.parallel.gradients import Collective
 from dtgpt.parallel.layout import INPUTS, OUTPUTS
+from dtgpt.parallel.shared_memory.edges import edges_of
 from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise, degrees_of_heads
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
@@ -161,7 +162,7 @@ def _over_pp(here: Rank) -> list[Collective]:
     if plan.pp == 1:
         return []
     # Activations on, gradients back.
-    sends = len(here.place.edges) * settings.micro_batches
+    sends = len(edges_of(here.place)) * settings.micro_batches
     found = [Collective("send", "pp", "activations and gradients", sends, round(sends * residual_bytes(settings)))]
     tables = [p for p in here.trained if config.tied and p.role in (Role.VOCABULARY, Role.OUTPUT)]
     if plan.stage_rank(plan.num_stages - 1) != 0 and tables:
