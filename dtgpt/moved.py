@@ -38,6 +38,7 @@ FOLDERS = {
         "dtgpt.parallel.shared_memory",
     ): "all_to_all arena barrier collectives gather kernels message pieces reduce scatter",
     ("dtgpt.comm", "dtgpt.ops.kernels.decode"): "exchange",
+    ("dtgpt.parallel.shared_memory", "dtgpt.parallel.shared_memory"): "exchange>transport",
     ("dtgpt.parallel", "dtgpt.parallel.shared_memory"): "edges pushed_shards",
     ("dtgpt.parallel", "dtgpt.parallel.context_parallel"): "context>slices exchange",
     ("dtgpt.parallel", "dtgpt.parallel.exact_sums"): "exact>sums exact_buckets>buckets",

@@ -117,10 +117,6 @@ class Layout:
             style=style,
         )
 
-    def parameters(self) -> dict[str, ParameterLayout]:
-        """Return the layout of every parameter of the model, by name."""
-        return {p.name: self.of(p) for p in inventory(self.config).parameters()}
-
 
 def chunk(whole: range, pieces: int, index: int) -> range:
     """Return piece `index` of a range, cut by the rule of `torch.chunk`: pieces of equal size, the last ones shorter or

@@ -64,7 +64,6 @@ class Ranking:
 
     fitting: list[Candidate]  # the fastest first, of each division into dp, cp, tp, pp and ZeRO the fastest
     too_large: list[Candidate]  # that would be faster than the first of these, by their operations alone
-    tried: int
 
     @property
     def best(self) -> Candidate:
@@ -123,7 +122,7 @@ def _first_of(queue: list[tuple[float, int, Settings]], gpu: Gpu, most: int) -> 
             best[division] = found
     fitting = sorted(best.values(), key=lambda candidate: candidate.order)[:most]
     faster = [each for each in large.values() if not fitting or each.seconds < fitting[0].seconds]
-    return Ranking(fitting, sorted(faster, key=lambda each: each.order)[:3], tried), smallest
+    return Ranking(fitting, sorted(faster, key=lambda each: each.order)[:3]), smallest
 
 
 def _with_fewest_blocks(candidate: Candidate, gpu: Gpu) -> Candidate:

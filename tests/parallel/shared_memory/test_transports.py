@@ -25,11 +25,11 @@ from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
 from dtgpt.parallel.shared_memory.arena import Area, aligned, share
 from dtgpt.parallel.shared_memory.barrier import Barrier
 from dtgpt.parallel.shared_memory.collectives import KernelCollectives, area_bytes, make_collectives
-from dtgpt.parallel.shared_memory.exchange import make_exchange
 from dtgpt.parallel.shared_memory.gather import CopyGather
 from dtgpt.parallel.shared_memory.message import open_messages
 from dtgpt.parallel.shared_memory.reduce import CopySum, open_sums
 from dtgpt.parallel.shared_memory.scatter import CopyScatter
+from dtgpt.parallel.shared_memory.transport import make_exchange
 from dtgpt.util.peers import Process
 from tests.support.bodies_pushes import shared_files
 from tests.support.gpus import delay, run_on_two_gpus
