@@ -78,7 +78,7 @@ def count_of(layout: ParameterLayout, ranks: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", PLANS)
 def test_parts_tile_a_parameter_as_often_as_it_has_replicas(name, model):
     plan, found = plan_of(name), Layout(MODELS[model], plan_of(name))
-    layouts = {id(layout): layout for layout in found.parameters().values()}  # one for all blocks of a kind
+    layouts = {id(layout): layout for layout in layouts_of(found).values()}  # one for all blocks of a kind
     for layout in layouts.values():
         assert math.prod(layout.axes.values()) == plan.ranks_of_stage
         assert (count_of(layout, plan.ranks_of_stage) == layout.replicas).all()
@@ -129,7 +129,7 @@ def test_inference_cuts_as_training_does(model):
 
 
 def test_stacks_are_cut_within_each_matrix():
-    layouts = Layout(STACK, plan_of("dp2_tp2_zero1")).parameters()
+    layouts = layouts_of(Layout(STACK, plan_of("dp2_tp2_zero1")))
     first, second = (layouts[f"blocks.3.mlp.{name}.weight"] for name in ("first", "second"))
     assert first.cuts == {"shard": 0, "tp": 1} and second.cuts == {"shard": 0, "tp": 2}
     assert first.region(3) == (range(1, 2), range(64, 128), range(32))
