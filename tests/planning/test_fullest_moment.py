@@ -16,9 +16,10 @@ from dtgpt.optim import muon_memory
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.parallel import matrices
 from dtgpt.parallel.build import recomputed
-from dtgpt.planning.activations import block_activations, block_work, split_sizes
+from dtgpt.planning.activations import block_activations, block_work
 from dtgpt.planning.memory import MIB, padding
 from dtgpt.planning.meta_block import BlockKind, LiveBytes, make_block, make_input
+from dtgpt.planning.split_backward import split_sizes
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.torch_private import backward_of_inputs, backward_of_weights
