@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dtgpt.config.execution import Settings
 from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.layers import DeferredBiasLinear, Linear
+from dtgpt.models.layers import Linear
 from dtgpt.parallel.build import Building, Entry, recomputed
 
 
@@ -40,7 +40,7 @@ def recomputed_while(condition: Callable[[], bool], function: Callable[..., Tens
 def observes(part: nn.Module) -> bool:
     """Return whether a pass through `part` takes the largest values of products that are quantised from the next step
     on."""
-    linears = (module for module in part.modules() if isinstance(module, Linear | DeferredBiasLinear))
+    linears = (module for module in part.modules() if isinstance(module, Linear))
     products = (each.bound.quantised for each in linears)
     return any(each is not None and each.observes for each in products)
 

@@ -1,0 +1,88 @@
+"""GPT-OSS (Agarwal et al. 2025) with one expert, which is a dense model: sinks in the softmax of each head, a window of
+128 tokens in each second block, positions scaled by YaRN, biases of all matrices, a clamped SwiGLU.
+
+Shapes: B samples, T positions, H hidden size, N heads of size D, G heads of keys and values, R = N / G, F width of the
+MLP, V padded vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dtgpt.models.config import SIZE
+from dtgpt.models.layers import AttentionCore, Branch, DeferredBiasLinear, Linear, PreNormBlock
+from dtgpt.models.llama import ROLES as LLAMA
+from dtgpt.models.llama import Attention as LlamaAttention
+from dtgpt.models.llama import Embedding, Head
+from dtgpt.models.roles import Role, Roles
+from dtgpt.models.rotary import RotaryConfig, Window, WindowPattern
+from dtgpt.ops.activations import GATED, GatedName
+from dtgpt.ops.rotary_positions import Scaling
+from dtgpt.util.field_types import Bounds
+
+ROLES: Roles = {**LLAMA, "blocks.*.attn.core": Role.SINKS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(RotaryConfig):
+    """The shape of a GPT-OSS with one expert."""
+
+    architecture: ClassVar[str] = "gpt_oss"
+    roles: ClassVar[Roles] = ROLES
+
+    head_dim: Annotated[int, "size of a head, an even number", SIZE] = 64  # type: ignore[assignment]
+    vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 201088
+    activation: Annotated[GatedName, "function of the gate in the MLP; clamped_swiglu: gpt-oss's SwiGLU"] = (
+        "clamped_swiglu"
+    )
+    rope_theta: Annotated[float, "base of the frequencies of rotary positions", Bounds(1)] = 150000.0
+    rope_scaling: Annotated[
+        Scaling, "rule by which rope_factor divides frequencies: Llama 3.1's, that of all alike, YaRN's"
+    ] = "yarn"
+    rope_factor: Annotated[
+        float, "scaling of rotary positions: low frequencies, or all, are divided by this; 1: none", Bounds(1)
+    ] = 32.0
+    rope_original_length: Annotated[int, "number of positions that the model had before rope_factor", SIZE] = 4096
+    rope_truncate: Annotated[bool, "yarn: round the indices of the frequencies that are blended outwards"] = False
+    window: Window = 128
+    window_pattern: WindowPattern = "LG"
+
+    def make_embedding(self, dtype: torch.dtype) -> Embedding:
+        return Embedding(self, dtype)
+
+    def make_block(self, index: int) -> "Block":
+        return Block(self, self.window_of(index))
+
+    def make_head(self) -> Head:
+        return Head(self)
+
+
+class Block(PreNormBlock):
+    """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then the same with the MLP."""
+
+    def __init__(self, config: GptOssConfig, window: int | None):
+        super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config, window), MLP(config))
+
+
+class Attention(LlamaAttention):
+    """LLaMA's attention with biases of all matrices, and a sink in the softmax of each head."""
+
+    def __init__(self, config: GptOssConfig, window: int | None):
+        super().__init__(config, window, biases="all")
+        self.core = AttentionCore(window=window, sinks=config.num_heads)
+
+
+class MLP(nn.Module):
+    """One expert: a clamped SwiGLU, or another function of the gate, `[B, T, H]` -> `[B, T, F]` -> `[B, T, H]`. Rows of
+    the first matrix: gate 0, up 0, gate 1, up 1, ..."""
+
+    def __init__(self, config: GptOssConfig):
+        super().__init__()
+        self.activation = GATED[config.activation]
+        self.gate_up = Linear(config.hidden_size, 2 * config.ffn_hidden_size)
+        self.down = DeferredBiasLinear(config.ffn_hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Branch:
+        return Branch(self.down(self.activation(self.gate_up(x))), self.down.bias)
