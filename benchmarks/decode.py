@@ -38,8 +38,8 @@ from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.models.decoder import build_model
 from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel.inference import inference_stages
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.parallel.local import inference_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import environment
 from dtgpt.util.peers import Process

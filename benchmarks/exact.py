@@ -37,8 +37,8 @@ from dtgpt.ops.kernels.decode.blocks import product
 from dtgpt.ops.loss.head import _losses_and_gradient_
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.inference import inference_stages
 from dtgpt.parallel.launch import start_process_group
-from dtgpt.parallel.local import inference_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.peers import Process
 

@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "sums: ZeRO adds gradients in 16 bits",
-        "dtgpt/parallel/fsdp.py",
+        "dtgpt/parallel/build.py",
         "reduce_dtype=torch.float32",
         "reduce_dtype=dtype",
     ),
@@ -249,7 +249,7 @@ FAULTS = [
     ),
     Fault(
         "start: of alternatives the last that fits is chosen",
-        "dtgpt/config/plan_choice.py",
+        "dtgpt/planning/alternatives.py",
         "next(name for name, count in fits.items() if count == most)",
         "[name for name, count in fits.items() if count == most][-1]",
     ),

@@ -154,7 +154,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "backward of a matrix cut by columns: addends are not summed",
-            "dtgpt/parallel/between.py",
+            "dtgpt/parallel/tensor.py",
             "return layout.sum(grad.to_local()), None",
             "return grad.to_local(), None",
         ),

@@ -41,7 +41,7 @@ TRIES = {  # sizes of `plans`, by device; those of a CPU are a try
 }
 TESTS = (
     "tests/parallel tests/ops/test_exchange.py tests/optim tests/inference tests/promises "
-    "tests/commands/test_plan_command.py"
+    "tests/planning/test_command.py"
 )
 INTERVAL = 5  # steps between records
 NODE = f"--log.interval {INTERVAL} --checkpoint.interval 20 --micro_batch_size 2"

@@ -10,6 +10,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.liveness", ()),
     ("dtgpt.parallel.shared_memory", ("dtgpt.ops.kernels",)),
     ("dtgpt.parallel.context_parallel", ("dtgpt.parallel.shared_memory",)),
+    ("dtgpt.parallel.own_styles", ()),
     ("dtgpt.parallel.exact_sums", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.models.families", ()),
     ("dtgpt.optim.muon", ()),
@@ -24,7 +25,10 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.data.library_tokenizers", ("dtgpt.posttrain.chats",)),
     ("dtgpt.posttrain.lora", ()),
     ("dtgpt.posttrain.dpo", ("dtgpt.data.megatron", "dtgpt.posttrain.chats")),
-    ("dtgpt.posttrain.grpo", ("dtgpt.evaluation", "dtgpt.posttrain.chats", "dtgpt.posttrain.lora")),
+    (
+        "dtgpt.posttrain.grpo",
+        ("dtgpt.evaluation", "dtgpt.parallel.context_parallel", "dtgpt.posttrain.chats", "dtgpt.posttrain.lora"),
+    ),
     (
         "dtgpt.interop",
         (

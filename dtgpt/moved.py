@@ -42,6 +42,7 @@ FOLDERS = {
         "dtgpt.parallel.shared_memory",
     ): "all_to_all arena barrier collectives gather kernels message pieces reduce scatter",
     ("dtgpt.comm", "dtgpt.ops.kernels.decode"): "exchange",
+    ("dtgpt.parallel.shared_memory", "dtgpt.parallel.shared_memory"): "exchange>transport",
     ("dtgpt.parallel", "dtgpt.parallel.shared_memory"): "edges pushed_shards",
     ("dtgpt.parallel", "dtgpt.parallel.context_parallel"): "context>slices exchange",
     ("dtgpt.parallel", "dtgpt.parallel.exact_sums"): "exact>sums exact_buckets>buckets",
@@ -113,6 +114,14 @@ FOLDERS = {
     ("dtgpt.ops.rotary", "dtgpt.ops"): "rotary>rotary_positions table>rotary_positions",
     ("dtgpt.optim", "dtgpt.config"): "kinds>recipe_file",
     ("dtgpt.data", "dtgpt.models"): "document_masks>batch",
+    (
+        "dtgpt.parallel",
+        "dtgpt.parallel",
+    ): "between>tensor coordinates>mesh fsdp>build local>inference transport>collectives",
+    ("dtgpt.commands", "dtgpt.planning"): "plan>command",
+    ("dtgpt.planning", "dtgpt.planning"): "alive>meta_block allocator>memory auto_report>report fit>what_fits "
+    "held>parameters message_time>step_time moments>fullest_moment table>report work>operation_time "
+    "zero_bubble>split_backward",
     (
         "dtgpt.data.tokenizers",
         "dtgpt.data.library_tokenizers",

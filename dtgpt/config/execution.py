@@ -104,13 +104,6 @@ class Settings:
         return self.recompute != "none" and (self.recompute_blocks is None or index < self.recompute_blocks)
 
     @property
-    def observes_again(self) -> bool:
-        """Whether a step that observes values, for products in few bits, computes blocks again in backward, which other
-        steps do not."""
-        repeats_all = self.repeats_blocks and self.recompute_blocks is None
-        return self.products is not None and not repeats_all and not self.plan.splits_backward
-
-    @property
     def attention_backend(self) -> Backend:
         """The back end of a training step."""
         return self._backend_for(self.model.head_dim)

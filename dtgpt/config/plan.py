@@ -1,5 +1,10 @@
 """A plan: how one model is spread over processes. `dtgpt.config.plan_choice` makes a plan from its name, and
-`dtgpt.parallel` applies it."""
+`dtgpt.parallel` applies it.
+
+A plan changes who computes what, never what is computed: the loss curve is the same under every plan. So whatever a
+plan cannot do with a model or a batch is refused here, in one sentence with a remedy, from numbers alone, before a
+process is started. What a capability brings (cut samples, styles of modules) it checks itself.
+"""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import inventory
 from dtgpt.util import seams
 from dtgpt.util.console import counted, listed
 from dtgpt.util.errors import UserError, shown
@@ -15,6 +19,12 @@ from dtgpt.util.field_types import Bounds, check_fields
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+STAGES_OF_RANK: Mapping[str, tuple[int, float]] = {  # at least, which it is where nothing is said, and at most
+    "GPipe": (1, 1),
+    "1F1B": (1, 1),
+    "Interleaved1F1B": (2, math.inf),
+    "ZBVZeroBubble": (2, 2),
+}
 DEGREE = Bounds(1, 1_000_000)
 
 
@@ -64,23 +74,9 @@ class Plan:
         """Ranks that compute with the same weights on other tokens: over them gradients are summed, and ZeRO cuts."""
         return (self.dp or 1) * self.cp
 
-    def ranks_of_heads(self, model: ModelConfig) -> int:
-        """Return how many of the cp ranks have different heads in attention: the largest divisor of cp that divides the
-        heads of keys and values of a tp rank, in all blocks."""
-        return math.gcd(self.cp, *self._kv_heads(model))
-
-    def _kv_heads(self, model: ModelConfig) -> set[int]:
-        """Return the heads of keys and values that a tp rank has in the blocks of each kind."""
-        parts = inventory(model)
-        return {core.kv_heads // self.tp for block in set(parts.examples) for core in parts.cores(block)}
-
-    def ranks_of_queries(self, model: ModelConfig) -> int:
-        """Return how many of the cp ranks have the same heads in attention, and different queries."""
-        return self.cp // self.ranks_of_heads(model)
-
     @property
     def stages_of_rank(self) -> int:
-        return self.stages_per_rank or (2 if self.schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1)
+        return self.stages_per_rank or STAGES_OF_RANK[self.schedule][0]
 
     @property
     def num_stages(self) -> int:
@@ -179,12 +175,13 @@ class ResolvedPlan(Plan):
     def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int, seq_length: int) -> None:
         """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
         process group is needed. `for_world` comes first."""
-        if self.table and self.tp == 1:
-            raise UserError(
-                "the plan's table says how tp ranks share modules, but tp=1; add tp2 or more, or leave it out"
-            )
         self._validate_tensor(model, seq_length)
-        self._validate_context(model, seq_length)
+        for name, wanted in (("cp", self.cp > 1), ("table", self.table)):  # what capabilities bring about, and check
+            check = seams.added("degrees").get(name) if wanted else None
+            if wanted and check is None:
+                raise UserError(f"the plan has {name}, but no capability here brings it about; leave {name} out")
+            if check is not None:
+                seams.load(check)(self, model, seq_length)
         self._validate_batch(micro_batch_size, global_batch_size)
         if self.pp > 1:
             self._validate_pipeline(model, micro_batch_size, global_batch_size)
@@ -212,28 +209,10 @@ class ResolvedPlan(Plan):
         if self.tp == 1:
             raise UserError("sequence parallelism (sp) shares the tp ranks, but tp=1; add tp2 or more, or leave sp out")
         if seq_length % self.tp:
-            field, near = _field_of_length(model, seq_length), _multiples(seq_length, self.tp)
+            field, near = field_of_length(model, seq_length), multiples_beside(seq_length, self.tp)
             raise UserError(
                 f"{field}={seq_length} cannot be split over tp={self.tp} under sequence parallelism "
                 f"({seq_length % self.tp} left over); use --{field} {near}, or leave sp out"
-            )
-
-    def _validate_context(self, model: ModelConfig, seq_length: int) -> None:
-        if self.cp == 1:
-            return
-        if "cp" not in seams.added("degrees"):
-            raise UserError(f"the plan has cp={self.cp}, but no capability here cuts samples; leave cp out")
-        pieces, words = self.cp, f"cp={self.cp}"
-        if self.sequence_parallel:
-            pieces, words = self.cp * self.tp, f"cp={self.cp} x tp={self.tp} under sequence parallelism"
-        if self.ranks_of_queries(model) > 1:
-            pieces, left = math.lcm(pieces, 2 * self.cp), min(self._kv_heads(model))
-            words += f", in two halves each, since tp={self.tp} leaves {counted(left, 'head')} of keys and values"
-        if seq_length % pieces:
-            field, near = _field_of_length(model, seq_length), _multiples(seq_length, pieces)
-            raise UserError(
-                f"{field}={seq_length} cannot be split over {words} ({seq_length % pieces} left over); use --{field} "
-                f"{near}, or another cp"
             )
 
     def _validate_batch(self, micro: int, whole: int) -> None:
@@ -254,15 +233,11 @@ class ResolvedPlan(Plan):
 
     def _validate_pipeline(self, model: ModelConfig, micro: int, whole: int) -> None:
         stages, layers, per_rank = self.num_stages, model.num_layers, self.stages_of_rank
-        if self.schedule in ("1F1B", "GPipe") and per_rank != 1:
+        least, most = STAGES_OF_RANK[self.schedule]
+        if not least <= per_rank <= most:
             raise UserError(
-                f"the schedule {self.schedule} has one stage a rank, not {per_rank}; use interleaved{per_rank}"
-            )
-        if self.schedule == "Interleaved1F1B" and per_rank < 2:
-            raise UserError("the schedule Interleaved1F1B needs 2 stages a rank or more; use interleaved2, or 1f1b")
-        if self.schedule == "ZBVZeroBubble" and per_rank != 2:
-            raise UserError(
-                f"the schedule ZBVZeroBubble has 2 stages a rank, not {per_rank}; leave stages_per_rank out"
+                f"the schedule {self.schedule} has {counted(least, 'stage')} a rank{' or more' * (most > least)}, not "
+                f"{per_rank}; use interleaved{max(2, per_rank)}, or 1f1b, or leave stages_per_rank out"
             )
         if stages > layers:
             fewer = f"pp{layers // per_rank}, or " if layers // per_rank > 1 else ""
@@ -313,12 +288,12 @@ def divisors(number: int) -> list[int]:
     return low + [number // n for n in reversed(low) if n * n != number]
 
 
-def _field_of_length(model: ModelConfig, seq_length: int) -> str:
+def field_of_length(model: ModelConfig, seq_length: int) -> str:
     """Return the option that sets the tokens of a sample."""
     return "model.seq_length" if seq_length == model.seq_length else "seq_length"
 
 
-def _multiples(number: int, of: int) -> str:
+def multiples_beside(number: int, of: int) -> str:
     """Return the multiples next to a number, in words."""
     low = number // of * of
     return f"{low} or {low + of}" if low else f"{of}"

@@ -28,7 +28,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.parallel.collectives import GroupCollectives
-from dtgpt.parallel.fsdp import reshard
+from dtgpt.parallel.engine import reshard
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.hardware import to_device

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.source import has_vocabulary, is_finite, without_padding
-from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 

@@ -41,7 +41,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Source
-from dtgpt.parallel.local import inference_stages
+from dtgpt.parallel.inference import inference_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.console import byte_size, counted, parameters, say, say_error

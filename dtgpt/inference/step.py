@@ -21,7 +21,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.scores import Scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
-from dtgpt.parallel.fsdp import reshard
+from dtgpt.parallel.engine import reshard
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
 from dtgpt.util.torch_private import without_split_k

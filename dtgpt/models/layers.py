@@ -78,14 +78,6 @@ def _quantised(bound: Binding, product: QuantisedProduct, x: Tensor, weight: Ten
     return product.linear(local(x), local(weight), own_bias, bound.into, bound.out)
 
 
-def observes(part: nn.Module) -> bool:
-    """Return whether a pass through `part` takes the largest values of products that are quantised from the next step
-    on."""
-    linears = (module for module in part.modules() if isinstance(module, Linear))
-    products = (each.bound.quantised for each in linears)
-    return any(each is not None and each.observes for each in products)
-
-
 def mlp(x: Tensor, first: Linear, second: DeferredBiasLinear, activation: Callable[..., Tensor]) -> Tensor:
     """Return second(activation(first(x))), or with first.bias, which first leaves to the activation, as its second
     argument. Where both products are quantised and know the activation, what lies between the matrices is, too, unless

@@ -14,6 +14,7 @@ BUILD lists what is done to a stage, in an order that matters:
 Capabilities add entries (`seams`), each behind the one that it names.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,18 +29,16 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import BoundModule, bind, on_meta
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.layers import AttentionCore, Output, observes
+from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.ops.attention.core import operations
 from dtgpt.ops.loss.head import CoupledLoss
-from dtgpt.parallel.collectives import Collectives
+from dtgpt.parallel.collectives import Collectives, transport
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
-from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
-from dtgpt.parallel.transport import transport
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
@@ -85,13 +84,14 @@ def build_stages(
 
     No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference. `table`: styles of
     tensor parallelism; None: those of the plan."""
+    # Ranks open what they share in the same order, or they would wait for each other: here, and in `make_engine`.
     sums = choose_sums(settings) if masters else None
     peers = transport().open_collectives(settings, mesh) if masters and mesh.tp_group else None
     building = Building(settings, mesh, masters, table, peers)
     stages = [lay_out_stage(building, stage) for stage in mesh.place.stages]
     gathered: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
-        stage.allocate(mesh.device)
+        stage.allocate(mesh.device)  # not before all is cut: the whole model may be larger than the device
         if settings.plan.zero and sums and not settings.freezes_weights:
             gathered |= transport().open_shards(stage, mesh, settings.dtype, sums.pushed_dtype)
     shards = Shards(stages, mesh, masters, gathered, sums, settings.dtype)
@@ -154,21 +154,12 @@ def set_attention(part: Decoder, building: Building) -> None:
 
 
 def repeat_blocks(part: Decoder, building: Building) -> None:
-    """Let the blocks that `recompute` names run again in backward. Steps that observe values compute all blocks again:
-    their 16-bit activations would take more memory than any other step."""
+    """Let the blocks that `recompute` names run again in backward."""
     settings = building.settings
     keeps = operations() if settings.recompute == "around_attention" else []
     for index, block in enumerate(cast(Iterable[BoundModule], part.blocks.values())):
         if settings.repeats_blocks and settings.repeats(index):
             bind(block, run=recomputed(block.compute, keeps))
-        elif settings.observes_again:
-            bind(block, run=recomputed_while(partial(observes, block), block.compute))
-
-
-def recomputed_while(condition: Callable[[], bool], function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that is `recomputed` where the condition holds as it is called."""
-    again = recomputed(function)
-    return lambda *values: (again if condition() else function)(*values)
 
 
 def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()) -> Callable[..., Tensor]:
@@ -177,6 +168,29 @@ def recomputed(function: Callable[..., Tensor], keeps: Sequence[OpOverload] = ()
     to keep: masks are drawn again from their keys."""
     again = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
     return partial(again, context_fn=partial(create_selective_checkpoint_contexts, list(keeps))) if keeps else again
+
+
+def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Wrap each block, then the whole part. Weights are all-gathered in `dtype`, in which they compute; gradients are
+    reduce-scattered in fp32. What is not in a block stays whole from the forward pass on, also by ZeRO-3: backward
+    begins with the head."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    plan, policy = mesh.plan, MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Torch warns of writing in place into what a wrapped module returns; nothing here does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for module in (*part.blocks.values(), part):
+        sharded = fully_shard(
+            module,
+            mesh=mesh.devices["shard"],
+            mp_policy=policy,
+            reshard_after_forward=plan.reshards and module is not part,  # backward needs the ends at once
+        )
+        # Gradients are summed, not averaged: the loss already counts a micro-batch by its fraction of the global batch.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def compile_forward(part: Decoder, whole: bool) -> None:
@@ -209,7 +223,7 @@ def make_engine(
     stages: list[Decoder], shards: Shards, settings: Settings, graphs: Graphs, timers: Timers = NO_TIMERS
 ) -> TrainingEngine:
     """Return what runs forward and backward under the plan. Without graphs, `timers` measure them."""
-    shards.sums.open(stages, shards.mesh)
+    shards.sums.open(stages, shards.mesh)  # before the first backward pass, whose gradients it takes by hooks
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
     from dtgpt.parallel.pipeline import PipelineEngine

@@ -8,7 +8,7 @@ from dtgpt.config.plan import Plan, ResolvedPlan, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.sampling.sequences import PARAMETERS
-from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError

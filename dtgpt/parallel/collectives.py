@@ -1,17 +1,26 @@
-"""Collectives by torch.distributed: the definition that faster ways within a host serve (`dtgpt.parallel.transport`).
+"""How tensors travel between the ranks of a plan: by torch.distributed, or by a faster way that serves what it defines.
 
-All ranks of a group make the same calls in the same order.
+A capability may know such a way between GPUs of one host, a `Transport`. It is asked before the first step, by all
+ranks of a mesh together, and answers None on all of them where one cannot use it. All ranks of a group make the same
+calls in the same order.
 """
 
 import functools
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from dtgpt.config.execution import Settings
+from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util import seams
 from dtgpt.util.torch_private import all_gather_single, reduce_scatter_single
 
+GPUS_OF_HOST = 8  # that reach each other's memory
 ALIGNED = 16  # bytes of a word of narrow numbers, which no rank's piece of a sum cuts
 
 
@@ -128,3 +137,48 @@ def flat_length(numel: int, dtype: torch.dtype, ranks: int) -> int:
     """Return the elements of a flat tensor that holds `numel`: of 16-bit ones, whole words of each rank."""
     multiple = ranks * (1 if dtype == torch.float32 else ALIGNED)
     return -(-numel // multiple) * multiple
+
+
+class Edges(Protocol):
+    """The messages between this rank's pipeline stages and those beside them on other ranks."""
+
+    places: int  # of each edge, which micro-batches use in turn
+
+    def begin(self) -> None:
+        """Begin a step: nothing of the one before is needed any more."""
+
+    def make_stage(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a `pipeline.Stage` that sends and receives by these messages. Arguments: those of `PipelineStage`."""
+
+    def end(self) -> None:
+        """Hold the current stream until all is sent."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A way between ranks, by what it can do; what it leaves out, torch.distributed does.
+
+    reaches: whether a plan may expect to use it among so many ranks, neighbours being so many apart in the mesh.
+    serves: whether this process may use it.
+    open_collectives: what gathers and sums the activations of a micro-batch over tp.
+    open_sums: sums over the ranks of a group for flat tensors of these types, 16 bits, and lengths.
+    open_edges: the messages of the stages of this rank, of a shape, with so many places on each edge.
+    open_shards: gathers the weights, in a type, and scatters gradients, of another type, of a part that ZeRO cuts;
+        returns the shards of parameters that the optimizer writes in 16 bits, too.
+    open_exchange: the `ops.kernels.decode.exchange.Exchange` of the tensor-parallel ranks of a group, for decode steps.
+    """
+
+    reaches: Callable[[int, int], bool] = lambda ranks, apart: False
+    serves: Callable[[], bool] = lambda: False
+    open_collectives: Callable[[Settings, Mesh], Collectives | None] = lambda *_: None
+    open_sums: Callable[[Mesh, dist.ProcessGroup, Sequence[tuple[torch.dtype, int]]], Sequence[FlatSum] | None] = (
+        lambda *_: None
+    )
+    open_edges: Callable[[Settings, Mesh, tuple[int, ...], int], Edges | None] = lambda *_: None
+    open_shards: Callable[[Decoder, Mesh, torch.dtype, torch.dtype], dict[nn.Parameter, Tensor]] = lambda *_: {}
+    open_exchange: Callable[[Mesh, dist.ProcessGroup], Any] = lambda *_: None
+
+
+def transport() -> Transport:
+    """Return the way that a capability brings, or none but that of torch.distributed."""
+    return next(iter(seams.listed("transports")), Transport())

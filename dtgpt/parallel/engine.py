@@ -1,19 +1,25 @@
-"""What the training loop asks of a plan: gradients of a batch, losses, logits."""
+"""What the training loop asks of a plan: gradients of a batch, losses, logits.
+
+The loop does not know how many micro-batches, stages or ranks there are. An engine runs them in their order, and leaves
+the summed gradients in the shards: without a pipeline the one below, with one that of `dtgpt.parallel.pipeline`.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.parallel.fsdp import reshard, set_step_phase
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.timers import NO_TIMERS, Timers
+
+if TYPE_CHECKING:  # half a second to import, which a run without ZeRO does not need
+    from torch.distributed.fsdp import FSDPModule
 
 
 class TrainingEngine(ABC):
@@ -34,7 +40,8 @@ class TrainingEngine(ABC):
         hold the head. Without targets, return the logits."""
 
     def expect(self, micro_batches: int) -> None:
-        """Set the number of micro-batches of the following steps: at most the first one; nothing is captured then."""
+        """Set the number of micro-batches of the following steps: at most that of the first, for which memory was made.
+        Captured graphs have been dropped, since they hold the old number."""
         self.shards.sums.expect(micro_batches)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
@@ -79,7 +86,7 @@ class SingleStageEngine(TrainingEngine):
 
     def _micro_step(self, index: int, micro_batches: int, *fields: Tensor | None) -> None:
         last = index == micro_batches - 1
-        self.shards.sums.begin(done=index)
+        self.shards.sums.begin(done=index)  # before backward, whose hooks count the gradients that arrive
         if zero := self.shards.mesh.plan.zero:
             set_step_phase(self.model, zero, last)
         with self.timers.measure("forward"):
@@ -97,3 +104,26 @@ class SingleStageEngine(TrainingEngine):
         result = self.model(*batch)
         reshard(self.model)
         return result
+
+
+def is_wrapped(module: nn.Module) -> "TypeGuard[FSDPModule]":
+    """Return whether `fully_shard` has wrapped the module."""
+    return hasattr(type(module), "set_requires_gradient_sync")
+
+
+def set_step_phase(model: Decoder, zero: int, last: bool) -> None:
+    """Prepare for a micro-batch: below ZeRO-2 gradients stay whole until the last one, below ZeRO-3 weights do. At the
+    end of the last one `fully_shard` waits for its reductions, and leaves them running after the others."""
+    if is_wrapped(model):
+        model.set_requires_gradient_sync(last or zero >= 2)
+        model.set_reshard_after_backward(last or zero == 3)
+        model.set_is_last_backward(last)
+
+
+def reshard(*parts: Decoder) -> None:
+    """Free the weights that a forward pass all-gathered: a replayed step gathers them again without the knowledge of
+    `fully_shard`, which would take the old ones for current."""
+    for part in parts:
+        for module in part.modules():
+            if is_wrapped(module):
+                module.reshard()

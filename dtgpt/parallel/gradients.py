@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from dtgpt.config.execution import Settings
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.optimizer import Accumulator, squared_norm
-from dtgpt.parallel.collectives import FlatSum, NarrowSum, flat_length
+from dtgpt.parallel.collectives import FlatSum, NarrowSum, flat_length, transport
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.transport import transport
 from dtgpt.util import seams
 from dtgpt.util.torch_private import is_dtensor
 
@@ -161,7 +160,7 @@ class Buckets(Sums):
         for bucket in self.all if not self.hooks else ():  # then everything is taken now
             bucket.begin()
             bucket.take()
-        for bucket in self.all:
+        for bucket in self.all:  # only now: the sums of the first buckets travelled while backward made the last
             bucket.wait()
         found = {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.sums, strict=True)}
         return [found[p] for p in parameters]
@@ -279,15 +278,14 @@ def parameter_groups(stage: Decoder) -> list[list[nn.Parameter]]:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of a gradient, laid out as the parameter is: autograd may have left it whole, or as
-    addends."""
+    """Return this rank's part of the gradient that a backward pass left. Raises ValueError where it left none."""
     if parameter.grad is None:
         raise ValueError("a backward pass left a parameter without a gradient")
     return local_part(parameter.grad, parameter)
 
 
 def local_part(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of a gradient of the parameter, as `local_gradient` does."""
+    """Return this rank's part of a gradient, which may be whole or an addend, laid out as the parameter is."""
     if not (is_dtensor(gradient) and is_dtensor(parameter)):
         return gradient
     if gradient.placements != parameter.placements:

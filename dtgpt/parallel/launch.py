@@ -1,4 +1,8 @@
-"""The processes that torchrun started: who this one is, and how they come together."""
+"""The processes that torchrun started come together as a mesh, and part again.
+
+What can be wrong on one rank alone (another recipe, code or torch) is compared here, before the first collective of the
+run: ranks that differ would not fail, but wait for each other, or train something else.
+"""
 
 import hashlib
 import json
@@ -40,7 +44,7 @@ def open_mesh(
     and torch. Ends the process group if it began it. `timeout`: seconds that a collective may wait. `watch`: of all
     processes, which meet in its store, and are told of an exception that leaves the context."""
     plan, device = settings.plan, settings.device
-    if plan.tp > 1:
+    if plan.table:
         from dtgpt.parallel.tensor import make_table  # DTensor takes half a second to import
 
         make_table(settings.model, plan)  # a wrong pattern shows before anything is started
@@ -51,7 +55,7 @@ def open_mesh(
         if plan.world > 1:
             agree_on_run(values, plan, device)
         mesh = Mesh(plan, device)
-        mesh.set_timeout(timeout)
+        mesh.set_timeout(timeout)  # of each group: torch gives new groups its own default
         if process.local_world % plan.tp and plan.world > 1:
             say(
                 f"tp={plan.tp} does not divide the {process.local_world} ranks of a node: tp crosses nodes",
@@ -62,6 +66,7 @@ def open_mesh(
         watch.tell(error)
         raise
     finally:
+        # Memory that ranks share goes before the process group, through which they tell each other that it does.
         for release in mesh.before_end if mesh else []:
             release()
         if started:
@@ -69,9 +74,12 @@ def open_mesh(
 
 
 def start_process_group(
-    device: torch.device, timeout: float, store: dist.Store | None = None, process: Process | None = None,
+    device: torch.device,
+    timeout: float,
+    store: dist.Store | None = None,
+    process: Process | None = None,
     **arguments: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Join the other processes in `store`, in which all have met, as `process`, None: that of the environment; or as
     the `arguments` of `init_process_group` say (rank, world_size). store: None for a new one. Small messages between
     CPUs go through gloo, on GPUs in a group of their own: of a group with two backends, torch 2.11 splits both, and

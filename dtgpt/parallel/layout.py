@@ -16,9 +16,9 @@ from typing import Any
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
-from dtgpt.parallel.coordinates import chunk
 
 Part = tuple[range, ...]  # global indices of a part of a tensor
+OUTPUTS, INPUTS = -2, -1  # dimensions of a matrix, or a stack of matrices, `[out, in]`
 ZERO: Mapping[str, int] = {"shard": 0}  # ZeRO cuts the first dimension of every parameter
 
 
@@ -35,7 +35,7 @@ class ParameterLayout:
     """How the ranks of a pipeline stage share a parameter, where they are those of `axes`."""
 
     shape: Shape  # of the whole
-    axes: dict[str, int]  # as of `axes_of`
+    axes: dict[str, int]  # axis -> ranks, the outermost axis first
     cuts: Mapping[str, int]  # axis -> the dimension that it cuts; ranks along any other axis hold the same
     sums_over: tuple[str, ...] = ()  # axes whose ranks have addends of the gradient
     style: Any = field(default=None, compare=False)  # a `ParallelStyle`, or None
@@ -75,8 +75,8 @@ class ParameterLayout:
         return found
 
     def cut_from_the_end(self, axis: str) -> int | None:
-        """Return the dimension of a matrix, or a stack of matrices, that an axis cuts: -2 for the outputs, -1 for the
-        inputs; None for a vector, or where it cuts none."""
+        """Return the dimension of a matrix, or a stack of matrices, that an axis cuts, OUTPUTS or INPUTS; None for a
+        vector, or where it cuts none."""
         return self.cuts[axis] - len(self.shape) if axis in self.cuts and len(self.shape) > 1 else None
 
 
@@ -90,7 +90,7 @@ class Layout:
         if plan.tp > 1:
             from dtgpt.parallel.tensor import describe_style, make_table  # DTensor, which no other plan needs
 
-            self._describe = partial(describe_style, table=table or make_table(config, plan), roles=config.roles)
+            self._describe = partial(describe_style, table=table or make_table(config, plan))
         self._examples = inventory(config).examples
         self._known: dict[tuple[int | None, str], ParameterLayout] = {}
 
@@ -117,9 +117,12 @@ class Layout:
             style=style,
         )
 
-    def parameters(self) -> dict[str, ParameterLayout]:
-        """Return the layout of every parameter of the model, by name."""
-        return {p.name: self.of(p) for p in inventory(self.config).parameters()}
+
+def chunk(whole: range, pieces: int, index: int) -> range:
+    """Return piece `index` of a range, cut by the rule of `torch.chunk`: pieces of equal size, the last ones shorter or
+    empty."""
+    size = math.ceil(len(whole) / pieces)
+    return whole[index * size : (index + 1) * size]
 
 
 def slices(part: Part) -> tuple[slice, ...]:

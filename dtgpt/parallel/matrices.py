@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.parallel.layout import Part, slices
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards, layout_of
 
 ROUND = 1 << 25  # elements that an owner takes in a round, but for a larger matrix
@@ -47,6 +48,17 @@ def rounds_of(costs: Sequence[int], sizes: Sequence[int], owners: Sequence[int])
         yield sorted(taken)
 
 
+def stage_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same pipeline stages, ordered by dp, cp, tp; None where that is this rank alone.
+    All ranks call this at the same point."""
+    size = mesh.plan.ranks_of_stage
+    if size == 1:
+        return None
+    if mesh.plan.pp == 1:
+        return dist.group.WORLD
+    return mesh.subgroup([list(range(first, first + size)) for first in range(0, mesh.world, size)])
+
+
 class Matrices:
     """The exchange of the `chosen` shards, weights `[rows, columns]` of which each rank of a stage holds a part.
 
@@ -59,7 +71,7 @@ class Matrices:
         mesh, plan = shards.mesh, shards.mesh.plan
         self._ranks = range(plan.ranks_of_stage)  # of the stage, as layouts count them
         self._here = mesh.rank % len(self._ranks)
-        self._group = mesh.stage_group
+        self._group = stage_group(mesh)
         self._dtype, self._device = dtype, mesh.device
         self._regions: dict[tuple[int, int], Part] = {}  # by shard and rank
         self._parts_travel = plan.shard * plan.tp > 1

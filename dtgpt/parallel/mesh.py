@@ -1,7 +1,13 @@
-"""The processes of a run as a mesh: groups of ranks, and what all ranks decide together."""
+"""The processes of a run as a mesh: where each stands in the plan, the groups that they make, and what all ranks decide
+together.
+
+Ranks are ordered (pp, dp, cp, tp) with tp fastest: those that exchange most are neighbours on one node. All ranks of a
+group make the same calls in the same order; who does not call leaves the others waiting.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
@@ -13,7 +19,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.util.errors import UserError, sentence_of
 from dtgpt.util.hardware import keep_freed_memory
 from dtgpt.util.torch_private import default_store, set_group_timeout
@@ -22,6 +27,63 @@ Result = TypeVar("Result")
 DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp x cp is replicate x shard
 
 messages: dist.ProcessGroup | None = None  # of all ranks, for what is on CPUs; None: the default group, which is gloo
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """Coordinates of one rank in a plan."""
+
+    plan: ResolvedPlan
+    rank: int
+
+    @property
+    def tp(self) -> int:
+        return self.rank % self.plan.tp
+
+    @property
+    def cp(self) -> int:
+        return self.rank // self.plan.tp % self.plan.cp
+
+    @property
+    def dp(self) -> int:
+        return self.data // self.plan.cp
+
+    @property
+    def data(self) -> int:
+        """The place among the ranks over which gradients are summed and ZeRO cuts."""
+        return self.rank // self.plan.tp % self.plan.data_ranks
+
+    @property
+    def pp(self) -> int:
+        return self.rank // self.plan.ranks_of_stage
+
+    @property
+    def shard(self) -> int:
+        return self.data % self.plan.shard
+
+    @property
+    def stages(self) -> list[int]:
+        """The pipeline stages of this rank, by depth."""
+        plan, own = self.plan, self.pp
+        return [stage for stage in range(plan.num_stages) if plan.stage_rank(stage) == own]
+
+    @property
+    def holds_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def holds_last(self) -> bool:
+        return self.plan.num_stages - 1 in self.stages
+
+    def rank_of(self, stage: int) -> int | None:
+        """Return the pipeline rank with which this one exchanges messages where `stage` is beside one of its own; None
+        where this rank holds `stage` itself, or there is no such stage."""
+        pp = self.plan.stage_rank(stage) if 0 <= stage < self.plan.num_stages else self.pp
+        return pp if pp != self.pp else None
+
+    def neighbour(self, pp: int) -> int:
+        """Return the rank with the same dp, cp and tp coordinates on pipeline rank `pp`."""
+        return self.rank + (pp - self.pp) * self.plan.ranks_of_stage
 
 
 class Mesh:
@@ -47,10 +109,9 @@ class Mesh:
             self.pp_group = self.devices.get_group("pp")
             self.tp_group = self.devices.get_group("tp") if plan.tp > 1 else None
             self.data_group = self.devices.get_group("replicate") if plan.replicate > 1 else None
+            self._groups = [self.devices.get_group(name) for name in DIMENSIONS]
             self.cp_group = self._make_cp_group()
             self.tied_group = self._make_tied_group()
-            self._groups = [self.devices.get_group(name) for name in DIMENSIONS]
-            self._groups += [group for group in (self.cp_group, self.tied_group) if group]
 
     def _make_cp_group(self) -> dist.ProcessGroup | None:
         """Return the group of the ranks that have the other slices of this rank's samples; None without any."""
@@ -59,7 +120,7 @@ class Mesh:
             return None
         firsts = [rank for rank in range(self.world) if RankCoordinates(plan, rank).cp == 0]
         slices = [[first + index * plan.tp for index in range(plan.cp)] for first in firsts]
-        return dist.new_subgroups_by_enumeration(slices)[0]
+        return self.subgroup(slices)
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
         """Return this rank's group of the two ranks that hold the tied embedding, where the first and the last stage
@@ -73,20 +134,12 @@ class Mesh:
         others = [rank for rank in range(self.world) if rank not in held]
         # These need no group, but torch names the groups of a later mesh by the number of groups that a rank is in:
         # ranks whose numbers differed would wait for each other for ever.
-        group = dist.new_subgroups_by_enumeration([*pairs, others] if others else pairs)[0]
+        group = self.subgroup([*pairs, others] if others else pairs)
         return group if self.rank in held else None
 
-    @cached_property
-    def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same pipeline stages, ordered by dp, cp, tp; None where that is this rank alone. All
-        ranks ask for it first at the same point."""
-        size = self.plan.ranks_of_stage
-        if size == 1:
-            return None
-        if self.plan.pp == 1:
-            return dist.group.WORLD
-        ranks = [list(range(first, first + size)) for first in range(0, self.world, size)]
-        group = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout)[0]
+    def subgroup(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        """Return a new group: that of the `groups` in which this rank is. All ranks call this at the same point."""
+        group = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
         self._groups.append(group)
         return group
 
@@ -219,7 +272,7 @@ class Mesh:
 
 
 def agree(values: dict[str, Any], remedy: str) -> None:
-    """Compare as `Mesh.agree` does, before there is a mesh."""
+    """Raise UserError, the same on every rank of the process group, where a rank's values are not those of rank 0."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, values, group=messages)
     for rank, theirs in enumerate(everyone):

@@ -1,10 +1,10 @@
-"""Pipeline parallelism through `torch.distributed.pipelining`.
+"""Pipeline parallelism through `torch.distributed.pipelining`: torch orders the passes, the stages here run them.
 
 Schedules: GPipe (Huang et al. 2019), 1F1B and Interleaved1F1B (Narayanan et al. 2021), ZBV (Qi et al. 2024). Stage
 edges carry contiguous local tensors of a fixed shape, which the torch versions from 2.11 on all understand.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,12 +18,11 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.serve import split_backward
-from dtgpt.parallel.engine import TrainingEngine, orderless_mean
-from dtgpt.parallel.fsdp import reshard
+from dtgpt.parallel.collectives import Edges, transport
+from dtgpt.parallel.engine import TrainingEngine, orderless_mean, reshard
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import places_of_edge, run_in_turn
-from dtgpt.parallel.transport import Edges, transport
 from dtgpt.util.timers import NO_TIMERS, Timers
 
 
@@ -32,21 +31,17 @@ class Stage(PipelineStage):
     exchanges a message with every neighbour, and gloo of torch 2.11 fails where a rank sends to itself.
 
     Micro-batches receive in `places`, which they use in turn: torch would keep a buffer for each of a step, in GPT-3
-    more than a GPU has. With `edges`, there is nothing left that torch's schedule would have to send or to receive: a
-    message leaves when the schedule asks what to send, and the stage waits for one right before it needs it.
+    more than a GPU has. Where a faster transport carries the messages, its own kind of stage takes this one's place.
     """
 
     timers = NO_TIMERS
-    edges: Edges | None = None
     places = 1  # of each edge
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._receive(self.args_recv_info, self.stage_index - 1, fwd_chunk_id)
         with self.timers.measure("forward"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._receive(self.grad_recv_info, self.stage_index + 1, bwd_chunk_id)
         with self.timers.measure("backward"):
             result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._forget(self.args_recv_info, self.stage_index - 1, bwd_chunk_id)
@@ -56,34 +51,6 @@ class Stage(PipelineStage):
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.timers.measure("backward"):
             return super().backward_weight_one_chunk(*args, **kwargs)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index + 1, fwd_chunk_id)
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, bwd_chunk_id)
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return super().get_fwd_recv_ops(fwd_chunk_id) if self.edges is None else []
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return super().get_bwd_recv_ops(bwd_chunk_id) if self.edges is None else []
-
-    def _send(self, ops: list[dist.P2POp], target: int, micro_batch: int) -> list[dist.P2POp]:
-        """Send now what the operations would, over the edge to `target`. Returns those that are left."""
-        if self.edges is None:
-            return ops
-        for op in ops:
-            self.edges.send(op.tensor.detach(), self.stage_index, target, micro_batch)
-        return []
-
-    def _receive(self, infos: dict[int, tuple[Any, ...]], source: int, micro_batch: int) -> None:
-        """Wait for what comes over the edge from `source`, if there is one, and let torch find it where it expects
-        what it received."""
-        if self.edges is not None and self.edges.joins(source, self.stage_index):
-            (info,) = infos[micro_batch]
-            received = self.edges.receive(source, self.stage_index, micro_batch)
-            info.buffer = received.requires_grad_(source < self.stage_index)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._buffers_on_meta():
@@ -109,7 +76,7 @@ class Stage(PipelineStage):
     def _take_places(self, infos: dict[int, tuple[Any, ...]], source: int) -> None:
         """Allocate the places of the edge from `source`, if there is one, and let torch receive each micro-batch in
         one: another tensor for each, since it is a leaf of autograd's graph."""
-        if self.edges is not None or not self._receives(source):
+        if not self._receives(source):
             return
         like = infos[0][0].buffer  # None in versions of torch that allocate what they receive when it comes
         places = [] if like is None else [torch.empty_like(like, device=self.device) for _ in range(self.places)]
@@ -154,17 +121,20 @@ class PipelineEngine(TrainingEngine):
         tokens = torch.empty(size, self.settings.local_length, dtype=torch.int64, device="meta")
         edge = torch.empty(size, *self.edge, dtype=self.settings.dtype, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
-        stages: list[Any] = [
-            Stage(
-                module, index, plan.num_stages, mesh.device, group=mesh.pp_group,
+        make_stage: Callable[..., Any] = Stage if self.edges is None else self.edges.make_stage
+        stages: list[Any] = []
+        for index, module in zip(mesh.place.stages, self.modules, strict=True):
+            stage = make_stage(
+                module,
+                index,
+                plan.num_stages,
+                mesh.device,
+                group=mesh.pp_group,
                 input_args=(tokens if index == 0 else edge,),
                 output_args=(loss if index == plan.num_stages - 1 else edge,),
             )
-            for index, module in zip(mesh.place.stages, self.modules, strict=True)
-        ]  # fmt: skip
-        for stage in stages:
-            stage.timers, stage.edges = self.timers, self.edges
-            stage.places = places_of_edge(plan, micro_batches)
+            stage.timers, stage.places = self.timers, places_of_edge(plan, micro_batches)
+            stages.append(stage)
         # The last stage gets its targets and computes the loss itself.
         schedule = get_schedule_class(plan.schedule)
         given = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages

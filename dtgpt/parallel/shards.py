@@ -19,10 +19,9 @@ from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
 from dtgpt.ops.optim.optimizer import largest_magnitude
-from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Sums
-from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, slices
-from dtgpt.parallel.mesh import DIMENSIONS, Mesh
+from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, chunk, slices
+from dtgpt.parallel.mesh import DIMENSIONS, Mesh, RankCoordinates
 from dtgpt.util.torch_private import is_dtensor
 
 SMALL = 1 << 16  # elements of a region below which one rank writes all of it
@@ -75,10 +74,15 @@ class Shards:
     sums: Sums  # of shards that are trained
 
     def __init__(
-        self, stages: list[Decoder], mesh: Mesh, masters: bool = True,
-        gathered: Mapping[nn.Parameter, Tensor] = MappingProxyType({}), sums: Sums | None = None,
-        dtype: torch.dtype = torch.float32, trained: bool = True,
-    ):  # fmt: skip
+        self,
+        stages: list[Decoder],
+        mesh: Mesh,
+        masters: bool = True,
+        gathered: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+        sums: Sums | None = None,
+        dtype: torch.dtype = torch.float32,
+        trained: bool = True,
+    ):
         """masters: False leaves fp32 masters out, where nothing is trained: `local` is then what the module holds.
         gathered: what ZeRO gathers of parameters instead of `local`. sums: what sums gradients, where something is
         trained. dtype: the type of the activations. trained: False for the parameters that are frozen, in place of the
@@ -93,11 +97,25 @@ class Shards:
             for name, parameter in unique_parameters(stage).items():
                 if parameter.requires_grad != trained:
                     continue
-                is_tied_copy = stage.embedding is None and stage.config.tied and name == stage.config.table_name
-                index, addend = len(self.all), name in partial
-                self.all.append(
-                    _shard(index, name, parameter, mesh.place, addend, is_tied_copy, masters, gathered.get(parameter))
+                layout = layout_of(parameter, mesh.plan)
+                held = (parameter.to_local() if is_dtensor(parameter) else parameter).detach()
+                region = _checked_region(name, layout, mesh.place.rank, held)
+                # Where modules compute with a narrow type, the optimizer works on fp32 masters beside it; `fully_shard`
+                # keeps masters in the modules, and what it gathers from may be narrower.
+                narrow = held if masters and held.dtype != torch.float32 else None
+                shard = Shard(
+                    index=len(self.all),
+                    name=name,
+                    parameter=parameter,
+                    local=held if narrow is None else torch.empty_like(held, dtype=torch.float32),
+                    low_precision=gathered.get(parameter) if narrow is None else narrow,
+                    region=region,
+                    replicas=layout.replicas,
+                    partial=name in partial,
+                    is_tied_copy=stage.embedding is None and stage.config.tied and name == stage.config.table_name,
+                    replica=layout.replica(mesh.place.rank),
                 )
+                self.all.append(shard)
         self.parameters = [shard.parameter for shard in self.all]
         self.gradients: list[Tensor] = []  # of each shard, after `take_gradients`
         self._counted = [s.index for s in self.all if not s.is_tied_copy]
@@ -206,28 +224,12 @@ class Shards:
         return whole
 
 
-def _shard(
-    index: int, name: str, parameter: nn.Parameter, place: RankCoordinates, partial: bool, is_tied_copy: bool,
-    masters: bool, gathered: Tensor | None,
-) -> Shard:  # fmt: skip
-    layout = layout_of(parameter, place.plan)
-    region = layout.region(place.rank)
-    local = (parameter.to_local() if is_dtensor(parameter) else parameter).detach()
-    if tuple(local.shape) != tuple(map(len, region)):
-        raise ValueError(f"{name}: this rank holds {tuple(local.shape)}, but its region is {tuple(map(len, region))}")
-    narrow = local if masters and local.dtype != torch.float32 else None
-    return Shard(
-        index=index,
-        name=name,
-        parameter=parameter,
-        local=local if narrow is None else torch.empty_like(local, dtype=torch.float32),
-        low_precision=gathered if narrow is None else narrow,
-        region=region,
-        replicas=layout.replicas,
-        partial=partial,
-        is_tied_copy=is_tied_copy,
-        replica=layout.replica(place.rank),
-    )
+def _checked_region(name: str, layout: ParameterLayout, rank: int, held: Tensor) -> Part:
+    """Return the global indices of what a rank holds. Raise ValueError where it has another shape."""
+    region = layout.region(rank)
+    if tuple(held.shape) != tuple(map(len, region)):
+        raise ValueError(f"{name}: this rank holds {tuple(held.shape)}, but its region is {tuple(map(len, region))}")
+    return region
 
 
 def _sums_over_tp(stage: Decoder) -> set[str]:

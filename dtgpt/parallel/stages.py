@@ -1,4 +1,8 @@
-"""The cut of a model into pipeline stages, by cost, and a forward pass through them."""
+"""The cut of a model into pipeline stages, by cost, and a forward pass through them.
+
+The slowest stage sets the pace of all, so blocks are divided by what they cost, and not by their number. Training runs
+stages in a schedule (`dtgpt.parallel.pipeline`); validation and generation run them in turn, as here.
+"""
 
 import math
 from collections.abc import Sequence

@@ -6,8 +6,8 @@ local tensors; inside a module of the table, weights and activations are DTensor
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -25,30 +25,121 @@ from dtgpt.config.plan import Plan
 from dtgpt.models.binding import bind, exchanges
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.layers import DeferredBiasLinear
-from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
-from dtgpt.parallel.between import Between, sum_parts, sum_rows, whole_input
-from dtgpt.parallel.collectives import Collectives
-from dtgpt.util.errors import UserError
+from dtgpt.models.roles import Role, matches, patterns_of
+from dtgpt.parallel.collectives import Collectives, GroupCollectives
+from dtgpt.util import seams
+
+
+def dim_of(placement: Placement) -> int | None:
+    """Return the dimension along which a tensor is cut; None where each rank has it whole."""
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+@dataclass(frozen=True)
+class ActivationLayout:
+    """How activations lie on the tp ranks between two pairs of matrices: each rank has them whole (`Replicate`), or its
+    part (`Shard`). `peers`: what gathers and sums them faster, where it takes them."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    peers: Collectives | None
+
+    @property
+    def cut(self) -> bool:
+        """Whether each rank has its part."""
+        return dim_of(self.placement) is not None
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the activations that each rank has whole, from each rank's own; without a gradient."""
+        dim, shape = dim_of(self.placement), [*part.shape]
+        if dim is not None:
+            shape[dim] *= self.mesh.size()
+        return self._collectives(shape, part.itemsize).gather(part, dim)
+
+    def sum(self, whole: Tensor) -> Tensor:
+        """Return the sum of the ranks' `whole`, of which each rank gets its own; without a gradient. The sum that all
+        ranks keep may take the place of its addend."""
+        return self._collectives([*whole.shape], whole.itemsize).sum(whole, dim_of(self.placement))
+
+    def _collectives(self, whole: list[int], itemsize: int) -> Collectives | GroupCollectives:
+        fits = self.peers and self.peers.takes(whole, dim_of(self.placement), itemsize)
+        return self.peers if self.peers and fits else GroupCollectives(self.mesh.get_group())
+
+
+def sum_parts(part: Tensor, layout: ActivationLayout) -> Tensor:
+    """Return `layout.sum(part)`; backward, the gradient that each rank has whole."""
+    if torch.compiler.is_compiling():
+        addend = DTensor.from_local(part, layout.mesh, [Partial()], run_check=False)
+        return addend.redistribute(layout.mesh, [layout.placement]).to_local()
+    return _Sum.apply(part, layout)
+
+
+def whole_input(x: Tensor, layout: ActivationLayout) -> DTensor:
+    """Return a local activation as a DTensor that each rank has whole."""
+    if torch.compiler.is_compiling():
+        part = DTensor.from_local(x, layout.mesh, [layout.placement], run_check=False)
+        return part if layout.placement.is_replicate() else part.redistribute(layout.mesh, [Replicate()])
+    return _Whole.apply(x, layout)
+
+
+def sum_rows(rows: DTensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    """Return the sum of what the ranks found of a table that is cut by rows, laid out by `placement`."""
+    if torch.compiler.is_compiling():
+        return rows.redistribute(mesh, [placement]).to_local()
+    return _SumRows.apply(rows, mesh, placement)
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce or reduce-scatter, forward; the identity or an all-gather, backward."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, layout: ActivationLayout) -> Tensor:
+        ctx.layout = layout
+        return layout.sum(part)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return ctx.layout.gather(grad), None
+
+
+class _SumRows(torch.autograd.Function):
+    """The sum over the ranks of embeddings that each looked up in its rows of the table, a DTensor; an all-gather of
+    their gradient, backward."""
+
+    @staticmethod
+    def forward(ctx, rows: DTensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+        ctx.mesh, ctx.dim = mesh, dim_of(placement)
+        return rows.redistribute(mesh, [placement]).to_local()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        whole = GroupCollectives(ctx.mesh.get_group()).gather(grad, ctx.dim)
+        return DTensor.from_local(whole, ctx.mesh, [Replicate()], run_check=False), None, None
+
+
+class _Whole(torch.autograd.Function):
+    """A local activation as a DTensor that each rank has whole, by an all-gather where it is a part; backward, the sum
+    of the gradients of the ranks."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layout: ActivationLayout) -> DTensor:
+        ctx.layout = layout
+        return DTensor.from_local(layout.gather(x), layout.mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx, grad: DTensor):
+        layout = ctx.layout
+        if grad.placements[0].is_partial():
+            return layout.sum(grad.to_local()), None
+        return grad.redistribute(layout.mesh, [layout.placement]).to_local(), None
+
 
 OUTPUTS: Mapping[str, int] = {"weight": 0, "bias": 0}  # dimensions of a linear map's parameters `[out, in]`, `[out]`
 INPUTS: Mapping[str, int] = {"weight": 1}
-BETWEEN = "what lies between the matrices follows from sequence parallelism"
-FIXED = {  # roles that a plan's table cannot replace, and why
-    Role.VOCABULARY: "the loss and the tied table are cut over the vocabulary",
-    Role.OUTPUT: "the loss and the tied table are cut over the vocabulary",
-    Role.HEAD_DROPOUT: "the masks of a dropout site follow from the modules around it",
-    Role.STREAM_DROPOUT: "the masks of a dropout site follow from the modules around it",
-    Role.HEAD_NORM: "each rank normalises its own heads",
-    Role.SINKS: "each rank has the sinks of its own heads",
-    Role.JOINT_NORM: "each rank has the weights of its own heads",
-    Role.NORM: BETWEEN,
-    Role.POSITIONS: BETWEEN,
-}
 
 
 class Columnwise(ColwiseParallel):
-    """`ColwiseParallel` whose input, laid out by `input_layout`, becomes whole by `dtgpt.parallel.between`. `peers`:
+    """`ColwiseParallel` whose input, laid out by `input_layout`, becomes whole by `ActivationLayout`. `peers`:
     what gathers activations, where kernels can do it."""
 
     def __init__(self, input_layout: Placement, peers: Collectives | None):
@@ -56,7 +147,7 @@ class Columnwise(ColwiseParallel):
         self.peers = peers
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        bind(module, into=Between(device_mesh, *self.input_layouts, self.peers))
+        bind(module, into=ActivationLayout(device_mesh, *self.input_layouts, self.peers))
         return super()._apply(module, device_mesh)
 
     @staticmethod
@@ -71,7 +162,7 @@ class Columnwise(ColwiseParallel):
 
 class DeferredBiasRowwise(RowwiseParallel):
     """`RowwiseParallel` for a `DeferredBiasLinear`: the bias, added after the sum over the ranks, stays a plain tensor
-    on every rank. The sum is that of `dtgpt.parallel.between`; `peers`: what makes it, where kernels can do it."""
+    on every rank. The sum is that of `ActivationLayout`; `peers`: what makes it, where kernels can do it."""
 
     def __init__(self, output_layout: Placement, peers: Collectives | None, input_layout: Placement | None = None):
         super().__init__(input_layouts=input_layout, output_layouts=output_layout)
@@ -79,7 +170,7 @@ class DeferredBiasRowwise(RowwiseParallel):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         bias, module.bias = module.bias, None  # what is there becomes a DTensor
-        bind(module, out=Between(device_mesh, *self.output_layouts, self.peers))
+        bind(module, out=ActivationLayout(device_mesh, *self.output_layouts, self.peers))
         super()._apply(module, device_mesh)
         module.bias = bias
         return module
@@ -129,7 +220,7 @@ class SequenceRowwise(DeferredBiasRowwise):
 
 
 class VocabularyRows(RowwiseParallel):
-    """`RowwiseParallel` for the token table, whose sum is that of `dtgpt.parallel.between`."""
+    """`RowwiseParallel` for the token table, whose sum is that of `ActivationLayout`."""
 
     @staticmethod
     def _prepare_output_fn(
@@ -164,7 +255,7 @@ class VocabularyShard(Partition):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             x, *targets = inputs
-            x = whole_input(x, Between(mesh, self.input_layout, None))
+            x = whole_input(x, ActivationLayout(mesh, self.input_layout, None))
             if any(target is not None for target in targets):  # the loss works on local tensors: its gradients add up
                 x = x.to_local(grad_placements=[Partial()])
             return (x, *targets)
@@ -187,7 +278,7 @@ class LocalPart(Partition):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         if self.into is not None:
-            given = Between(device_mesh, self.into, self.peers)
+            given = ActivationLayout(device_mesh, self.into, self.peers)
             module.register_forward_pre_hook(
                 lambda module, inputs: (
                     whole_input(inputs[0], given).to_local(grad_placements=[Partial()]),
@@ -195,7 +286,7 @@ class LocalPart(Partition):
                 )
             )
         if self.out is not None:
-            made = Between(device_mesh, self.out, self.peers)
+            made = ActivationLayout(device_mesh, self.out, self.peers)
             module.register_forward_hook(lambda module, inputs, addend: sum_parts(addend, made))
         return super()._apply(module, device_mesh)
 
@@ -237,8 +328,8 @@ Table = Mapping[str, ParallelStyle | None]
 def default_table(
     config: ModelConfig, sequence_parallel: bool, seq_length: int, peers: Collectives | None
 ) -> dict[str, ParallelStyle]:
-    """Return styles by module pattern. What is not in the table is replicated: every tp rank does the same. Other
-    arguments: as of `make_table`."""
+    """Return styles by module pattern. What is not in the table is replicated: every tp rank does the same.
+    `seq_length`: of samples. `peers`: what gathers and sums activations, where kernels can do it."""
     length, heads = seq_length, config.num_heads
     # Between the matrices activations are whole on every rank, or each rank has its part of the sequence.
     between = Shard(1) if sequence_parallel else Replicate()
@@ -268,85 +359,18 @@ def default_table(
 def make_table(
     config: ModelConfig, plan: Plan, seq_length: int | None = None, peers: Collectives | None = None
 ) -> Table:
-    """Return the plan's own entries, the most specific first, then the default ones: the first that matches a
-    module counts. `seq_length`: of samples; None: all positions. `peers`: what gathers and sums activations, where
-    kernels can do it. Raises UserError for a pattern that names no module, or one whose style follows from others."""
+    """Return styles by module pattern: the first that matches a module counts. Those of a plan's own table come from a
+    capability, before the default ones. `seq_length`: of samples; None: all positions. `peers`: what gathers and sums
+    activations, where kernels can do it. Raises UserError for an own style that no model can have."""
     default = default_table(config, plan.sequence_parallel, seq_length or config.seq_length, peers)
     if not plan.table:
         return default
-    with torch.device("meta"):
-        model = Decoder(config)
-    _check_own(plan.table, model)
-    row = SequenceRowwise if plan.sequence_parallel else DeferredBiasRowwise
-    own = _most_specific_first(plan.table, model)
-    deferred = [name for name, module in model.named_modules() if isinstance(module, DeferredBiasLinear)]
-    for pattern, style in plan.table.items():
-        if type(style) is RowwiseParallel and any(matches(name, pattern) for name in deferred):
-            own[pattern] = row(style.output_layouts[0], peers, style.input_layouts[0])
-    table = own | {pattern: style for pattern, style in default.items() if pattern not in own}
-    if plan.sequence_parallel:
-        _check_covers(table, model)
-    return table
+    (with_own_styles,) = seams.listed("own_styles")
+    return with_own_styles(config, plan, default, peers)
 
 
-def _most_specific_first(table: Table, model: Decoder) -> dict[str, ParallelStyle | None]:
-    """Return the plan's own entries, each before those that match all of its modules and more. Raise UserError for two
-    that match a module of which neither is the more specific one."""
-    names = [name for name, _ in model.named_modules()]
-    matched = {pattern: {name for name in names if matches(name, pattern)} for pattern in table}
-    for one, other in combinations(table, 2):
-        both = matched[one] & matched[other]
-        nested = matched[one] != matched[other] and both in (matched[one], matched[other])
-        if both and not nested and table[one] is not table[other]:
-            raise UserError(
-                f"the plan's table has {one!r} and {other!r}, which both match {min(both)!r}, and neither is a part of "
-                "the other; leave one of them out, or name its blocks by a pattern that matches others"
-            )
-    return {pattern: table[pattern] for pattern in sorted(table, key=lambda pattern: len(matched[pattern]))}
-
-
-def _check_covers(table: Table, model: Decoder) -> None:
-    for name, module in model.named_modules():
-        has_parameters = any(True for _ in module.parameters(recurse=False))
-        if has_parameters and style_of(name, table, model.config.roles) is None:
-            raise UserError(
-                f"under sequence parallelism {name!r} would see its part of the sequence alone and its gradient would "
-                "be wrong; leave its entry out of the plan's table"
-            )
-
-
-def _check_own(table: Table, model: Decoder) -> None:
-    roles = model.config.roles
-    known = {name: role for name, _ in model.named_modules() if (role := role_of(name, roles))}
-    for pattern, style in table.items():
-        if style is not None and not isinstance(style, ParallelStyle):
-            raise UserError(
-                f"the plan's table gives {pattern!r} {style!r}, which is not a style; give one such as "
-                "ColwiseParallel(), or None"
-            )
-        matched = [name for name in known if matches(name, pattern)]
-        if not matched:
-            free = ", ".join(pattern for pattern, role in roles.items() if role not in FIXED)
-            raise UserError(
-                f"the plan's table names {pattern!r}, which is not a matrix of the model; use one of {free}"
-            )
-        for name in matched:
-            if reason := FIXED.get(known[name]):
-                raise UserError(f"the plan's table replaces {name!r}, but {reason}; leave this entry out")
-
-
-def style_of(module: str, table: Table, roles: Roles) -> ParallelStyle | None:
+def style_of(module: str, table: Table) -> ParallelStyle | None:
     """Return the style that the table gives the module of this name; None: replicated."""
-    if role_of(module, roles) in (
-        Role.HEAD_DROPOUT,
-        Role.HEAD_NORM,
-        Role.SINKS,
-        Role.JOINT_NORM,
-    ):  # of the heads that the QKV projection leaves
-        parent = module.rpartition(".")[0]
-        beside = [f"{parent}.{pattern.rpartition('.')[2]}" for pattern in patterns_of(Role.QKV, roles)]
-        if not any(_leaves_a_part(style_of(name, table, roles)) for name in beside):
-            return None
     return next((style for pattern, style in table.items() if matches(module, pattern)), None)
 
 
@@ -354,17 +378,16 @@ def degrees_of_heads(config: ModelConfig, plan: Plan) -> list[int]:
     """Return for each block the number of tp ranks that its heads are cut over: 1 where each rank holds all of them."""
     if plan.tp == 1 or not plan.table:
         return [plan.tp] * config.num_layers
-    table, roles = make_table(config, plan), config.roles
-    patterns = patterns_of(Role.QKV, roles)
+    table, patterns = make_table(config, plan), patterns_of(Role.QKV, config.roles)
 
     def cut(block: int) -> bool:
         names = [pattern.replace("*", str(block), 1) for pattern in patterns]
-        return any(_leaves_a_part(style_of(name, table, roles)) for name in names)
+        return any(leaves_a_part(style_of(name, table)) for name in names)
 
     return [plan.tp if cut(block) else 1 for block in range(config.num_layers)]
 
 
-def _leaves_a_part(style: ParallelStyle | None) -> bool:
+def leaves_a_part(style: ParallelStyle | None) -> bool:
     """Return whether a linear map of this style leaves each rank its own part of the output's features."""
     whole = isinstance(style, ColwiseParallel) and any(layout.is_replicate() for layout in style.output_layouts)
     return dims_of(style).get("weight") == 0 and not whole
@@ -380,19 +403,16 @@ def dims_of(style: ParallelStyle | None) -> Mapping[str, int]:
     return INPUTS if isinstance(style, RowwiseParallel) else {}
 
 
-def describe_style(
-    module: str, table: Table, roles: Roles
-) -> tuple[ParallelStyle | None, Mapping[str, int], tuple[str, ...]]:
+def describe_style(module: str, table: Table) -> tuple[ParallelStyle | None, Mapping[str, int], tuple[str, ...]]:
     """Return the style of a module, the dimension of each parameter that it cuts, and the parameters of which it leaves
     addends of the gradient on the ranks, by their names in the module."""
-    style = style_of(module, table, roles)
+    style = style_of(module, table)
     return style, dims_of(style), getattr(style, "sums_over_tp", ())
 
 
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
     `parallelize_module` unties."""
-    roles = part.config.roles
-    styles = {name: style_of(name, table, roles) for name, _ in part.named_modules()}
+    styles = {name: style_of(name, table) for name, _ in part.named_modules()}
     parallelize_module(part, mesh, {name: style for name, style in styles.items() if style is not None})
     part.tie_weights()

@@ -5,12 +5,16 @@ from dtgpt.util.seams import Capability, CommandEntry
 CAPABILITY = Capability(
     commands={
         "plan": CommandEntry(
-            "dtgpt.commands.plan:command",
+            "dtgpt.planning.command:command",
             "dtgpt plan RECIPE.py [--plan NAME] [--world N] [--gpu NAME]\n"
             "    show memory, messages and pipeline bubble of a plan; no GPU is needed",
             place=40,
         ),
     },
     state_bytes=("dtgpt.planning.parameters:state_bytes",),
+    alternatives={
+        "parse": "dtgpt.planning.alternatives:parse_alternatives",
+        "choose": "dtgpt.planning.alternatives:choose_alternative",
+    },
     plan_choices=("dtgpt.planning.auto:settle_plan",),
 )

@@ -8,9 +8,9 @@ from dtgpt.models.inventory import Core, inventory
 from dtgpt.ops.attention.core import reads_groups
 from dtgpt.ops.kernels.attention.flash_launch import mask_words
 from dtgpt.optim.fp8.precision import FP8
+from dtgpt.parallel.context_parallel.degrees import ranks_of_heads, ranks_of_queries
 from dtgpt.parallel.context_parallel.exchange import chunks_of
 from dtgpt.planning.meta_block import BlockKind, BlockSizes, sizes_of
-from dtgpt.planning.split_backward import SplitSizes, halves_of
 from dtgpt.posttrain.lora.config import LoraConfig
 
 
@@ -31,18 +31,10 @@ def block_activations(settings: Settings, block: int) -> float:
 def block_sizes(settings: Settings, block: int) -> BlockSizes:
     """Return the sizes of block `block` under the plan, measured once for each kind; in fp8 those of a step by known
     scales."""
-    return sizes_of(_kind(settings, block), settings.rows.number)
+    return sizes_of(kind_of_block(settings, block), settings.rows.number)
 
 
-def split_sizes(settings: Settings, block: int) -> SplitSizes:
-    """Return what the two halves of a backward pass of block `block` keep, measured once for each kind, in the
-    activations' type."""
-    kind = _kind(settings, block)._replace(fp8=False)
-    again = settings.recompute == "full"
-    return halves_of(kind, again).scaled(settings.rows.number)
-
-
-def _kind(settings: Settings, block: int) -> BlockKind:
+def kind_of_block(settings: Settings, block: int) -> BlockKind:
     plan, config = settings.plan, replace(settings.model, dropout=0.0)
     return BlockKind(
         config=config,
@@ -75,7 +67,7 @@ def residual_bytes(settings: Settings) -> float:
 def _copies(settings: Settings) -> int:
     """Return how many ranks keep the same keys and values, made by context parallel ranks; 0: the core takes what the
     block computed."""
-    return settings.plan.ranks_of_queries(settings.model) if settings.plan.cp > 1 else 0
+    return ranks_of_queries(settings.plan, settings.model) if settings.plan.cp > 1 else 0
 
 
 def attended(settings: Settings) -> list[tuple[int, int]]:
@@ -89,7 +81,7 @@ def attended(settings: Settings) -> list[tuple[int, int]]:
 def _heads(settings: Settings) -> float:
     """Return for how many heads of samples an attention core computes."""
     plan = settings.plan
-    return settings.micro_batch_size * settings.model.num_heads / (plan.tp * plan.ranks_of_heads(settings.model))
+    return settings.micro_batch_size * settings.model.num_heads / (plan.tp * ranks_of_heads(plan, settings.model))
 
 
 def score_elements(settings: Settings) -> float:
@@ -118,7 +110,8 @@ def core_bytes(settings: Settings, block: int) -> float:
 
 
 def _bytes_of_core(settings: Settings, core: Core, repeated: float) -> float:
-    """Return what `core_bytes` does for one core. repeated: as of `BlockSizes`."""
+    """Return the bytes that a core keeps beside its inputs and its output. repeated: what keys and values would take
+    more with heads of their own for each head of queries."""
     scores, width, backend = score_elements(settings), settings.dtype.itemsize, settings.backend_of(core)
     pieces = attended(settings)
     if backend == "explicit":  # probabilities in fp32, and after dropout; of bounded scores their tangent, too

@@ -18,7 +18,7 @@ from torch import Tensor
 from dtgpt.ops.attention.core import causal_attention
 from dtgpt.ops.fp8.product import product as product_of_8_bits
 from dtgpt.planning.gpus import CPU, Gpu, name_of, write_rates
-from dtgpt.planning.work import HALF_LENGTH
+from dtgpt.planning.operation_time import HALF_LENGTH
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import FLOAT8, SIXTEEN_BITS, device_name
@@ -116,7 +116,7 @@ def _products(device: torch.device, dtype: torch.dtype, sizes: Sizes, seconds: f
 
 
 def _products_of_8_bits(device: torch.device, sizes: Sizes, seconds: float) -> float:
-    """Return as `_products` does, of 8-bit floats."""
+    """Return FLOP/s of a block's products of 8-bit floats."""
     made = []
     one = torch.ones((), device=device)
     for shape in sizes.shapes:

@@ -87,9 +87,15 @@ SHEETS = {
 OTHER_CHIPS = re.compile(r"\b(NVL|PCIe|GH200|Laptop|Ti|D|MIG)\b", re.IGNORECASE)  # or parts of one, under the same name
 # Of a core, to rank plans of processes on CPUs by; no time is printed from them.
 CPU = Rates(
-    products=5e10, products_fp8=0, products_fp32=5e10, attention=2e10, memory=1e10, link=1e9, link_kernels=1e9,
+    products=5e10,
+    products_fp8=0,
+    products_fp32=5e10,
+    attention=2e10,
+    memory=1e10,
+    link=1e9,
+    link_kernels=1e9,
     network=1e9,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

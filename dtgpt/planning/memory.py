@@ -1,34 +1,27 @@
 """The memory that a plan needs on each rank, in bytes of PyTorch's allocator, without a GPU."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.plan import Plan
+from dtgpt.optim.fp8.observed_blocks import observes_again
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.cache_sizes import slot_bytes
+from dtgpt.parallel.collectives import transport
+from dtgpt.parallel.context_parallel.degrees import ranks_of_heads
 from dtgpt.parallel.context_parallel.slices import token_bytes
-from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.gradients import choose_sums, is_pushed
 from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
 from dtgpt.parallel.shared_memory.edges import most_edges
-from dtgpt.parallel.shared_memory.gather import PLACES
-from dtgpt.parallel.shared_memory.scatter import CopyScatter
 from dtgpt.parallel.stages import places_of_edge
-from dtgpt.parallel.transport import transport
+from dtgpt.planning import split_backward
 from dtgpt.planning.activations import residual_bytes, whole_bytes
-from dtgpt.planning.allocator import WORKSPACES
-from dtgpt.planning.held import Held
-from dtgpt.planning.moments import moments
-from dtgpt.planning.parameters import (
-    LocalParameter,
-    blocks_of_rank,
-    by_block,
-    frozen_bytes,
-    optimizer_bytes,
-    padding_bytes,
-    parameters_of,
-    trained_on,
-)
+from dtgpt.planning.fullest_moment import after_passes, whole_passes
+from dtgpt.planning.parameters import Rank
+
+MIB = 1 << 20
+# cuBLAS's, of the thread that runs forward passes and of autograd's, on Hopper; older GPUs take a quarter.
+WORKSPACES = 2 * 32 * MIB
+SMALL, LARGE, SEGMENT, STEP = 1 * MIB, 10 * MIB, 20 * MIB, 2 * MIB  # of torch's CUDACachingAllocator
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ def memory_of(settings: Settings, rank: int) -> Memory:
     """Return the fullest moment of a training step on `rank`. In fp8 that may be in the first step, which observes."""
     memories = [_fullest_moment(settings, rank)]
     if settings.products == FP8:
-        again = settings.observes_again
+        again = observes_again(settings)
         recompute = "full" if again and not settings.repeats_blocks else settings.recompute
         blocks = None if again else settings.recompute_blocks
         changed = replace(settings, products=None, recompute=recompute, recompute_blocks=blocks)
@@ -63,42 +56,35 @@ def memory_of(settings: Settings, rank: int) -> Memory:
 
 def _fullest_moment(settings: Settings, rank: int) -> Memory:
     """Return the fullest moment of a step in one precision."""
-    plan, config = settings.plan, settings.model
-    place, held = RankCoordinates(plan, rank), parameters_of(config, plan, rank)
-    blocks, trained = blocks_of_rank(config, plan, rank), trained_on(settings, rank)
-    passes = stages_in_flight(plan, settings.micro_batches, place.pp) / len(place.stages)
-    computed = [*held, *trained] if settings.freezes_weights and plan.zero else trained
-    gathered = 0 if plan.splits_backward else _gathered(computed, settings)  # 0: casts belong to each pass
-    fullest = max(
-        moments(Held(settings, place, held, trained, blocks, passes, gathered)), key=lambda moment: moment.total
-    )
-    on_gpu = settings.device.type == "cuda"
-    beside = WORKSPACES + padding_bytes(trained, settings) if on_gpu else 0
+    here = Rank(settings, rank)
+    passes = split_backward.passes(here) if settings.plan.splits_backward else whole_passes(here)
+    fullest = max([*passes, *after_passes(here)], key=lambda moment: moment.total)
+    beside = WORKSPACES + _padding_bytes(here) if settings.device.type == "cuda" else 0
     return Memory(
-        weights=4 * sum(p.local for p in trained) + frozen_bytes(settings, rank),
-        optimizer=optimizer_bytes(trained, settings),
+        weights=here.weight_bytes,
+        optimizer=here.optimizer_bytes,
         gradients=round(fullest.gradients),
         gathered=round(fullest.gathered),
         activations=round(fullest.activations),
-        edges=round(_edges(settings, place, passes)),
+        edges=round(_edges(here)),
         working=round(fullest.working + beside),
         cache=_cache(settings, rank),
     )
 
 
-def _edges(settings: Settings, place: RankCoordinates, passes: float) -> float:
+def _edges(here: Rank) -> float:
     """Return the bytes of messages: of a pipeline the places of each edge where a rank receives, and what it sent,
     until its backward pass; what it received counts as a block's input. Of the ranks of one host, places
-    of activations of tp and of tokens of cp. passes: in flight of a stage."""
-    plan, found = settings.plan, 0.0
+    of activations of tp and of tokens of cp."""
+    settings, place, plan, found = here.settings, here.place, here.settings.plan, 0.0
     if plan.pp > 1:
         ends = [(place.rank_of(stage + 1), place.rank_of(stage - 1)) for stage in place.stages]
         sends, receives = (sum(rank is not None for rank in ranks) for ranks in zip(*ends, strict=True))
         places = most_edges(place) * places_of_edge(plan, settings.micro_batches)
-        found += (places + passes * (sends - receives)) * residual_bytes(settings)
+        found += (places + here.passes * (sends - receives)) * residual_bytes(settings)
     if transport().reaches(plan.tp, 1):
         found += 2 * whole_bytes(settings)
-    if transport().reaches(plan.cp, plan.tp) and plan.ranks_of_heads(settings.model) == plan.cp:
+    if transport().reaches(plan.cp, plan.tp) and ranks_of_heads(plan, settings.model) == plan.cp:
         found += TokenExchange.bytes(token_bytes(settings), settings.local_length, plan.cp)
     return found
 
@@ -121,43 +107,24 @@ def fullest(memories: dict[int, Memory]) -> Memory:
     return max(memories.values(), key=lambda memory: memory.total)
 
 
-def stages_in_flight(plan: Plan, micro_batches: int, pp: int) -> int:
-    """Return the forward passes of a stage whose activations pipeline rank `pp` keeps at its fullest moment."""
-    if plan.pp == 1:
-        return 1
-    if plan.schedule == "GPipe":
-        return micro_batches
-    if plan.schedule == "1F1B":
-        return min(plan.pp - pp, micro_batches)
-    per_rank = plan.stages_of_rank
-    if plan.schedule == "ZBVZeroBubble":
-        return min(2 * plan.pp, per_rank * micro_batches)
-    round_size = micro_batches // max(1, micro_batches // plan.pp)
-    warmup = (per_rank - 1) * round_size + 2 * (plan.pp - 1 - pp)
-    return min(warmup + 1, per_rank * micro_batches)
+def _padding_bytes(here: Rank) -> float:
+    """Return the bytes by which the allocator's blocks for weights and the optimizer's state are larger than these."""
+    settings, optimizer, total = here.settings, here.settings.optimizer, 0.0
+    narrow = settings.dtype.itemsize if settings.low_precision else 0
+    for p in here.trained:
+        states = 0 if optimizer is None else optimizer.state_bytes(p.shape, p.role) / 4
+        total += (1 + states) * padding(4 * p.local) + padding(narrow * p.by_tp)
+    return total
 
 
-def _gathered(held: list[LocalParameter], settings: Settings) -> int:
-    """Return the bytes of the weights that matmuls read: 16-bit weights, autograd's casts of fp32 weights, or FSDP's
-    all-gathered buffers, with all that ranks share for them. By NCCL, ZeRO-3 holds one block and prefetches the next,
-    in CUDA graphs too."""
-    plan, width = settings.plan, settings.dtype.itemsize
-    blocks, around = by_block(held), sum(p.by_tp for p in held if p.block is None)
-    if plan.zero == 0:
-        return width * (sum(blocks) + around) if width < 4 else 0
-    if is_pushed(settings):
-        return _shared(blocks, around, settings)
-    in_blocks = sum(blocks)
-    if plan.reshards:
-        in_blocks = max((sum(blocks[i : i + 2]) for i in range(len(blocks))), default=0)
-    return width * (in_blocks + around)
-
-
-def _shared(blocks: list[int], around: int, settings: Settings) -> int:
-    """Return the bytes that ZeRO's ranks share for copy engines: places of weights, and of gradients that arrive.
-    blocks: elements of each; around: of what lies around them."""
-    plan, width = settings.plan, settings.dtype.itemsize
-    places = min(PLACES, len(blocks)) if plan.reshards else len(blocks)  # which blocks use in turn
-    in_blocks = sum(max(blocks[place::places]) for place in range(places))
-    largest = max([*blocks, around]) // plan.shard * choose_sums(settings).pushed_dtype.itemsize
-    return width * (in_blocks + around) + CopyScatter.bytes(largest, plan.shard)
+@lru_cache(maxsize=4096)
+def padding(size: int) -> float:
+    """Return the bytes by which the block of a tensor of `size` bytes is larger. A segment is a multiple of STEP, or
+    SEGMENT for tensors below LARGE, and is not split where SMALL or less would be left."""
+    if size <= SMALL:
+        return -size % 512
+    if size >= LARGE:
+        left = -size % STEP
+        return left if left <= SMALL else 0
+    count, left = divmod(SEGMENT, size)
+    return left / count if left <= SMALL else 0

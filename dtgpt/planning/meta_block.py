@@ -3,27 +3,59 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import BoundModule, bind, exchanges
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import AttentionCore, Context, Linear
-from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.serve import split_backward
-from dtgpt.parallel.layout import Layout, slices
-from dtgpt.planning.alive import Alive
+from dtgpt.parallel.layout import INPUTS, OUTPUTS, Layout, slices
 from dtgpt.posttrain.lora.adapters import local_adapter
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util import seams
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, as long as they live."""
+
+    def __init__(self, without: set[int]):
+        """without: storages that do not count."""
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = set(without)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
 
 
 class BlockKind(NamedTuple):
@@ -38,7 +70,7 @@ class BlockKind(NamedTuple):
     dtype: torch.dtype
     apart: bool  # whether gradients of weights are computed apart, by PyTorch's own operations
     fp8: bool
-    keeps_weights: bool  # as of `Calibration`
+    keeps_weights: bool  # whether rounded weights stay from one micro-batch to the next
     lora: LoraConfig
     group: int = 0  # samples, of `sample_length` tokens, that have a row in common; 0: a row is a sample
     sample_length: int = 0
@@ -69,7 +101,7 @@ def sizes_of(kind: BlockKind, batch: int) -> BlockSizes:
         saved.add(tensor.untyped_storage()._cdata)
         return tensor
 
-    with split_backward() if kind.apart else nullcontext(), Alive(given) as alive:
+    with split_backward() if kind.apart else nullcontext(), LiveBytes(given) as alive:
         with saved_tensors_hooks(save, lambda tensor: tensor):
             end = [block(x, context).grad_fn]  # emptied below: nothing but the pass then holds what it frees
         beside = alive.peak = alive.now
@@ -106,10 +138,10 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
     for p in inventory(config).of_block(kind.example):
         path, _, key = p.name.removeprefix(f"{at}.").rpartition(".")
         module = block.get_submodule(path)
-        part = slices(layout.of(p).region(0))
-        module.register_parameter(key, nn.Parameter(module.get_parameter(key)[part]))
-    for name, module in block.named_modules() if kind.sequence_parallel else ():
-        _exchange(role_of(f"{at}.{name}", config.roles), module, _SequenceParts(kind.tp))
+        of_rank = layout.of(p)
+        module.register_parameter(key, nn.Parameter(module.get_parameter(key)[slices(of_rank.region(0))]))
+        if kind.sequence_parallel and key == "weight":
+            _exchange(of_rank.cut_from_the_end("tp"), module, _SequenceParts(kind.tp))
     if kind.lora.rank:
         block.requires_grad_(False)
         for parameter in filter(kind.lora.adapts, inventory(config).of_block(kind.example)):
@@ -124,14 +156,15 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
     return block
 
 
-def _exchange(role: Role | None, module: nn.Module, parts: "_SequenceParts") -> None:
-    """Let a module of a block make its input whole, or sum its output, as under sequence parallelism."""
-    if role in (*COLUMNS, Role.COLUMN_STACK):
+def _exchange(dim: int | None, module: nn.Module, parts: "_SequenceParts") -> None:
+    """Let a module whose weight is cut along this dimension make its input whole, or sum its output, under sequence
+    parallelism."""
+    if dim == OUTPUTS:
         bind(module, into=parts)
         module.register_forward_pre_hook(
             lambda module, inputs: inputs if exchanges(module.bound) else (parts.gather(inputs[0]), *inputs[1:])
         )
-    elif role in (Role.ROW, Role.ROW_STACK):
+    elif dim == INPUTS:
         bind(module, out=parts)
         module.register_forward_hook(lambda module, inputs, y: y if exchanges(module.bound) else parts.sum(y))
 
@@ -159,7 +192,7 @@ class _Recorder:
     """A cache that keeps nothing, and counts the bytes that keys and values would take more with heads of their own."""
 
     def __init__(self, copies: int):
-        """copies: as of `BlockKind`."""
+        """copies: ranks that keep the same keys and values."""
         self.copies, self.repeated, self.output = copies, 0, 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:

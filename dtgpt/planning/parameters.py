@@ -1,20 +1,27 @@
-"""The parameters, gradients and optimizer state of each rank, from shapes alone: no process group, no tensor."""
+"""What each rank holds of a model, from shapes alone: parameters, what is trained of them, gradients, optimizer state.
+
+There is no process group and no tensor. Which part of a parameter a rank holds says `dtgpt.parallel.layout`, what sums
+its gradients `dtgpt.parallel.gradients`: nothing of a plan's cuts is known here a second time.
+"""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from dtgpt.config.execution import Settings
-from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import Role
-from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.gradients import choose_sums
+from dtgpt.parallel.gradients import Sums, choose_sums, is_pushed
 from dtgpt.parallel.layout import Layout, ParameterLayout
+from dtgpt.parallel.mesh import RankCoordinates
+from dtgpt.parallel.shared_memory.gather import PLACES
+from dtgpt.parallel.shared_memory.scatter import CopyScatter
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.planning.allocator import padding
 from dtgpt.posttrain.lora.adapters import layouts_of, names_of
 from dtgpt.posttrain.lora.config import LoraConfig
 
@@ -41,7 +48,7 @@ def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[Lo
 
 @lru_cache(maxsize=64)
 def _known(config: ModelConfig, fields: tuple[tuple[str, Any], ...], rank: int) -> list[LocalParameter]:
-    """Return what `parameters_of` does. fields: of a plan without a table of its own."""
+    """Return what `rank` holds under the plan of these fields, which has no table of its own."""
     return _parameters_of(config, ResolvedPlan(**dict(fields)), rank)
 
 
@@ -66,21 +73,6 @@ def _local(whole: Parameter, layout: ParameterLayout, rank: int) -> LocalParamet
     )
 
 
-def trained_on(settings: Settings, rank: int) -> list[LocalParameter]:
-    """Return what `rank` trains: its parameters, or in a run with adapters those of the adapters."""
-    lora, config, plan = settings.section(LoraConfig), settings.model, settings.plan
-    held = parameters_of(config, plan, rank)
-    if not lora.rank:
-        return held
-    weights = [(p, Parameter(p.name, p.shape, p.role, p.block)) for p in held]
-    return [
-        _local(weight._replace(name=name, shape=layout.shape), layout, rank)
-        for p, weight in weights
-        if lora.adapts(weight)
-        for name, layout in zip(names_of(p.name), layouts_of(p.layout, weight, config, lora.rank), strict=True)
-    ]
-
-
 def _parameters_of_stage(config: ModelConfig, ranges: list[range], stage: int) -> Iterator[Parameter]:
     """Yield each parameter that the stage holds."""
     parts, first, last = inventory(config), stage == 0, stage == len(ranges) - 1
@@ -93,53 +85,151 @@ def _parameters_of_stage(config: ModelConfig, ranges: list[range], stage: int) -
             yield p
 
 
-def blocks_of_rank(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[int]:
-    """Return the indices of the blocks that `rank` holds, by stage."""
-    ranges = block_ranges(config, plan)
-    return [index for stage in RankCoordinates(plan, rank).stages for index in ranges[stage]]
-
-
 def blocks_again(settings: Settings) -> set[int]:
     """Return the blocks in which something is computed again in backward."""
     ranges = block_ranges(settings.model, settings.plan)
     return {block for blocks in ranges for index, block in enumerate(blocks) if settings.repeats(index)}
 
 
-def by_block(held: list[LocalParameter]) -> list[int]:
-    """Return the elements of each block of a rank, as it computes with them."""
-    sizes: dict[int, int] = {}
-    for p in held:
-        if p.block is not None:
-            sizes[p.block] = sizes.get(p.block, 0) + p.by_tp
-    return list(sizes.values())
+@dataclass(frozen=True)
+class Rank:
+    """A rank of the plan, and what it holds."""
+
+    settings: Settings
+    rank: int
+
+    @cached_property
+    def place(self) -> RankCoordinates:
+        return RankCoordinates(self.settings.plan, self.rank)
+
+    @cached_property
+    def parameters(self) -> list[LocalParameter]:
+        """The parameters of the model."""
+        return parameters_of(self.settings.model, self.settings.plan, self.rank)
+
+    @cached_property
+    def trained(self) -> list[LocalParameter]:
+        """What is trained: these parameters, or in a run with adapters those of the adapters."""
+        lora, config = self.settings.section(LoraConfig), self.settings.model
+        if not lora.rank:
+            return self.parameters
+        weights = [(p, Parameter(p.name, p.shape, p.role, p.block)) for p in self.parameters]
+        return [
+            _local(weight._replace(name=name, shape=layout.shape), layout, self.rank)
+            for p, weight in weights
+            if lora.adapts(weight)
+            for name, layout in zip(names_of(p.name), layouts_of(p.layout, weight, config, lora.rank), strict=True)
+        ]
+
+    @cached_property
+    def blocks(self) -> list[int]:
+        """The indices of its blocks, by stage."""
+        ranges = block_ranges(self.settings.model, self.settings.plan)
+        return [index for stage in self.place.stages for index in ranges[stage]]
+
+    def blocks_by_kind(self, again: bool | None = None) -> Counter[int]:
+        """Return how many blocks there are of each kind, by an index. again: of those that have something computed
+        again, or have not."""
+        examples, repeated = inventory(self.settings.model).examples, blocks_again(self.settings)
+        return Counter(examples[block] for block in self.blocks if again in (None, block in repeated))
+
+    @cached_property
+    def sums(self) -> Sums:
+        """What sums the gradients."""
+        return choose_sums(self.settings)
+
+    @cached_property
+    def gradients(self) -> int:
+        """Bytes of all gradients."""
+        return self.sums.bytes_of(self.trained)
+
+    @cached_property
+    def around(self) -> int:
+        """Elements of what is trained around the blocks, as the rank computes with it."""
+        return sum(p.by_tp for p in self.trained if p.block is None)
+
+    @cached_property
+    def table(self) -> LocalParameter | None:
+        """The output projection; None on a rank that does not hold or does not train it."""
+        roles = (Role.OUTPUT, Role.VOCABULARY)
+        if not self.place.holds_last or self.settings.freezes_weights:
+            return None
+        return next(p for p in reversed(self.trained) if p.role in roles)
+
+    @cached_property
+    def head(self) -> int:
+        """Bytes of the gradient of the output projection, as the head makes it."""
+        return 0 if self.table is None else self.settings.dtype.itemsize * self.table.by_tp
+
+    @cached_property
+    def passes(self) -> float:
+        """The forward passes in flight of each stage, at most."""
+        settings, place = self.settings, self.place
+        return stages_in_flight(settings.plan, settings.micro_batches, place.pp) / len(place.stages)
+
+    @cached_property
+    def gathered(self) -> int:
+        """Bytes of the weights that matmuls read: 16-bit weights, autograd's casts of fp32 weights, or FSDP's
+        all-gathered buffers, with all that ranks share for them. By NCCL, ZeRO-3 holds one block and prefetches the
+        next, in CUDA graphs too."""
+        settings, plan, width = self.settings, self.settings.plan, self.settings.dtype.itemsize
+        if plan.splits_backward:  # casts belong to each pass
+            return 0
+        computed = [*self.parameters, *self.trained] if settings.freezes_weights and plan.zero else self.trained
+        sizes: Counter[int] = Counter()
+        for p in computed:
+            if p.block is not None:
+                sizes[p.block] += p.by_tp
+        blocks, around = list(sizes.values()), sum(p.by_tp for p in computed if p.block is None)
+        if plan.zero == 0:
+            return width * (sum(blocks) + around) if width < 4 else 0
+        if is_pushed(settings):
+            return self._shared(blocks, around)
+        in_blocks = sum(blocks)
+        if plan.reshards:
+            in_blocks = max((sum(blocks[i : i + 2]) for i in range(len(blocks))), default=0)
+        return width * (in_blocks + around)
+
+    def _shared(self, blocks: list[int], around: int) -> int:
+        """Return the bytes that ZeRO's ranks share for copy engines: places of weights, and of gradients that arrive.
+        blocks: elements of each; around: of what lies around them."""
+        plan, width = self.settings.plan, self.settings.dtype.itemsize
+        places = min(PLACES, len(blocks)) if plan.reshards else len(blocks)  # which blocks use in turn
+        in_blocks = sum(max(blocks[place::places]) for place in range(places))
+        largest = max([*blocks, around]) // plan.shard * self.sums.pushed_dtype.itemsize
+        return width * (in_blocks + around) + CopyScatter.bytes(largest, plan.shard)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of fp32 masters, and of weights that are not trained."""
+        frozen = sum(p.local for p in self.parameters) if self.settings.freezes_weights else 0
+        return 4 * sum(p.local for p in self.trained) + self.settings.dtype.itemsize * frozen
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        optimizer = self.settings.optimizer
+        return 0 if optimizer is None else sum(optimizer.state_bytes(p.shape, p.role) * p.local for p in self.trained)
 
 
-def padding_bytes(held: list[LocalParameter], settings: Settings) -> float:
-    """Return the bytes by which the allocator's blocks for weights and the optimizer's state are larger than these."""
-    optimizer, narrow = settings.optimizer, settings.dtype.itemsize if settings.low_precision else 0
-    total = 0.0
-    for p in held:
-        states = 0 if optimizer is None else optimizer.state_bytes(p.shape, p.role) / 4
-        total += (1 + states) * padding(4 * p.local) + padding(narrow * p.by_tp)
-    return total
-
-
-def optimizer_bytes(held: list[LocalParameter], settings: Settings) -> int:
-    """Return the bytes of the optimizer's state on a rank."""
-    optimizer = settings.optimizer
-    return 0 if optimizer is None else sum(optimizer.state_bytes(p.shape, p.role) * p.local for p in held)
-
-
-def frozen_bytes(settings: Settings, rank: int) -> int:
-    """Return the bytes that `rank` keeps of weights which are not trained."""
-    if not settings.freezes_weights:
-        return 0
-    return settings.dtype.itemsize * sum(p.local for p in parameters_of(settings.model, settings.plan, rank))
+def stages_in_flight(plan: Plan, micro_batches: int, pp: int) -> int:
+    """Return the forward passes of a stage whose activations pipeline rank `pp` keeps at its fullest moment."""
+    if plan.pp == 1:
+        return 1
+    if plan.schedule == "GPipe":
+        return micro_batches
+    if plan.schedule == "1F1B":
+        return min(plan.pp - pp, micro_batches)
+    per_rank = plan.stages_of_rank
+    if plan.schedule == "ZBVZeroBubble":
+        return min(2 * plan.pp, per_rank * micro_batches)
+    round_size = micro_batches // max(1, micro_batches // plan.pp)
+    warmup = (per_rank - 1) * round_size + 2 * (plan.pp - 1 - pp)
+    return min(warmup + 1, per_rank * micro_batches)
 
 
 def state_bytes(settings: Settings, rank: int) -> int:
     """Return the bytes of weights, gradients and the optimizer's state on `rank`."""
-    held = trained_on(settings, rank)
-    copies = settings.dtype.itemsize if settings.low_precision else 0
-    weights = frozen_bytes(settings, rank) + sum(4 * p.local + copies * p.by_tp for p in held)
-    return weights + optimizer_bytes(held, settings) + choose_sums(settings).bytes_of(held)
+    here, copies = Rank(settings, rank), settings.dtype.itemsize if settings.low_precision else 0
+    narrow = copies * sum(p.by_tp for p in here.trained)
+    return here.weight_bytes + narrow + here.optimizer_bytes + here.gradients

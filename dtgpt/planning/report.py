@@ -1,10 +1,20 @@
-"""The report of `dtgpt plan`: memory, messages and idle time of a recipe under a plan, without a GPU or processes."""
+"""The reports of `dtgpt plan`, without a GPU or processes: memory, messages and idle time of a recipe under a plan; a
+table of several plans, a line each; and plans by the time of a step, with why others lost (`--plan auto`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dtgpt.config.execution import Settings
+from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.parallel.transport import GPUS_OF_HOST
-from dtgpt.planning.columns import short_duration
-from dtgpt.planning.fit import (
+from dtgpt.planning.columns import aligned, short_duration
+from dtgpt.planning.gpus import GIB, Gpu
+from dtgpt.planning.memory import Memory, fullest, memory_by_rank
+from dtgpt.planning.parameters import parameters_of
+from dtgpt.planning.search import Candidate, Ranking, why_slower
+from dtgpt.planning.step_time import StepTime, left_out, step_time
+from dtgpt.planning.traffic import bubble, collectives_of, sent_bytes
+from dtgpt.planning.what_fits import (
     fits_into,
     largest_micro_batch,
     longest_sequence,
@@ -12,11 +22,6 @@ from dtgpt.planning.fit import (
     what_fits,
     with_fewest_blocks,
 )
-from dtgpt.planning.gpus import GIB, Gpu
-from dtgpt.planning.memory import Memory, fullest, memory_by_rank
-from dtgpt.planning.parameters import parameters_of
-from dtgpt.planning.step_time import StepTime, left_out, step_time
-from dtgpt.planning.traffic import bubble, collectives_of
 from dtgpt.util.console import byte_size, counted, hanging, parameters
 
 SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 columns
@@ -73,9 +78,13 @@ def parts_of(time: StepTime) -> dict[str, float]:
     """Return the seconds of a step by words."""
     over = {f"messages over {axis}": seconds for axis, seconds in time.messages.items()}
     return {
-        **vars(time.work), "recomputation": time.again, "optimizer": time.optimizer, **over, "bubble": time.bubble,
+        **vars(time.work),
+        "recomputation": time.again,
+        "optimizer": time.optimizer,
+        **over,
+        "bubble": time.bubble,
         "waiting for the host": time.host,
-    }  # fmt: skip
+    }
 
 
 def describe_mesh(name: str, settings: Settings) -> list[str]:
@@ -124,8 +133,8 @@ def _memory(settings: Settings, memories: dict[int, Memory]) -> list[str]:
     return lines
 
 
-def _figure(size: float) -> str:
-    return f"{size:.2f}" if size < 100 else f"{size:.1f}"
+def _figure(size: float, large: str = ".1f") -> str:
+    return f"{size:.2f}" if size < 100 else f"{size:{large}}"
 
 
 def _traffic(settings: Settings, ranks: list[int]) -> list[str]:
@@ -139,3 +148,117 @@ def _traffic(settings: Settings, ranks: list[int]) -> list[str]:
             left = f"  {c.kind:<15}{c.over:<4}{each}  "
             lines.append(hanging(left + c.what, len(left)))
     return lines
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """A plan for a number of processes, by the name that the user gave it."""
+
+    plan: str
+    settings: Settings
+
+
+def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str], gpu: Gpu) -> str:
+    """Return the tables of memory and of a step for the cases of the recipe `name`, one at least, with `notes`
+    below."""
+    size, timed = gpu.size, gpu.rates is not None and cases[0].settings.device.type == "cuda"
+    memories = [fullest(memory_by_rank(case.settings)) for case in cases]
+    largest = max(memory.total for memory in memories)
+    unit, unit_name = (GIB, "GiB") if largest >= GIB else (GIB / 1024, "MiB")
+    memory = [["plan", "GPUs", "weights", "moments", "grads", "activations", "other", "total", "fits"]]
+    axes = ["cp"] * any(case.settings.plan.cp > 1 for case in cases) + ["tp", "dp", "pp"]
+    step = [["plan", "GPUs", "micro-batches", "bubble", *axes, "longest", *["time"] * timed]]
+    for case, most in zip(cases, memories, strict=True):
+        settings, start = case.settings, [case.plan, f"{case.settings.plan.world:,}"]
+        fits = "yes" if fits_into(most.total, size) else "NO"
+        memory.append([*start, *(_figure(n / unit, ",.1f") for n in (*_columns(most), most.total)), fits])
+        time = [short_duration(step_time(settings, gpu.rates).total)] if gpu.rates and timed else []
+        step.append([*start, *_step(settings, unit, axes), f"{longest_sequence(settings, size):,}", *time])
+    lines = [
+        *_heading(name, cases[0].settings),
+        "",
+        f"{unit_name} on the fullest rank; {gpu.name} has {byte_size(size)}",
+        *aligned(memory),
+        "",
+        f"a step: {unit_name} that a rank sends; tokens of the longest sample that fits" + "; time of a step" * timed,
+        *aligned(step),
+        *(
+            [hanging(f"expected error of a time: {gpu.measured}; of several hosts none was measured", 2)]
+            if timed
+            else []
+        ),
+        *(left_out(cases[0].settings) if timed else []),
+    ]
+    return "\n".join([*lines, *[""] * bool(notes), *(hanging(note, 2) for note in notes)])
+
+
+def _heading(name: str, settings: Settings) -> list[str]:
+    config, tokens = settings.model, settings.global_batch_size * settings.seq_length
+    first = "" if settings.recompute_blocks is None else f", recompute_blocks {settings.recompute_blocks}"
+    lines = [
+        f"recipe  {name}: {parameters(config.num_parameters)}, {config.num_layers} blocks of {config.hidden_size}, "
+        f"T={settings.seq_length}, {settings.number_types}, recompute {settings.recompute}{first}",
+        f"batch   {settings.global_batch_size:,} samples = {tokens:,} tokens, micro-batches of "
+        f"{settings.micro_batch_size}",
+    ]
+    return [hanging(line, 8) for line in lines]
+
+
+def _columns(memory: Memory) -> list[int]:
+    """Return weights (masters, and what matmuls read), moments, gradients, activations and the rest, in bytes."""
+    weights, rest = memory.weights + memory.gathered, memory.edges + memory.working + memory.cache
+    return [weights, memory.optimizer, memory.gradients, memory.activations, rest]
+
+
+def _step(settings: Settings, unit: float, axes: list[str]) -> list[str]:
+    plan, passes = settings.plan, settings.micro_batches
+    idle = bubble(plan, passes) if plan.pp > 1 else 0.0
+    sent = [sent_bytes(settings, rank) for rank in memory_by_rank(settings)]
+    most = [max(each[over] for each in sent) / unit for over in axes]
+    return [f"{passes:,}", "unknown" if idle is None else f"{idle:.1%}", *(_figure(n, ",.1f") for n in most)]
+
+
+def describe_ranking(ranking: Ranking, gpu: Gpu, number: int) -> list[str]:
+    """Return the lines on the plans that fit and on those that would be faster but do not. number: of processes that
+    are there."""
+    best = ranking.best
+    used = best.settings.plan.world
+    ranks = counted(used, "process", "processes")
+    rows = [["plan", "micro", "recompute", "step", "GiB", "slower", "most of it"]]
+    for each in ranking.fitting:
+        slower = each.seconds / best.seconds - 1
+        rows.append(
+            [*_choice(each.settings), short_duration(each.seconds), _gib(each), f"{slower:.1%}", _reason(each, best)]
+        )
+    for each in ranking.too_large:
+        rows.append([*_choice(each.settings), "-", _gib(each), "-", f"does not fit {gpu.size / GIB:.1f} GiB"])
+    lines = [
+        f"plans of {ranks} by the time of a step on {gpu.name}",
+        *aligned(rows, (0, 2, 6)),
+        *left_out(best.settings),
+    ]
+    if used < number:
+        lines.append(f"{number - used:,} of {number:,} processes wait: no plan fits more than {used:,} of them")
+    if gpu.measured:
+        lines.append(hanging(f"expected error of a time: {gpu.measured}; plans that are nearer are equal", 2))
+    return [*lines, f"chosen: {options_of(best)}", ""]
+
+
+def options_of(chosen: Candidate) -> str:
+    """Return the options that say the same without `auto`."""
+    own = chosen.settings
+    words = f"--plan {own.plan.name} --micro_batch_size {own.micro_batch_size} --recompute {own.recompute}"
+    return words if own.recompute_blocks is None else f"{words} --recompute_blocks {own.recompute_blocks}"
+
+
+def _choice(settings: Settings) -> list[str]:
+    blocks = "" if settings.recompute_blocks is None else f" {settings.recompute_blocks}"
+    return [settings.plan.name, f"{settings.micro_batch_size}", f"{settings.recompute}{blocks}"]
+
+
+def _gib(candidate: Candidate) -> str:
+    return f"{candidate.memory.total / GIB:,.1f}"
+
+
+def _reason(candidate: Candidate, best: Candidate) -> str:
+    return "" if candidate is best else why_slower(candidate, best)

@@ -10,12 +10,12 @@ from dtgpt.config.execution import Recompute, Settings
 from dtgpt.config.plan import ResolvedPlan, Schedule, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.parallel.transport import GPUS_OF_HOST
+from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.planning.activations import residual_bytes
-from dtgpt.planning.fit import MOST_CP, fits_into, with_fewest_blocks
 from dtgpt.planning.gpus import Gpu, Rates
 from dtgpt.planning.memory import Memory, fullest, memory_of
 from dtgpt.planning.step_time import StepTime, compute_time, step_time
+from dtgpt.planning.what_fits import MOST_CP, fits_into, with_fewest_blocks
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
@@ -64,7 +64,6 @@ class Ranking:
 
     fitting: list[Candidate]  # the fastest first, of each division into dp, cp, tp, pp and ZeRO the fastest
     too_large: list[Candidate]  # that would be faster than the first of these, by their operations alone
-    tried: int
 
     @property
     def best(self) -> Candidate:
@@ -123,7 +122,7 @@ def _first_of(queue: list[tuple[float, int, Settings]], gpu: Gpu, most: int) -> 
             best[division] = found
     fitting = sorted(best.values(), key=lambda candidate: candidate.order)[:most]
     faster = [each for each in large.values() if not fitting or each.seconds < fitting[0].seconds]
-    return Ranking(fitting, sorted(faster, key=lambda each: each.order)[:3], tried), smallest
+    return Ranking(fitting, sorted(faster, key=lambda each: each.order)[:3]), smallest
 
 
 def _with_fewest_blocks(candidate: Candidate, gpu: Gpu) -> Candidate:
@@ -147,9 +146,13 @@ def why_slower(other: Candidate, best: Candidate) -> str:
 
 def _spent(time: StepTime) -> dict[str, float]:
     return {
-        "operations": time.work.total, "recomputation": time.again, "optimizer": time.optimizer, "bubble": time.bubble,
-        "host": time.host, **{f"messages over {axis}": seconds for axis, seconds in time.messages.items()},
-    }  # fmt: skip
+        "operations": time.work.total,
+        "recomputation": time.again,
+        "optimizer": time.optimizer,
+        "bubble": time.bubble,
+        "host": time.host,
+        **{f"messages over {axis}": seconds for axis, seconds in time.messages.items()},
+    }
 
 
 def _division(plan: ResolvedPlan) -> tuple[int, ...]:

@@ -7,19 +7,14 @@ from dtgpt.config.plan import Plan
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
 from dtgpt.optim.fp8.precision import FP8
-from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.gradients import Collective, choose_sums
+from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
+from dtgpt.parallel.gradients import Collective
+from dtgpt.parallel.layout import INPUTS, OUTPUTS
+from dtgpt.parallel.shared_memory.edges import edges_of
 from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise, degrees_of_heads
 from dtgpt.planning.activations import residual_bytes, whole_bytes
-from dtgpt.planning.parameters import (
-    LocalParameter,
-    blocks_again,
-    blocks_of_rank,
-    parameters_of,
-    trained_on,
-)
+from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
 
-OUTPUTS, INPUTS = -2, -1  # dimensions of a matrix
 MATRICES_TRAVEL = "matrices to the ranks that update them, and back"
 
 
@@ -37,30 +32,22 @@ def sent_bytes(settings: Settings, rank: int) -> dict[str, float]:
 
 def collectives_of(settings: Settings, rank: int) -> list[Collective]:
     """Return the messages of `rank` in one step. Single numbers (the norm, a request to stop) stay out."""
-    held = parameters_of(settings.model, settings.plan, rank)
-    place, blocks = RankCoordinates(settings.plan, rank), len(blocks_of_rank(settings.model, settings.plan, rank))
-    trained = trained_on(settings, rank)
-    found = (
-        _over_cp(settings, rank)
-        + _over_tp(settings, place, held, trained)
-        + _over_dp(settings, place, held, trained, blocks)
-        + _over_pp(settings, place, trained)
-    )
-    found += _of_optimizer(settings, trained)
+    here = Rank(settings, rank)
+    found = _over_cp(here) + _over_tp(here) + _over_dp(here) + _over_pp(here) + _of_optimizer(here)
     return [c for c in found if c.count]
 
 
-def _over_cp(settings: Settings, rank: int) -> list[Collective]:
+def _over_cp(here: Rank) -> list[Collective]:
     """Return the exchange of tokens for heads before each attention core, of q, k and v, and back after it. Where ranks
     have the same heads, each gets their keys and values, by a message of its own."""
-    plan, config = settings.plan, settings.model
+    settings, plan, config = here.settings, here.settings.plan, here.settings.model
     if plan.cp == 1:
         return []
     repeated = _repeated(settings)
-    degrees, copies = degrees_of_heads(config, plan), plan.ranks_of_queries(config)
+    degrees, copies = degrees_of_heads(config, plan), ranks_of_queries(plan, config)
     tokens = settings.micro_batch_size * settings.local_length
     count, size = 0, 0
-    for block in blocks_of_rank(config, plan, rank):
+    for block in here.blocks:
         passes = settings.micro_batches * (3 if block in repeated else 2)  # forward, again, backward
         for core in inventory(config).cores(block):
             columns = 2 * (config.num_heads + copies * core.kv_heads) * core.head_dim // degrees[block]
@@ -69,19 +56,17 @@ def _over_cp(settings: Settings, rank: int) -> list[Collective]:
     return [Collective("all-to-all", "cp", "queries, keys, values and outputs of attention", count, size)]
 
 
-def _over_tp(
-    settings: Settings, place: RankCoordinates, held: list[LocalParameter], trained: list[LocalParameter]
-) -> list[Collective]:
-    plan, passes = settings.plan, settings.micro_batches
+def _over_tp(here: Rank) -> list[Collective]:
+    settings, plan, passes = here.settings, here.settings.plan, here.settings.micro_batches
     if plan.tp == 1:
         return []
     tokens = settings.rows.number * settings.rows.length
     unit = whole_bytes(settings)
-    first, last = place.holds_first, place.holds_last
+    first, last = here.place.holds_first, here.place.holds_last
     loss = "loss: maximum, sum and target of each row"
     found = [Collective("all-reduce", "tp", loss, 2 * passes * last, 12 * passes * tokens * last)]
     # A matrix cut by rows sums its output, in forward; one cut by columns the gradient of its input, in backward.
-    weights = [p for p in held if p.block is not None and p.name.endswith(".weight")]
+    weights = [p for p in here.parameters if p.block is not None and p.name.endswith(".weight")]
     columns, rows = (len(_cut(weights, dim)) for dim in (OUTPUTS, INPUTS))
     into_again, out_again = _recomputed(settings, weights)
     if plan.sequence_parallel:
@@ -100,12 +85,11 @@ def _over_tp(
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
         found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
     repeated = _repeated(settings)
-    joint = passes * sum(3 if p.block in repeated else 2 for p in held if p.role is Role.JOINT_NORM)
+    joint = passes * sum(3 if p.block in repeated else 2 for p in here.parameters if p.role is Role.JOINT_NORM)
     found.append(Collective("all-reduce", "tp", "mean squares of all heads, fp32", joint, 4 * joint * tokens))
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
-    partial = [p for p in trained if "tp" in p.layout.sums_over]  # of adapters those that are whole on every rank
-    sums = choose_sums(settings)
-    what, width, words = _kinds(partial), sums.total.itemsize, sums.words
+    partial = [p for p in here.trained if "tp" in p.layout.sums_over]  # of adapters those that are whole on every rank
+    what, width, words = _kinds(partial), here.sums.total.itemsize, here.sums.words
     if settings.freezes_weights:
         what, width, words = "adapters", 4, "fp32"
     size = width * sum(p.local for p in partial)
@@ -142,48 +126,47 @@ def _kinds(partial: list[LocalParameter]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _over_dp(
-    settings: Settings, place: RankCoordinates, held: list[LocalParameter], trained: list[LocalParameter], blocks: int
-) -> list[Collective]:
-    plan, passes = settings.plan, settings.micro_batches
+def _over_dp(here: Rank) -> list[Collective]:
+    settings, plan, passes = here.settings, here.settings.plan, here.settings.micro_batches
     if plan.data_ranks == 1:
         return []
-    ends = sum(stage in (0, plan.num_stages - 1) for stage in place.stages)
+    ends = sum(stage in (0, plan.num_stages - 1) for stage in here.place.stages)
     ends = 0 if settings.freezes_weights and plan.zero == 0 else ends  # where nothing is trained
+    blocks = len(here.blocks)
     groups = blocks + ends  # each block, and the rest of a stage
-    sums = choose_sums(settings).messages(trained, groups)
+    sums = here.sums.messages(here.trained, groups)
     if plan.zero == 0:
         return sums
-    gathered = [*held, *trained] if settings.freezes_weights else held
+    gathered = [*here.parameters, *here.trained] if settings.freezes_weights else here.parameters
     in_blocks = sum(p.by_tp for p in gathered if p.block is not None)
     once, again = (passes, passes) if plan.reshards else (1, 0)  # again: blocks, in backward
     size = settings.dtype.itemsize * (sum(p.by_tp for p in gathered) * once + in_blocks * again)
     return [Collective("all-gather", "dp", "weights", groups * once + blocks * again, size), *sums]
 
 
-def _of_optimizer(settings: Settings, held: list[LocalParameter]) -> list[Collective]:
+def _of_optimizer(here: Rank) -> list[Collective]:
     """Return what the ranks of a stage send on average where the optimizer needs whole matrices: each matrix to its
-    owner, from one rank for each part, and back to all that hold it. See `dtgpt.parallel.matrices`."""
-    plan, optimizer = settings.plan, settings.optimizer
+    owner, from one rank for each part, and back to all that hold it (`dtgpt.parallel.matrices`)."""
+    settings, plan, optimizer = here.settings, here.settings.plan, here.settings.optimizer
     ranks, parts = plan.ranks_of_stage, plan.shard * plan.tp
     if optimizer is None or ranks == 1:
         return []
-    matrices = [p for p in held if optimizer.needs_whole(p.shape, p.role)]
+    matrices = [p for p in here.trained if optimizer.needs_whole(p.shape, p.role)]
     copies = (1 - 1 / parts) + (plan.replicate - 1 / parts)
     size = settings.dtype.itemsize * sum(math.prod(p.shape) for p in matrices) * copies / ranks
     return [Collective("send", "dp" if plan.data_ranks > 1 else "tp", MATRICES_TRAVEL, len(matrices), round(size))]
 
 
-def _over_pp(settings: Settings, place: RankCoordinates, held: list[LocalParameter]) -> list[Collective]:
-    plan, passes, config = settings.plan, settings.micro_batches, settings.model
+def _over_pp(here: Rank) -> list[Collective]:
+    settings, plan, config = here.settings, here.settings.plan, here.settings.model
     if plan.pp == 1:
         return []
     # Activations on, gradients back.
-    sends = len(place.edges) * passes
+    sends = len(edges_of(here.place)) * settings.micro_batches
     found = [Collective("send", "pp", "activations and gradients", sends, round(sends * residual_bytes(settings)))]
-    tables = [p for p in held if config.tied and p.role in (Role.VOCABULARY, Role.OUTPUT)]
+    tables = [p for p in here.trained if config.tied and p.role in (Role.VOCABULARY, Role.OUTPUT)]
     if plan.stage_rank(plan.num_stages - 1) != 0 and tables:
-        size = choose_sums(settings).total_width * tables[0].local
+        size = here.sums.total_width * tables[0].local
         found.append(Collective("all-reduce", "pp", "gradient of the tied table", 1, size))
     return found
 

@@ -88,11 +88,12 @@ class Capability:
     added_modules: tuple[str, ...] = ()
     initial_values: tuple[str, ...] = ()
     build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
-    degrees: Mapping[str, str] = field(default_factory=dict)  # of plans: what brings it about, by its name
+    degrees: Mapping[str, str] = field(default_factory=dict)  # fields of plans: what checks one, by its name
+    own_styles: tuple[str, ...] = ()  # of a plan's own table of modules: what joins them to the default ones
     sums: Mapping[str, str] = field(
         default_factory=dict
     )  # of gradients: a `parallel.gradients.Sums`, by a recipe's `reduce`
-    transports: tuple[str, ...] = ()  # a way between ranks: a `parallel.transport.Transport`
+    transports: tuple[str, ...] = ()  # a way between ranks: a `parallel.collectives.Transport`
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
     objectives: Mapping[str, str] = field(
@@ -112,6 +113,7 @@ class Capability:
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
     state_bytes: tuple[str, ...] = ()  # of a rank, before it allocates: a function of its settings and its number
     plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes
+    alternatives: Mapping[str, str] = field(default_factory=dict)  # of a plan: what can `parse` them, and `choose` one
     sharings: tuple[str, ...] = ()  # of the tokens of a row by samples: a `models.layers.Sharing` for `Batch.copies`
     prompt_options: tuple[str, ...] = ()  # of `dtgpt generate`: a dataclass of options, with a function `chosen`
     searches: tuple[str, ...] = ()  # for sequences, in place of draws: an `inference.options.SearchKind`

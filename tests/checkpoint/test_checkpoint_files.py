@@ -24,8 +24,7 @@ from dtgpt.checkpoint.shard_file import (
     read_header,
     write_file,
 )
-from dtgpt.parallel.coordinates import chunk
-from dtgpt.parallel.layout import slices
+from dtgpt.parallel.layout import chunk, slices
 from dtgpt.util.storage import write_text
 
 CASES = 60

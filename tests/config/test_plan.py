@@ -213,21 +213,15 @@ def test_a_table_that_names_no_matrix_is_refused_with_those_that_are():
 def test_a_plans_own_entry_takes_the_place_of_the_default():
     style = ColwiseParallel()
     table = make_table(MODEL, Plan(tp=2, table={"blocks.*.mlp.fc": style, "blocks.*.mlp.proj": None}))
-    assert (
-        style_of("blocks.1.mlp.fc", table, MODEL.roles) is style
-        and style_of("blocks.1.mlp.proj", table, MODEL.roles) is None
-    )
+    assert style_of("blocks.1.mlp.fc", table) is style and style_of("blocks.1.mlp.proj", table) is None
     assert table.keys() == make_table(MODEL, Plan(tp=2)).keys()
 
 
 def test_a_plans_entry_for_one_block_counts_there_alone():
     table = make_table(MODEL, Plan(tp=2, table={"blocks.0.attn.qkv": None}))
-    assert (
-        style_of("blocks.0.attn.qkv", table, MODEL.roles) is None
-        and style_of("blocks.0.attn.dropout", table, MODEL.roles) is None
-    )
-    assert isinstance(style_of("blocks.1.attn.qkv", table, MODEL.roles), ColwiseParallel)
-    assert style_of("blocks.1.attn.dropout", table, MODEL.roles) is not None
+    assert style_of("blocks.0.attn.qkv", table) is None and style_of("blocks.0.attn.dropout", table) is None
+    assert isinstance(style_of("blocks.1.attn.qkv", table), ColwiseParallel)
+    assert style_of("blocks.1.attn.dropout", table) is not None
 
 
 @pytest.mark.parametrize("patterns", [("blocks.*.mlp.fc", "blocks.1.mlp.fc"), ("blocks.1.mlp.fc", "blocks.*.mlp.fc")])
@@ -235,7 +229,7 @@ def test_of_two_entries_the_more_specific_one_counts_wherever_it_stands(patterns
     style = ColwiseParallel()
     entries = {"blocks.*.mlp.fc": style, "blocks.1.mlp.fc": None}
     table = make_table(MODEL, Plan(tp=2, table={pattern: entries[pattern] for pattern in patterns}))
-    assert [style_of(f"blocks.{i}.mlp.fc", table, MODEL.roles) for i in range(2)] == [style, None]
+    assert [style_of(f"blocks.{i}.mlp.fc", table) for i in range(2)] == [style, None]
 
 
 @pytest.mark.parametrize("other", ["blocks.[01].mlp.*", "blocks.?.mlp.fc"])

@@ -26,7 +26,7 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.kernels.linear import FEW
 from dtgpt.ops.linear import linear, split_sums
 from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel import local
+from dtgpt.parallel import inference
 from dtgpt.parallel.build import build_stages, compile_forward
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
@@ -173,7 +173,7 @@ def check_ranks() -> None:
         )  # fmt: skip
         one = replace(settings, plan=resolved.for_inference())
         mesh, drawing, key = Mesh(resolved, device), Mesh(one.plan, device), root_key(0, device)
-        stages = local.inference_stages(one, drawing, lambda shards, of=config, key=key: shards.initialize(of, key))
+        stages = inference.inference_stages(one, drawing, lambda shards, of=config, key=key: shards.initialize(of, key))
         engine = Engine(stages, drawing, config, dtype, 5, graphs=True, exact=True)
         drawn = mesh.gather(generated(engine) if mesh.rank == 0 else engine.follow())[0]
         check_trained(build_stages(settings, mesh, key)[0][0], drawn)

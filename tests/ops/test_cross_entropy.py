@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtgpt.ops.loss.cross_entropy
 from dtgpt.ops.loss.cross_entropy import cross_entropy, local_terms, reference
-from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.layout import chunk
 from tests.support.bodies_cross_entropy import Case, losses
 from tests.support.ranks import pool
 

@@ -14,7 +14,7 @@ from dtgpt.ops.kernels.decode.blocks import run_blocks
 from dtgpt.ops.kernels.decode.exchange import Exchange
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.shared_memory.exchange import make_exchange
+from dtgpt.parallel.shared_memory.transport import make_exchange
 from dtgpt.util.peers import Process
 from tests.ops.test_decode import SHAPES, random, weights
 from tests.support.gpus import delay, run_on_two_gpus

@@ -15,13 +15,14 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import Context
 from dtgpt.ops.random.philox import root_key
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.muon.normuon import NorMuonConfig
 from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.inference import inference_table
 from dtgpt.parallel.layout import Layout, ParameterLayout, axes_of, slices
-from dtgpt.parallel.local import inference_table
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import layout_of
 from dtgpt.planning.activations import block_activations
@@ -77,7 +78,7 @@ def count_of(layout: ParameterLayout, ranks: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", PLANS)
 def test_parts_tile_a_parameter_as_often_as_it_has_replicas(name, model):
     plan, found = plan_of(name), Layout(MODELS[model], plan_of(name))
-    layouts = {id(layout): layout for layout in found.parameters().values()}  # one for all blocks of a kind
+    layouts = {id(layout): layout for layout in layouts_of(found).values()}  # one for all blocks of a kind
     for layout in layouts.values():
         assert math.prod(layout.axes.values()) == plan.ranks_of_stage
         assert (count_of(layout, plan.ranks_of_stage) == layout.replicas).all()
@@ -102,8 +103,12 @@ def test_styles_of_a_plans_own_are_described(table):
     assert_as_laid_out(MODELS["gpt2"], plan)
 
 
+def layouts_of(layout: Layout) -> dict[str, ParameterLayout]:
+    return {p.name: layout.of(p) for p in inventory(layout.config).parameters()}
+
+
 def assert_as_laid_out(config, plan: ResolvedPlan) -> None:
-    layouts = Layout(config, plan).parameters()
+    layouts = layouts_of(Layout(config, plan))
     for rank in range(plan.world):
         with open_one_rank(plan, rank) as mesh:
             for shard in build_stages(settings_of(config, plan), mesh, key=None)[1]:
@@ -118,13 +123,13 @@ def assert_as_laid_out(config, plan: ResolvedPlan) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_inference_cuts_as_training_does(model):
     config, plan = MODELS[model], plan_of("tp2")
-    assert Layout(config, plan, inference_table(config, plan)).parameters() == {
-        name: replace(layout, sums_over=()) for name, layout in Layout(config, plan).parameters().items()
+    assert layouts_of(Layout(config, plan, inference_table(config, plan))) == {
+        name: replace(layout, sums_over=()) for name, layout in layouts_of(Layout(config, plan)).items()
     }
 
 
 def test_stacks_are_cut_within_each_matrix():
-    layouts = Layout(STACK, plan_of("dp2_tp2_zero1")).parameters()
+    layouts = layouts_of(Layout(STACK, plan_of("dp2_tp2_zero1")))
     first, second = (layouts[f"blocks.3.mlp.{name}.weight"] for name in ("first", "second"))
     assert first.cuts == {"shard": 0, "tp": 1} and second.cuts == {"shard": 0, "tp": 2}
     assert first.region(3) == (range(1, 2), range(64, 128), range(32))

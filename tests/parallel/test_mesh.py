@@ -6,8 +6,8 @@ from safetensors import SafetensorError
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.layout import chunk
+from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.util.errors import UserError
 from tests.support.bodies_mesh import (
     agree_on,

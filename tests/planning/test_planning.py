@@ -17,8 +17,8 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.planning.activations import block_activations, core_bytes
 from dtgpt.planning.gpus import find_gpu
-from dtgpt.planning.memory import memory_of, stages_in_flight
-from dtgpt.planning.parameters import parameters_of
+from dtgpt.planning.memory import memory_of
+from dtgpt.planning.parameters import parameters_of, stages_in_flight
 from dtgpt.planning.report import describe_plan
 from dtgpt.planning.traffic import bubble, collectives_of
 from dtgpt.train.start import load_recipe

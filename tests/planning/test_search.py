@@ -10,12 +10,12 @@ from dtgpt.cli import main
 from dtgpt.config.plan_choice import parse_alternatives
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.planning.auto import AutoPlan, is_auto, with_choice
-from dtgpt.planning.auto_report import options_of
-from dtgpt.planning.fit import FILLED, fits_into, largest_micro_batch, what_fits, with_fewest_blocks
 from dtgpt.planning.gpus import GIB, find_gpu, known_gpu
 from dtgpt.planning.memory import fullest, memory_by_rank
+from dtgpt.planning.report import options_of
 from dtgpt.planning.search import Search, _divisions, numbers_of_processes, rank_plans
 from dtgpt.planning.step_time import step_time
+from dtgpt.planning.what_fits import FILLED, fits_into, largest_micro_batch, what_fits, with_fewest_blocks
 from dtgpt.train.start import load_recipe
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import UserError

@@ -12,10 +12,18 @@ import torch
 
 from dtgpt.planning.calibrate import Sizes, calibrate, measure
 from dtgpt.planning.gpus import CPU, HOW_WELL, SHEETS, Gpu, Rates, find_gpu, known_gpu, name_of, read_rates, write_rates
-from dtgpt.planning.message_time import HOP, LATENCY, NETWORK_LATENCY, message_seconds
-from dtgpt.planning.step_time import HOST, compute_time, idle_time, step_time
+from dtgpt.planning.operation_time import PRODUCT_START
+from dtgpt.planning.step_time import (
+    HOP,
+    HOST,
+    LATENCY,
+    NETWORK_LATENCY,
+    compute_time,
+    idle_time,
+    message_seconds,
+    step_time,
+)
 from dtgpt.planning.traffic import Collective, bubble
-from dtgpt.planning.work import PRODUCT_START
 from dtgpt.train.start import load_recipe
 from dtgpt.util.errors import UserError
 

@@ -13,8 +13,8 @@ from dtgpt.ops.attention.shared import shared_tokens
 from dtgpt.ops.random.philox import root_key
 from dtgpt.planning.gpus import find_gpu
 from dtgpt.planning.memory import memory_of
+from dtgpt.planning.operation_time import Operations
 from dtgpt.planning.traffic import sent_bytes
-from dtgpt.planning.work import Operations
 from dtgpt.posttrain.grpo.answers import Answer, shared_rows, weighted_rows
 from dtgpt.posttrain.grpo.config import GrpoConfig, shares_prompts, why_not_shared
 from dtgpt.train.setup import open_trainer

@@ -114,7 +114,7 @@ def test_the_core_trains_resumes_and_generates_without_any_capability(tmp_path):
         "precision=fp16 needs a loss scale, and no capability here has one; use --precision bf16",
         "plan=auto is chosen by dtgpt train and dtgpt plan",
         "--reduce exact is not a choice; use one of fast",
-        "the plan has cp=2, but no capability here cuts samples; leave cp out",
+        "the plan has cp, but no capability here brings it about; leave cp out",
         "there is no option --num-layers; did you mean --model.num_layers?",
     ):
         assert sentence in done.stderr, done.stderr

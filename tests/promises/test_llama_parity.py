@@ -16,6 +16,7 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LossScaleConfig, OptimizerConfig
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from tests.support.bodies_llama import Seen, train_and_evaluate
 from tests.support.ranks import pool
 from tests.support.runs import change
@@ -96,7 +97,7 @@ def test_more_context_ranks_than_heads_of_keys_follow_one_process(recipe, plan, 
     recipe = sized_for(recipe, plan, tied=False)
     model = replace(recipe.model, num_heads=4, num_kv_heads=groups)
     recipe = replace(recipe, model=model, recompute="selective" if plan.tp > 1 else "full" if plan.zero else "none")
-    assert plan.ranks_of_queries(model) > 1
+    assert ranks_of_queries(plan, model) > 1
     seen, expected = run(recipe, plan), reference(recipe)
     found = difference(seen[0].record, expected.record)
     assert found.within(TOLERANCE, TOLERANCE), found

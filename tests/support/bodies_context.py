@@ -15,6 +15,7 @@ from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel.context_parallel.degrees import ranks_of_heads
 from dtgpt.parallel.context_parallel.slices import exchange_heads, whole_samples
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shared_memory import all_to_all
@@ -50,7 +51,7 @@ def attend(
     key = None if plain else dropout_keys(root_key(3), torch.arange(BATCH), 1)[:, 0]
     ends = torch.tensor([7] * 7 + [LENGTH] * (LENGTH - 7))
     bounds = torch.stack([torch.where(torch.arange(LENGTH) < 7, 0, 7), ends], -1).int().expand(BATCH, LENGTH, 2)
-    ranks = resolved.ranks_of_heads(part.config)
+    ranks = ranks_of_heads(resolved, part.config)
     first_head = mesh.place.cp % ranks * (HEADS // ranks)
     out = part.core(q, k, v, (key, 0.0 if plain else 0.3, (first_head, 0, 0)), None if plain else bounds)
     out.backward(gradient)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dtgpt.ops.loss.head
 from dtgpt.ops.loss.cross_entropy import cross_entropy, local_terms, losses_of, plain_gradient
 from dtgpt.ops.loss.head import head_loss
-from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.layout import chunk
 from tests.support.interpreter import let_kernels_loop
 
 

@@ -18,7 +18,7 @@ from dtgpt.inference.step import Step
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel import local
+from dtgpt.parallel import inference
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from tests.support.engines import CPU, drain
@@ -44,7 +44,7 @@ def inference_stages(config: ModelConfig, plan: str, **choices) -> tuple[list[De
     """Stages as `dtgpt.load` makes them."""
     settings = settings_of(config, plan, **choices)
     mesh = Mesh(settings.plan, CPU)
-    return local.inference_stages(settings, mesh, lambda shards: shards.initialize(config, KEY)), mesh
+    return inference.inference_stages(settings, mesh, lambda shards: shards.initialize(config, KEY)), mesh
 
 
 def training_stages(config: ModelConfig, plan: str, **choices) -> tuple[list[Decoder], Mesh]:

@@ -20,11 +20,10 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.ops.random.philox import fold, root_key, row_chunks
 from dtgpt.parallel.build import build_stages, make_engine
-from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.layout import Part, slices
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import places_of_edge
 

@@ -30,8 +30,8 @@ CORE = {  # rooms, and their files as regular expressions
         r"random/philox|random/dropout|optim/adamw|optim/optimizer)"
     ),
     "plan": (
-        r"config/(plan|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|layout|between|fsdp|shards|stages|"
-        r"gradients|collectives|transport|engine|pipeline|local)"
+        r"config/(plan|plan_choice)|parallel/(mesh|launch|build|tensor|layout|shards|stages|gradients|collectives|engine|"
+        r"pipeline|inference)"
     ),
     "recipe": r"config/(recipe|sections|execution|overrides|recipe_rules|schedule|recipe_file)",
     "step": (

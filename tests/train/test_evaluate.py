@@ -7,7 +7,7 @@ import torch
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.batch import Batch
-from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.train.objective import held_out_loss
 
 

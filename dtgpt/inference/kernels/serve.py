@@ -17,7 +17,7 @@ from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
 from dtgpt.ops.kernels.decode.blocks import next_rows
 from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.sampling.scores import as_in_training
-from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 

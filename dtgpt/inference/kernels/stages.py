@@ -13,9 +13,9 @@ from dtgpt.models.layers import Context
 from dtgpt.ops.kernels.decode import exact as exact_blocks
 from dtgpt.ops.kernels.decode.blocks import embed, kernels_of_few_rows, run_blocks, run_head
 from dtgpt.ops.kernels.decode.exchange import MOST_RANKS, Exchange
-from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.collectives import transport
+from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.transport import transport
 
 _exchanges: dict[int, Exchange | None] = {}  # by tp, for good: kernels that are under way may still use their memory
 

@@ -22,7 +22,7 @@ from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.config import VOCAB_MULTIPLE, ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.source import Source, has_vocabulary
-from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.layout import chunk
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
 

@@ -3,7 +3,7 @@
 from dtgpt.util.seams import Capability, When
 
 CAPABILITY = Capability(
-    degrees={"cp": "dtgpt.parallel.context_parallel.slices:exchange_heads"},
+    degrees={"cp": "dtgpt.parallel.context_parallel.degrees:check_plan"},
     build=(
         When("dtgpt.parallel.context_parallel.slices:DROPOUT", ("mesh.cp_group",)),
         When("dtgpt.parallel.context_parallel.slices:HEADS", ("mesh.cp_group",)),

@@ -2,7 +2,7 @@
 sample.
 
 As many ranks as divide the heads of keys and values exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
-Where there are more ranks (`Plan.ranks_of_queries`), those with the same heads have all their keys and values, and each
+Where there are more ranks (`ranks_of_queries`), those with the same heads have all their keys and values, and each
 some of their queries (Dubey et al. 2024, section 3.3.2). A query near the end of a sample attends to more keys, so each
 has a chunk of queries of the first half of the sample and the one opposite to it of the second: as much to compute as
 the others. Only queries travel for that, with the message that exchanges heads; outside of attention a slice is one

@@ -20,9 +20,9 @@ from dtgpt.models.layers import AttentionCore, Dropout
 from dtgpt.models.roles import Role, role_of
 from dtgpt.parallel.build import Building, Entry
 from dtgpt.parallel.context_parallel import exchange
+from dtgpt.parallel.context_parallel.degrees import ranks_of_heads
 from dtgpt.parallel.context_parallel.exchange import HeadExchange, QueryExchange
-from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
 from dtgpt.parallel.shared_memory.arena import share
 from dtgpt.parallel.shared_memory.barrier import Barrier
@@ -32,7 +32,7 @@ from dtgpt.parallel.tensor import degrees_of_heads
 def exchange_heads(part: Decoder, group: dist.ProcessGroup | None, plan: ResolvedPlan) -> None:
     """Let the attention cores of a stage compute whole samples for ranks that have slices."""
     assert group is not None
-    heads = plan.ranks_of_heads(part.config)
+    heads = ranks_of_heads(plan, part.config)
     for module in part.modules():
         if isinstance(module, AttentionCore):
             whole = heads == plan.cp
@@ -43,7 +43,7 @@ def share_exchange(settings: Settings, mesh: Mesh) -> None:
     """Let the ranks that exchange tokens for heads do so through memory that they share, where they can, until the
     process group ends. All ranks take part."""
     model, plan = settings.model, settings.plan
-    if mesh.cp_group is None or mesh.cp_group.group_name in exchange.shared or plan.ranks_of_heads(model) < plan.cp:
+    if mesh.cp_group is None or mesh.cp_group.group_name in exchange.shared or ranks_of_heads(plan, model) < plan.cp:
         return
     sizes = token_bytes(settings), settings.local_length, plan.cp
     areas = share(mesh, mesh.cp_group, [TokenExchange.bytes(*sizes), Barrier.bytes(plan.cp)])
@@ -79,7 +79,7 @@ def place_dropout(part: Decoder, settings: Settings, place: RankCoordinates) -> 
         if role is Role.STREAM_DROPOUT:
             bind(module, start=(before[0] + place.cp * settings.local_length, 0))
         elif role is Role.HEAD_DROPOUT:
-            ranks = plan.ranks_of_heads(config)
+            ranks = ranks_of_heads(plan, config)
             heads = config.num_heads // degrees[int(name.split(".")[1])] // ranks
             bind(module, start=(before[0] + place.cp % ranks * heads, 0, 0))
         else:

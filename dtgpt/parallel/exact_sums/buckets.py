@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from dtgpt.config.execution import Settings
 from dtgpt.ops.optim.fixed_point import FixedPointSum, Range, add_integers, add_rounded
 from dtgpt.parallel.collectives import ALIGNED
-from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.gradients import call_on_gradients, local_gradient, local_part
+from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import region_of_tp
 from dtgpt.parallel.shared_memory.arena import aligned
@@ -197,9 +197,14 @@ class RoundedBucket(ExactBucket):
         return [aligned(sum(p.numel() for p in kind), multiple) for kind in _kinds(parameters, table)]
 
     def __init__(
-        self, parameters: list[nn.Parameter], mesh: Mesh, settings: Settings, table: nn.Parameter | None,
-        pieces: Pieces, first: int,
-    ):  # fmt: skip
+        self,
+        parameters: list[nn.Parameter],
+        mesh: Mesh,
+        settings: Settings,
+        table: nn.Parameter | None,
+        pieces: Pieces,
+        first: int,
+    ):
         """first: where among the sums of `pieces` those of `lengths` begin."""
         super().__init__(parameters, mesh, settings, table)
         self._pieces, self._first = pieces, first

@@ -20,12 +20,12 @@ from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.roles import Role
 from dtgpt.ops.optim.fixed_point import exact_sum, rounded, squares_of_rows
+from dtgpt.parallel.collectives import transport
 from dtgpt.parallel.exact_sums.buckets import CutBucket, ExactBucket, RoundedBucket, SummedBucket
 from dtgpt.parallel.gradients import Buckets, Collective, Parameters, parameter_groups
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shared_memory.pieces import Pieces
 from dtgpt.parallel.shared_memory.scatter import CopyScatter
-from dtgpt.parallel.transport import transport
 from dtgpt.util.errors import UserError
 
 EXACT = "64-bit integers"

@@ -66,9 +66,18 @@ def _barrier(flags, program, call, RANK: tl.constexpr, RANKS: tl.constexpr):
 
 @triton.jit
 def _gather_kernel(
-    part, whole, areas, flags, calls, rows, inner, capacity,
-    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    part,
+    whole,
+    areas,
+    flags,
+    calls,
+    rows,
+    inner,
+    capacity,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0)
     call = tl.load(calls + program) + 1
     tiles = tl.cdiv(inner, BLOCK)
@@ -96,9 +105,18 @@ def _gather_kernel(
 
 @triton.jit
 def _sum_kernel(
-    whole, part, areas, flags, calls, rows, inner, capacity,
-    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    whole,
+    part,
+    areas,
+    flags,
+    calls,
+    rows,
+    inner,
+    capacity,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0)
     call = tl.load(calls + program) + 1
     tiles = tl.cdiv(inner, BLOCK)
@@ -162,19 +180,39 @@ def launch_gather(part: Tensor, whole: Tensor, areas: Tensor, barrier: Barrier, 
     `[ranks]`. barrier: with a program for each program of the kernel. capacity: elements of a place."""
     with torch.cuda.device(part.device):
         _gather_kernel[(len(barrier.calls),)](
-            part, whole, areas, barrier.flags, barrier.calls, rows, part.numel() // rows, capacity, RANK=barrier.rank,
-            RANKS=barrier.ranks, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            part,
+            whole,
+            areas,
+            barrier.flags,
+            barrier.calls,
+            rows,
+            part.numel() // rows,
+            capacity,
+            RANK=barrier.rank,
+            RANKS=barrier.ranks,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
 
 
 def launch_sum(whole: Tensor, part: Tensor, areas: Tensor, barrier: Barrier, rows: int, capacity: int) -> None:
     """Fill `part [rows, inner]` with this rank's part of the sum over the ranks, in fp32, of the contiguous `whole
-    [rows, ranks, inner]`. Other arguments as in `launch_gather`."""
+    [rows, ranks, inner]`. Other arguments are those of `launch_gather`."""
     with torch.cuda.device(part.device):
         _sum_kernel[(len(barrier.calls),)](
-            whole, part, areas, barrier.flags, barrier.calls, rows, part.numel() // rows, capacity, RANK=barrier.rank,
-            RANKS=barrier.ranks, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            whole,
+            part,
+            areas,
+            barrier.flags,
+            barrier.calls,
+            rows,
+            part.numel() // rows,
+            capacity,
+            RANK=barrier.rank,
+            RANKS=barrier.ranks,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
 
 
 def launch_barrier(barrier: Barrier) -> None:

@@ -87,9 +87,13 @@ def _place_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def open_messages(
-    everyone: AllRanks, group: dist.ProcessGroup | None, places: int, signals: int, shape: Sequence[int],
+    everyone: AllRanks,
+    group: dist.ProcessGroup | None,
+    places: int,
+    signals: int,
+    shape: Sequence[int],
     dtype: torch.dtype,
-) -> Messages | None:  # fmt: skip
+) -> Messages | None:
     """Return what sends so many messages and signals to each rank of `group`; None where NCCL or gloo does. All
     ranks of the mesh take part."""
     areas = share(everyone, group, [(places + signals) * FLAG, places * _place_bytes(shape, dtype)])

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from dtgpt.models.decoder import Decoder
-from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.gradients import parameter_groups
+from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import region_of_tp
 from dtgpt.parallel.shared_memory.arena import Area, aligned, share

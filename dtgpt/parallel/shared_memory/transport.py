@@ -1,13 +1,25 @@
 """What GPUs of one host send each other through memory that they share, where NCCL would take longer, or take
 multiprocessors from what runs beside it."""
 
-from dtgpt.parallel.shared_memory.arena import may_share
+import torch.distributed as dist
+
+from dtgpt.ops.kernels.decode.exchange import SOURCE, STRUCTS, Exchange, bytes_of
+from dtgpt.parallel.collectives import GPUS_OF_HOST, Transport
+from dtgpt.parallel.shared_memory.arena import AllRanks, may_share, share
 from dtgpt.parallel.shared_memory.collectives import open_collectives
 from dtgpt.parallel.shared_memory.edges import open_edges
-from dtgpt.parallel.shared_memory.exchange import make_exchange
 from dtgpt.parallel.shared_memory.pushed_shards import push_shards
 from dtgpt.parallel.shared_memory.reduce import open_sums
-from dtgpt.parallel.transport import GPUS_OF_HOST, Transport
+from dtgpt.util.extension import library
+
+
+def make_exchange(everyone: AllRanks, group: dist.ProcessGroup) -> Exchange | None:
+    """Return the exchange of decode steps of the tensor-parallel ranks of `group`, at most MOST_RANKS; None where NCCL
+    runs instead, with a warning where the kernels cannot be built. All ranks of the mesh take part."""
+    built = library(SOURCE, everyone.device, instead="NCCL", structs=STRUCTS)
+    areas = share(everyone, group, [bytes_of(group.size())], usable=built is not None)
+    return Exchange(built, areas[0].of_ranks, areas[0].rank) if built and areas else None
+
 
 SHARED_MEMORY = Transport(
     reaches=lambda ranks, apart: 1 < ranks <= GPUS_OF_HOST // apart,  # as far as a host's usual number of GPUs tells

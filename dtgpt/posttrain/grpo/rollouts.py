@@ -31,6 +31,7 @@ from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import PromptJob, Session
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.chats.messages import read_messages
 from dtgpt.posttrain.grpo.answers import Answer, figures_of, shared_rows, weighted_rows
@@ -284,7 +285,7 @@ def why_not_exact(settings: Settings) -> str | None:
     device, plan = settings.device, settings.plan
     if device.type != "cuda" or not TRITON:
         return f"device={device.type} chooses the order of sums by the number of rows, or has no Triton"
-    if plan.ranks_of_queries(settings.model) > 1:
+    if ranks_of_queries(plan, settings.model) > 1:
         return f"cp={plan.cp} has more ranks than heads of keys and values, so that attention is computed in pieces"
     if plan.tp > 1 or plan.zero or plan.splits_backward or settings.freezes_weights:
         named = {f"tp={plan.tp}": plan.tp > 1, "ZeRO": plan.zero > 0}

@@ -25,8 +25,8 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.ops.random.philox import fold, normal, row_chunks
-from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.layout import ZERO, ParameterLayout
+from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.shards import Shards, layout_of
 from dtgpt.posttrain.lora.config import LoraConfig
 

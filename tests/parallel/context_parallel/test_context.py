@@ -12,8 +12,9 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.parallel.context_parallel.degrees import ranks_of_heads, ranks_of_queries
 from dtgpt.parallel.context_parallel.exchange import chunks_of, part_of_half
-from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.planning.activations import block_activations
 from dtgpt.planning.traffic import collectives_of
 from dtgpt.util.errors import UserError
@@ -185,7 +186,7 @@ def test_the_messages_are_those_that_are_sent(recipe, plan, groups, recompute):
 def test_ranks_have_as_many_pairs_of_query_and_key_and_all_queries(plan, groups):
     """By the plan, and by the layout of the ranks."""
     plan, model = parse_plan(plan), replace(LLAMA, num_kv_heads=groups)
-    heads, parts = plan.ranks_of_heads(model), plan.ranks_of_queries(model)
+    heads, parts = ranks_of_heads(plan, model), ranks_of_queries(plan, model)
     assert heads * parts == plan.cp and heads == math.gcd(plan.cp, groups // plan.tp)
     chunks = [chunks_of(part, parts) for part in range(parts)]
     assert sorted(sum(chunks, ())) == list(range(2 * parts))

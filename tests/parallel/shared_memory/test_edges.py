@@ -2,6 +2,7 @@
 by NCCL."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,20 @@ import torch
 
 from dtgpt.compare.record import Record, record
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.graphs import WARM_UP
 from dtgpt.parallel.launch import end_process_group, start_process_group
+from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.shared_memory.arena import SWITCH
 from dtgpt.parallel.shared_memory.edges import Edges, most_edges
 from dtgpt.parallel.stages import places_of_edge
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import load_recipe
 from dtgpt.util.peers import Process
+from tests.support.bodies_edges import bits_over_edges
+from tests.support.bodies_exact import bits_of_steps
 from tests.support.gpus import run_on_two_gpus
 from tests.support.pipeline_orders import least_places
+from tests.support.ranks import pool
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 OPTIONS = "--model.num_layers 4 --model.dropout 0.1 --micro_batch_size 1 --global_batch_size 8 --compile off"
@@ -90,6 +94,14 @@ def test_micro_batches_use_the_places_of_an_edge_in_turn():
     plan = parse_plan("pp2").for_world(2)
     edges = Edges(RankCoordinates(plan, 1), Recorded(), 2)
     assert [edges.receive(0, 1, index) for index in range(5)] == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.slow(5)
+@pytest.mark.parametrize(("plan", "stages"), [("pp2", 1), ("pp2_interleaved", 2), ("pp2_zbv", 2)])
+def test_stages_that_send_over_edges_have_the_bits_of_those_that_torch_lets_send(recipe, plan, stages):
+    made = replace(recipe, plan=plan, model=replace(recipe.model, num_layers=4))
+    (over_edges, number), expected = (pool().run(2, work, made)[0] for work in (bits_over_edges, bits_of_steps))
+    assert over_edges == expected and len(expected) > 20 and number == stages
 
 
 @pytest.mark.cuda

@@ -17,19 +17,19 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.ops.kernels.decode.exchange import CAPACITY
 from dtgpt.ops.optim.fixed_point import Range, add_integers, add_rounded
 from dtgpt.parallel.collectives import FlatSum, GroupCollectives, NarrowSum, flat_length
-from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.launch import end_process_group, start_process_group
+from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shared_memory import pieces
 from dtgpt.parallel.shared_memory.all_to_all import TokenExchange
 from dtgpt.parallel.shared_memory.arena import Area, aligned, share
 from dtgpt.parallel.shared_memory.barrier import Barrier
 from dtgpt.parallel.shared_memory.collectives import KernelCollectives, area_bytes, make_collectives
-from dtgpt.parallel.shared_memory.exchange import make_exchange
 from dtgpt.parallel.shared_memory.gather import CopyGather
 from dtgpt.parallel.shared_memory.message import open_messages
 from dtgpt.parallel.shared_memory.reduce import CopySum, open_sums
 from dtgpt.parallel.shared_memory.scatter import CopyScatter
+from dtgpt.parallel.shared_memory.transport import make_exchange
 from dtgpt.util.peers import Process
 from tests.support.bodies_pushes import shared_files
 from tests.support.gpus import delay, run_on_two_gpus

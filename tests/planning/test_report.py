@@ -7,11 +7,11 @@ import pytest
 
 from dtgpt.cli import main
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.planning.fit import HEADROOM, longest_sequence
 from dtgpt.planning.gpus import GIB
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.traffic import sent_bytes
+from dtgpt.planning.what_fits import HEADROOM, longest_sequence
 from dtgpt.train.start import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -9,8 +9,8 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.overrides import value_text
 from dtgpt.config.plan import ResolvedPlan, divisors
 from dtgpt.models.config import LARGEST_SIZE
+from dtgpt.parallel.collectives import GPUS_OF_HOST
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.parallel.transport import GPUS_OF_HOST
 from dtgpt.planning.gpus import Gpu
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.planning.step_time import step_time

@@ -1,4 +1,4 @@
-"""Tensor parallelism for inference: the cut of `dtgpt.parallel.tensor` over plain tensors.
+"""The stages of a model for inference, where tensor parallelism cuts plain tensors.
 
 Parameters are DTensors while weights are loaded, since shards are read by their placements. `localize` then replaces
 them by this rank's local tensors, and sums over the tp ranks by itself where a module needs it: a step of one token is
@@ -19,7 +19,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.roles import Role, role_of
 from dtgpt.parallel.build import build_stages
-from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.errors import UserError

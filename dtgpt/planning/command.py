@@ -132,7 +132,7 @@ def _gpu(fp8: bool, own: PlanOptions) -> Gpu:
 
 def _ranked(recipe: Recipe, world: int, gpu: Gpu) -> Recipe:
     """Print the plans of `world` processes by the time of a step, and return the recipe with the first."""
-    from dtgpt.planning.auto_report import describe_ranking
+    from dtgpt.planning.report import describe_ranking
 
     found = AutoPlan(recipe=recipe, world=world, gpu=gpu).ranking()
     say("\n".join(describe_ranking(found, gpu, world)))
@@ -142,7 +142,7 @@ def _ranked(recipe: Recipe, world: int, gpu: Gpu) -> Recipe:
 def _table(recipes: list[Recipe], own: PlanOptions, gpu: Gpu) -> None:
     """Print a line for each recipe, of which only plans differ, and number of processes. Raises UserError where all of
     them are refused."""
-    from dtgpt.planning.table import PlannedCase, describe_table
+    from dtgpt.planning.report import PlannedCase, describe_table
 
     cases, refused, notes = [], [], []
     for recipe in recipes:

@@ -16,10 +16,10 @@ from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.muon import memory as muon_memory
 from dtgpt.parallel import matrices
 from dtgpt.parallel.build import recomputed
-from dtgpt.planning.activations import block_activations, block_work, split_sizes
-from dtgpt.planning.alive import Alive
-from dtgpt.planning.allocator import MIB, padding
-from dtgpt.planning.meta_block import BlockKind, make_block, make_input
+from dtgpt.planning.activations import block_activations, block_work
+from dtgpt.planning.memory import MIB, padding
+from dtgpt.planning.meta_block import BlockKind, LiveBytes, make_block, make_input
+from dtgpt.planning.split_backward import split_sizes
 from dtgpt.planning.torch_private import backward_of_inputs, backward_of_weights
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.train.setup import open_trainer
@@ -57,7 +57,7 @@ def test_an_update_by_muon_works_with_the_bytes_that_are_planned(recipe, monkeyp
         there = [*(x for shard in rule.shards for x in (shard.local, *rule.state(shard.index).values())), rule.updates]
         there += [*gradients, *rule.factors.values(), *(rows for pieces in rule.pieces.values() for rows in pieces)]
         rule.others = []  # what AdamW updates has no kernel on a CPU
-        with Alive({tensor.untyped_storage()._cdata for tensor in there}) as alive:
+        with LiveBytes({tensor.untyped_storage()._cdata for tensor in there}) as alive:
             rule.step(gradients, torch.tensor(0.1), torch.tensor(1.0))
         planned = optimizer.update_bytes(MODEL, (0, 0, 0, 0), 1, 1, 4)
     assert alive.peak == pytest.approx(planned, rel=0.1)
@@ -76,7 +76,7 @@ def test_backward_of_blocks_works_with_the_bytes_that_are_planned(recipe, model,
             bind(block, run=recomputed(block.compute))
     x, gradient = make_input(kind, 2).requires_grad_(), make_input(kind, 2)
     given = {tensor.untyped_storage()._cdata for tensor in (x, gradient, *blocks.parameters())}
-    with Alive(given) as alive:
+    with LiveBytes(given) as alive:
         y = x
         for block in blocks:
             y = block(y, Context())
@@ -101,7 +101,7 @@ def test_the_halves_of_a_stage_are_those_of_its_blocks(recipe, again):
             bind(block, run=recomputed(block.compute))
     sizes = split_sizes(settings, 0)
     x, weights = make_input(kind, 2).requires_grad_(), {p.untyped_storage()._cdata for p in blocks.parameters()}
-    with split_backward(), Alive(weights) as alive:
+    with split_backward(), LiveBytes(weights) as alive:
         y = x
         for block in blocks:
             y = block(y, Context())

@@ -10,8 +10,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.roles import COLUMNS, MATRICES, STACKS, Role
 from dtgpt.optim.fp8.precision import FP8
-from dtgpt.parallel.coordinates import chunk
-from dtgpt.parallel.layout import Layout
+from dtgpt.parallel.layout import Layout, chunk
 from dtgpt.planning.gpus import Rates
 from dtgpt.posttrain.lora.config import LoraConfig
 

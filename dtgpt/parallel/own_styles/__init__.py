@@ -1,0 +1,8 @@
+"""Styles of tensor parallelism that a plan's own `table` gives some modules in place of the default ones."""
+
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(
+    degrees={"table": "dtgpt.parallel.own_styles.table:check_plan"},
+    own_styles=("dtgpt.parallel.own_styles.table:with_own_styles",),
+)
