@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from dtgpt.commands.prepare import SignalsAsExit
-from dtgpt.commands.prepare import command as prepare_command
-from dtgpt.commands.tokenizer import command as tokenizer_command
 from dtgpt.data.megatron.indexed import IndexedDataset
+from dtgpt.data.prepare.command import SignalsAsExit
+from dtgpt.data.prepare.command import command as prepare_command
 from dtgpt.data.prepare.job import PrepareConfig
 from dtgpt.data.prepare.progress import Progress
+from dtgpt.data.prepare.tokenizer_command import command as tokenizer_command
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.util.errors import UserError
 from tests.support.prepared import leftovers, run, words_of, write_lines
@@ -192,7 +192,7 @@ def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, caps
 )
 def test_a_training_that_cannot_succeed_is_refused_before_it_starts(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dtgpt.commands.tokenizer.make_tokenizer", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("dtgpt.data.prepare.tokenizer_command.make_tokenizer", lambda *_: pytest.fail("trained"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match=message):

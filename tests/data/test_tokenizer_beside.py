@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtgpt.data.library_tokenizers.meta_pickle import read_meta
 from dtgpt.data.megatron.indexed import bin_path, idx_path, tokenizer_path
+from dtgpt.data.megatron.meta_pickle import read_meta
 from dtgpt.data.megatron.paths import is_prepared
 from dtgpt.data.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.data.tokenizers.char import Char, Ids

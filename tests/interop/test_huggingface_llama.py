@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from dtgpt.checkpoint.load import Saved, check_same_model
 from dtgpt.checkpoint.open import open_source
-from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.config.overrides import read_words
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.inference.load import load
+from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.hf import llama
 from dtgpt.interop.hf import model as huggingface
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
-from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.library_tokenizers.export import begin_token, export_note, first_token, transformers_files
 from dtgpt.data.library_tokenizers.libraries import SentencePiece
 from dtgpt.data.tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
 from dtgpt.data.tokenizers.char import Char, Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.inference.load import load
+from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import dtgpt
 from dtgpt.checkpoint.open import open_config
-from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.commands.eval import EvalOptions, evaluate
 from dtgpt.compare.gate import Reference
 from dtgpt.compare.record import Tracing
@@ -20,6 +19,7 @@ from dtgpt.compare.trace import Key
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
+from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.inspect import inspect
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.planning.memory import memory_of

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face, SentencePiece, tiktoken's files and nanoGPT."""
+"""Tokenizers of Hugging Face, SentencePiece and tiktoken's files, and the files in which transformers reads them."""
 
 from dtgpt.util.seams import Capability
 

@@ -5,13 +5,13 @@ import re
 from typing import Any
 
 from dtgpt.data.library_tokenizers.bpe_files import BYTE_LEVEL, merges_of, tokenizer_json
+from dtgpt.data.library_tokenizers.chat_template import template_of
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson, parse_tokenizer
 from dtgpt.data.library_tokenizers.rank_files import QWEN
 from dtgpt.data.library_tokenizers.sentencepiece_export import normalizes, sentencepiece_json
 from dtgpt.data.tokenizers.byte_level import PATTERNS, ByteLevel, letter_bytes
 from dtgpt.data.tokenizers.char import Char
 from dtgpt.data.tokenizers.tokenizer import Tokenizer, opening_template
-from dtgpt.posttrain.chats.template import template_of
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json
 

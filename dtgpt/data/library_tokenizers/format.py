@@ -8,7 +8,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 
 
 class LibraryFiles(TokenizerFormat):
-    """Those of Hugging Face, SentencePiece, tiktoken and nanoGPT. Most are known by what they hold, hence this format
+    """Those of Hugging Face, SentencePiece and tiktoken. Most are known by what they hold, hence this format
     takes every file, and stands behind all others."""
 
     saved = frozenset({"tokenizer_json", "sentencepiece"})
@@ -42,8 +42,8 @@ class LibraryFiles(TokenizerFormat):
 
     def add(self, tokenizer: Tokenizer, file: Path) -> None:
         """Add the chat template that files beside `file` have, unless the tokenizer has one."""
+        from dtgpt.data.library_tokenizers.chat_template import keep_template, template_of
         from dtgpt.data.library_tokenizers.folder import template_beside
-        from dtgpt.posttrain.chats.template import keep_template, template_of
 
         if template_of(tokenizer) is None:
             keep_template(tokenizer, template_beside(file))

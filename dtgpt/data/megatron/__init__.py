@@ -2,4 +2,6 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(datasets=("dtgpt.data.megatron.format:TOKEN_FILES",))
+CAPABILITY = Capability(
+    datasets=("dtgpt.data.megatron.format:TOKEN_FILES",), tokenizers=("dtgpt.data.megatron.format:CHARACTERS",)
+)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtgpt.data.library_tokenizers.meta_pickle import read_meta
+from dtgpt.data.megatron.meta_pickle import read_meta
 from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.token_shards import shard_paths
 from dtgpt.data.tokenizers.char import Char, Ids

@@ -72,9 +72,9 @@ class PrepareConfig:
             object.__setattr__(self, field.name, texts)
 
     @property
-    def of_messages(self) -> bool:
-        """Whether inputs are messages, which a chat template renders."""
-        return self.chat or self.preferences
+    def messages(self) -> str:
+        """The option by which inputs are messages, which a chat template renders; none: they are texts."""
+        return "preferences" if self.preferences else "chat" if self.chat else ""
 
     def validate(self) -> None:
         """Raise UserError for what is wrong without a look at files."""
@@ -88,14 +88,14 @@ class PrepareConfig:
             raise UserError(f"--{name} has no effect with --merge, which joins datasets as they are; leave it out")
         if self.chat and self.preferences:
             raise UserError("--chat and --preferences name different inputs; leave one out")
-        if self.of_messages:
+        if self.messages:
             wrong = changed_fields(self) & (NOT_FOR_CHATS if self.chat else NOT_FOR_CHATS | {"chat_loss"})
         else:
             wrong = changed_fields(self) & {"chat_loss", "chat_template"}
         if wrong:
             name, asked = min(wrong).replace("_", "-"), "--chat" if self.chat else "--preferences"
             why = f"cannot be combined with {asked}, whose template says what is written"
-            raise UserError(f"--{name} {why if self.of_messages else 'needs --chat'}; leave it out")
+            raise UserError(f"--{name} {why if self.messages else 'needs --chat'}; leave it out")
         if not self.json_keys or len(set(self.json_keys)) < len(self.json_keys):
             raise UserError(f"--json-keys {' '.join(self.json_keys)}: give each key once, such as --json-keys text")
         check_named_once(self.tokenizer, self.vocab_file, self.merge_file)
