@@ -25,7 +25,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import write_json
-from tests.data.test_tokenizers import HELLO, random_texts, save_tokenizer_json
+from tests.data.library_tokenizers.test_tokenizers import HELLO, random_texts, save_tokenizer_json
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.vocabularies import cut_by_pattern, gpt2_files, rank_file, sentencepiece_model, tokenizer_json
 
