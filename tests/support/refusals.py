@@ -31,6 +31,7 @@ VARYING = (  # what differs between two runs of a test: folders of pytest and of
     (r"\S*/pytest-of-[^/\s]+/pytest-\d+(/popen-gw\d+)?/", "TMP/"),
     (r"/tmp/[\w.-]+", "TMP"),
     (r"0x[0-9a-f]{6,}", "ADDRESS"),
+    (r"\b[0-9a-f]{16,}\b", "HASH"),
     (r"\b(process|pid|port) \d+", r"\1 N"),
     (r"127\.0\.0\.1:\d+", "127.0.0.1:N"),
 )
