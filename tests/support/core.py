@@ -55,7 +55,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"ops/decode/weights|ops/sampling/(sample|reference|edits|sequences|scores|record)"
     ),
     "util": (
-        r"util/(console|errors|field_types|storage|hardware|peers|threads|timers|torch_private|seams|matmul)"
+        r"util/(console|errors|field_types|rules|storage|hardware|peers|threads|timers|torch_private|seams|matmul)"
     ),
     "command": (
         r"cli|capabilities|commands/(command|train|generate|generated|model_options|help|launcher)|__init__|__main__"

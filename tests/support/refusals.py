@@ -3,6 +3,7 @@
     python -m pytest tests/config --record-refusals AFTER      # each test, and the sentences of the errors it saw
     python -m tests.support.refusals compare BEFORE AFTER      # sentences that are lost or changed
     python -m tests.support.refusals lines                     # lines of source that only refuse, by folder
+    python -m tests.support.refusals rules                     # what the fields of a recipe may hold, and their rules
 
 Refusals are written as tables of rules or as branches; what a user reads must not depend on that. A test seldom holds
 the whole sentence. So a change of refusals is held against a record of the commit before it.
@@ -17,12 +18,16 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from dtgpt.config.recipe import Recipe
 from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Pattern, annotations, misfit
+from dtgpt.util.rules import Rules
 
 HELP = "write the sentences of the UserErrors that each test saw, for python -m tests.support.refusals compare"
 PACKAGE = Path(__file__).parents[2] / "dtgpt"
@@ -163,6 +168,43 @@ def count_lines() -> tuple[Counter[str], Counter[str]]:
     return lines, raises
 
 
+class Listed(NamedTuple):
+    """What a field may hold, or a rule: of which fields, its kind, what it asks for (a rule: what it forbids), and the
+    sentence of who breaks it, with values in braces."""
+
+    field: str
+    kind: str
+    values: str
+    sentence: str
+
+
+def listed_rules(kind: type, prefix: str = "") -> Iterator[Listed]:
+    """Yield what the fields of a dataclass and of its sections may hold, and the rules that stand beside them."""
+    for name, hint, checks in annotations(kind):
+        full = prefix + name
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from listed_rules(hint, f"{full}.")
+            continue
+        words = misfit(object(), hint)  # None where any value fits
+        if words is not None:
+            yield Listed(full, "type", words, f"{full}={{value!r}} is not valid; use {words}")
+        for check in checks:
+            if isinstance(check, Pattern):
+                yield Listed(full, "pattern", check.expression, f"{full}={{value!r}} {check.message}")
+            else:
+                yield Listed(full, "bounds", str(check), f"{full}={{value!r}} is out of range; use {check}{check.also}")
+    for table in (name for name in dir(kind) if name == "rules" or name.endswith("_rules")):
+        # Those of a section that are about more than itself have the recipe's names, or those of the objects they need.
+        yield from tell_rules(getattr(kind, table), prefix if table == "rules" else "")
+
+
+def tell_rules(rules: Rules, prefix: str = "") -> Iterator[Listed]:
+    """Yield each rule, by the fields that its first condition is about. prefix: of the names in the rules."""
+    for rule in rules:
+        first = ", ".join(prefix + name for name in rule.conditions[0].names)
+        yield Listed(first, "rule", " and ".join(map(str, rule.conditions)), rule.sentence)
+
+
 def main(words: list[str]) -> int:
     """Run one of the commands above, and return the exit code."""
     match words:
@@ -175,6 +217,9 @@ def main(words: list[str]) -> int:
                 if raises[folder]:
                     print(f"{folder:32} {lines[folder]:5} lines {raises[folder]:5} raise statements")
             print(f"{'all':32} {lines.total():5} lines {raises.total():5} raise statements")
+        case ["rules"]:
+            for one in listed_rules(Recipe):
+                print(f"{one.field}: {one.kind}: {one.values}\n    {one.sentence}")
         case _:
             print(__doc__)
             return 2
