@@ -49,7 +49,6 @@ FOLDERS = {
     ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
     ("dtgpt.commands", "dtgpt.interop"): "convert inspect>inspect_command",
     ("dtgpt.commands", "dtgpt.data.prepare"): "prepare>command tokenizer>tokenizer_command",
-    ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron"): "meta_pickle",
     ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
     (
         "dtgpt.inference",

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face, SentencePiece and tiktoken's files, and the files in which transformers reads them."""
+"""Tokenizers of Hugging Face, SentencePiece, tiktoken's files and nanoGPT."""
 
 from dtgpt.util.seams import Capability
 

@@ -14,6 +14,7 @@ from dtgpt.data.library_tokenizers.folder import (
     tokenizer_file,
 )
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
+from dtgpt.data.library_tokenizers.meta_pickle import read_meta
 from dtgpt.data.library_tokenizers.rank_files import from_ranks, is_rank_file
 from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel, by_id
 from dtgpt.data.tokenizers.char import Char
@@ -37,6 +38,8 @@ def open_path(path: Path, begin: bool) -> Tokenizer:
 
 
 def _from_file(path: Path, begin: bool) -> Tokenizer:
+    if path.name == "meta.pkl":
+        return read_meta(path)
     if path.suffix != ".json":
         binary = read_content(path)
         if is_rank_file(binary):

@@ -8,7 +8,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 
 
 class LibraryFiles(TokenizerFormat):
-    """Those of Hugging Face, SentencePiece and tiktoken. Most are known by what they hold, hence this format
+    """Those of Hugging Face, SentencePiece, tiktoken and nanoGPT. Most are known by what they hold, hence this format
     takes every file, and stands behind all others."""
 
     saved = frozenset({"tokenizer_json", "sentencepiece"})

@@ -2,6 +2,4 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(
-    datasets=("dtgpt.data.megatron.format:TOKEN_FILES",), tokenizers=("dtgpt.data.megatron.format:CHARACTERS",)
-)
+CAPABILITY = Capability(datasets=("dtgpt.data.megatron.format:TOKEN_FILES",))

@@ -1,4 +1,4 @@
-"""Token files, and the tokenizer beside those of nanoGPT, as the core asks for them."""
+"""Token files, as the core asks for them."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,6 @@ from dtgpt.config.sections import DEFAULT_SPLIT, DataConfig
 from dtgpt.data.dataset import Dataset
 from dtgpt.data.megatron.paths import bin_path, is_prepared, no_dataset, prefixes_near
 from dtgpt.data.open import DataFormat, DataRequest
-from dtgpt.data.tokenizers.open import TokenizerFormat
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.errors import UserError
 
 
@@ -59,18 +57,4 @@ class TokenFiles(DataFormat):
         return load_prepared(data, *request)
 
 
-class Characters(TokenizerFormat):
-    """nanoGPT's meta.pkl."""
-
-    def takes(self, path: Path) -> bool:
-        return path.name == "meta.pkl" and not path.is_dir()
-
-    def open(self, path: Path, begin: bool) -> Tokenizer:
-        from dtgpt.data.megatron.meta_pickle import read_meta
-
-        if (tokenizer := read_meta(path)) is None:
-            raise UserError(f"{path} names no characters (it has no stoi); give another tokenizer")
-        return tokenizer
-
-
-TOKEN_FILES, CHARACTERS = TokenFiles(), Characters()
+TOKEN_FILES = TokenFiles()

@@ -17,6 +17,10 @@ CHARACTERS = {
 }
 
 
+class NoCharacters(UserError):
+    """A file that may say which character each token is does not say so."""
+
+
 class Char(Tokenizer):
     """Each character of a list is a token. `characters`: by id, "" for an id that is not in use. There is no end of
     text: a generated text without a prompt begins after a line's end, or after token 0."""

@@ -3,15 +3,15 @@
 from io import BytesIO
 from pathlib import Path
 
-from dtgpt.data.tokenizers.char import Char
+from dtgpt.data.tokenizers.char import Char, NoCharacters
 from dtgpt.data.tokenizers.tokenizer import MOST
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_regular
 
 
-def read_meta(path: Path) -> Char | None:
-    """Return the tokenizer that a meta.pkl describes; None where it names no characters, as that of other data may.
-    Raise UserError where it is damaged. Nothing in it is run."""
+def read_meta(path: Path) -> Char:
+    """Return the tokenizer that a meta.pkl describes. Raise NoCharacters where it names none, as that of other data
+    may, and UserError where it is damaged. Nothing in it is run."""
     from dtgpt.util.unpickler import read_pickle  # imports torch, which prepares no data otherwise
 
     remedy = "copy or make it again, or remove it and give --data.tokenizer ids (losses without bits/byte and samples)"
@@ -19,7 +19,11 @@ def read_meta(path: Path) -> Char | None:
         meta = read_pickle(BytesIO(read_regular(path)))
         if not isinstance(meta, dict):
             raise ValueError(f"it holds {shown(meta)}, not a dictionary")
-        return _char(meta) if "stoi" in meta else None
+        if "stoi" not in meta:
+            raise NoCharacters(f"{path} names no characters (it has no stoi); give another tokenizer")
+        return _char(meta)
+    except NoCharacters:
+        raise
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from None
     except Exception as error:  # a damaged pickle can make the reader raise anything
