@@ -1,11 +1,12 @@
-"""What readers and writers of other libraries' models share: checks of their values and tensors, and dtypes."""
+"""What readers and writers of other libraries' models share: checks of their tensors, and dtypes. Those of values are
+tables of keys (`keys.py`)."""
 
-import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,46 +19,6 @@ from dtgpt.util.errors import UserError, shown, shown_name
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of weights
 
 Config = TypeVar("Config", bound=ModelConfig)
-Rules = Mapping[str, tuple[Any, Callable[[Any], bool], str]]  # by option: its default, what fits, why others do not
-
-
-def whole_number(settings: Mapping[str, Any], names: Sequence[str], default: int | None, place: Path) -> int:
-    """Return the whole number under the first of `names` that is there. Raise UserError for another value."""
-    value = next((settings[n] for n in names if settings.get(n) is not None), default)
-    if type(value) is not int:
-        raise UserError(
-            f"{place} has {names[0]}={shown(value)}, which is not a whole number; give the file as it was written"
-        )
-    return value
-
-
-def check_names(settings: Mapping[str, Any], names: Mapping[str, str], place: Path) -> None:
-    """Raise UserError where two names of one number say different ones, of which libraries take either. names: one by
-    the other."""
-    for one, other in names.items():
-        said = [settings.get(name) for name in (one, other)]
-        if None not in said and said[0] != said[1]:
-            raise UserError(
-                f"{place} has both {one}={shown(said[0])} and {other}={shown(said[1])}, which are two names of one "
-                "number; leave out the one that is not the model's"
-            )
-
-
-def epsilon(settings: Mapping[str, Any], names: Sequence[str], default: float, place: Path) -> float:
-    """Return the epsilon of a norm under the first of `names` that is there. Raise UserError for an impossible one."""
-    value = next((settings[n] for n in names if settings.get(n) is not None), default)
-    if not isinstance(value, float) or not 0 < value < 1:
-        raise UserError(f"{place} has {names[0]}={shown(value)}; it must be more than 0 and less than 1")
-    return value
-
-
-def check_rules(settings: Mapping[str, Any], rules: Rules, place: Path) -> None:
-    """Raise UserError for the first option that breaks its rule."""
-    for name, (default, fits, reason) in rules.items():
-        value = settings.get(name, default)
-        if not fits(value):
-            text = json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
-            raise UserError(f"{place} has {name}={text}; {reason}: give another model")
 
 
 def checked(config: Config, place: Path) -> Config:
@@ -67,6 +28,19 @@ def checked(config: Config, place: Path) -> Config:
     except UserError as error:
         raise UserError(f"{place} is not a model that dtgpt can hold: {error}") from None
     return config
+
+
+@contextmanager
+def reading(path: Path, remedy: str) -> Iterator[None]:
+    """Raise any error that a file causes, but a UserError, as one about `path`: a damaged or hostile file can make a
+    reader raise anything."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[-1][:200]
+        raise UserError(f"{path} cannot be read ({reason}); {remedy}") from None
 
 
 def check_tensors(found: Mapping[str, Shape], expected: Iterable[tuple[str, Shape]], place: Path) -> None:
@@ -150,6 +124,12 @@ def check_architecture(config: ModelConfig, known: Collection[str], kind: str) -
 def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is not one of weights; use one of {', '.join(map(str, DTYPES))}")
+
+
+def check_stored(name: str, dtype: torch.dtype, place: Path, remedy: str = "give plain weights in") -> None:
+    """Raise UserError for a tensor of a file that is in another type than weights are."""
+    if dtype not in DTYPES:
+        raise UserError(f"{place} has {shown_name(name)} in {dtype}; {remedy} fp32, fp16 or bf16")
 
 
 def cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -243,7 +243,7 @@ def test_shapes_without_elements_claim_no_layers(tree):
     "name, message",
     [
         ("decoder.layers.mlp.linear_fc1.bias", "has no tensor"),
-        ("embedding.word_embeddings.weight", "no token table"),
+        ("embedding.word_embeddings.weight", "of two dimensions"),
         ("common_state/shard_0_1", "neither common.pt nor"),
     ],
 )

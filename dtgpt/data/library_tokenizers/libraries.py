@@ -2,7 +2,8 @@
 
 import base64
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -51,24 +52,27 @@ class TokenizerJson(Tokenizer):
     def _parsed(self) -> Any:
         return parse_tokenizer(self.name, self._content)
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
+    @contextmanager
+    def _encoding(self, what: str) -> Iterator[None]:
+        """Keep the library for one thread, and raise its errors as a UserError about `what`."""
         with panics_as_user_errors(self.name), ENCODING:
             try:
-                self._parsed.encode_special_tokens = not special
-                return self._parsed.encode(text).ids
+                yield
             except Exception as error:  # the package raises plain Exception
                 raise UserError(
-                    f"the tokenizer {self.name} cannot encode {shown(text)} ({error}); use other characters, or "
-                    "another tokenizer"
+                    f"the tokenizer {self.name} cannot encode {what} ({error}); use other characters, or another "
+                    "tokenizer"
                 ) from None
 
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        with self._encoding(shown(text)):
+            self._parsed.encode_special_tokens = not special
+            return self._parsed.encode(text).ids
+
     def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
-        with panics_as_user_errors(self.name), ENCODING:
-            try:
-                self._parsed.encode_special_tokens = False
-                found = self._parsed.encode(text, add_special_tokens=False)
-            except Exception as error:  # the package raises plain Exception
-                raise UserError(f"the tokenizer {self.name} cannot encode a chat ({error}); use another one") from None
+        with self._encoding("a chat"):
+            self._parsed.encode_special_tokens = False
+            found = self._parsed.encode(text, add_special_tokens=False)
         return found.ids, overlapping(np.array(found.offsets, np.int64).reshape(-1, 2), spans)
 
     def _decode(self, ids: list[int]) -> str:

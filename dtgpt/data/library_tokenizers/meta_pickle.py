@@ -31,18 +31,25 @@ def read_meta(path: Path) -> Char:
 
 
 def _char(meta: dict) -> Char:
+    if (problem := _problem(meta)) is not None:
+        raise ValueError(problem)
+    names = {i: character for character, i in meta["stoi"].items()}
+    return Char([names.get(i, "") for i in range(meta.get("vocab_size") or max(names) + 1)])
+
+
+def _problem(meta: dict) -> str | None:
+    """Return what is wrong with a meta.pkl, None where it is whole."""
     ids, size = meta["stoi"], meta.get("vocab_size")
     if not isinstance(ids, dict) or not ids:
-        raise ValueError("its stoi is not a dictionary of characters and their ids")
+        return "its stoi is not a dictionary of characters and their ids"
     for character, i in ids.items():
         if not isinstance(character, str) or len(character) != 1 or type(i) is not int or not 0 <= i < MOST:
-            raise ValueError(f"its stoi holds {shown(character)}: {shown(i)}, not a character and its id")
-    names = {i: character for character, i in ids.items()}
+            return f"its stoi holds {shown(character)}: {shown(i)}, not a character and its id"
+    names, largest = {i: character for character, i in ids.items()}, max(ids.values())
     if len(names) < len(ids):
-        raise ValueError("its stoi gives an id to two characters")
+        return "its stoi gives an id to two characters"
     if meta.get("itos", names) != names:
-        raise ValueError("its stoi and itos do not agree")
-    largest = max(names)
+        return "its stoi and itos do not agree"
     if size is not None and (type(size) is not int or not largest < size <= MOST):
-        raise ValueError(f"its vocab_size is {shown(size)}, its largest id {largest}")
-    return Char([names.get(i, "") for i in range(size or largest + 1)])
+        return f"its vocab_size is {shown(size)}, its largest id {largest}"
+    return None

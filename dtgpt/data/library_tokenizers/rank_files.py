@@ -37,16 +37,24 @@ def _reserved(numbers: range) -> list[str]:
 LLAMA3 = RankFileKind(
     "|".join((WORDS, r"\p{N}{1,3}", SIGNS)),
     [
-        "<|begin_of_text|>", "<|end_of_text|>", *_reserved(range(4)), "<|start_header_id|>", "<|end_header_id|>",
-        *_reserved(range(4, 5)), "<|eot_id|>", *_reserved(range(5, 251)),
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        *_reserved(range(4)),
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        *_reserved(range(4, 5)),
+        "<|eot_id|>",
+        *_reserved(range(5, 251)),
     ],
-    "<|begin_of_text|>", False,
-)  # fmt: skip
+    "<|begin_of_text|>",
+    False,
+)
 QWEN = RankFileKind(
     "|".join((WORDS, r"\p{N}", SIGNS)),
     [END_OF_TEXT, "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))],
-    None, True,
-)  # fmt: skip
+    None,
+    True,
+)
 FAMILIES = {("tokenizer.model", 128_000): LLAMA3, ("qwen.tiktoken", 151_643): QWEN}  # by usual name and number of ranks
 
 
@@ -66,9 +74,15 @@ def from_ranks(path: Path, content: bytes, begin: bool = False, end: str | None 
     specials = {name: first + i for i, name in enumerate(family.specials)}
     ends = (end, *ENDS) if end else ENDS
     return ByteLevel(
-        str(path), family.pattern, by_id(ids), specials, ends,
-        begin=family.begin, opens=begin, composed=family.composed,
-    )  # fmt: skip
+        str(path),
+        family.pattern,
+        by_id(ids),
+        specials,
+        ends,
+        begin=family.begin,
+        opens=begin,
+        composed=family.composed,
+    )
 
 
 def _family(path: Path, ranks: int) -> RankFileKind:

@@ -35,7 +35,10 @@ def sentencepiece_json(tokenizer: SentencePiece) -> str:
     ]
     return json.dumps(
         {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
             "normalizer": _normalizer(model.normalizer_spec),
             "pre_tokenizer": _isolated(words),
             "post_processor": _begin(tokenizer),
@@ -43,7 +46,7 @@ def sentencepiece_json(tokenizer: SentencePiece) -> str:
             "model": _unigram(model) if trainer.model_type == UNIGRAM else _bpe(model, merges, bool(words)),
         },
         ensure_ascii=False,
-    )  # fmt: skip
+    )
 
 
 def normalizes(tokenizer: SentencePiece) -> bool:
@@ -128,16 +131,21 @@ def _isolated(words: list[str]) -> dict | None:
 
 def _bpe(model: Any, merges: list[tuple[str, str]], ignore_merges: bool) -> dict:
     return {
-        "type": "BPE", "unk_token": model.trainer_spec.unk_piece, "fuse_unk": True,
-        "byte_fallback": model.trainer_spec.byte_fallback, "ignore_merges": ignore_merges,
+        "type": "BPE",
+        "unk_token": model.trainer_spec.unk_piece,
+        "fuse_unk": True,
+        "byte_fallback": model.trainer_spec.byte_fallback,
+        "ignore_merges": ignore_merges,
         "vocab": {piece.piece: i for i, piece in enumerate(model.pieces)},
         "merges": [list(pair) for pair in merges],
-    }  # fmt: skip
+    }
 
 
 def _unigram(model: Any) -> dict:
     least = min((p.score for p in model.pieces if p.type == NORMAL), default=0.0) - SILENT
     return {
-        "type": "Unigram", "unk_id": model.trainer_spec.unk_id, "byte_fallback": model.trainer_spec.byte_fallback,
+        "type": "Unigram",
+        "unk_id": model.trainer_spec.unk_id,
+        "byte_fallback": model.trainer_spec.byte_fallback,
         "vocab": [[p.piece, p.score if p.type in (NORMAL, USER_DEFINED) else least] for p in model.pieces],
-    }  # fmt: skip
+    }

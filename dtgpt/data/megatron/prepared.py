@@ -38,9 +38,13 @@ class PreparedDataset(Dataset):
     """Samples for training, validation and test; the last two may be None."""
 
     def __init__(
-        self, tokenizer: Tokenizer, train: Samples | Blend, valid: Samples | Blend | None,
-        test: Samples | Blend | None, source: str,
-    ):  # fmt: skip
+        self,
+        tokenizer: Tokenizer,
+        train: Samples | Blend,
+        valid: Samples | Blend | None,
+        test: Samples | Blend | None,
+        source: str,
+    ):
         self.tokenizer, self.train, self.valid, self.test, self.source = tokenizer, train, valid, test, source
         self.digest = _digest(tokenizer, train, valid)
 
@@ -105,9 +109,15 @@ def check_ids(tokens: np.ndarray, tokenizer: Tokenizer, name: str) -> None:
 
 
 def load_prepared(
-    data: "DataConfig", seq_length: int, train_samples: int, held_out_samples: int, seed: int, cache: Path,
-    vocab_size: int = 0, batch: int = 1,
-) -> Dataset:  # fmt: skip
+    data: "DataConfig",
+    seq_length: int,
+    train_samples: int,
+    held_out_samples: int,
+    seed: int,
+    cache: Path,
+    vocab_size: int = 0,
+    batch: int = 1,
+) -> Dataset:
     """Open prepared data. train_samples: number of samples to build the shuffle index for, as Megatron-LM's
     --train-samples. held_out_samples: the most for validation, and for test. vocab_size: of the model. batch: samples
     of a step, after the last of which a file is cut where the order is sequential. Raises UserError if a file is

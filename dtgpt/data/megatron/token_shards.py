@@ -21,10 +21,26 @@ import numpy as np
 
 from dtgpt.data.file_array import Array, FileArray, OpenFile, open_file, open_npy
 from dtgpt.util.errors import UserError
+from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 
 LLMC_HEADER = 256 * 4  # bytes
 LLMC_MAGIC, LLMC_LLAMA_MAGIC = 20240520, 20240801
 LLMC = {LLMC_MAGIC: (1, "<u2"), LLMC_LLAMA_MAGIC: (7, "<u4")}  # magic: version, type of the tokens
+LLMC_RULES: Rules = (  # of a shard's header, the file's size, and the size that the header asks for
+    Rule(
+        f"{{path}} ends at byte {{size}}, inside its header of {LLMC_HEADER} bytes; copy or build it again",
+        Is("size", "<", LLMC_HEADER),
+    ),
+    Rule(
+        "{path} has version {version} at byte 4, dtgpt reads {known}; build it with llm.c today",
+        Is("version", "!=", Other("known")),
+    ),
+    Rule(
+        "{path} has {size} bytes, but by its header (byte 8: {count} tokens) it ends at byte {end}; it is truncated or "
+        "was changed: copy or build it again",
+        Is("size", "!=", Other("end")),
+    ),
+)
 NPY = b"\x93NUMPY"  # with which what `numpy.save` writes begins
 ZIP = b"PK\x03\x04"
 HIGHEST = 16  # upper halves of ids of 32 bits are below, for a vocabulary of up to a million
@@ -220,19 +236,10 @@ def _open_numpy(file: OpenFile) -> Shard:
 
 
 def _open_llmc(file: OpenFile, magic: int, version: int, count: int) -> Shard:
-    path, (known, dtype) = file.path, LLMC[magic]
-    if file.size < LLMC_HEADER:
-        raise UserError(
-            f"{path} ends at byte {file.size}, inside its header of {LLMC_HEADER} bytes; copy or build it again"
-        )
-    if version != known:
-        raise UserError(f"{path} has version {version} at byte 4, dtgpt reads {known}; build it with llm.c today")
+    known, dtype = LLMC[magic]
     end = LLMC_HEADER + np.dtype(dtype).itemsize * count
-    if file.size != end:
-        raise UserError(
-            f"{path} has {file.size} bytes, but by its header (byte 8: {count} tokens) it ends at byte {end}; it is "
-            "truncated or was changed: copy or build it again"
-        )
+    values = {"path": file.path, "size": file.size, "version": version, "known": known, "count": count, "end": end}
+    check_rules(LLMC_RULES, values)
     return Shard(FileArray(file, dtype, LLMC_HEADER, count), token_first=True, is_llama=magic == LLMC_LLAMA_MAGIC)
 
 

@@ -27,6 +27,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer, warn_of_split_names
 from dtgpt.util import seams
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.rules import Given, Is, Missing, Rule, Rules, check_rules
 
 MOST_NAMED = 20  # keys that nothing used
 
@@ -37,6 +38,23 @@ SUFFIXES = {
     "GPTSentencePieceTokenizer": "SentencePiece .model",
     "Llama2Tokenizer": "SentencePiece .model",
 }
+
+
+TYPE_RULES: Rules = (
+    Rule(
+        "--tokenizer-type {tokenizer_type} needs a {wanted} on this machine, which {given} is not; give it as "
+        "--tokenizer-model (nothing is fetched from the hub), or leave --tokenizer-type out",
+        Given("wanted"),
+        Missing("fits"),
+    ),
+    Rule(
+        "--tokenizer-type {tokenizer_type} needs --vocab-file and --merge-file, not {given}; leave --tokenizer-type "
+        "out",
+        Is("tokenizer_type", "==", "GPT2BPETokenizer"),
+        Missing("vocab_file"),
+        Is("tokenizer", "!=", "gpt2"),
+    ),
+)
 
 
 @dataclass(kw_only=True)
@@ -193,15 +211,7 @@ def vocabulary_of(config: PrepareConfig) -> Tokenizer:
     path = (tokenizer_file(path) or path / "tokenizer.json") if path.is_dir() else path
     wanted = SUFFIXES.get(kind)
     fits = path.is_file() and config.vocab_file is None and (path.suffix == ".json") == (wanted == "tokenizer.json")
-    if wanted is not None and not fits:
-        raise UserError(
-            f"--tokenizer-type {kind} needs a {wanted} on this machine, which {given} is not; give it as "
-            "--tokenizer-model (nothing is fetched from the hub), or leave --tokenizer-type out"
-        )
-    if kind == "GPT2BPETokenizer" and config.vocab_file is None and config.tokenizer != "gpt2":
-        raise UserError(
-            f"--tokenizer-type {kind} needs --vocab-file and --merge-file, not {given}; leave --tokenizer-type out"
-        )
+    check_rules(TYPE_RULES, config, wanted=wanted, fits=fits, given=given)
     named = config.tokenizer if wanted is None else str(path)  # the type says what opens a text, and not the folder
     vocabulary = open_tokenizer(named, config.vocab_file, config.merge_file, begin=kind == "Llama2Tokenizer")
     if kind == "Llama2Tokenizer" and vocabulary.begin_of_text is None:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.interop.foreign import DTYPES
+from dtgpt.interop.foreign import check_stored
 from dtgpt.interop.foreign_run import TrainingSource
+from dtgpt.interop.keys import Key, Keys, check_keys, just, whole
 from dtgpt.interop.megatron.config import shift_norm
 from dtgpt.interop.megatron.flattened import check_shape
 from dtgpt.interop.megatron.names import padded_rows
@@ -35,13 +36,26 @@ WEIGHTS_ALONE = "begin a new run with its weights: --init_from {}"
 
 # Field of a recipe -> name in args, where both count alike.
 VALUES = {
-    "global_batch_size": "global_batch_size", "seed": "seed", "optimizer.lr": "lr", "optimizer.min_lr": "min_lr",
-    "optimizer.weight_decay": "weight_decay", "optimizer.beta1": "adam_beta1", "optimizer.beta2": "adam_beta2",
-    "optimizer.eps": "adam_eps", "optimizer.clip": "clip_grad", "model.dropout": "hidden_dropout",
-    "data.reset_position_ids": "reset_position_ids", "data.reset_attention_mask": "reset_attention_mask",
+    "global_batch_size": "global_batch_size",
+    "seed": "seed",
+    "optimizer.lr": "lr",
+    "optimizer.min_lr": "min_lr",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_eps",
+    "optimizer.clip": "clip_grad",
+    "model.dropout": "hidden_dropout",
+    "data.reset_position_ids": "reset_position_ids",
+    "data.reset_attention_mask": "reset_attention_mask",
     "data.eod_mask_loss": "eod_mask_loss",
-}  # fmt: skip
+}
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+KEYS: Keys = {"consumed_train_samples": Key(whole(0), "; give a checkpoint of training")}
+
+
+def _optimizer(path: Path) -> Key:
+    return Key(just("adam"), f", and dtgpt's is AdamW; {WEIGHTS_ALONE.format(path)}", "adam")
 
 
 class MegatronTraining(TrainingSource):
@@ -104,11 +118,7 @@ class MegatronTraining(TrainingSource):
         for key, shape in self._weights.stored_shapes.items():
             for prefix in prefixes:
                 check_shape(folder, prefix + key, shape)
-                dtype = folder.tensors[prefix + key].dtype
-                if dtype not in DTYPES:
-                    raise UserError(
-                        f"{folder.path} has {prefix}{key} in {dtype}; save it with moments in fp32, fp16 or bf16"
-                    )
+                check_stored(prefix + key, folder.tensors[prefix + key].dtype, folder.path, "save it with moments in")
 
     def _master_notes(self) -> list[str]:
         tensors = self._weights.folder.tensors
@@ -118,13 +128,7 @@ class MegatronTraining(TrainingSource):
 
     def _read_state(self) -> dict[str, Any]:
         step, seen = self._weights.iteration, self._args.get("consumed_train_samples")
-        if type(seen) is not int or not 0 <= seen < LARGEST_COUNT:
-            raise UserError(f"{self.path} has consumed_train_samples={shown(seen)}; give a checkpoint of training")
-        if (kind := self._args.get("optimizer", "adam")) != "adam":
-            raise UserError(
-                f"{self.path} was trained with optimizer={shown(kind)}, and dtgpt's is AdamW; "
-                + WEIGHTS_ALONE.format(self.path)
-            )
+        check_keys(self._args, {**KEYS, "optimizer": _optimizer(self.path)}, self.path)
         parts = list(_dictionaries(self._weights.common.get("optimizer")))
         updates = next((n for n in map(_updates, parts) if n is not None), None)
         if updates is None or updates > step:

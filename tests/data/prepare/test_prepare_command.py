@@ -186,7 +186,7 @@ def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, caps
         ("--vocab-size 256", r"--vocab-size=256 is out of range; use 257 or more and at most 16777215$"),
         ("--vocab-size 16777216", "--vocab-size=16777216 is out of range; use 257 or more and at most 16777215$"),
         ("--json-keys a b", "a text has no keys a b; give one"),
-        ("--output folder --overwrite", "--output folder is a folder; name a file in it, as in --output folder/token"),
+        ("--output folder --overwrite", "--output folder is a folder; give another --output, such as a file in it"),
         ("--output a.txt/x/own.json", "own.json would lie in a file, not in a folder; give another --output$"),
     ],
 )
