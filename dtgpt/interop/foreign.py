@@ -14,11 +14,35 @@ from torch import Tensor
 from dtgpt.models.config import ModelConfig, class_of, is_own
 from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, cut, has_vocabulary
-from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.rules import Given, Is, Missing, Other, Rule, Rules, check_rules
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of weights
 
 Config = TypeVar("Config", bound=ModelConfig)
+
+
+TENSOR_RULES: Rules = (  # of the shape in a file, and that of the configuration
+    Rule("{place} has no tensor {name}, which must be {shape}; give a complete model", Missing("there")),
+    Rule(
+        "{place} has {name} of shape {there!r} where its configuration asks for {shape}; give weights and "
+        "configuration of the same model",
+        Is("there", "!=", Other("shape")),
+    ),
+)
+WRITTEN_RULES: Rules = (  # of models that other libraries have
+    Rule(
+        "the model is a {name}, which is not dtgpt's {architecture}, and a {kind} holds no other; keep it as a "
+        "checkpoint of dtgpt",
+        Given("architecture"),
+        Given("is_other"),
+    ),
+    Rule(
+        "the model is of the architecture {config.architecture}, and a {kind} holds one of {known}; keep it as a "
+        "checkpoint of dtgpt, or add the architecture to dtgpt/interop",
+        Missing("architecture"),
+    ),
+)
 
 
 def checked(config: Config, place: Path) -> Config:
@@ -47,13 +71,8 @@ def check_tensors(found: Mapping[str, Shape], expected: Iterable[tuple[str, Shap
     """Raise UserError for a tensor that is missing, has another shape or is unknown. Both have the file's names."""
     unknown = set(found)
     for name, shape in expected:
-        if name not in found:
-            raise UserError(f"{place} has no tensor {name}, which must be {list(shape)}; give a complete model")
-        if found[name] != shape:
-            raise UserError(
-                f"{place} has {name} of shape {shown(list(found[name]))} where its configuration asks for "
-                f"{list(shape)}; give weights and configuration of the same model"
-            )
+        there = list(found[name]) if name in found else None
+        check_rules(TENSOR_RULES, {"place": place, "name": name, "there": there, "shape": list(shape)})
         unknown.remove(name)
     if unknown:
         raise UserError(
@@ -109,16 +128,14 @@ def is_of_same_weights(config: ModelConfig) -> bool:
 
 def check_architecture(config: ModelConfig, known: Collection[str], kind: str) -> None:
     """Raise UserError where a model cannot be written as `kind`, a folder or tree of another library."""
-    if config.architecture in known and is_own(type(config)) and not is_of_same_weights(config):
-        raise UserError(
-            f"the model is a {type(config).__name__}, which is not dtgpt's {config.architecture}, and a {kind} holds "
-            "no other; keep it as a checkpoint of dtgpt"
-        )
-    if config.architecture not in known:
-        raise UserError(
-            f"the model is of the architecture {config.architecture}, and a {kind} holds one of {', '.join(known)}; "
-            "keep it as a checkpoint of dtgpt, or add the architecture to dtgpt/interop"
-        )
+    values = {
+        "name": type(config).__name__,
+        "architecture": config.architecture if config.architecture in known else None,
+        "is_other": is_own(type(config)) and not is_of_same_weights(config),
+        "kind": kind,
+        "known": ", ".join(known),
+    }
+    check_rules(WRITTEN_RULES, values, config=config)
 
 
 def check_dtype(dtype: torch.dtype) -> None:

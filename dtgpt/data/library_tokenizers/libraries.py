@@ -13,12 +13,27 @@ import numpy as np
 from dtgpt.data.tokenizers.byte_level import letter_bytes
 from dtgpt.data.tokenizers.tokenizer import ENDS, MOST, Span, Tokenizer, overlapping, panics_as_user_errors
 from dtgpt.util.errors import UserError, optional_package, shown
+from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 from dtgpt.util.storage import parse_json
 
 BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
 BLANK = "\u2581"  # which stands for a blank in SentencePiece's tokens, and in Hugging Face's copies of these
 ENCODING = Lock()  # versions of tokenizers raise where a thread sets the object's state while another one encodes
 BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+ID_RULES: Rules = (
+    Rule(
+        f"{{name}} has the id {{largest}}, which is not in 0 to {MOST - 1}; fetch it again",
+        Is("largest", ">=", MOST),
+    ),
+)
+AROUND_RULES: Rules = (
+    Rule(
+        "{name} puts the id {around} around texts, but its tokens end at {last}; fetch it again",
+        Is("around", ">", Other("last")),
+    ),
+)
 
 
 class TokenizerJson(Tokenizer):
@@ -29,8 +44,7 @@ class TokenizerJson(Tokenizer):
         self.name, self._content = name, content
         self.ranks = [content.encode()]
         ids = self._parsed.get_vocab(with_added_tokens=True)
-        if max(ids.values(), default=0) >= MOST:
-            raise UserError(f"{name} has the id {max(ids.values())}, which is not in 0 to {MOST - 1}; fetch it again")
+        check_rules(ID_RULES, {"name": name, "largest": max(ids.values(), default=0)})
         self.vocab_size, self.num_tokens = max(ids.values(), default=-1) + 1, len(ids)
         special = {t.content: i for i, t in self._parsed.get_added_tokens_decoder().items() if t.special}
         named = special or ids  # a name may be a piece of text too: "<s>" is one of Qwen's
@@ -39,10 +53,7 @@ class TokenizerJson(Tokenizer):
         self.end_of_text = ids.get(self.end_name)
         self.begin_of_text = next((ids[token] for token in BEGINS if token in named), None)
         around = max(self.encode(""), default=0)  # the post-processor's ids are checked by nobody else
-        if around >= max(self.vocab_size, 1):
-            raise UserError(
-                f"{name} puts the id {around} around texts, but its tokens end at {self.vocab_size - 1}; fetch it again"
-            )
+        check_rules(AROUND_RULES, {"name": name, "around": around, "last": max(self.vocab_size - 1, 0)})
 
     @property
     def special_names(self) -> Collection[str]:

@@ -13,11 +13,18 @@ from typing import NamedTuple
 from dtgpt.data.tokenizers.byte_level import ByteLevel, by_id
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, MOST
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import Given, Is, Other, Rule, Rules, check_rules
 
 LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d{1,9})")
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 REMEDY = "fetch it again"
+
+
+RANK_RULES: Rules = (
+    Rule(f"{{path}} has no token for the byte {{missing:#04x}}, so that it was cut off; {REMEDY}", Given("is_cut")),
+    Rule(f"{{path}} gives one id to two tokens; {REMEDY}", Is("ids", "<", Other("tokens"))),
+)
 
 
 class RankFileKind(NamedTuple):
@@ -116,8 +123,6 @@ def _read(path: Path, content: bytes) -> dict[bytes, int]:
             raise UserError(f"{path} has the token of line {number} twice; {REMEDY}")
         ids[token] = int(found[2])
     missing = next((byte for byte in range(256) if bytes([byte]) not in ids), None)
-    if missing is not None:
-        raise UserError(f"{path} has no token for the byte {missing:#04x}, so that it was cut off; {REMEDY}")
-    if len(set(ids.values())) < len(ids):
-        raise UserError(f"{path} gives one id to two tokens; {REMEDY}")
+    values = {"path": path, "is_cut": missing is not None, "missing": missing, "ids": len(set(ids.values()))}
+    check_rules(RANK_RULES, values, tokens=len(ids))
     return ids

@@ -12,7 +12,7 @@ from dtgpt.interop.hf.rope import FULL, SLIDING, read_rope_of_kinds, write_rope_
 from dtgpt.interop.keys import Key, Keys, check_keys, is_off, just, not_here, read_key, whole, whole_number
 from dtgpt.models.gemma3 import Gemma3Config
 from dtgpt.models.windows import MOST_KINDS
-from dtgpt.util.errors import UserError
+from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 
 FAMILY = Family(4, 256, 9216, 131072, 262208, hidden=2304, layers=26, heads=8, tied=True)
 THETA = {FULL: 1000000.0, SLIDING: 10000.0}
@@ -27,6 +27,15 @@ KEYS: Keys = {
 
 
 PERIOD = Key(whole(1, MOST_KINDS), f"; it must be between 1 and {MOST_KINDS}")
+
+
+WRITTEN_RULES: Rules = (
+    Rule(
+        "transformers takes a Gemma 3 whose heads divide its width, but this one has {hidden_size} and {num_heads} "
+        "heads; keep it as a checkpoint of dtgpt",
+        Is("hidden_size", "is no multiple of", Other("num_heads")),
+    ),
+)
 
 
 class Gemma3(LikeLlama):
@@ -54,11 +63,7 @@ class Gemma3(LikeLlama):
         return checked(config, path)
 
     def write_config(self, config: Gemma3Config) -> dict[str, Any]:
-        if config.hidden_size % config.num_heads:
-            raise UserError(
-                f"transformers takes a Gemma 3 whose heads divide its width, but this one has {config.hidden_size} and "
-                f"{config.num_heads} heads; keep it as a checkpoint of dtgpt"
-            )
+        check_rules(WRITTEN_RULES, config)
         return {
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",

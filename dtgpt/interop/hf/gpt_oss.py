@@ -19,7 +19,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt_oss import GptOssConfig
 from dtgpt.models.source import Part, cut
 from dtgpt.ops.pointwise.gated import LIMIT, SLOPE
-from dtgpt.util.errors import UserError
+from dtgpt.util.rules import Is, Rule, Rules, check_rules
 
 FAMILY = Family(8, 64, 2880, 131072, 201088, eps=1e-5, hidden=2880, layers=36, heads=64)
 EXPERT = {
@@ -42,6 +42,15 @@ KEYS: Keys = {
     "swiglu_limit": Key(among([LIMIT]), not_here(f"dtgpt's clamped SwiGLU has {LIMIT}"), LIMIT),
     "tie_word_embeddings": TIED,
 }
+
+
+WRITTEN_RULES: Rules = (
+    Rule(
+        "transformers' GPT-OSS has the activation clamped_swiglu, and this model model.activation={activation}; keep "
+        "it as a checkpoint of dtgpt",
+        Is("activation", "!=", "clamped_swiglu"),
+    ),
+)
 
 
 class GptOss(LikeLlama):
@@ -75,11 +84,7 @@ class GptOss(LikeLlama):
         return checked(GptOssConfig(**shape, **pattern, **rope), path)
 
     def write_config(self, config: GptOssConfig) -> dict[str, Any]:
-        if config.activation != "clamped_swiglu":
-            raise UserError(
-                f"transformers' GPT-OSS has the activation clamped_swiglu, and this model model.activation="
-                f"{config.activation}; keep it as a checkpoint of dtgpt"
-            )
+        check_rules(WRITTEN_RULES, config)
         return {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",

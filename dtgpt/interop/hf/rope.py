@@ -8,6 +8,7 @@ from typing import Any
 from dtgpt.interop.keys import FLAG, NUMBER, Key, Keys, among, check_keys, not_here, read_key
 from dtgpt.models.rotary import RotaryConfig
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import Given, Is, Missing, Rule, Rules, check_rules
 
 PLACES = ("rope_scaling", "rope_parameters")  # transformers 5 takes the first of these that is there
 OUTER = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # stored next to these objects
@@ -61,6 +62,29 @@ OBJECTS_OF_KINDS: Keys = {
         f", which is not an object for {FULL} and one for {SLIDING}; give the file as it was written",
     )
 }
+
+
+SLIDING_RULES: Rules = (
+    Rule(
+        f"{{path}} has rope_type={{rope_scaling!r}} of {SLIDING}; dtgpt scales positions of {FULL} alone: give another "
+        "model",
+        Given("rope_scaling"),
+    ),
+)
+FULL_RULES: Rules = (  # transformers looks for the key beside these objects, and takes true
+    Rule(
+        f"{{path}} has truncate=False of {FULL}, which transformers does not read; leave it out",
+        Is("rope_truncate", "==", False),
+    ),
+)
+WRITTEN_RULES: Rules = (
+    Rule(
+        "this model has model.rope_truncate={rope_truncate}, which transformers does not read where layers have "
+        "positions of two kinds; keep it as a checkpoint of dtgpt",
+        Is("rope_scaling", "==", "yarn"),
+        Missing("rope_truncate"),
+    ),
+)
 
 
 def read_rope(settings: Mapping[str, Any], positions: int, path: Path, theta: float = 10000.0) -> dict[str, Any]:
@@ -155,13 +179,8 @@ def read_rope_of_kinds(
     full = read_rope({"rope_parameters": given.get(FULL), **outer}, positions, path, theta[FULL])
     local = {"rope_parameters": given.get(SLIDING), "rope_theta": settings.get(local_theta)}
     sliding = read_rope(local, positions, path, theta[SLIDING])
-    if sliding.keys() != {"rope_theta"}:
-        raise UserError(
-            f"{path} has rope_type={shown(sliding['rope_scaling'])} of {SLIDING}; dtgpt scales positions of {FULL} "
-            "alone: give another model"
-        )
-    if not full.get("rope_truncate", True):  # transformers looks for the key beside these objects, and takes true
-        raise UserError(f"{path} has truncate=False of {FULL}, which transformers does not read; leave it out")
+    check_rules(SLIDING_RULES, sliding, path=path)
+    check_rules(FULL_RULES, full, path=path)
     return full, sliding
 
 
@@ -179,11 +198,8 @@ def write_rope_of_kinds(config: RotaryConfig, theta: float, local_theta: str) ->
     """Return the keys for layers of two kinds. theta: the base of those with a window. Raise UserError for a scaling
     that transformers would not read there."""
     made = write_rope(config)
-    if not (made["rope_scaling"] or {}).get("truncate", True):
-        raise UserError(
-            f"this model has model.rope_truncate={config.rope_truncate}, which transformers does not read where layers "
-            "have positions of two kinds; keep it as a checkpoint of dtgpt"
-        )
+    if made["rope_scaling"]:
+        check_rules(WRITTEN_RULES, config)
     kinds = {FULL: made["rope_parameters"], SLIDING: {"rope_theta": float(theta), "rope_type": "default"}}
     return {**made, local_theta: float(theta), "rope_parameters": kinds}
 

@@ -18,9 +18,22 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.source import Part, Source, has_vocabulary, parameter_shapes
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 
 COMPARED = 4096  # rows of each copy of the token table
 Where = tuple[int, int, str]  # pipeline stage, chunk in it, dtgpt's name with the layer's number there
+
+
+RANK_RULES: Rules = (  # of the number of ranks that the first one says, and that there are
+    Rule(
+        "{absent} is missing, as {path} is one of {said} such ranks; copy the files of all ranks",
+        Is("said", ">", Other("here")),
+    ),
+    Rule(
+        "{folder} has {here} ranks where {path} says {said}; give a folder with one checkpoint in it",
+        Is("said", "<", Other("here")),
+    ),
+)
 
 
 class Megatron(Source):
@@ -78,17 +91,10 @@ class Megatron(Source):
             ("model_parallel_size", tp, (tp, 0)),  # its name before checkpoint_version 3.0
             ("pipeline_model_parallel_size", pp, (0, pp)),
         ):
-            said = getattr(first.args, name, here)
-            if isinstance(said, int) and said > here:
-                raise UserError(
-                    f"{expected_path(first.path, missing)} is missing, as {first.path} is one of {said} such ranks; "
-                    "copy the files of all ranks"
-                )
-            if isinstance(said, int) and said < here:
-                raise UserError(
-                    f"{first.path.parents[1]} has {here} ranks where {first.path} says {said}; give a folder with one "
-                    "checkpoint in it"
-                )
+            said, absent = getattr(first.args, name, here), expected_path(first.path, missing)
+            if isinstance(said, int):
+                values = {"said": said, "here": here, "path": first.path, "absent": absent}
+                check_rules(RANK_RULES, values, folder=first.path.parents[1])
         for file in self._ranks.values():
             for what, expected in first.common.items():
                 if file.common[what] != expected:

@@ -26,6 +26,7 @@ from dtgpt.models.source import Part, parameter_shapes
 from dtgpt.ops.optim.adamw import AdamW
 from dtgpt.optim.loss_scale import check_state
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import Given, Is, Rule, Rules, check_rules
 
 STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)exp_avg\.")
 BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
@@ -52,6 +53,18 @@ VALUES = {
 }
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
 KEYS: Keys = {"consumed_train_samples": Key(whole(0), "; give a checkpoint of training")}
+
+
+STATE_RULES: Rules = (  # of the states of optimizers that are found
+    Rule(
+        "{path} has the distributed optimizer's state in buckets, whose layout only its own run knows; save it with "
+        "--dist-ckpt-optim-fully-reshardable, or {instead}",
+        Is("states", "!=", 1),
+        Given("in_buckets"),
+    ),
+    Rule("{path} has the states of {states} optimizers; {instead}", Is("states", ">", 1)),
+    Rule("{path} has no moments of AdamW; {instead}", Is("states", "==", 0)),
+)
 
 
 def _optimizer(path: Path) -> Key:
@@ -95,17 +108,14 @@ class MegatronTraining(TrainingSource):
         """Return what stands before `exp_avg.`. Raise UserError where no moments are there, or in buckets."""
         folder = self._weights.folder
         found = {match[1] for match in map(STATE.match, folder.tensors) if match}
-        if len(found) == 1:
-            return found.pop()
-        instead = WEIGHTS_ALONE.format(self.path)
-        if any(map(BUCKETS.match, (*folder.tensors, *folder.objects))):
-            raise UserError(
-                f"{self.path} has the distributed optimizer's state in buckets, whose layout only its own run knows; "
-                f"save it with --dist-ckpt-optim-fully-reshardable, or {instead}"
-            )
-        if found:
-            raise UserError(f"{self.path} has the states of {len(found)} optimizers; {instead}")
-        raise UserError(f"{self.path} has no moments of AdamW; {instead}")
+        values = {
+            "path": self.path,
+            "instead": WEIGHTS_ALONE.format(self.path),
+            "states": len(found),
+            "in_buckets": any(map(BUCKETS.match, (*folder.tensors, *folder.objects))),
+        }
+        check_rules(STATE_RULES, values)
+        return found.pop()
 
     def _has(self, kind: str) -> bool:
         tensors = self._weights.folder.tensors
