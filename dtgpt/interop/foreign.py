@@ -38,7 +38,7 @@ WRITTEN_RULES: Rules = (  # of models that other libraries have
         Given("is_other"),
     ),
     Rule(
-        "the model is of the architecture {config.architecture}, and a {kind} holds one of {known}; keep it as a "
+        "the model is of the architecture {model.architecture}, and a {kind} holds one of {known}; keep it as a "
         "checkpoint of dtgpt, or add the architecture to dtgpt/interop",
         Missing("architecture"),
     ),
@@ -135,7 +135,7 @@ def check_architecture(config: ModelConfig, known: Collection[str], kind: str) -
         "kind": kind,
         "known": ", ".join(known),
     }
-    check_rules(WRITTEN_RULES, values, config=config)
+    check_rules(WRITTEN_RULES, values, model=config)
 
 
 def check_dtype(dtype: torch.dtype) -> None:

@@ -47,7 +47,7 @@ class NanoGPT(Source):
         biased = args.get("bias", True)
         table = args["vocab_size"], self.config.hidden_size
         expected = (
-            (*GPT_2.stored_names(name), table if name == TABLE else shape)
+            (GPT_2.stored_names(name)[0], table if name == TABLE else shape)
             for name, shape in iterate_shapes(self.config)
             if biased or not name.endswith(".bias")
         )

@@ -20,7 +20,7 @@ CIRCLES: list[list[str]] = []
 # Modules, and folders of some, that are neither of the core nor in a capability's folder. None may be added.
 SHARED = {
     "commands.chat", "commands.compare", "commands.compare_runs", "commands.doctor",
-    "commands.eval", "commands.lm_eval", "commands.plan", "commands.plot", 
+    "commands.eval", "commands.lm_eval", "commands.plan", "commands.plot",
     "commands.progress", "commands.recipe", "commands.recipes", "commands.results", "commands.serve",
     "commands.translate", "config.fp8", "inference.chat",
     "inference.memory_report", "inference.warm_up",

@@ -10,9 +10,25 @@ from dtgpt.util.rules import Changed, Given, Missing, Rule, Rules
 
 NOT_FOR_MESSAGES = ("append_eod", "encode_special", "json_keys", "prepend_bos", "txt")
 NOT_FOR_MERGE = (
-    *("append_eod", "broken", "chat", "chat_loss", "chat_template", "encode_special", "input", "input_format"),
-    *("json_keys", "log_interval", "merge_file", "preferences", "prepend_bos", "strict", "tokenizer"),
-    *("tokenizer_type", "txt", "vocab_file", "workers"),
+    "append_eod",
+    "broken",
+    "chat",
+    "chat_loss",
+    "chat_template",
+    "encode_special",
+    "input",
+    "input_format",
+    "json_keys",
+    "log_interval",
+    "merge_file",
+    "preferences",
+    "prepend_bos",
+    "strict",
+    "tokenizer",
+    "tokenizer_type",
+    "txt",
+    "vocab_file",
+    "workers",
 )
 
 

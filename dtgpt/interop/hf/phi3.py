@@ -13,6 +13,7 @@ from dtgpt.interop.hf.llama import Llama
 from dtgpt.interop.keys import Key, check_keys, just, not_here
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.models.rotary import RotaryConfig
 from dtgpt.models.source import Part
 
 KEYS = {
@@ -29,6 +30,7 @@ class Phi3(Llama):
     }
 
     def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
+        assert isinstance(config, RotaryConfig)
         rows = self.rows_of_group(name, config)
         if len(rows) > 1:
             groups = len(stored[0]) // sum(rows)
