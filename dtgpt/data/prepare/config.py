@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from dtgpt.data.tokenizers.open import check_named_once
 from dtgpt.util.field_types import Bounds, check_fields
-from dtgpt.util.rules import Changed, Given, Missing, Rule, Rules
+from dtgpt.util.rules import Changed, Given, Missing, Rule, Rules, check_rules
 
 NOT_FOR_MESSAGES = ("append_eod", "encode_special", "json_keys", "prepend_bos", "txt")
 NOT_FOR_MERGE = (
@@ -102,9 +102,11 @@ class PrepareConfig:
     def validate(self) -> None:
         """Raise UserError for what is wrong without a look at files."""
         check_fields(self)
+        check_rules(self.whole_rules, self)
         check_named_once(self.tokenizer, self.vocab_file, self.merge_file)
 
-    rules: ClassVar[Rules] = (
+    # Not `rules`, which a command checks before it has the inputs among the words.
+    whole_rules: ClassVar[Rules] = (
         Rule("the dataset needs a name; give --output-prefix, as in --output-prefix data/mine", Missing("is_named")),
         Rule(
             "give either inputs, such as *.jsonl, or --merge with the prefixes of datasets to join",
