@@ -18,7 +18,7 @@ from dtgpt.inference.cache import Cache, Chunk, DecodeRows, PromptRows
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.pointwise.linear import split_sums
+from dtgpt.ops.linear import split_sums
 from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant

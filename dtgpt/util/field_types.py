@@ -70,8 +70,22 @@ PATH = Pattern(".+", "is not a path; give one, or leave it out")
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
-    """Raise UserError for the first field whose value does not have its annotated type or is out of its bounds, then
-    for the first of the dataclass's `rules` that is broken.
+    """Raise UserError for the first field that breaks its annotation, then for the first of the `rules` that is broken:
+    those of the sections, then those of the dataclass, which may be about all of them."""
+    check_annotations(config, prefix)
+    check_all_rules(config)
+
+
+def check_all_rules(config: Any) -> None:
+    """Raise UserError for the first broken one of the `rules` of a dataclass's sections, then of its own."""
+    for field in fields(config):
+        if is_dataclass(value := getattr(config, field.name)):
+            check_all_rules(value)
+    check_rules(getattr(config, "rules", ()), config)
+
+
+def check_annotations(config: Any, prefix: str = "") -> None:
+    """Raise UserError for the first field whose value does not have its annotated type or is out of its bounds.
 
     A type is one of KINDS, a Literal, a dataclass, whose fields are checked too, or a union of these; fields of other
     types are skipped. True and False are not numbers.
@@ -83,8 +97,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
         for rule in rules:
             check_value(full_name, value, rule)
         if is_dataclass(hint):
-            check_fields(value, f"{full_name}.")
-    check_rules(getattr(config, "rules", ()), config)
+            check_annotations(value, f"{full_name}.")
 
 
 def changed_fields(config: Any) -> set[str]:

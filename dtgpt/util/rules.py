@@ -79,7 +79,7 @@ class Values:
 
 
 class Condition:
-    """What a rule asks of the fields of these names; of several, it holds for the first that fits."""
+    """What a rule asks of the fields of these names: one of them has to fit."""
 
     def __init__(self, *names: str):
         self.names = names
@@ -88,9 +88,9 @@ class Condition:
         """Return whether it holds for the field of this name."""
         raise NotImplementedError
 
-    def first(self, values: Values) -> str | None:
-        """Return the name of the first field for which it holds, None where there is none."""
-        return next((name for name in self.names if self.fits(values, name)), None)
+    def fitting(self, values: Values) -> Iterator[str]:
+        """Yield the names of the fields for which it holds."""
+        return (name for name in self.names if self.fits(values, name))
 
     def __str__(self) -> str:
         return f"{' or '.join(self.names)} is {type(self).__name__.lower()}"
@@ -133,25 +133,38 @@ class Is(Condition):
         return f"{self.names[0]} {self.relation} {value}"
 
 
+class Where(Condition):
+    """A function of the config says of a field that it cannot be so. Its docstring says when."""
+
+    def __init__(self, name: str, function: Callable[[Any], bool]):
+        super().__init__(name)
+        self.function = function
+
+    def fits(self, values: Values, name: str) -> bool:
+        return self.function(values.config)
+
+    def __str__(self) -> str:
+        return f"{self.names[0]}: {self.function.__doc__ or self.function.__name__}"
+
+
 class Rule:
     """Values that cannot stand together: the sentence about them, said where all `conditions` hold.
 
     The sentence has values in braces, by the names that conditions use: `{optimizer.lr:g}`; with `!r` a value is quoted
-    and shortened. `{field}`, `{option}` (with dashes), `{value}` and `{default}` are those of the field for which the
+    and shortened. `{field}`, `{option}` (with dashes), `{value}` and `{default}` are those of each field for which the
     first condition holds. `{remedy}` is what the function `remedy` returns for the config: a computed value.
     """
 
     def __init__(self, sentence: str, *conditions: Condition, remedy: Callable[[Any], str] | None = None):
         self.sentence, self.conditions, self.remedy = sentence, conditions, remedy
 
-    def problem(self, values: Values) -> str | None:
-        """Return the sentence where all conditions hold, else None. One is asked only where those before it hold."""
-        names = []
-        for condition in self.conditions:
-            if (name := condition.first(values)) is None:
-                return None
-            names.append(name)
-        return _Sentence(values, names[0], self.remedy).format(self.sentence)
+    def problems(self, values: Values) -> Iterator[str]:
+        """Yield the sentence for each field of the first condition where the others hold, too. A condition is asked
+        only where those before it hold."""
+        first, *others = self.conditions
+        for name in first.fitting(values):
+            if all(any(other.fitting(values)) for other in others):
+                yield _Sentence(values, name, self.remedy).format(self.sentence)
 
 
 Rules = Sequence[Rule]
@@ -165,11 +178,10 @@ def check_rules(rules: Rules, config: Any, **others: Any) -> None:
 
 
 def broken(rules: Rules, config: Any, **others: Any) -> Iterator[str]:
-    """Yield the sentence of each rule that values break."""
+    """Yield a sentence for each field that breaks a rule, in the order of the rules."""
     values = Values(config, others)
     for rule in rules:
-        if (sentence := rule.problem(values)) is not None:
-            yield sentence
+        yield from rule.problems(values)
 
 
 class _Sentence(string.Formatter):

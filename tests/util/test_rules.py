@@ -7,12 +7,17 @@ import pytest
 
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds, check_fields
-from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules, broken, check_rules
+from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules, Where, broken, check_rules
 from tests.support.refusals import listed_rules
 
 
 def doubled(run: "Run") -> str:
     return str(2 * run.steps)
+
+
+def is_long(run: "Run") -> bool:
+    """it has more than two characters"""
+    return len(run.prompt) > 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,8 @@ class Run:
     )
     plan_rules: ClassVar[Rules] = (
         Rule("steps={steps} are cut by tp={plan.tp}", Is("steps", "is no multiple of", Other("plan.tp"))),
-        Rule("{field}={value} is not {default}", Changed("steps", "warmup"), Is("plan.tp", ">=", 4)),
+        Rule("{field}={value} is not {default}", Changed("steps", "warmup", "file"), Is("plan.tp", ">=", 4)),
+        Rule("the prompt is long", Where("prompt", is_long)),
     )
 
 
@@ -79,9 +85,9 @@ def test_values_that_keep_all_rules_pass():
     check_rules(Run.plan_rules, Run(), plan=Degrees(5 - 3))
 
 
-def test_other_objects_are_handed_over_by_name_and_the_first_field_that_fits_is_told():
-    found = list(broken(Run.plan_rules, Run(warmup=3), plan=Degrees(4)))
-    assert found == ["steps=10 are cut by tp=4", "warmup=3 is not 0"]
+def test_other_objects_are_handed_over_by_name_and_each_field_that_fits_is_told():
+    found = list(broken(Run.plan_rules, Run(warmup=3, prompt="abc", file="d"), plan=Degrees(4)))
+    assert found == ["steps=10 are cut by tp=4", "warmup=3 is not 0", "file=d is not ", "the prompt is long"]
 
 
 def test_a_mapping_has_rules_too_and_lacks_what_it_does_not_have():
@@ -97,4 +103,5 @@ def test_the_list_of_rules_has_types_bounds_conditions_and_sections():
     assert ("steps", "bounds", "1 or more") in found
     assert ("warmup", "rule", "warmup > steps") in found
     assert ("loss.smoothing", "rule", "smoothing is changed and name == 'plain'") in found
-    assert ("steps, warmup", "rule", "steps or warmup is changed and plan.tp >= 4") in found
+    assert ("steps, warmup, file", "rule", "steps or warmup or file is changed and plan.tp >= 4") in found
+    assert ("prompt", "rule", "prompt: it has more than two characters") in found

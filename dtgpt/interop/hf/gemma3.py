@@ -10,8 +10,8 @@ from dtgpt.interop.hf.architecture import read_activation, write_activation
 from dtgpt.interop.hf.llama import TIED, Family, LikeLlama, read_pattern, read_shape, write_pattern, write_shape
 from dtgpt.interop.hf.rope import FULL, SLIDING, read_rope_of_kinds, write_rope_of_kinds
 from dtgpt.interop.keys import Key, Keys, check_keys, is_off, just, not_here, read_key, whole, whole_number
-from dtgpt.models.gemma3 import Gemma3Config
-from dtgpt.models.windows import MOST_KINDS
+from dtgpt.models.families.gemma3 import Gemma3Config
+from dtgpt.models.rotary import MOST_KINDS
 from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 
 FAMILY = Family(4, 256, 9216, 131072, 262208, hidden=2304, layers=26, heads=8, tied=True)

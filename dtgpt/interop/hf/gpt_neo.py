@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dtgpt.interop.foreign import checked
+from dtgpt.interop.foreign import checked, shortest_pattern
 from dtgpt.interop.hf.architecture import Architecture, read_activation, write_activation
 from dtgpt.interop.hf.gpt2 import width_of_mlp
 from dtgpt.interop.keys import EPSILON, POSITIVE, Key, check_aliases, check_keys, just, not_here, read_key, whole_number
-from dtgpt.models.gpt_neo import GPTNeoConfig
-from dtgpt.models.windows import MOST_KINDS, shortest_pattern
+from dtgpt.models.families.gpt_neo import GPTNeoConfig
+from dtgpt.models.rotary import MOST_KINDS
 from dtgpt.util.errors import UserError, shown
 
 KINDS = ("global", "local")

@@ -16,9 +16,9 @@ from dtgpt.interop.hf.llama import TIED, Family, LikeLlama, read_pattern, read_s
 from dtgpt.interop.hf.rope import LENGTH, read_rope, write_rope
 from dtgpt.interop.keys import Key, Keys, among, check_keys, just, not_here
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.gpt_oss import GptOssConfig
+from dtgpt.models.families.gpt_oss import GptOssConfig
 from dtgpt.models.source import Part, cut
-from dtgpt.ops.pointwise.gated import LIMIT, SLOPE
+from dtgpt.ops.activations import LIMIT, SLOPE
 from dtgpt.util.rules import Is, Rule, Rules, check_rules
 
 FAMILY = Family(8, 64, 2880, 131072, 201088, eps=1e-5, hidden=2880, layers=36, heads=64)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from dtgpt.interop.foreign import checked
+from dtgpt.interop.foreign import checked, shortest_pattern
 from dtgpt.interop.hf.architecture import Architecture, read_activation, write_activation
 from dtgpt.interop.hf.rope import FULL, SLIDING, read_rope, write_rope
 from dtgpt.interop.keys import (
@@ -28,8 +28,7 @@ from dtgpt.interop.keys import (
 )
 from dtgpt.models.config import LARGEST_SIZE
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.models.rotary import RotaryConfig
-from dtgpt.models.windows import LOCAL, MOST_KINDS, WindowConfig, shortest_pattern
+from dtgpt.models.rotary import LOCAL, MOST_KINDS, RotaryConfig, WindowConfig
 from dtgpt.util.errors import UserError
 
 Windows = Literal["none", "all", "typed", "switched"]

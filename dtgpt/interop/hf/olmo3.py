@@ -9,7 +9,7 @@ from dtgpt.interop.hf.architecture import Architecture, read_activation, write_a
 from dtgpt.interop.hf.llama import TIED, Family, LikeLlama, read_pattern, read_shape, write_pattern, write_shape
 from dtgpt.interop.hf.rope import FULL, SLIDING, read_rope_of_kinds, write_rope_of_kinds
 from dtgpt.interop.keys import Key, Keys, check_keys, is_off, not_here
-from dtgpt.models.olmo3 import Olmo3Config
+from dtgpt.models.families.olmo3 import Olmo3Config
 from dtgpt.util.errors import UserError
 
 FAMILY = Family(None, None, 11008, 2048, 50304, eps=1e-5)
