@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-RUN = "import sys; from dtgpt.commands.prepare import command; sys.exit(command(sys.argv[1:]))"
+RUN = "import sys; from dtgpt.data.prepare.command import command; sys.exit(command(sys.argv[1:]))"
 
 
 def write_corpus(path: Path, size: int) -> str:

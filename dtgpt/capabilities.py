@@ -2,7 +2,8 @@
 works as before."""
 
 # The module that describes the capability, and those of the capabilities whose modules it imports. Sections of recipes
-# stand in this order, in `--help` too, and formats are asked in it: that of library_tokenizers takes every file.
+# stand in this order, in `--help` too, and formats are asked in it: pairs of answers are chats,
+# too, and these are token files; that of library_tokenizers takes every file.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
@@ -16,15 +17,12 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.optim.muon", ()),
     ("dtgpt.optim.fp8", ()),
     ("dtgpt.optim.z_scores", ()),
-    (
-        "dtgpt.data.prepare",
-        ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo"),
-    ),
-    ("dtgpt.posttrain.chats", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.data.prepare")),
-    ("dtgpt.data.megatron", ("dtgpt.data.library_tokenizers", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
-    ("dtgpt.data.library_tokenizers", ("dtgpt.posttrain.chats",)),
+    ("dtgpt.data.prepare", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron")),
     ("dtgpt.posttrain.lora", ()),
     ("dtgpt.posttrain.dpo", ("dtgpt.data.megatron", "dtgpt.posttrain.chats")),
+    ("dtgpt.posttrain.chats", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.data.prepare")),
+    ("dtgpt.data.megatron", ()),
+    ("dtgpt.data.library_tokenizers", ()),
     (
         "dtgpt.posttrain.grpo",
         ("dtgpt.evaluation", "dtgpt.parallel.context_parallel", "dtgpt.posttrain.chats", "dtgpt.posttrain.lora"),
@@ -80,7 +78,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("dtgpt.inference.beams", ()),
     ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
-    ("dtgpt.serve", ("dtgpt.inference.beams", "dtgpt.posttrain.chats")),
+    ("dtgpt.serve", ("dtgpt.data.library_tokenizers", "dtgpt.inference.beams", "dtgpt.posttrain.chats")),
     ("dtgpt.commands.prompt_files", ()),
     ("dtgpt.tools", ()),
 )

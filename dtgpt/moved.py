@@ -53,6 +53,8 @@ FOLDERS = {
     ): "ending>checkpoints saving>checkpoints evaluate>objective samples>texts.generate progress>observer job>start "
     "settle>start startup>setup processes>setup",
     ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
+    ("dtgpt.commands", "dtgpt.interop"): "convert inspect>inspect_command",
+    ("dtgpt.commands", "dtgpt.data.prepare"): "prepare>command tokenizer>tokenizer_command",
     ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
     ("dtgpt.commands", "dtgpt.serve"): "serve>command",
     (

@@ -10,12 +10,13 @@ from dtgpt.commands.command import Command
 from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
 from dtgpt.commands.generated import Keyboard
 from dtgpt.commands.model_options import open_as_asked
+from dtgpt.data.library_tokenizers.chat_template import keep_template, template_of
 from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.model import Model, Need
 from dtgpt.inference.options import read_options
 from dtgpt.inference.session import PromptJob, Session
-from dtgpt.posttrain.chats.template import Message, keep_template, template_of
+from dtgpt.posttrain.chats.template import Message
 from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds

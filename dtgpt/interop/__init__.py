@@ -5,13 +5,13 @@ from dtgpt.util.seams import Capability, CommandEntry
 CAPABILITY = Capability(
     commands={
         "convert": CommandEntry(
-            "dtgpt.commands.convert:command",
+            "dtgpt.interop.convert:command",
             "dtgpt convert MODEL TARGET --to hf|megatron|dtgpt\n"
             "    convert from and to Hugging Face and Megatron-LM; from nanoGPT and llm.c",
             place=110,
         ),
         "inspect": CommandEntry(
-            "dtgpt.commands.inspect:command",
+            "dtgpt.interop.inspect_command:command",
             "dtgpt inspect MODEL | PREFIX\n    verify and describe a checkpoint or model; describe token files",
             place=130,
         ),

@@ -8,8 +8,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.load import disjoint
+from dtgpt.interop.foreign import reading
 from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part
 from dtgpt.util.errors import UserError, shown, shown_name
@@ -65,7 +65,7 @@ class DistributedFolder:
         self.folder, self.path = folder, folder / METADATA
         self._checked: set[ByteRange] = set()  # pieces whose checksums are right
         metadata = open_bare_pickle(self.path, MOST_READS)
-        with self._reading():
+        with reading(self.path, "copy the whole folder again"):
             fields = _fields(metadata, "Metadata")
             places = dict(map(_placed, _dictionary(fields["storage_data"]).items()))
             self.tensors: dict[str, Stored] = {}
@@ -113,61 +113,44 @@ class DistributedFolder:
             )
         return found.detach()
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Raise any error as a UserError about `.metadata`."""
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:  # a damaged or hostile pickle can hold anything
-            reason = (str(error).strip().splitlines() or [""])[-1][:200]
-            raise UserError(f"{self.path} cannot be read ({reason}); copy the whole folder again") from None
+
+def _due(value: Any, fits: bool, what: str) -> Any:
+    """Return a value that `fits`. Raise ValueError for another one, where `what` is due."""
+    if not fits:
+        raise ValueError(f"it has {shown(value)} where {what} is due")
+    return value
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
     """Return the attributes of an object of the foreign class `kind`. Raise ValueError for another object."""
-    if not isinstance(value, StandIn) or value.foreign.rpartition(".")[2] != kind or not isinstance(value.state, dict):
-        raise ValueError(f"it has {shown(value)} where {kind} is due")
-    return value.state
+    fits = isinstance(value, StandIn) and value.foreign.rpartition(".")[2] == kind and isinstance(value.state, dict)
+    return _due(value, fits, kind).state
 
 
 def _dictionary(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"it has {shown(value)} where a dictionary is due")
-    return value
+    return _due(value, isinstance(value, dict), "a dictionary")
 
 
 def _sizes(value: Any) -> Shape:
     """Return sizes or offsets. Raise ValueError for impossible ones."""
-    if not isinstance(value, tuple | list) or len(value) > LARGEST_RANK:
-        raise ValueError(f"it has the sizes {shown(value)}")
-    return tuple(map(_size, value))
+    sizes = _due(value, isinstance(value, tuple | list) and len(value) <= LARGEST_RANK, "a list of sizes")
+    return tuple(map(_size, sizes))
 
 
 def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < LARGEST:
-        raise ValueError(f"it has {shown(value)} where a size or a position is due")
-    return value
+    return _due(value, type(value) is int and 0 <= value < LARGEST, "a size or a position")
 
 
 def _placed(item: tuple[Any, Any]) -> tuple[tuple[str, Shape], ByteRange]:
     """Return ((name, offset), place) of an entry of `storage_data`, where an object has the offset ()."""
     index, info = _fields(item[0], "MetadataIndex"), _fields(item[1], "_StorageInfo")
     file = info["relative_path"]
-    if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
-        raise ValueError(f"{shown(file)} is not the name of a file in the folder")
+    _due(file, isinstance(file, str) and FILE_NAME.fullmatch(file) is not None, "the name of a file in the folder")
     if info.get("transform_descriptors"):
         raise ValueError(f"{file} was transformed ({shown(info['transform_descriptors'])}); save it without transforms")
     place = ByteRange(file, _size(info["offset"]), _size(info["length"]))
     offset = () if index.get("offset") is None else _sizes(index["offset"])
-    return (_name(index["fqn"]), offset), place
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"it has {shown(value)} where a name is due")
-    return value
+    return (_due(index["fqn"], isinstance(index["fqn"], str), "a name"), offset), place
 
 
 def _stored(name: str, about: Any, places: dict[tuple[str, Shape], ByteRange]) -> Stored:
@@ -204,13 +187,10 @@ def _check_places(folder: Path, places: Iterable[ByteRange]) -> None:
         by_file[place.file].append(place)
     for name, found in by_file.items():
         path = folder / name
-        try:
-            with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-        except FileNotFoundError:
-            raise UserError(f"{path} is missing; copy the whole checkpoint") from None
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}); copy the whole checkpoint") from None
+        if not path.exists():
+            raise UserError(f"{path} is missing; copy the whole checkpoint")
+        with reading(path, "copy the whole checkpoint"), open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
         end = 0
         for place in sorted(found, key=lambda place: (place.begin, place.size)):
             if place.begin < end:

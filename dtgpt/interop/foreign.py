@@ -1,11 +1,12 @@
-"""What readers and writers of other libraries' models share: checks of their values and tensors, and dtypes."""
+"""What readers and writers of other libraries' models share: checks of their tensors, and dtypes. Those of values are
+tables of keys (`keys.py`)."""
 
-import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,52 +16,36 @@ from dtgpt.models.inventory import Shape
 from dtgpt.models.rotary import GLOBAL, LOCAL, MOST_KINDS
 from dtgpt.models.source import Part, Source, cut, has_vocabulary, is_finite, without_padding
 from dtgpt.util.console import counted
-from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.rules import Given, Is, Missing, Other, Rule, Rules, check_rules
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of weights
 MOST_NAMED = 10  # tensors in a sentence
 
 Config = TypeVar("Config", bound=ModelConfig)
-Rules = Mapping[str, tuple[Any, Callable[[Any], bool], str]]  # by option: its default, what fits, why others do not
 
 
-def whole_number(settings: Mapping[str, Any], names: Sequence[str], default: int | None, place: Path) -> int:
-    """Return the whole number under the first of `names` that is there. Raise UserError for another value."""
-    value = next((settings[n] for n in names if settings.get(n) is not None), default)
-    if type(value) is not int:
-        raise UserError(
-            f"{place} has {names[0]}={shown(value)}, which is not a whole number; give the file as it was written"
-        )
-    return value
-
-
-def check_names(settings: Mapping[str, Any], names: Mapping[str, str], place: Path) -> None:
-    """Raise UserError where two names of one number say different ones, of which libraries take either. names: one by
-    the other."""
-    for one, other in names.items():
-        said = [settings.get(name) for name in (one, other)]
-        if None not in said and said[0] != said[1]:
-            raise UserError(
-                f"{place} has both {one}={shown(said[0])} and {other}={shown(said[1])}, which are two names of one "
-                "number; leave out the one that is not the model's"
-            )
-
-
-def epsilon(settings: Mapping[str, Any], names: Sequence[str], default: float, place: Path) -> float:
-    """Return the epsilon of a norm under the first of `names` that is there. Raise UserError for an impossible one."""
-    value = next((settings[n] for n in names if settings.get(n) is not None), default)
-    if not isinstance(value, float) or not 0 < value < 1:
-        raise UserError(f"{place} has {names[0]}={shown(value)}; it must be more than 0 and less than 1")
-    return value
-
-
-def check_rules(settings: Mapping[str, Any], rules: Rules, place: Path) -> None:
-    """Raise UserError for the first option that breaks its rule."""
-    for name, (default, fits, reason) in rules.items():
-        value = settings.get(name, default)
-        if not fits(value):
-            text = json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
-            raise UserError(f"{place} has {name}={text}; {reason}: give another model")
+TENSOR_RULES: Rules = (  # of the shape in a file, and that of the configuration
+    Rule("{place} has no tensor {name}, which must be {shape}; give a complete model", Missing("there")),
+    Rule(
+        "{place} has {name} of shape {there!r} where its configuration asks for {shape}; give weights and "
+        "configuration of the same model",
+        Is("there", "!=", Other("shape")),
+    ),
+)
+WRITTEN_RULES: Rules = (  # of models that other libraries have
+    Rule(
+        "the model is a {name}, which is not dtgpt's {architecture}, and a {kind} holds no other; keep it as a "
+        "checkpoint of dtgpt",
+        Given("architecture"),
+        Given("is_other"),
+    ),
+    Rule(
+        "the model is of the architecture {model.architecture}, and a {kind} holds one of {known}; keep it as a "
+        "checkpoint of dtgpt, or add the architecture to dtgpt/interop",
+        Missing("architecture"),
+    ),
+)
 
 
 def checked(config: Config, place: Path) -> Config:
@@ -72,17 +57,25 @@ def checked(config: Config, place: Path) -> Config:
     return config
 
 
+@contextmanager
+def reading(path: Path, remedy: str) -> Iterator[None]:
+    """Raise any error that a file causes, but a UserError, as one about `path`: a damaged or hostile file can make a
+    reader raise anything."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[-1][:200]
+        raise UserError(f"{path} cannot be read ({reason}); {remedy}") from None
+
+
 def check_tensors(found: Mapping[str, Shape], expected: Iterable[tuple[str, Shape]], place: Path) -> None:
     """Raise UserError for a tensor that is missing, has another shape or is unknown. Both have the file's names."""
     unknown = set(found)
     for name, shape in expected:
-        if name not in found:
-            raise UserError(f"{place} has no tensor {name}, which must be {list(shape)}; give a complete model")
-        if found[name] != shape:
-            raise UserError(
-                f"{place} has {name} of shape {shown(list(found[name]))} where its configuration asks for "
-                f"{list(shape)}; give weights and configuration of the same model"
-            )
+        there = list(found[name]) if name in found else None
+        check_rules(TENSOR_RULES, {"place": place, "name": name, "there": there, "shape": list(shape)})
         unknown.remove(name)
     if unknown:
         raise UserError(
@@ -138,21 +131,25 @@ def is_of_same_weights(config: ModelConfig) -> bool:
 
 def check_architecture(config: ModelConfig, known: Collection[str], kind: str) -> None:
     """Raise UserError where a model cannot be written as `kind`, a folder or tree of another library."""
-    if config.architecture in known and is_own(type(config)) and not is_of_same_weights(config):
-        raise UserError(
-            f"the model is a {type(config).__name__}, which is not dtgpt's {config.architecture}, and a {kind} holds "
-            "no other; keep it as a checkpoint of dtgpt"
-        )
-    if config.architecture not in known:
-        raise UserError(
-            f"the model is of the architecture {config.architecture}, and a {kind} holds one of {', '.join(known)}; "
-            "keep it as a checkpoint of dtgpt, or add the architecture to dtgpt/interop"
-        )
+    values = {
+        "name": type(config).__name__,
+        "architecture": config.architecture if config.architecture in known else None,
+        "is_other": is_own(type(config)) and not is_of_same_weights(config),
+        "kind": kind,
+        "known": ", ".join(known),
+    }
+    check_rules(WRITTEN_RULES, values, model=config)
 
 
 def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is not one of weights; use one of {', '.join(map(str, DTYPES))}")
+
+
+def check_stored(name: str, dtype: torch.dtype, place: Path, remedy: str = "give plain weights in") -> None:
+    """Raise UserError for a tensor of a file that is in another type than weights are."""
+    if dtype not in DTYPES:
+        raise UserError(f"{place} has {shown_name(name)} in {dtype}; {remedy} fp32, fp16 or bf16")
 
 
 def cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:

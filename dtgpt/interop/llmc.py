@@ -14,16 +14,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.interop.foreign import as_parameter, checked
+from dtgpt.interop.foreign import as_parameter, checked, reading
 from dtgpt.interop.hf.gpt2 import reorder_qkv
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.models.source import Part, Source, parameter_shapes
-from dtgpt.util.errors import UserError
+from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 from dtgpt.util.storage import open_regular
 
 MAGIC = 20240326
 HEADER_BYTES = 256 * 4
 DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by the version in the header
+
+
+HEADER_RULES: Rules = (
+    Rule(
+        f"{{path}} does not begin as a model of llm.c (magic {MAGIC}); give its model_*.bin",
+        Is("magic", "!=", MAGIC),
+    ),
+    Rule(
+        "{path} has version {version}; write it as version 3 (fp32) or 5 (bf16) of llm.c",
+        Is("version", "not in", DTYPES),
+    ),
+)
+SIZE_RULES: Rules = (
+    Rule(
+        "{path} has a table of {rows} rows for {vocabulary} tokens; copy the file again, whole",
+        Is("rows", "<", Other("vocabulary")),
+    ),
+    Rule(
+        "{path} has {size} bytes, where its header asks for {wanted}; copy it again, whole",
+        Is("size", "!=", Other("wanted")),
+    ),
+)
 
 
 class LLMC(Source):
@@ -41,12 +63,10 @@ class LLMC(Source):
             num_layers=layers, hidden_size=width, num_heads=heads, seq_length=length, vocab_size=vocabulary
         )
         self.config = checked(config, path)
-        if not vocabulary <= rows:
-            raise UserError(f"{path} has a table of {rows} rows for {vocabulary} tokens; copy the file again, whole")
         self._layout, elements = _layout(self.config, rows)
         wanted = HEADER_BYTES + elements * self._dtype.itemsize
-        if size != wanted:
-            raise UserError(f"{path} has {size} bytes, where its header asks for {wanted}; copy it again, whole")
+        sizes = {"path": path, "rows": rows, "vocabulary": vocabulary, "size": size, "wanted": wanted}
+        check_rules(SIZE_RULES, sizes)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         start, shape = self._layout[re.sub(r"^blocks\.\d+", "blocks.0", name)]
@@ -57,25 +77,19 @@ class LLMC(Source):
     def _map(self, start: int, shape: tuple[int, ...]) -> Tensor:
         """Map `shape` elements from the element `start` on, as they are in the file."""
         integers, offset = f"<i{self._dtype.itemsize}", HEADER_BYTES + start * self._dtype.itemsize
-        try:  # numpy has no bf16; "c": torch wants writable memory, and the file stays as it is
+        with reading(self.path, "copy it again, whole"):
+            # numpy has no bf16; "c": torch wants writable memory, and the file stays as it is
             bits = np.memmap(self.path, dtype=integers, mode="c", offset=offset, shape=shape)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.path} cannot be read ({error}); copy it again, whole") from None
         return torch.from_numpy(bits).view(self._dtype)
 
 
 def _header(path: Path) -> tuple[list[int], int]:
     """Return the 256 integers, and the size of the file in bytes. Raise UserError for a file that is not a model of
     llm.c."""
-    try:
-        with open_regular(path) as file:
-            header, size = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4").tolist(), os.fstat(file.fileno()).st_size
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); give a model file of llm.c") from None
-    if len(header) < HEADER_BYTES // 4 or header[0] != MAGIC:
-        raise UserError(f"{path} does not begin as a model of llm.c (magic {MAGIC}); give its model_*.bin")
-    if header[1] not in DTYPES:
-        raise UserError(f"{path} has version {header[1]}; write it as version 3 (fp32) or 5 (bf16) of llm.c")
+    with reading(path, "give a model file of llm.c"), open_regular(path) as file:
+        header, size = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4").tolist(), os.fstat(file.fileno()).st_size
+    magic, version = header[:2] if len(header) == HEADER_BYTES // 4 else (0, 0)
+    check_rules(HEADER_RULES, {"path": path, "magic": magic, "version": version})
     return header, size
 
 

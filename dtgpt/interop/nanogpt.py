@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.interop.foreign import as_parameter, check_tensors, checked, plain_names, untied, whole_number
-from dtgpt.interop.hf.gpt2 import BUFFERS, PREFIX, reorder_qkv, stored_name
+from dtgpt.interop.foreign import as_parameter, check_tensors, checked, plain_names, untied
+from dtgpt.interop.hf.gpt2 import GPT_2, reorder_qkv
+from dtgpt.interop.keys import Key, Keys, check_keys, is_flag, whole_number
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.models.source import Part, Source, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
@@ -20,6 +21,9 @@ PADDING_NOTE = (
     f"the checkpoint has {PADDED} outputs, which is how nanoGPT rounds up GPT-2's {TRUE} tokens; the last "
     f"{PADDED - TRUE}, which occur in no text, were left out"
 )
+
+
+KEYS: Keys = {"bias": Key(is_flag, ", neither True nor False; give ckpt.pt as nanoGPT wrote it", True)}
 
 
 class NanoGPT(Source):
@@ -39,14 +43,11 @@ class NanoGPT(Source):
         self.notes = (PADDING_NOTE,) if args["vocab_size"] == PADDED else ()
         self._tensors = _tensors(model, path)
         output = self._tensors.pop("lm_head.weight", None)
+        check_keys(args, KEYS, path)
         biased = args.get("bias", True)
-        if type(biased) is not bool:
-            raise UserError(
-                f"{path} has bias={shown(biased)}, neither True nor False; give ckpt.pt as nanoGPT wrote it"
-            )
         table = args["vocab_size"], self.config.hidden_size
         expected = (
-            (stored_name(name), table if name == TABLE else shape)
+            (GPT_2.stored_names(name)[0], table if name == TABLE else shape)
             for name, shape in iterate_shapes(self.config)
             if biased or not name.endswith(".bias")
         )
@@ -59,9 +60,10 @@ class NanoGPT(Source):
                 raise untied(path)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        stored = self._tensors.get(stored_name(name))
+        (plain,) = GPT_2.stored_names(name)
+        stored = self._tensors.get(plain)
         if stored is None:  # a bias
-            stored = torch.zeros(len(self._tensors[stored_name(name).replace(".bias", ".weight")]), device="cpu")
+            stored = torch.zeros(len(self._tensors[plain.replace(".bias", ".weight")]), device="cpu")
         return as_parameter(reorder_qkv(self._checksums.check(stored), name, self.config), name, self.config, part)
 
 
@@ -83,7 +85,7 @@ def _config(args: Mapping[str, Any], path: Path) -> GPT2Config:
 def _tensors(model: dict[str, Any], path: Path) -> dict[str, Tensor]:
     """Return the weights by GPT-2's names. Raise UserError for a value that is not a weight."""
     tensors = {}
-    for plain, name in plain_names(model, PREFIX, BUFFERS, path).items():
+    for plain, name in plain_names(model, GPT_2.prefix, GPT_2.buffers, path).items():
         value = model[name]
         if not isinstance(value, Tensor):
             raise UserError(

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dtgpt.posttrain.chats.template import KEY
+from dtgpt.data.library_tokenizers.chat_template import KEY
 from dtgpt.serve.service import Service
 
 

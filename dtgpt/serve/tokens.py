@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from dtgpt.data.library_tokenizers.chat_template import template_of
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.posttrain.chats.template import template_of
 from dtgpt.serve.body import read_json
 from dtgpt.serve.openai_keys import SWITCH, TEXT, Kind, read_kind
 from dtgpt.serve.openai_request import check_model

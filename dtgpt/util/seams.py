@@ -110,6 +110,8 @@ class Capability:
     ] = ()  # what keeps what a start of a run was, when another one begins: see `describe_run`
     sources: tuple[str, ...] = ()  # weights of other libraries
     datasets: tuple[str, ...] = ()  # data that are no plain text
+    # What makes tokens of lines of messages: a `data.prepare.encode.MessageFormat`, by the option that asks for it.
+    encoders: Mapping[str, str] = field(default_factory=dict)
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
     state_bytes: tuple[str, ...] = ()  # of a rank, before it allocates: a function of its settings and its number
     plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes

@@ -158,7 +158,7 @@ OTHERS = [
     ("gpt_neo", {"num_attention_heads": 2}, "both num_heads=4 and num_attention_heads=2"),
     ("gemma3", {"is_causal": False}, "is_causal=false"),
     ("olmo3", {"attention_bias": True}, "attention_bias=true"),
-    ("olmo3", {"sliding_window": None}, "sliding_window=None"),
+    ("olmo3", {"sliding_window": None}, "sliding_window=null"),
     ("olmo3", {"rope_theta": 1e4, "rope_parameters": None}, "rope_theta=10000.0 of full_attention"),
     ("olmo3", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_parameters="),
     ("olmo3", {"rope_parameters": {"sliding_attention": LINEAR}}, "rope_type='linear' of sliding_attention"),

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from dtgpt.checkpoint.load import Saved, check_same_model
 from dtgpt.checkpoint.open import open_source
-from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.config.overrides import read_words
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.inference.load import load
-from dtgpt.interop.hf import llama
+from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.hf import model as huggingface
+from dtgpt.interop.hf.llama import LLAMA
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface
 from dtgpt.interop.hf.origin import Origin
 from dtgpt.interop.inspect import inspect, model_digest
@@ -107,9 +107,9 @@ def test_every_model_of_dtgpt_is_one_of_transformers(tmp_path, settings):
 def test_a_part_of_a_packed_matrix_is_made_of_the_groups_that_it_touches():
     config = our_model(num_kv_heads=4, num_heads=8, head_dim=8).config
     stored = [torch.randn(n, 48) for n in (64, 32, 32)]
-    whole = llama.from_stored(stored, "blocks.0.attn.qkv.weight", config, None)
+    whole = LLAMA.from_stored(stored, "blocks.0.attn.qkv.weight", config, None)
     for rows in (range(35, 61), range(32), range(96, 128), range(7, 7), range(128)):
-        part = llama.from_stored(stored, "blocks.0.attn.qkv.weight", config, [rows, range(5, 20)])
+        part = LLAMA.from_stored(stored, "blocks.0.attn.qkv.weight", config, [rows, range(5, 20)])
         assert torch.equal(part, whole[rows.start : rows.stop, 5:20])
         groups = {row // 32 for row in rows} or {0}
         assert part.untyped_storage().nbytes() <= 4 * 15 * 32 * len(groups)
@@ -235,7 +235,7 @@ def test_a_window_that_hides_nothing_is_no_other_model(tmp_path):
     their_model("odd width").save_pretrained(tmp_path)  # a window of all 64 positions
     held = HuggingFace(tmp_path).config
     older, settings = replace(held, window=0), json.loads((tmp_path / "config.json").read_text())
-    made = {"config.json": llama.write_config(older) | {"torch_dtype": "float32"}}
+    made = {"config.json": LLAMA.write_config(older) | {"torch_dtype": "float32"}}
     assert Origin({"config.json": settings}).settings(older, made)["config.json"]["sliding_window"] == 64
     check_same_model(tmp_path, held, older)
     refused(lambda: check_same_model(tmp_path, replace(held, window=63), older), "window 63 there, 0 here")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from dtgpt.interop.hf import llama
+from dtgpt.interop.hf.llama import LLAMA
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace
 from dtgpt.interop.hf.rope import FULL, SLIDING
 from tests.support.huggingface_llamas import LLAMA31, SIZES, our_model, their_model
@@ -44,10 +44,10 @@ def test_configurations_of_both_generations_are_one_model(tmp_path, kind, rewrit
 
 def test_the_written_configuration_has_the_keys_of_both_generations(tmp_path):
     config = our_model(rope_factor=8.0, rope_theta=5e5).config
-    written = llama.write_config(config)
+    written = LLAMA.write_config(config)
     assert written["rope_theta"] == 5e5 and written["rope_scaling"]["rope_type"] == "llama3"
     assert written["rope_parameters"] == {"rope_theta": 5e5, **written["rope_scaling"]}
-    plain = llama.write_config(replace(config, rope_factor=1.0))
+    plain = LLAMA.write_config(replace(config, rope_factor=1.0))
     assert plain["rope_scaling"] is None and plain["rope_parameters"] == {"rope_theta": 5e5, "rope_type": "default"}
     read = transformers.LlamaConfig(**written)
     assert read.rope_parameters == written["rope_parameters"]
@@ -60,8 +60,8 @@ def test_what_is_missing_is_what_transformers_takes(tmp_path, name, null):
     absent = {"num_key_value_heads": None, "rope_scaling": None, "rope_parameters": None} if null else {}
     given = {"sliding_window": None, "num_attention_heads": 64} | absent
     theirs = getattr(transformers, f"{name}Config")(**given)
-    ours = llama.read_config({"model_type": theirs.model_type, **given}, tmp_path)
-    assert ours == llama.read_config(theirs.to_dict(), tmp_path)
+    ours = LLAMA.read_config({"model_type": theirs.model_type, **given}, tmp_path)
+    assert ours == LLAMA.read_config(theirs.to_dict(), tmp_path)
     found = ours.num_heads, ours.num_kv_heads, ours.head_dim, ours.ffn_hidden_size, ours.seq_length, ours.vocab_size
     names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
     assert found == tuple(getattr(theirs, key) for key in (*names, "vocab_size"))
@@ -146,8 +146,8 @@ def test_a_model_that_dtgpt_does_not_have_is_refused_by_its_key(tmp_path, kind, 
     ],
 )  # fmt: skip
 def test_settings_that_change_nothing_are_accepted(tmp_path, kind, settings):
-    plain = llama.read_config(SIZES | {"model_type": kind}, tmp_path)
-    assert llama.read_config(SIZES | {"model_type": kind} | settings, tmp_path) == plain
+    plain = LLAMA.read_config(SIZES | {"model_type": kind}, tmp_path)
+    assert LLAMA.read_config(SIZES | {"model_type": kind} | settings, tmp_path) == plain
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_hostile_numbers_of_a_scaling_are_one_sentence(tmp_path, name):
 
 def test_scaling_without_its_length_takes_that_of_the_model(tmp_path):
     scaling = {k: v for k, v in LLAMA31.items() if k != "original_max_position_embeddings"}
-    config = llama.read_config(SIZES | {"model_type": "llama", "rope_scaling": scaling}, tmp_path)
+    config = LLAMA.read_config(SIZES | {"model_type": "llama", "rope_scaling": scaling}, tmp_path)
     assert config.rope_original_length == 64
     theirs = transformers.LlamaConfig(**SIZES, rope_scaling=dict(scaling))
     assert theirs.rope_parameters["original_max_position_embeddings"] == 64

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.library_tokenizers.export import class_note, transformers_files
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
+from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.hf.model import ARCHITECTURES, HuggingFace
 from dtgpt.interop.hf.origin import Origin, read_origin
 from dtgpt.interop.marks import ORIGIN

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from dtgpt.interop.hf import model as huggingface
-from dtgpt.interop.hf.activation import NAMES
+from dtgpt.interop.hf.architecture import ACTIVATIONS as NAMES
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config

@@ -34,7 +34,7 @@ def test_an_adapter_is_scaled_by_alpha_over_rank(tmp_path):
         ({"lora_alpha": 10**400}, "has lora_alpha=<integer of 1329 bits>, which is no number of at most 1e"),
         ({"lora_alpha": float("inf")}, "has lora_alpha=inf, which is no number"),
         ({"lora_alpha": 1e300}, "has lora_alpha=1e.300, which is no number of at most"),
-        ({"lora_alpha": True}, "has lora_alpha=True, which is no number"),
+        ({"lora_alpha": True}, "has lora_alpha=true, which is no number"),
         ({"alpha_pattern": {"c_attn": 10**400}}, "c_attn': <integer of 1329 bits>}, which is no number"),
         ({"rank": 0}, "has an adapter of rank 0 for"),
     ],

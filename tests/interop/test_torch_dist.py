@@ -189,7 +189,7 @@ def set_place(metadata, number, **values):
 
 @pytest.mark.parametrize("name", ["../dist/__0_0.distcp", "/etc/passwd", "a/b", ".metadata", "", "x" * 300, 7])
 def test_no_name_leads_out_of_the_folder(tree, name):
-    assert "is not the name of a file" in tree[1](lambda m: set_place(m, 0, relative_path=name))
+    assert "where the name of a file in the folder is due" in tree[1](lambda m: set_place(m, 0, relative_path=name))
 
 
 @pytest.mark.parametrize("values", [{"length": 10}, {"offset": -1}, {"length": 1 << 70}, {"offset": True}])
@@ -243,7 +243,7 @@ def test_shapes_without_elements_claim_no_layers(tree):
     "name, message",
     [
         ("decoder.layers.mlp.linear_fc1.bias", "has no tensor"),
-        ("embedding.word_embeddings.weight", "no token table"),
+        ("embedding.word_embeddings.weight", "of two dimensions"),
         ("common_state/shard_0_1", "neither common.pt nor"),
     ],
 )

@@ -9,7 +9,7 @@ from torch.library import opcheck
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from dtgpt.interop.hf.llama import read_config
+from dtgpt.interop.hf.llama import LLAMA
 from dtgpt.ops.kernels import rotary as kernels
 from dtgpt.ops.norms import norm_reference
 from dtgpt.ops.rotary_positions import angle_table, frequencies, rotary_qkv, rotation_of
@@ -66,7 +66,7 @@ def test_frequencies_are_those_of_transformers(name, tmp_path):
             expected, amplitude = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
         else:
             expected, amplitude = ROPE_INIT_FUNCTIONS[kind](config)
-        ours = read_config({"model_type": "llama", **sizes, "head_dim": size, "rope_parameters": rope}, tmp_path)
+        ours = LLAMA.read_config({"model_type": "llama", **sizes, "head_dim": size, "rope_parameters": rope}, tmp_path)
         torch.testing.assert_close(frequencies(ours.rotation, size), expected, rtol=1e-6, atol=0)
         assert ours.rotation.amplitude == pytest.approx(amplitude, rel=1e-12)
         assert rotation_of(ours.rotation.numbers) == ours.rotation

@@ -390,7 +390,7 @@ def test_every_plan_and_micro_batch_size_has_the_losses_of_one_process(chat_reci
 
 
 def test_inspect_shows_what_is_masked(prepared, capsys):
-    from dtgpt.commands.inspect import InspectOptions, inspect
+    from dtgpt.interop.inspect_command import InspectOptions, inspect
 
     inspect(InspectOptions(input=(prepared,), show=True, samples=1))
     shown = capsys.readouterr().out

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import dtgpt
 from dtgpt.checkpoint.open import open_config
-from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.compare.gate import Reference
 from dtgpt.compare.record import Tracing
 from dtgpt.compare.trace import Key
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.evaluation.command import EvalOptions, evaluate
+from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.inspect import inspect
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.optim.muon import MuonConfig

@@ -16,16 +16,13 @@ LAYERS = (
 )  # fmt: skip
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 # Capabilities that need each other, directly or through others, until a seam takes the place of an import.
-CIRCLES = [
-    ["dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.data.prepare", "dtgpt.posttrain.chats",
-     "dtgpt.posttrain.dpo"],
-]  # fmt: skip
+CIRCLES: list[list[str]] = []
 # Modules, and folders of some, that are neither of the core nor in a capability's folder. None may be added.
 SHARED = {
     "commands.chat", "commands.convert", "commands.doctor",
     "commands.eval", "commands.inspect", "commands.lm_eval", "commands.plan", "commands.prepare",
     "commands.progress", "commands.recipe", "commands.recipes", "commands.results", "commands.serve",
-    "commands.tokenizer", "commands.translate", "config.fp8", "inference.chat",
+    "commands.translate", "config.fp8", "inference.chat",
     "inference.memory_report", "inference.warm_up",
     "models.gemma3", "models.gpt_neo", "models.gpt_oss", "models.olmo3", "models.track3", "ops.attention", "ops.fp8",
     "ops.optim", "optim.muon", "optim.muon_memory", "optim.normuon", "parallel.matrices", "util.extension",

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from starlette.applications import Starlette
 
+from dtgpt.data.library_tokenizers.chat_template import KEY
 from dtgpt.inference.options import INITIAL, OPTIONS
-from dtgpt.posttrain.chats.template import KEY
 from dtgpt.serve import page
 from dtgpt.serve.app import make_app
 from tests.support.server import client, served, tiny_model

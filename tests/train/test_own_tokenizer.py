@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer
+from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.train.loop import train
 from dtgpt.train.start import checked, override, settle
 from dtgpt.util.errors import UserError

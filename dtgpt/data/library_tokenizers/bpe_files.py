@@ -56,9 +56,13 @@ def from_merges(ids: dict[str, int], merges: Iterable[list[str]], specials: dict
 
 
 def check_merges(
-    ids: Mapping[str, int], merges: Sequence[list[str]], specials: Mapping[str, int], vocab: Path, source: Path,
+    ids: Mapping[str, int],
+    merges: Sequence[list[str]],
+    specials: Mapping[str, int],
+    vocab: Path,
+    source: Path,
     model: Mapping[str, Any] = MappingProxyType({}),
-) -> None:  # fmt: skip
+) -> None:
     """Raise UserError if merges (of the file `source`) or tokens (of `vocab`) are missing, so that texts would be cut
     into other tokens. model: settings of a tokenizer.json.
 
@@ -80,11 +84,14 @@ def check_merges(
             )
     apart = {*specials, words.get("unk_token")}
     lost = [
-        token for token in ids
-        if token not in made and token not in apart and len(token.removesuffix(suffix).removeprefix(prefix)) > 1
+        token
+        for token in ids
+        if token not in made
+        and token not in apart
+        and len(token.removesuffix(suffix).removeprefix(prefix)) > 1
         and any(token[:i] in ids and token[i:] in ids for i in range(1, len(token)))
         and not LIKE_SPECIAL.fullmatch(token)
-    ]  # fmt: skip
+    ]
     if lost and not model.get("ignore_merges"):
         raise UserError(
             f"{source} lacks the merges of {counted(len(lost), 'token')} of {vocab}, such as {shown(lost[0])}, "
@@ -125,9 +132,13 @@ def merges_of(tokens: Mapping[Piece, float]) -> tuple[list[tuple[Piece, Piece]],
 
 
 def tokenizer_json(
-    ids: Mapping[str, int], merges: list[str], specials: Mapping[str, int], pre_tokenizer: dict | None = None,
-    ignore_merges: bool = False, **parts: Any,
-) -> str:  # fmt: skip
+    ids: Mapping[str, int],
+    merges: list[str],
+    specials: Mapping[str, int],
+    pre_tokenizer: dict | None = None,
+    ignore_merges: bool = False,
+    **parts: Any,
+) -> str:
     """Return a byte-level BPE in Hugging Face's format, by default with GPT-2's pre-tokenization. parts: others of the
     format, None to leave one out."""
     model = {"type": "BPE", "ignore_merges": ignore_merges, "vocab": {**ids, **specials}, "merges": merges}

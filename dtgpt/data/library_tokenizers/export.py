@@ -8,21 +8,32 @@ from dtgpt.data.library_tokenizers.added_tokens import opening_template
 from dtgpt.data.library_tokenizers.bpe_files import BYTE_LEVEL, merges_of, tokenizer_json
 from dtgpt.data.library_tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel, letter_bytes
 from dtgpt.data.library_tokenizers.characters import characters_json
+from dtgpt.data.library_tokenizers.chat_template import template_of
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson, parse_tokenizer
 from dtgpt.data.library_tokenizers.rank_files import QWEN
 from dtgpt.data.library_tokenizers.sentencepiece_export import normalizes, sentencepiece_json
 from dtgpt.data.tokenizers.tokenizer import Bytes, Char, Tokenizer
-from dtgpt.posttrain.chats.template import template_of
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json
 
 CLASS = "PreTrainedTokenizerFast"  # of transformers, for every tokenizer.json
 PROBES = (
-    "", " ", "Hello, world!", "don't we'll I'VE it'S", "  two  blanks   \t\n\n  lines\r\n \n", "the end ",
-    "x = [1234567, 3.14159]\n", "aaaaaaaaaaaaa 00000000 --------- .......", "CamelCase HTTPServer",
-    "Grüße aus Köln, naïve café", "日本語のテキスト。한국어 텍스트", "Привет, мир! שלום العربية हिन्दी ไทย",
-    "🎈👩\u200d👧 ½ ① ﬁ Å ſ K", "e\u0301 \u1100\u1161 ▁ \U0010ffff", "\u00a0\u3000\u2028\x00\x1c\x85\ufeff\ufffd\u200b",
-)  # fmt: skip
+    "",
+    " ",
+    "Hello, world!",
+    "don't we'll I'VE it'S",
+    "  two  blanks   \t\n\n  lines\r\n \n",
+    "the end ",
+    "x = [1234567, 3.14159]\n",
+    "aaaaaaaaaaaaa 00000000 --------- .......",
+    "CamelCase HTTPServer",
+    "Grüße aus Köln, naïve café",
+    "日本語のテキスト。한국어 텍스트",
+    "Привет, мир! שלום العربية हिन्दी ไทย",
+    "🎈👩\u200d👧 ½ ① ﬁ Å ſ K",
+    "e\u0301 \u1100\u1161 ▁ \U0010ffff",
+    "\u00a0\u3000\u2028\x00\x1c\x85\ufeff\ufffd\u200b",
+)
 PROBED = 20_000  # tokens whose text is encoded both ways
 
 
@@ -34,13 +45,16 @@ def transformers_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, Any]:
     content = _tokenizer_json(tokenizer)
     library = parse_tokenizer(tokenizer.name, content)
     library.encode_special_tokens = True  # as in `Tokenizer.encode`
-    _compare(tokenizer, library)
+    if (reason := _difference(tokenizer, library)) is not None:
+        raise UserError(f"the tokenizer {tokenizer.name} cannot be expressed in a tokenizer.json: {reason}")
     opening = None if isinstance(tokenizer, Char) else begin_token(tokenizer)  # a character is not a special token
     names = {"bos_token": opening, "eos_token": tokenizer.end_of_text}
     config = {
-        "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False, "model_max_length": seq_length,
+        "tokenizer_class": CLASS,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": seq_length,
         **{name: library.id_to_token(i) for name, i in names.items() if i is not None},
-    }  # fmt: skip
+    }
     if (template := template_of(tokenizer)) is not None:
         config = {**template.tokens, **config, "chat_template": template.source}
     return {"tokenizer.json": parse_json(content), "tokenizer_config.json": config}
@@ -142,8 +156,8 @@ def _for_oniguruma(pattern: str) -> str:
     return re.sub(r"(?<!\\)\$", r"\\z", pattern)
 
 
-def _compare(tokenizer: Tokenizer, library: Any) -> None:
-    """Raise UserError where the library gives a probe other ids than the tokenizer, or the ids another text."""
+def _difference(tokenizer: Tokenizer, library: Any) -> str | None:
+    """Return where the library gives a probe other ids than the tokenizer, or the ids another text; None: nowhere."""
     step = max(1, tokenizer.vocab_size // PROBED)
     tokens = [tokenizer.decode([i]) for i in range(0, tokenizer.vocab_size, step)]
     probes = [*PROBES, " ".join(tokens[:2000]), *tokens]
@@ -154,15 +168,12 @@ def _compare(tokenizer: Tokenizer, library: Any) -> None:
         expected = [ids.tolist() for ids in tokenizer.encode_batch(probes)]
         found = [encoding.ids for encoding in library.encode_batch(probes)]
     except Exception as error:  # the package raises plain Exception
-        raise _inexpressible(tokenizer, f"transformers would fail ({error})") from None
+        return f"transformers would fail ({error})"
     for probe, ours, theirs in zip(probes, expected, found, strict=True):
         if ours != theirs:
-            raise _inexpressible(tokenizer, f"transformers would give other ids to {shown(probe)}")
+            return f"transformers would give other ids to {shown(probe)}"
     opening = len(tokenizer.encode("")) if isinstance(tokenizer, SentencePiece) else 0  # it decodes to no text there
     for probe, ids in zip(probes[: len(PROBES)], expected, strict=False):
         if tokenizer.decode(ids) != library.decode(ids[opening:], skip_special_tokens=False):
-            raise _inexpressible(tokenizer, f"transformers would decode the ids of {shown(probe)} to another text")
-
-
-def _inexpressible(tokenizer: Tokenizer, reason: str) -> UserError:
-    return UserError(f"the tokenizer {tokenizer.name} cannot be expressed in a tokenizer.json: {reason}")
+            return f"transformers would decode the ids of {shown(probe)} to another text"
+    return None

@@ -40,9 +40,7 @@ def open_path(path: Path, begin: bool) -> Tokenizer:
 
 def _from_file(path: Path, begin: bool) -> Tokenizer:
     if path.name == "meta.pkl":
-        if (tokenizer := read_meta(path)) is None:
-            raise UserError(f"{path} names no characters (it has no stoi); give another tokenizer")
-        return tokenizer
+        return read_meta(path)
     if path.suffix != ".json":
         binary = read_content(path)
         if is_rank_file(binary):
@@ -163,14 +161,23 @@ def _plain_byte_pairs(saved: dict) -> BytePairs | None:
         model, before = saved["model"], saved.get("pre_tokenizer") or {}
         plain = (
             model.get("type") == "BPE"
-            and not any(model.get(name) for name in ("dropout", "byte_fallback", "continuing_subword_prefix",
-                                                     "end_of_word_suffix", "unk_token", "ignore_merges"))
+            and not any(
+                model.get(name)
+                for name in (
+                    "dropout",
+                    "byte_fallback",
+                    "continuing_subword_prefix",
+                    "end_of_word_suffix",
+                    "unk_token",
+                    "ignore_merges",
+                )
+            )
             and saved.get("normalizer") is None
             and _adds_nothing(saved.get("post_processor"))
             and before.get("type") == "ByteLevel"
             and before.get("use_regex", True)
             and not before.get("add_prefix_space", True)
-        )  # fmt: skip
+        )
         added = saved.get("added_tokens") or []
         if not plain or any(map(is_loose, added)) or not _numbered_by_the_library(model["vocab"], added):
             return None

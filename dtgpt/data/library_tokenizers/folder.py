@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from dtgpt.posttrain.chats.template import ChatTemplate, read_template
+from dtgpt.data.library_tokenizers.chat_template import ChatTemplate, read_template
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_json
 

@@ -58,8 +58,8 @@ class LibraryFiles(TokenizerFormat):
 
     def add(self, tokenizer: Tokenizer, file: Path) -> None:
         """Add the chat template that files beside `file` have, unless the tokenizer has one."""
+        from dtgpt.data.library_tokenizers.chat_template import keep_template, template_of
         from dtgpt.data.library_tokenizers.folder import template_beside
-        from dtgpt.posttrain.chats.template import keep_template, template_of
 
         if template_of(tokenizer) is None:
             keep_template(tokenizer, template_beside(file))

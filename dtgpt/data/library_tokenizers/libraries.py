@@ -2,7 +2,8 @@
 
 import base64
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -13,12 +14,27 @@ from dtgpt.data.library_tokenizers.base import ENDS, LibraryTokenizer, Span, ove
 from dtgpt.data.library_tokenizers.byte_level import letter_bytes
 from dtgpt.data.tokenizers.tokenizer import MOST
 from dtgpt.util.errors import UserError, optional_package, shown
+from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 from dtgpt.util.storage import parse_json
 
 BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
 BLANK = "\u2581"  # which stands for a blank in SentencePiece's tokens, and in Hugging Face's copies of these
 ENCODING = Lock()  # versions of tokenizers raise where a thread sets the object's state while another one encodes
 BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+ID_RULES: Rules = (
+    Rule(
+        f"{{name}} has the id {{largest}}, which is not in 0 to {MOST - 1}; fetch it again",
+        Is("largest", ">=", MOST),
+    ),
+)
+AROUND_RULES: Rules = (
+    Rule(
+        "{name} puts the id {around} around texts, but its tokens end at {last}; fetch it again",
+        Is("around", ">", Other("last")),
+    ),
+)
 
 
 class TokenizerJson(LibraryTokenizer):
@@ -29,8 +45,7 @@ class TokenizerJson(LibraryTokenizer):
         self.name, self._content = name, content
         self.ranks = [content.encode()]
         ids = self._parsed.get_vocab(with_added_tokens=True)
-        if max(ids.values(), default=0) >= MOST:
-            raise UserError(f"{name} has the id {max(ids.values())}, which is not in 0 to {MOST - 1}; fetch it again")
+        check_rules(ID_RULES, {"name": name, "largest": max(ids.values(), default=0)})
         self.vocab_size, self.num_tokens = max(ids.values(), default=-1) + 1, len(ids)
         special = {t.content: i for i, t in self._parsed.get_added_tokens_decoder().items() if t.special}
         named = special or ids  # a name may be a piece of text too: "<s>" is one of Qwen's
@@ -39,10 +54,7 @@ class TokenizerJson(LibraryTokenizer):
         self.end_of_text = ids.get(self.end_name)
         self.begin_of_text = next((ids[token] for token in BEGINS if token in named), None)
         around = max(self.encode(""), default=0)  # the post-processor's ids are checked by nobody else
-        if around >= max(self.vocab_size, 1):
-            raise UserError(
-                f"{name} puts the id {around} around texts, but its tokens end at {self.vocab_size - 1}; fetch it again"
-            )
+        check_rules(AROUND_RULES, {"name": name, "around": around, "last": max(self.vocab_size - 1, 0)})
 
     @property
     def special_names(self) -> Collection[str]:
@@ -52,24 +64,27 @@ class TokenizerJson(LibraryTokenizer):
     def _parsed(self) -> Any:
         return parse_tokenizer(self.name, self._content)
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
+    @contextmanager
+    def _encoding(self, what: str) -> Iterator[None]:
+        """Keep the library for one thread, and raise its errors as a UserError about `what`."""
         with panics_as_user_errors(self.name), ENCODING:
             try:
-                self._parsed.encode_special_tokens = not special
-                return self._parsed.encode(text).ids
+                yield
             except Exception as error:  # the package raises plain Exception
                 raise UserError(
-                    f"the tokenizer {self.name} cannot encode {shown(text)} ({error}); use other characters, or "
-                    "another tokenizer"
+                    f"the tokenizer {self.name} cannot encode {what} ({error}); use other characters, or another "
+                    "tokenizer"
                 ) from None
 
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        with self._encoding(shown(text)):
+            self._parsed.encode_special_tokens = not special
+            return self._parsed.encode(text).ids
+
     def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
-        with panics_as_user_errors(self.name), ENCODING:
-            try:
-                self._parsed.encode_special_tokens = False
-                found = self._parsed.encode(text, add_special_tokens=False)
-            except Exception as error:  # the package raises plain Exception
-                raise UserError(f"the tokenizer {self.name} cannot encode a chat ({error}); use another one") from None
+        with self._encoding("a chat"):
+            self._parsed.encode_special_tokens = False
+            found = self._parsed.encode(text, add_special_tokens=False)
         return found.ids, overlapping(np.array(found.offsets, np.int64).reshape(-1, 2), spans)
 
     def _decode(self, ids: list[int]) -> str:

@@ -3,14 +3,14 @@
 from io import BytesIO
 from pathlib import Path
 
-from dtgpt.data.tokenizers.tokenizer import MOST, Char
+from dtgpt.data.tokenizers.tokenizer import MOST, Char, NoCharacters
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_regular
 
 
-def read_meta(path: Path) -> Char | None:
-    """Return the tokenizer that a meta.pkl describes; None where it names no characters, as that of other data may.
-    Raise UserError where it is damaged. Nothing in it is run."""
+def read_meta(path: Path) -> Char:
+    """Return the tokenizer that a meta.pkl describes. Raise NoCharacters where it names none, as that of other data
+    may, and UserError where it is damaged. Nothing in it is run."""
     from dtgpt.util.unpickler import read_pickle  # imports torch, which prepares no data otherwise
 
     remedy = "copy or make it again, or remove it and give --data.tokenizer ids (losses without bits/byte and samples)"
@@ -18,7 +18,11 @@ def read_meta(path: Path) -> Char | None:
         meta = read_pickle(BytesIO(read_regular(path)))
         if not isinstance(meta, dict):
             raise ValueError(f"it holds {shown(meta)}, not a dictionary")
-        return _char(meta) if "stoi" in meta else None
+        if "stoi" not in meta:
+            raise NoCharacters(f"{path} names no characters (it has no stoi); give another tokenizer")
+        return _char(meta)
+    except NoCharacters:
+        raise
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from None
     except Exception as error:  # a damaged pickle can make the reader raise anything
@@ -26,18 +30,25 @@ def read_meta(path: Path) -> Char | None:
 
 
 def _char(meta: dict) -> Char:
+    if (problem := _problem(meta)) is not None:
+        raise ValueError(problem)
+    names = {i: character for character, i in meta["stoi"].items()}
+    return Char([names.get(i, "") for i in range(meta.get("vocab_size") or max(names) + 1)])
+
+
+def _problem(meta: dict) -> str | None:
+    """Return what is wrong with a meta.pkl, None where it is whole."""
     ids, size = meta["stoi"], meta.get("vocab_size")
     if not isinstance(ids, dict) or not ids:
-        raise ValueError("its stoi is not a dictionary of characters and their ids")
+        return "its stoi is not a dictionary of characters and their ids"
     for character, i in ids.items():
         if not isinstance(character, str) or len(character) != 1 or type(i) is not int or not 0 <= i < MOST:
-            raise ValueError(f"its stoi holds {shown(character)}: {shown(i)}, not a character and its id")
-    names = {i: character for character, i in ids.items()}
+            return f"its stoi holds {shown(character)}: {shown(i)}, not a character and its id"
+    names, largest = {i: character for character, i in ids.items()}, max(ids.values())
     if len(names) < len(ids):
-        raise ValueError("its stoi gives an id to two characters")
+        return "its stoi gives an id to two characters"
     if meta.get("itos", names) != names:
-        raise ValueError("its stoi and itos do not agree")
-    largest = max(names)
+        return "its stoi and itos do not agree"
     if size is not None and (type(size) is not int or not largest < size <= MOST):
-        raise ValueError(f"its vocab_size is {shown(size)}, its largest id {largest}")
-    return Char([names.get(i, "") for i in range(size or largest + 1)])
+        return f"its vocab_size is {shown(size)}, its largest id {largest}"
+    return None

@@ -14,11 +14,18 @@ from dtgpt.data.library_tokenizers.base import ENDS
 from dtgpt.data.library_tokenizers.byte_level import ByteLevel, by_id
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, MOST
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import Given, Is, Other, Rule, Rules, check_rules
 
 LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d{1,9})")
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 REMEDY = "fetch it again"
+
+
+RANK_RULES: Rules = (
+    Rule(f"{{path}} has no token for the byte {{missing:#04x}}, so that it was cut off; {REMEDY}", Given("is_cut")),
+    Rule(f"{{path}} gives one id to two tokens; {REMEDY}", Is("ids", "<", Other("tokens"))),
+)
 
 
 class RankFileKind(NamedTuple):
@@ -38,16 +45,24 @@ def _reserved(numbers: range) -> list[str]:
 LLAMA3 = RankFileKind(
     "|".join((WORDS, r"\p{N}{1,3}", SIGNS)),
     [
-        "<|begin_of_text|>", "<|end_of_text|>", *_reserved(range(4)), "<|start_header_id|>", "<|end_header_id|>",
-        *_reserved(range(4, 5)), "<|eot_id|>", *_reserved(range(5, 251)),
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        *_reserved(range(4)),
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        *_reserved(range(4, 5)),
+        "<|eot_id|>",
+        *_reserved(range(5, 251)),
     ],
-    "<|begin_of_text|>", False,
-)  # fmt: skip
+    "<|begin_of_text|>",
+    False,
+)
 QWEN = RankFileKind(
     "|".join((WORDS, r"\p{N}", SIGNS)),
     [END_OF_TEXT, "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))],
-    None, True,
-)  # fmt: skip
+    None,
+    True,
+)
 FAMILIES = {("tokenizer.model", 128_000): LLAMA3, ("qwen.tiktoken", 151_643): QWEN}  # by usual name and number of ranks
 
 
@@ -67,9 +82,15 @@ def from_ranks(path: Path, content: bytes, begin: bool = False, end: str | None 
     specials = {name: first + i for i, name in enumerate(family.specials)}
     ends = (end, *ENDS) if end else ENDS
     return ByteLevel(
-        str(path), family.pattern, by_id(ids), specials, ends,
-        begin=family.begin, opens=begin, composed=family.composed,
-    )  # fmt: skip
+        str(path),
+        family.pattern,
+        by_id(ids),
+        specials,
+        ends,
+        begin=family.begin,
+        opens=begin,
+        composed=family.composed,
+    )
 
 
 def _family(path: Path, ranks: int) -> RankFileKind:
@@ -103,8 +124,6 @@ def _read(path: Path, content: bytes) -> dict[bytes, int]:
             raise UserError(f"{path} has the token of line {number} twice; {REMEDY}")
         ids[token] = int(found[2])
     missing = next((byte for byte in range(256) if bytes([byte]) not in ids), None)
-    if missing is not None:
-        raise UserError(f"{path} has no token for the byte {missing:#04x}, so that it was cut off; {REMEDY}")
-    if len(set(ids.values())) < len(ids):
-        raise UserError(f"{path} gives one id to two tokens; {REMEDY}")
+    values = {"path": path, "is_cut": missing is not None, "missing": missing, "ids": len(set(ids.values()))}
+    check_rules(RANK_RULES, values, tokens=len(ids))
     return ids

@@ -10,11 +10,28 @@ from typing import Any
 from dtgpt.data.library_tokenizers.added_tokens import opening_template, special_token
 from dtgpt.data.library_tokenizers.bpe_files import merges_of
 from dtgpt.data.library_tokenizers.libraries import BLANK, SentencePiece
-from dtgpt.util.errors import UserError, optional_package
+from dtgpt.util.errors import optional_package
+from dtgpt.util.rules import Given, Is, Missing, Rule, Rules, check_rules
 
 UNIGRAM, BPE, WORD, CHAR = 1, 2, 3, 4  # kinds of models in sentencepiece_model.proto
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # and of their pieces
 SILENT = 1000.0  # by which pieces that stand in no text score less than the least of others
+
+
+MODEL_RULES: Rules = (
+    Rule(
+        "the tokenizer {tokenizer.name} is one of whole words, which a tokenizer.json cannot be; keep it as it is",
+        Is("model_type", "==", WORD),
+    ),
+    Rule(
+        "the tokenizer {tokenizer.name} treats blanks in a way that a tokenizer.json cannot express; keep it as it is",
+        Given("treat_whitespace_as_suffix"),
+    ),
+    Rule(
+        "the tokenizer {tokenizer.name} treats blanks in a way that a tokenizer.json cannot express; keep it as it is",
+        Missing("normalizer.escape_whitespaces"),
+    ),
+)
 
 
 def sentencepiece_json(tokenizer: SentencePiece) -> str:
@@ -22,10 +39,7 @@ def sentencepiece_json(tokenizer: SentencePiece) -> str:
     format does not have, or where a package is missing."""
     model = _parse(tokenizer)
     trainer = model.trainer_spec
-    if trainer.model_type == WORD:
-        raise UserError(f"the tokenizer {tokenizer.name} is one of whole words, which a tokenizer.json cannot be")
-    if trainer.treat_whitespace_as_suffix or not model.normalizer_spec.escape_whitespaces:
-        raise UserError(f"the tokenizer {tokenizer.name} treats blanks in a way that a tokenizer.json cannot express")
+    check_rules(MODEL_RULES, trainer, tokenizer=tokenizer, normalizer=model.normalizer_spec)
     merges, words = _merges(model)
     kinds = (UNKNOWN, CONTROL) if words else (UNKNOWN, CONTROL, USER_DEFINED)
     added = [
@@ -35,7 +49,10 @@ def sentencepiece_json(tokenizer: SentencePiece) -> str:
     ]
     return json.dumps(
         {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
             "normalizer": _normalizer(model.normalizer_spec),
             "pre_tokenizer": _isolated(words),
             "post_processor": _begin(tokenizer),
@@ -43,7 +60,7 @@ def sentencepiece_json(tokenizer: SentencePiece) -> str:
             "model": _unigram(model) if trainer.model_type == UNIGRAM else _bpe(model, merges, bool(words)),
         },
         ensure_ascii=False,
-    )  # fmt: skip
+    )
 
 
 def normalizes(tokenizer: SentencePiece) -> bool:
@@ -128,16 +145,21 @@ def _isolated(words: list[str]) -> dict | None:
 
 def _bpe(model: Any, merges: list[tuple[str, str]], ignore_merges: bool) -> dict:
     return {
-        "type": "BPE", "unk_token": model.trainer_spec.unk_piece, "fuse_unk": True,
-        "byte_fallback": model.trainer_spec.byte_fallback, "ignore_merges": ignore_merges,
+        "type": "BPE",
+        "unk_token": model.trainer_spec.unk_piece,
+        "fuse_unk": True,
+        "byte_fallback": model.trainer_spec.byte_fallback,
+        "ignore_merges": ignore_merges,
         "vocab": {piece.piece: i for i, piece in enumerate(model.pieces)},
         "merges": [list(pair) for pair in merges],
-    }  # fmt: skip
+    }
 
 
 def _unigram(model: Any) -> dict:
     least = min((p.score for p in model.pieces if p.type == NORMAL), default=0.0) - SILENT
     return {
-        "type": "Unigram", "unk_id": model.trainer_spec.unk_id, "byte_fallback": model.trainer_spec.byte_fallback,
+        "type": "Unigram",
+        "unk_id": model.trainer_spec.unk_id,
+        "byte_fallback": model.trainer_spec.byte_fallback,
         "vocab": [[p.piece, p.score if p.type in (NORMAL, USER_DEFINED) else least] for p in model.pieces],
-    }  # fmt: skip
+    }

@@ -24,6 +24,7 @@ from dtgpt.data.megatron.file_array import FileArray, open_file
 from dtgpt.data.megatron.paths import bin_path, idx_path, tokenizer_path, weights_path
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.errors import UserError, remedy
+from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 from dtgpt.util.storage import create_file, sync_path, temporary_path
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -32,6 +33,31 @@ VERSION = 1
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are float64 and float32
 SMALL_VOCABULARY = 65500  # below it token ids are stored in 16 bits
 BLOCK = 1 << 20  # entries of an index looked at together
+AGAIN = "; copy or build the dataset again"
+COUNTS = "{sequences} sequences and {documents} document bounds take {expected} bytes"
+HEADER_RULES: Rules = (  # of what it unpacks to, the file's size, and the size that it asks for
+    Rule(
+        f"{{path}} is not a whole index (byte 0: it begins with {{magic!r}}, not with Megatron-LM's {MAGIC!r}){AGAIN}",
+        Is("magic", "!=", MAGIC),
+    ),
+    Rule(
+        f"{{path}} is not a whole index (byte 9: its version is {{version}}, not {VERSION}){AGAIN}",
+        Is("version", "!=", VERSION),
+    ),
+    Rule(
+        "{path} is not a whole index (byte 17: the code {code} of its token type is not one of "
+        f"{', '.join(map(str, CODES))}){AGAIN}",
+        Is("code", "not in", CODES),
+    ),
+    Rule(
+        f"{{path}} is not a whole index (byte {{size}}: it ends there, but {COUNTS}){AGAIN}",
+        Is("size", "<", Other("expected")),
+    ),
+    Rule(
+        f"{{path}} is not a whole index (byte {{expected}}: it goes on there, but {COUNTS}){AGAIN}",
+        Is("size", ">", Other("expected")),
+    ),
+)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -110,17 +136,17 @@ class IndexedDataset(TokenSequences):
         if size < HEADER.size:
             raise self._damaged(size, f"it ends inside its header of {HEADER.size} bytes")
         magic, version, code, sequences, documents = HEADER.unpack(self._index.read(0, HEADER.size))
-        if magic != MAGIC:
-            raise self._damaged(0, f"it begins with {magic!r}, not with Megatron-LM's {MAGIC!r}")
-        if version != VERSION:
-            raise self._damaged(9, f"its version is {version}, not {VERSION}")
-        if code not in CODES:
-            raise self._damaged(17, f"the code {code} of its token type is not one of {', '.join(map(str, CODES))}")
-        expected = HEADER.size + 12 * sequences + 8 * documents
-        if size != expected:
-            where, verb = min(size, expected), "ends" if size < expected else "goes on"
-            counts = f"{sequences} sequences and {documents} document bounds"
-            raise self._damaged(where, f"it {verb} there, but {counts} take {expected} bytes")
+        values = {
+            "path": self._path,
+            "magic": magic,
+            "version": version,
+            "code": code,
+            "sequences": sequences,
+            "documents": documents,
+            "size": size,
+            "expected": HEADER.size + 12 * sequences + 8 * documents,
+        }
+        check_rules(HEADER_RULES, values)
         return np.dtype(CODES[code]), sequences, documents
 
     def _check_offsets(self) -> int:
@@ -158,7 +184,7 @@ class IndexedDataset(TokenSequences):
             raise self._damaged(last, f"its last document ends at {bounds[-1]} of {len(self.lengths)} sequences")
 
     def _damaged(self, byte: int, reason: str) -> UserError:
-        return UserError(f"{self._path} is not a whole index (byte {byte}: {reason}); copy or build the dataset again")
+        return UserError(f"{self._path} is not a whole index (byte {byte}: {reason}){AGAIN}")
 
 
 class IndexedWriter:
@@ -231,9 +257,12 @@ class IndexedWriter:
         self.extend(tokens, [tokens.size])
 
     def extend(
-        self, tokens: ArrayLike, lengths: ArrayLike, counts: np.ndarray | None = None,
+        self,
+        tokens: ArrayLike,
+        lengths: ArrayLike,
+        counts: np.ndarray | None = None,
         weights: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add several sequences, whose tokens lie one after another. counts: of the sequences in each document; None:
         they belong to the current document. weights: uint8, of the tokens of a dataset that is `weighted`."""
         lengths = np.asarray(lengths)

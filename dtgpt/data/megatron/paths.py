@@ -46,6 +46,11 @@ def has_index(prefix: str) -> bool:
     return os.path.isfile(idx_path(prefix))  # which, unlike Path.is_file, takes names too long for a file
 
 
+def has_weights(prefix: str) -> bool:
+    """Return whether the tokens of a dataset have weights in the loss, as those of chats do."""
+    return os.path.isfile(weights_path(prefix))
+
+
 def prefixes_near(path: str) -> list[str]:
     """Return the prefixes of the datasets that `dtgpt prepare --output-prefix path` made."""
     return [name.removesuffix(".idx") for name in sorted(glob(f"{escape(path)}_*_document.idx"))]

@@ -6,7 +6,6 @@ and number of samples (`dtgpt.data.megatron.samples`, `blend`).
 
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -20,14 +19,12 @@ from torch import Tensor
 from dtgpt.data.dataset import Dataset, Part, check_vocabulary, needs_shards, warn_of_unused_rows
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.megatron.indexed import IndexedDataset
-from dtgpt.data.megatron.paths import SHARDS, has_index, no_dataset, prefix_of, weights_path
+from dtgpt.data.megatron.paths import SHARDS, has_index, has_weights, no_dataset, prefix_of
 from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_tokens, sequential_index, split_fractions
 from dtgpt.data.megatron.token_shards import TokenSequences, TokenShards, shard_paths
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
 from dtgpt.data.text import SUFFIXES
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.posttrain.chats.packed import load_chats
-from dtgpt.posttrain.dpo.pairs import holds_pairs, load_pairs
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
@@ -41,9 +38,13 @@ class PreparedDataset(Dataset):
     """Samples for training, validation and test; the last two may be None."""
 
     def __init__(
-        self, tokenizer: Tokenizer, train: Samples | Blend, valid: Samples | Blend | None,
-        test: Samples | Blend | None, source: str,
-    ):  # fmt: skip
+        self,
+        tokenizer: Tokenizer,
+        train: Samples | Blend,
+        valid: Samples | Blend | None,
+        test: Samples | Blend | None,
+        source: str,
+    ):
         self.tokenizer, self.train, self.valid, self.test, self.source = tokenizer, train, valid, test, source
         self.digest = _digest(tokenizer, train, valid)
 
@@ -108,37 +109,26 @@ def check_ids(tokens: np.ndarray, tokenizer: Tokenizer, name: str) -> None:
 
 
 def load_prepared(
-    data: "DataConfig", seq_length: int, train_samples: int, held_out_samples: int, seed: int, cache: Path,
-    vocab_size: int = 0, batch: int = 1,
-) -> Dataset:  # fmt: skip
+    data: "DataConfig",
+    seq_length: int,
+    train_samples: int,
+    held_out_samples: int,
+    seed: int,
+    cache: Path,
+    vocab_size: int = 0,
+    batch: int = 1,
+) -> Dataset:
     """Open prepared data. train_samples: number of samples to build the shuffle index for, as Megatron-LM's
     --train-samples. held_out_samples: the most for validation, and for test. vocab_size: of the model. batch: samples
     of a step, after the last of which a file is cut where the order is sequential. Raises UserError if a file is
     missing or damaged, or if the training or validation part has no data; an empty test part is left out.
     """
-    parsed = _parsed(data)
-    prefixes = prefixes_of(data)
-    if text := next((p for p in prefixes if p.endswith(SUFFIXES) and not has_index(p)), None):
-        raise no_dataset(text)
+    parsed = parsed_paths(data)
+    prefixes = checked_prefixes(data)
     tokenizer = tokenizer_of(data, prefixes, vocab_size)
     opened: dict[str, TokenSequences] = {}
-    if any(os.path.isfile(weights_path(prefix)) for prefix in prefixes):
-        if absent := next((prefix for prefix in prefixes if not has_index(prefix)), None):
-            raise no_dataset(absent)
-        if len(parsed) < len(prefixes) or not all(os.path.isfile(weights_path(prefix)) for prefix in prefixes):
-            raise UserError(
-                f"data.path={shown(data.path)} has chats, which are not blended with other data; give all their "
-                "files to one dtgpt prepare --chat, or --preferences where they hold pairs"
-            )
-        by_path = {path: IndexedDataset(prefix_of(found[0])) for path, (found, _) in parsed.items()}
-        pairs = [holds_pairs(sequences) for sequences in by_path.values()]
-        if any(pairs) and not all(pairs):
-            raise UserError(
-                f"of data.path={shown(data.path)} and the paths beside it some have pairs of answers, others chats; "
-                "prepare all of them with --preferences, or all with --chat"
-            )
-        load_packed = load_pairs if all(pairs) else load_chats
-        return load_packed(data, by_path, tokenizer, seq_length, seed)
+    if any(map(has_weights, prefixes)):  # those of chats alone are of other formats, which are asked before
+        raise blended_with_chats(data)
 
     def samples(path: str | None, which: str, split: str | None, count: int) -> Samples | Blend | None:
         if path is None:
@@ -177,10 +167,27 @@ def load_prepared(
 
 def prefixes_of(data: "DataConfig") -> list[str]:
     """Return the prefixes, and shards, of all paths of prepared data. Raises UserError."""
-    return [prefix_of(prefix) for found, _ in _parsed(data).values() for prefix in found]
+    return [prefix_of(prefix) for found, _ in parsed_paths(data).values() for prefix in found]
 
 
-def _parsed(data: "DataConfig") -> dict[str, tuple[list[str], list[float] | None]]:
+def checked_prefixes(data: "DataConfig") -> list[str]:
+    """Return the prefixes, and shards, of all paths. Raise UserError for a text, and for one beside chats that has no
+    index."""
+    prefixes = prefixes_of(data)
+    with_index = any(map(has_weights, prefixes))
+    if absent := next((p for p in prefixes if (with_index or p.endswith(SUFFIXES)) and not has_index(p)), None):
+        raise no_dataset(absent)
+    return prefixes
+
+
+def blended_with_chats(data: "DataConfig") -> UserError:
+    return UserError(
+        f"data.path={shown(data.path)} has chats, which are not blended with other data; give all their files to one "
+        "dtgpt prepare --chat, or --preferences where they hold pairs"
+    )
+
+
+def parsed_paths(data: "DataConfig") -> dict[str, tuple[list[str], list[float] | None]]:
     """Return prefixes and weights by the path that names them."""
     paths = {name: getattr(data, name) for name in ("path", "valid_path", "test_path")}
     return {path: parse_data_path(_words(name, path)) for name, path in paths.items() if path is not None}

@@ -21,11 +21,29 @@ from dtgpt.data.megatron.file_array import Array, cached_index, check_memory
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import Given, Is, Rule, Rules, check_rules
 
 SPLITS = ("train", "valid", "test")
 JOINT = 0.80  # fraction of an epoch from which on the last one is shuffled with the others
 BLOCK = 1 << 15  # documents at a time: their lengths and sums stay in the processor's cache
 INT32_MAX = np.iinfo(np.int32).max
+SEEDS = range(2**32)
+INDEX_RULES: Rules = (  # of what an index is built for
+    Rule("seq_length={seq_length} is too short for samples; use 2 or more", Is("seq_length", "<", 2)),
+    Rule(
+        f"seed={{seed}} is not a seed of NumPy's RandomState; use one from 0 to {SEEDS[-1]}",
+        Is("seed", "not in", SEEDS),
+    ),
+    Rule(
+        "num_samples={num_samples} is negative; use 0 or more, or none for one epoch",
+        Given("num_samples"),
+        Is("num_samples", "<", 0),
+    ),
+    Rule(
+        "{sequences} documents are too many for one dataset; split it, and blend the parts",
+        Is("sequences", ">", INT32_MAX),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -123,7 +141,8 @@ def build_sample_index(
 ) -> SampleIndex:
     """Return at least `num_samples` windows (None: one epoch) of `seq_length` + 1 tokens. lengths `[S]`: tokens of
     every sequence. documents: those to draw from. part: what an error calls these documents. Raises UserError."""
-    _check(lengths, documents, seq_length, num_samples, seed)
+    asked = {"seq_length": seq_length, "seed": seed, "num_samples": num_samples, "sequences": len(lengths)}
+    check_rules(INDEX_RULES, asked)
     local = lengths[documents.start : documents.stop]
     tokens = int(local.sum(dtype=np.int64))
     if tokens < 2:
@@ -161,17 +180,6 @@ def sequential_index(lengths: Array, seq_length: int, batch: int, part: str) -> 
     begins = (np.arange(total) - np.repeat(np.cumsum(windows) - windows, windows)) * seq_length
     rows = np.stack([files, begins, files, begins + seq_length], axis=1).reshape(-1, 2)  # of each window both ends
     return SampleIndex(seq_length, np.arange(len(lengths), dtype=np.int32), rows, np.arange(0, 2 * total, 2))
-
-
-def _check(lengths: Array, documents: range, seq_length: int, num_samples: int | None, seed: int) -> None:
-    if seq_length < 2:
-        raise UserError(f"seq_length={seq_length} is too short for samples; use 2 or more")
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed} is not a seed of NumPy's RandomState; use one from 0 to {2**32 - 1}")
-    if num_samples is not None and num_samples < 0:
-        raise UserError(f"num_samples={num_samples} is negative; use 0 or more, or none for one epoch")
-    if len(lengths) > INT32_MAX:
-        raise UserError(f"{len(lengths)} documents are too many for one dataset; split it, and blend the parts")
 
 
 def _shuffled(values: range, repeats: int, dtype: type, rng: np.random.RandomState) -> np.ndarray:
@@ -260,9 +268,13 @@ def load_samples(sequences: TokenSequences, request: SampleRequest) -> Samples:
         return {name: np.asarray(getattr(index, f"{name}_index")) for name in ("document", "sample", "shuffle")}
 
     settings = {
-        "kind": "samples", "sequences": sequences.digest, "documents": [documents.start, documents.stop],
-        "seq_length": request.seq_length, "num_samples": request.num_samples, "seed": request.seed,
-    }  # fmt: skip
+        "kind": "samples",
+        "sequences": sequences.digest,
+        "documents": [documents.start, documents.stop],
+        "seq_length": request.seq_length,
+        "num_samples": request.num_samples,
+        "seed": request.seed,
+    }
     arrays = cached_index(request.cache, settings, build)
     index = SampleIndex(request.seq_length, arrays["document"], arrays["sample"], arrays["shuffle"])
     return Samples(sequences, index)

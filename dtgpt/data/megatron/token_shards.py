@@ -21,12 +21,39 @@ import numpy as np
 
 from dtgpt.data.megatron.file_array import Array, FileArray, OpenFile, open_file, open_npy
 from dtgpt.util.errors import UserError
+from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 
 LLMC_HEADER = 256 * 4  # bytes
 LLMC_MAGIC, LLMC_LLAMA_MAGIC = 20240520, 20240801
 LLMC = {LLMC_MAGIC: (1, "<u2"), LLMC_LLAMA_MAGIC: (7, "<u4")}  # magic: version, type of the tokens
-NPY = b"\x93NUMPY"  # with which what `numpy.save` writes begins
 ZIP = b"PK\x03\x04"
+SHARD_RULES: Rules = (  # of a file that is not what `numpy.save` writes
+    Rule(
+        "{path} is a zip archive, as numpy.savez and torch.save write; save its tokens with numpy.save",
+        Is("begin", "==", ZIP),
+    ),
+    Rule(
+        "{path} does not begin as what numpy.save writes, so that the type of its tokens is not known: uint16 or "
+        "uint32, as Dolma and OLMo name them; {remedy_npy}",
+        Is("path.suffix", "==", ".npy"),
+    ),
+)
+LLMC_RULES: Rules = (  # of a shard's header, the file's size, and the size that the header asks for
+    Rule(
+        f"{{path}} ends at byte {{size}}, inside its header of {LLMC_HEADER} bytes; copy or build it again",
+        Is("size", "<", LLMC_HEADER),
+    ),
+    Rule(
+        "{path} has version {version} at byte 4, dtgpt reads {known}; build it with llm.c today",
+        Is("version", "!=", Other("known")),
+    ),
+    Rule(
+        "{path} has {size} bytes, but by its header (byte 8: {count} tokens) it ends at byte {end}; it is truncated or "
+        "was changed: copy or build it again",
+        Is("size", "!=", Other("end")),
+    ),
+)
+NPY = b"\x93NUMPY"  # with which what `numpy.save` writes begins
 HIGHEST = 16  # upper halves of ids of 32 bits are below, for a vocabulary of up to a million
 SCAN = 1 << 22  # tokens searched for document ends together
 PIECES, PIECE = 256, 1 << 13  # of a dataset's tokens that its content digest reads: how many, and tokens of each
@@ -160,15 +187,8 @@ def _open_shard(path: Path) -> Shard:
     head = file.read(0, min(file.size, 12)).ljust(12, b"\0")
     if head.startswith(NPY):
         return _open_numpy(file)
-    if head.startswith(ZIP):
-        raise UserError(
-            f"{path} is a zip archive, as numpy.savez and torch.save write; save its tokens with numpy.save"
-        )
-    if path.suffix == ".npy":
-        raise UserError(
-            f"{path} does not begin as what numpy.save writes, so that the type of its tokens is not known: uint16 or "
-            f"uint32, as Dolma and OLMo name them; {_with_header(path, '<u4 or <u2')}"
-        )
+    values = {"path": path, "begin": head[: len(ZIP)], "remedy_npy": _with_header(path, "<u4 or <u2")}
+    check_rules(SHARD_RULES, values)
     magic, version, count = np.frombuffer(head, "<i4").tolist()
     if magic in LLMC:  # ids of GPT-2 cannot spell it: its upper half would be token 55432 or above
         return _open_llmc(file, magic, version, count)
@@ -220,19 +240,10 @@ def _open_numpy(file: OpenFile) -> Shard:
 
 
 def _open_llmc(file: OpenFile, magic: int, version: int, count: int) -> Shard:
-    path, (known, dtype) = file.path, LLMC[magic]
-    if file.size < LLMC_HEADER:
-        raise UserError(
-            f"{path} ends at byte {file.size}, inside its header of {LLMC_HEADER} bytes; copy or build it again"
-        )
-    if version != known:
-        raise UserError(f"{path} has version {version} at byte 4, dtgpt reads {known}; build it with llm.c today")
+    known, dtype = LLMC[magic]
     end = LLMC_HEADER + np.dtype(dtype).itemsize * count
-    if file.size != end:
-        raise UserError(
-            f"{path} has {file.size} bytes, but by its header (byte 8: {count} tokens) it ends at byte {end}; it is "
-            "truncated or was changed: copy or build it again"
-        )
+    values = {"path": file.path, "size": file.size, "version": version, "known": known, "count": count, "end": end}
+    check_rules(LLMC_RULES, values)
     return Shard(FileArray(file, dtype, LLMC_HEADER, count), token_first=True, is_llama=magic == LLMC_LLAMA_MAGIC)
 
 

@@ -9,12 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtgpt.data.library_tokenizers.meta_pickle import read_meta
 from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.token_shards import shard_paths
 from dtgpt.data.tokenizers.open import open_tokenizer, read_saved
-from dtgpt.data.tokenizers.tokenizer import Char, Tokenizer, check_opening
+from dtgpt.data.tokenizers.tokenizer import Char, NoCharacters, Tokenizer, check_opening
 from dtgpt.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,13 +47,10 @@ def tokenizer_beside(prefixes: Iterable[str]) -> tuple[Path, Tokenizer] | None:
     """Return the file next to the datasets that holds their tokenizer, and the tokenizer. Raises UserError if one is
     damaged or two of them differ."""
     found: list[tuple[Path, Tokenizer]] = []
-    tokenizer: Tokenizer | None
     for path in dict.fromkeys(path for prefix in prefixes for path in _files_beside(prefix)):
-        if path.name == "meta.pkl":
-            tokenizer = read_meta(path)
-        else:
-            tokenizer = read_saved(path, remedy="prepare the data again, or remove it and name the tokenizer")
-        if tokenizer is None:
+        try:
+            tokenizer = _read(path)
+        except NoCharacters:  # nanoGPT's of data that are no characters
             continue
         if found and not tokenizer.is_same(found[0][1]):
             raise UserError(
@@ -63,6 +59,12 @@ def tokenizer_beside(prefixes: Iterable[str]) -> tuple[Path, Tokenizer] | None:
             )
         found.append((path, tokenizer))
     return found[0] if found else None
+
+
+def _read(path: Path) -> Tokenizer:
+    if path.name == "meta.pkl":
+        return open_tokenizer(str(path))
+    return read_saved(path, remedy="prepare the data again, or remove it and name the tokenizer")
 
 
 def _files_beside(prefix: str) -> list[Path]:

@@ -14,13 +14,13 @@ CAPABILITY = Capability(
     datasets=("dtgpt.data.prepare.format:FILES",),
     commands={
         "prepare": CommandEntry(
-            "dtgpt.commands.prepare:command",
+            "dtgpt.data.prepare.command:command",
             "dtgpt prepare INPUT ... --output-prefix PREFIX\n"
             "    encode text into Megatron-LM's PREFIX_text_document.bin and .idx",
             place=10,
         ),
         "tokenizer": CommandEntry(
-            "dtgpt.commands.tokenizer:command",
+            "dtgpt.data.prepare.tokenizer_command:command",
             "dtgpt tokenizer train INPUT ...\n    train a byte-level BPE on your own text",
             place=20,
         ),

@@ -53,19 +53,22 @@ def decompressed(raw: BufferedReader, name: str) -> Iterator[bytes]:
                 _check_packed_once(head, content[:HEAD], name)
                 first = False
             yield from (content[i : i + PIECE] for i in range(0, len(content), PIECE))
-    except DAMAGED as error:
-        if re.search("too much memory|Memory usage limit", str(error)):  # of zstd, of xz
-            raise UserError(
-                f"{name} asks for more memory than is given to a file (128 MiB for zstd, 1 GiB for xz); unpack it, as "
-                "with zstd -d --long=31, or compress it with a smaller window"
-            ) from None
-        raise UserError(f"{name} is damaged or was cut off ({error}); fetch or compress it again") from None
-    except MemoryError:
-        raise UserError(f"{name} needs more memory than there is; compress it with a smaller window") from None
-    except OSError as error:
-        if error.errno is None:  # how bz2 reports damage
-            raise UserError(f"{name} is damaged ({error}); fetch or compress it again") from None
-        raise UserError(f"{name} cannot be read: {error.strerror}") from None
+    except (*DAMAGED, MemoryError, OSError) as error:
+        raise UserError(f"{name} {_problem(error)}") from None
+
+
+def _problem(error: Exception) -> str:
+    """Return what is said of a file that cannot be unpacked."""
+    if re.search("too much memory|Memory usage limit", str(error)):  # of zstd, of xz
+        return (
+            "asks for more memory than is given to a file (128 MiB for zstd, 1 GiB for xz); unpack it, as with zstd -d "
+            "--long=31, or compress it with a smaller window"
+        )
+    if isinstance(error, MemoryError):
+        return "needs more memory than there is; compress it with a smaller window"
+    if isinstance(error, OSError) and not isinstance(error, DAMAGED) and error.errno is not None:
+        return f"cannot be read: {error.strerror}"
+    return f"is damaged or was cut off ({error}); fetch or compress it again"  # bz2 says so by an OSError
 
 
 def check_format(head: bytes, name: str) -> None:

@@ -2,15 +2,34 @@
 
 import os
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from dtgpt.data.tokenizers.open import check_named_once
-from dtgpt.util.errors import UserError
-from dtgpt.util.field_types import Bounds, changed_fields, check_fields
+from dtgpt.util.field_types import Bounds, check_fields
+from dtgpt.util.rules import Changed, Given, Missing, Rule, Rules, check_rules
 
-OF_MERGE = {"merge", "output_prefix", "overwrite"}  # the options for joining datasets
-
-NOT_FOR_CHATS = {"json_keys", "append_eod", "prepend_bos", "encode_special", "txt"}
+NOT_FOR_MESSAGES = ("append_eod", "encode_special", "json_keys", "prepend_bos", "txt")
+NOT_FOR_MERGE = (
+    "append_eod",
+    "broken",
+    "chat",
+    "chat_loss",
+    "chat_template",
+    "encode_special",
+    "input",
+    "input_format",
+    "json_keys",
+    "log_interval",
+    "merge_file",
+    "preferences",
+    "prepend_bos",
+    "strict",
+    "tokenizer",
+    "tokenizer_type",
+    "txt",
+    "vocab_file",
+    "workers",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +48,15 @@ class PrepareConfig:
     ] = "gpt2"
     tokenizer_type: Annotated[
         Literal[
-            "auto", "GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
+            "auto",
+            "GPT2BPETokenizer",
+            "HuggingFaceTokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
             "Llama2Tokenizer",
         ],
         "Megatron-LM's name of the tokenizer's type; auto: by its file; Llama2Tokenizer adds a begin-of-text token",
-    ] = "auto"  # fmt: skip
+    ] = "auto"
     vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"] = None
     merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
     append_eod: Annotated[bool, "append the end-of-text token to each document"] = False
@@ -72,33 +95,63 @@ class PrepareConfig:
             object.__setattr__(self, field.name, texts)
 
     @property
-    def of_messages(self) -> bool:
-        """Whether inputs are messages, which a chat template renders."""
-        return self.chat or self.preferences
+    def messages(self) -> str:
+        """The option by which inputs are messages, which a chat template renders; none: they are texts."""
+        return "preferences" if self.preferences else "chat" if self.chat else ""
 
     def validate(self) -> None:
         """Raise UserError for what is wrong without a look at files."""
         check_fields(self)
-        if not self.output_prefix or self.output_prefix.endswith("/"):
-            raise UserError("the dataset needs a name; give --output-prefix, as in --output-prefix data/mine")
-        if bool(self.input) == bool(self.merge):
-            raise UserError("give either inputs, such as *.jsonl, or --merge with the prefixes of datasets to join")
-        if self.merge and (unused := changed_fields(self) - OF_MERGE):
-            name = min(unused).replace("_", "-")
-            raise UserError(f"--{name} has no effect with --merge, which joins datasets as they are; leave it out")
-        if self.chat and self.preferences:
-            raise UserError("--chat and --preferences name different inputs; leave one out")
-        if self.of_messages:
-            wrong = changed_fields(self) & (NOT_FOR_CHATS if self.chat else NOT_FOR_CHATS | {"chat_loss"})
-        else:
-            wrong = changed_fields(self) & {"chat_loss", "chat_template"}
-        if wrong:
-            name, asked = min(wrong).replace("_", "-"), "--chat" if self.chat else "--preferences"
-            why = f"cannot be combined with {asked}, whose template says what is written"
-            raise UserError(f"--{name} {why if self.of_messages else 'needs --chat'}; leave it out")
-        if not self.json_keys or len(set(self.json_keys)) < len(self.json_keys):
-            raise UserError(f"--json-keys {' '.join(self.json_keys)}: give each key once, such as --json-keys text")
+        check_rules(self.whole_rules, self)
         check_named_once(self.tokenizer, self.vocab_file, self.merge_file)
+
+    # Not `rules`, which a command checks before it has the inputs among the words.
+    whole_rules: ClassVar[Rules] = (
+        Rule("the dataset needs a name; give --output-prefix, as in --output-prefix data/mine", Missing("is_named")),
+        Rule(
+            "give either inputs, such as *.jsonl, or --merge with the prefixes of datasets to join",
+            Missing("has_one_source"),
+        ),
+        Rule(
+            "--{option} has no effect with --merge, which joins datasets as they are; leave it out",
+            Changed(*NOT_FOR_MERGE),
+            Given("merges"),
+        ),
+        Rule("--chat and --preferences name different inputs; leave one out", Given("chat"), Given("preferences")),
+        Rule(
+            "--{option} cannot be combined with --{messages}, whose template says what is written; leave it out",
+            Changed(*NOT_FOR_MESSAGES),
+            Given("messages"),
+        ),
+        Rule(
+            "--{option} cannot be combined with --preferences, whose template says what is written; leave it out",
+            Changed("chat_loss"),
+            Given("preferences"),
+        ),
+        Rule("--{option} needs --chat; leave it out", Changed("chat_loss", "chat_template"), Missing("messages")),
+        Rule("--json-keys {all_keys}: give each key once, such as --json-keys text", Missing("has_distinct_keys")),
+    )
+
+    @property
+    def is_named(self) -> bool:
+        return bool(self.output_prefix) and not self.output_prefix.endswith("/")
+
+    @property
+    def has_one_source(self) -> bool:
+        """Whether either inputs or datasets to join are given, and not both."""
+        return bool(self.input) != bool(self.merge)
+
+    @property
+    def merges(self) -> bool:
+        return bool(self.merge)
+
+    @property
+    def has_distinct_keys(self) -> bool:
+        return 0 < len(self.json_keys) == len(set(self.json_keys))
+
+    @property
+    def all_keys(self) -> str:
+        return " ".join(self.json_keys)
 
 
 def _as_text(value: Any) -> Any:

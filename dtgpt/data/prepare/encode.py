@@ -3,14 +3,18 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from dtgpt.data.library_tokenizers.base import SpecialNames
+from dtgpt.data.megatron.indexed import token_dtype
+from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.documents import Document
 from dtgpt.data.prepare.inputs import Lines, Parsed
 from dtgpt.data.text import Broken
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.util.console import say
 
 
 @dataclass
@@ -99,3 +103,27 @@ class Encoder:
             encoded.text_bytes += sum(len(p) if p.isascii() else len(p.encode()) for p in pieces)
         tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe") if parts else np.empty(0, self.dtype)
         return EncodedKey(tokens, np.array(lengths, np.int32), np.array(counts, np.int32))
+
+
+class MessageFormat:
+    """Lines of messages, of which a capability makes tokens. `key`: of the files that are written."""
+
+    key: str
+
+    def encoder(self, config: PrepareConfig, vocabulary: Tokenizer) -> Any:
+        """Return what a worker does, `block -> Encoded`, with its `vocabulary` and `dtype`. Raise UserError where the
+        tokenizer lacks what it needs."""
+        raise NotImplementedError
+
+
+def dtype_of(vocabulary: Tokenizer) -> np.dtype:
+    """Return the type that Megatron-LM chooses by the number of tokens; a wider one if ids do not fit into it."""
+    dtype = token_dtype(vocabulary.num_tokens)
+    if vocabulary.vocab_size - 1 <= np.iinfo(dtype).max:
+        return dtype
+    say(
+        f"{vocabulary.name} has {vocabulary.num_tokens:,} tokens but ids up to {vocabulary.vocab_size - 1:,}: tokens "
+        "take 32 bits, where Megatron-LM would write 16 that do not hold them",
+        warning=True,
+    )
+    return np.dtype("<i4")

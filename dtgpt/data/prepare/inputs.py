@@ -32,6 +32,7 @@ from dtgpt.data.prepare.documents import (
 from dtgpt.data.prepare.parquet import row_pieces
 from dtgpt.data.text import Broken, whole_text
 from dtgpt.util.errors import UserError
+from dtgpt.util.rules import Is, Rule, Rules, check_rules
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
@@ -42,6 +43,18 @@ KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "txt",
 TABLES = (".csv", ".tsv")
 UNPACK = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 PARQUET = b"PAR1"  # with which such a file begins
+
+
+PARQUET_RULES: Rules = (
+    Rule(
+        "a Parquet file is read from its end, and {file.name} is a stream; give the path of a file",
+        Is("head", "==", None),
+    ),
+    Rule(
+        "{file.name} is not a Parquet file, which begins with PAR1; fetch it again, or unpack it",
+        Is("begin", "!=", PARQUET),
+    ),
+)
 
 
 @dataclass
@@ -88,13 +101,12 @@ def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> 
     for name in names:
         head = None if name == STDIN else _head(name)
         found = _kind_of(name) if kind == "auto" else kind
-        if found != "parquet":
+        if found == "parquet":
+            check_rules(
+                PARQUET_RULES, {"head": head, "begin": (head or b"")[: len(PARQUET)]}, file=InputFile(name, found)
+            )
+        else:
             check_format(head or b"", name)
-        elif head is None:
-            stream = InputFile(name, found).name
-            raise UserError(f"a Parquet file is read from its end, and {stream} is a stream; give the path of a file")
-        elif not head.startswith(PARQUET):
-            raise UserError(f"{name} is not a Parquet file, which begins with PAR1; fetch it again, or unpack it")
         found = "lines" if found == "txt" and txt == "line" else found
         sources.append(InputFile(name, found))
     if txt == "line" and not any(source.kind == "lines" for source in sources):

@@ -12,30 +12,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from dtgpt.data.library_tokenizers.base import encode_spans, warn_of_split_names
-from dtgpt.data.library_tokenizers.folder import NAMES, tokenizer_file
-from dtgpt.data.megatron.indexed import IndexedWriter, merge, token_dtype
+from dtgpt.data.library_tokenizers.base import warn_of_split_names
+from dtgpt.data.megatron.indexed import IndexedWriter, merge
 from dtgpt.data.megatron.paths import idx_path, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.documents import InputFile
-from dtgpt.data.prepare.encode import Encoded, Encoder
+from dtgpt.data.prepare.encode import Encoded, Encoder, MessageFormat, dtype_of
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
 from dtgpt.data.prepare.target import check_list, check_not_read, check_target, is_same, lock_prefix, open_list
 from dtgpt.data.text import Broken
-from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.data.tokenizers.open import open_tokenizer, tokenizer_file
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.posttrain.chats.encode import KEY as CHAT
-from dtgpt.posttrain.chats.encode import ChatEncoder, renderer_of
-from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, keep_template, read_template, template_of
-from dtgpt.posttrain.dpo.preferences import KEY as PREFERENCE
-from dtgpt.posttrain.dpo.preferences import PairEncoder
+from dtgpt.util import seams
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.rules import Given, Is, Missing, Rule, Rules, check_rules
 
 MOST_NAMED = 20  # keys that nothing used
 
@@ -46,6 +40,23 @@ SUFFIXES = {
     "GPTSentencePieceTokenizer": "SentencePiece .model",
     "Llama2Tokenizer": "SentencePiece .model",
 }
+
+
+TYPE_RULES: Rules = (
+    Rule(
+        "--tokenizer-type {tokenizer_type} needs a {wanted} on this machine, which {given} is not; give it as "
+        "--tokenizer-model (nothing is fetched from the hub), or leave --tokenizer-type out",
+        Given("wanted"),
+        Missing("fits"),
+    ),
+    Rule(
+        "--tokenizer-type {tokenizer_type} needs --vocab-file and --merge-file, not {given}; leave --tokenizer-type "
+        "out",
+        Is("tokenizer_type", "==", "GPT2BPETokenizer"),
+        Missing("vocab_file"),
+        Is("tokenizer", "!=", "gpt2"),
+    ),
+)
 
 
 @dataclass(kw_only=True)
@@ -107,11 +118,11 @@ def prepare(config: PrepareConfig) -> Summary:
     sources = find_sources(list(config.input), config.input_format, config.txt)
     check_keys(sources, config.json_keys)
     listed = None if config.broken is None else Path(config.broken)
-    keys = (PREFERENCE if config.preferences else CHAT,) if config.of_messages else config.json_keys
+    messages = message_format(config.messages)
+    keys = config.json_keys if messages is None else (messages.key,)
     text = next((source for source in sources if source.kind in ("txt", "lines")), None)
-    if config.of_messages and text is not None:
-        option = "--chat" if config.chat else "--preferences"
-        raise UserError(f"{text.name} is a text, and {option} takes JSON lines or Parquet; give these")
+    if messages is not None and text is not None:
+        raise UserError(f"{text.name} is a text, and --{config.messages} takes JSON lines or Parquet; give these")
     if listed is not None:
         others = config.tokenizer, config.vocab_file, config.merge_file, config.chat_template
         check_not_read(listed, "--broken", [*(source.path for source in sources), *others])
@@ -125,15 +136,15 @@ def prepare(config: PrepareConfig) -> Summary:
         if listed is not None:
             check_list(listed, overwrite, prefixes.values())
         vocabulary = vocabulary_of(config)
-        encoder = make_chat_encoder(config, vocabulary) if config.of_messages else make_encoder(config, vocabulary)
+        encoder = (make_encoder if messages is None else messages.encoder)(config, vocabulary)
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
         progress = Progress(total_bytes(sources), config.log_interval)
         stack.callback(progress.clear)
-        stored = encoder.dtype, encoder.vocabulary.dumps(), config.of_messages
+        stored = encoder.dtype, encoder.vocabulary.dumps(), messages is not None
         writers = {key: stack.enter_context(IndexedWriter(prefix, *stored)) for key, prefix in prefixes.items()}
         file = None if listed is None else stack.enter_context(open_list(listed))
         broken = BrokenLines(file, config.strict, progress)
-        for block in encoded(read_blocks(sources, () if config.of_messages else keys)):
+        for block in encoded(read_blocks(sources, keys if messages is None else ())):
             broken.add(block.broken)
             for key, writer in writers.items():
                 encoded_key = block.keys[key]
@@ -199,18 +210,10 @@ def vocabulary_of(config: PrepareConfig) -> Tokenizer:
     kind = config.tokenizer_type
     given = config.vocab_file or config.tokenizer
     path = Path(given)
-    path = (tokenizer_file(path) or path / NAMES[0]) if path.is_dir() else path
+    path = (tokenizer_file(path) or path / "tokenizer.json") if path.is_dir() else path
     wanted = SUFFIXES.get(kind)
     fits = path.is_file() and config.vocab_file is None and (path.suffix == ".json") == (wanted == "tokenizer.json")
-    if wanted is not None and not fits:
-        raise UserError(
-            f"--tokenizer-type {kind} needs a {wanted} on this machine, which {given} is not; give it as "
-            "--tokenizer-model (nothing is fetched from the hub), or leave --tokenizer-type out"
-        )
-    if kind == "GPT2BPETokenizer" and config.vocab_file is None and config.tokenizer != "gpt2":
-        raise UserError(
-            f"--tokenizer-type {kind} needs --vocab-file and --merge-file, not {given}; leave --tokenizer-type out"
-        )
+    check_rules(TYPE_RULES, config, wanted=wanted, fits=fits, given=given)
     named = config.tokenizer if wanted is None else str(path)  # the type says what opens a text, and not the folder
     vocabulary = open_tokenizer(named, config.vocab_file, config.merge_file, begin=kind == "Llama2Tokenizer")
     if kind == "Llama2Tokenizer" and vocabulary.begin_of_text is None:
@@ -218,31 +221,14 @@ def vocabulary_of(config: PrepareConfig) -> Tokenizer:
     return vocabulary
 
 
-def make_chat_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> ChatEncoder:
-    """Return the encoder of chats. Raises UserError where the tokenizer has no template, or the template is not right
-    for any chat."""
-    if config.chat_template is not None:
-        former = template_of(vocabulary)
-        tokens = {} if former is None else former.tokens
-        template = ChatTemplate(read_template(Path(config.chat_template)), tokens or named(vocabulary))
-        keep_template(vocabulary, template)
-    renderer = renderer_of(
-        vocabulary, "give the folder of a model that has one as --tokenizer, or a template's file as --chat-template"
-    )
-    try:
-        encode_spans(vocabulary, renderer.render(PROBE).text, [])
-    except ChatError:
-        pass  # other chats may go with the template
-    finally:
-        renderer.close()
-    kind = PairEncoder if config.preferences else ChatEncoder
-    return kind(vocabulary, dtype_of(vocabulary), config.chat_loss)
-
-
-def named(vocabulary: Tokenizer) -> dict[str, str]:
-    """Return the names of a tokenizer's special tokens, as a template takes them."""
-    ids = {"bos_token": vocabulary.begin_of_text, "eos_token": vocabulary.end_of_text}
-    return {name: vocabulary.decode([i]) for name, i in ids.items() if i is not None}
+def message_format(option: str) -> MessageFormat | None:
+    """Return what encodes lines of messages, by the option that asks for it; None where none does. Raise UserError
+    where nothing here does what the option asks for."""
+    if not option:
+        return None
+    if (part := seams.added("encoders").get(option)) is None:
+        raise UserError(f"--{option} needs a capability that dtgpt does not have here; leave it out")
+    return seams.load(part)
 
 
 def tell_fields(summary: Summary) -> None:
@@ -269,19 +255,6 @@ def make_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> Encoder:
     if not config.prepend_bos or vocabulary.encode("")[:1] == [begin]:  # the tokenizer itself opens texts with it
         begin = None
     return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), end, begin, config.encode_special)
-
-
-def dtype_of(vocabulary: Tokenizer) -> np.dtype:
-    """Return the type that Megatron-LM chooses by the number of tokens; a wider one if ids do not fit into it."""
-    dtype = token_dtype(vocabulary.num_tokens)
-    if vocabulary.vocab_size - 1 <= np.iinfo(dtype).max:
-        return dtype
-    say(
-        f"{vocabulary.name} has {vocabulary.num_tokens:,} tokens but ids up to {vocabulary.vocab_size - 1:,}: tokens "
-        "take 32 bits, where Megatron-LM would write 16 that do not hold them",
-        warning=True,
-    )
-    return np.dtype("<i4")
 
 
 def _cores() -> int:

@@ -20,9 +20,12 @@ def row_pieces(path: str, columns: tuple[str, ...]) -> Iterator[bytes]:
     empty. Raises UserError."""
     optional_package("pyarrow", f"{path}, a Parquet file,", "pyarrow.parquet", "parquet")
     with subprocess.Popen(
-        [sys.executable, "-P", str(PROGRAM), path, *columns], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True,  # ^C in a terminal is not for it
-    ) as process:  # fmt: skip
+        [sys.executable, "-P", str(PROGRAM), path, *columns],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # ^C in a terminal is not for it
+    ) as process:
         assert isinstance(process.stdout, BufferedReader) and process.stderr is not None
         try:
             yield from iter(partial(process.stdout.read1, PIECE), b"")

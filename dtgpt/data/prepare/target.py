@@ -34,21 +34,35 @@ def lock_prefix(prefix: Path) -> Iterator[None]:
         yield
 
 
+def check_new(path: Path, option: str, overwrite: bool, name: str = "") -> None:
+    """Raise UserError if `path`, to be written for `option`, is a folder, or would be replaced by mistake. name: what
+    messages call it; none: the option and the path."""
+    name = name or f"{option} {path}"
+    if path.is_dir():
+        raise UserError(f"{name} is a folder; give another {option}, such as a file in it")
+    if path.exists() and not overwrite:
+        raise UserError(f"{name} exists already; give another {option}, or add --overwrite to replace it")
+
+
 def check_list(path: Path, overwrite: bool, prefixes: Iterable[Path]) -> None:
     """Raise UserError if `path`, given as `--broken`, is a folder, a file of the datasets `prefixes`, or would be
     replaced by mistake."""
-    if path.is_dir():
-        raise UserError(f"--broken {path} is a folder; name a file in it")
-    if any(is_same(path, file) for prefix in prefixes for file in _files_of(prefix)):
-        raise UserError(f"--broken {path} is a file of the dataset that is written; give another file")
-    if path.exists() and not overwrite:
-        raise UserError(f"--broken {path} exists already; give another file, or add --overwrite to replace it")
+    check_not_read(
+        path,
+        "--broken",
+        (str(file) for prefix in prefixes for file in _files_of(prefix)),
+        "of the dataset that is written",
+    )
+    check_new(path, "--broken", overwrite)
 
 
-def check_not_read(path: Path, option: str, read: Iterable[str | None]) -> None:
-    """Raise UserError if `path`, given as `option`, is one of the files that are read: `--overwrite` would lose it."""
-    if any(file is not None and file != STDIN and is_same(path, Path(file)) for file in read):
-        raise UserError(f"{option} {path} is a file that is read, and would be replaced; give another file")
+def check_not_read(
+    path: Path, option: str, files: Iterable[str | None], why: str = "that is read, and would be replaced"
+) -> None:
+    """Raise UserError if `path`, given as `option`, is one of the files that are used, which `--overwrite` would lose.
+    why: what these are."""
+    if any(file is not None and file != STDIN and is_same(path, Path(file)) for file in files):
+        raise UserError(f"{option} {path} is a file {why}; give another file")
 
 
 def is_same(path: Path, other: Path) -> bool:
@@ -94,10 +108,7 @@ def _unwritable(path: Path, option: str, error: OSError) -> UserError:
 def check_target(prefix: Path, overwrite: bool) -> None:
     """Raise UserError if a dataset would be replaced by mistake, or a folder by a dataset."""
     for path in _files_of(prefix):
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; give another --output-prefix")
-        if path.exists() and not overwrite:
-            raise UserError(f"{path} exists already; give another --output-prefix, or add --overwrite to replace it")
+        check_new(path, "--output-prefix", overwrite, str(path))
 
 
 def _files_of(prefix: Path) -> tuple[Path, ...]:

@@ -175,6 +175,10 @@ class Bytes(Tokenizer):
         return {"name": self.name, "bytes": self.vocab_size}
 
 
+class NoCharacters(UserError):
+    """A file that may say which character each token is does not say so."""
+
+
 class Char(Tokenizer):
     """Each character of a list is a token. `characters`: by id, "" for an id that is not in use. There is no end of
     text: a generated text without a prompt begins after a line's end, or after token 0."""

@@ -20,17 +20,24 @@ from dtgpt.checkpoint.shard_file import Piece, by_size
 from dtgpt.data.library_tokenizers.export import CLASS, begin_token
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.foreign import (
-    Rules,
     as_parameter,
     cast,
     check_architecture,
     check_dtype,
-    check_rules,
     check_tensors,
     plain_names,
+    reading,
     untied,
 )
-from dtgpt.interop.hf import gemma3, gpt2, gpt_neo, gpt_oss, llama, olmo3, phi3
+from dtgpt.interop.hf.architecture import Architecture
+from dtgpt.interop.hf.gemma3 import Gemma3
+from dtgpt.interop.hf.gpt2 import GPT_2
+from dtgpt.interop.hf.gpt_neo import GPTNeo
+from dtgpt.interop.hf.gpt_oss import GptOss
+from dtgpt.interop.hf.llama import FAMILIES, LLAMA
+from dtgpt.interop.hf.olmo3 import Olmo3
+from dtgpt.interop.hf.phi3 import Phi3
+from dtgpt.interop.keys import Key, Keys, among, check_keys, is_off, just, not_here
 from dtgpt.interop.marks import ADAPTER_CONFIG
 from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.config import ModelConfig
@@ -49,32 +56,24 @@ NO_TOKENIZER = {"tokenizer_config.json": {"tokenizer_class": CLASS}}
 REMEDY = "give a folder that transformers can load"
 
 
-class Architecture(Protocol):
-    """What transformers calls the parameters of one architecture, how they lie, and what its config.json says. A
-    parameter may be stored as several tensors, such as a fused QKV."""
-
-    PREFIX: str  # of all names but that of the output projection
-    BUFFERS: re.Pattern[str]  # names, without PREFIX, that are left out
-
-    def stored_names(self, name: str) -> list[str]: ...
-    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor: ...
-    def to_stored(self, whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]: ...
-    def read_config(self, settings: dict[str, Any], path: Path) -> ModelConfig: ...
-    def write_config(self, config: Any) -> dict[str, Any]: ...
-
-
-RULES: Rules = {  # of every family
-    "quantization_config": (None, lambda v: v is None, "dtgpt reads weights in F32, F16 and BF16"),
-    "per_layer_config": (None, lambda v: not v, "dtgpt reads no settings of single layers by this key"),
-    "is_causal": (True, bool, "dtgpt's attention is causal"),
-    "transformers_weights": (None, lambda v: v is None, "dtgpt reads model.safetensors or its shards"),
-    "configuration_files": (None, lambda v: not v, "dtgpt reads config.json, and no other file that it names"),
-}
 # By `model_type`; dtgpt's name of an architecture is one of these, by which a model is written.
 ARCHITECTURES: dict[str, Architecture] = {
-    "gpt2": gpt2, "gpt_neo": gpt_neo, **dict.fromkeys(llama.FAMILIES, llama), "phi3": phi3, "olmo3": olmo3,
-    "gemma3_text": gemma3, "gpt_oss": gpt_oss,
-}  # fmt: skip
+    "gpt2": GPT_2,
+    "gpt_neo": GPTNeo(),
+    **dict.fromkeys(FAMILIES, LLAMA),
+    "phi3": Phi3(),
+    "olmo3": Olmo3(),
+    "gemma3_text": Gemma3(),
+    "gpt_oss": GptOss(),
+}
+KIND: Keys = {"model_type": Key(among(ARCHITECTURES), not_here(f"dtgpt has {', '.join(ARCHITECTURES)}"))}
+KEYS: Keys = {  # of every family
+    "quantization_config": Key(just(None), not_here("dtgpt reads weights in F32, F16 and BF16")),
+    "per_layer_config": Key(is_off, not_here("dtgpt reads no settings of single layers by this key")),
+    "is_causal": Key(bool, not_here("dtgpt's attention is causal"), True),
+    "transformers_weights": Key(just(None), not_here("dtgpt reads model.safetensors or its shards")),
+    "configuration_files": Key(is_off, not_here("dtgpt reads config.json, and no other file that it names")),
+}
 
 
 class HuggingFace(Source):
@@ -87,21 +86,18 @@ class HuggingFace(Source):
     def __init__(self, folder: Path):
         self.folder, path = folder, folder / "config.json"
         settings = read_object(path)
-        kind = settings.get("model_type")
-        if not isinstance(kind, str) or kind not in ARCHITECTURES:
-            raise UserError(
-                f"{path} has model_type={shown(kind)}; dtgpt has {', '.join(ARCHITECTURES)}: give another model"
-            )
-        self.kind, architecture = kind, ARCHITECTURES[kind]
+        check_keys(settings, KIND, path)
+        self.kind = settings["model_type"]
+        architecture = ARCHITECTURES[self.kind]
         self.config = architecture.read_config(settings, path)
-        check_rules(settings, RULES, path)
+        check_keys(settings, KEYS, path)
         if (folder / ADAPTER_CONFIG).is_file():
             raise UserError(
                 f"{folder} holds an adapter ({ADAPTER_CONFIG}) beside the model, and transformers adds it; move "
                 "the adapter's files to another folder, which --adapter takes"
             )
         files = _files(folder)
-        self._names = plain_names(files, architecture.PREFIX, architecture.BUFFERS, folder)
+        self._names = plain_names(files, architecture.prefix, architecture.buffers, folder)
         self._files = {plain: files[name] for plain, name in self._names.items()}
         shapes = self._shapes()
         (table,), (output,) = map(architecture.stored_names, (self.config.table_name, self.config.output_name))
@@ -178,12 +174,10 @@ def _header(file: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
 def with_file(path: Path, action: Callable[[Any], Any]) -> Any:
     """Return `action(open file)`. The file is opened for each use, so that a source keeps none and can go to another
     process."""
-    try:
+    with reading(path, "copy it again, whole"):
         open_regular(path).close()  # the library would wait for the writer of a FIFO
         with safe_open(path, framework="pt") as file:
             return action(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({str(error)[:200]}); copy it again, whole") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -221,9 +215,13 @@ class Kept(Protocol):
 
 
 def save_huggingface(
-    source: Source, folder: Path, dtype: torch.dtype = torch.float32, tokenizer: Tokenizer | None = None,
-    tokenizer_files: dict[str, Any] | None = None, origin: Kept | None = None,
-) -> None:  # fmt: skip
+    source: Source,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: Tokenizer | None = None,
+    tokenizer_files: dict[str, Any] | None = None,
+    origin: Kept | None = None,
+) -> None:
     """Write `source` as a new folder that transformers' `from_pretrained` takes, one file in memory at a time, with the
     files that `transformers_files` made of its tokenizer.
 
@@ -265,7 +263,7 @@ def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         tensors = {}
         for name in (piece.name for piece in shard):
-            prefix = "" if name == config.output_name else architecture.PREFIX
+            prefix = "" if name == config.output_name else architecture.prefix
             for plain, stored in _to_stored(source.read(name), name, config, architecture):
                 tensors[prefix + plain] = cast(stored, dtype, name)
         save_tensors(tensors, folder / file)

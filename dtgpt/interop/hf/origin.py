@@ -12,15 +12,22 @@ from dtgpt.checkpoint.open import run_of
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.data.library_tokenizers.export import CLASS
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.interop.foreign import reading
 from dtgpt.interop.hf.model import ARCHITECTURES
+from dtgpt.interop.keys import Key, Keys, check_keys
 from dtgpt.interop.marks import ORIGIN
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.sampling.sequences import MOST_ENDS
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_json, read_regular, write_json
 
-JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
-        "chat_template.json")  # fmt: skip
+JSON = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+)
 TEMPLATE = "chat_template.jinja"
 OF_MODEL = ("config.json", "generation_config.json")
 LARGEST = 1 << 24  # bytes of one of these files
@@ -28,6 +35,23 @@ DTYPES = ("torch_dtype", "dtype")  # of weights, for transformers 4 and 5
 OF_CLASS = ("auto_map", "add_bos_token", "add_eos_token")  # what tokenizer.json says, or other classes do
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 REMEDY = "remove it to write a Hugging Face folder with dtgpt's own settings"
+
+
+def _ids(value: Any) -> list[Any]:
+    return value if isinstance(value, list) and value else [] if value is None else [value]
+
+
+def _are_ends(value: Any) -> bool:
+    ids = _ids(value)
+    return all(type(i) is int for i in ids) and len(ids) <= MOST_ENDS
+
+
+KEYS: Keys = {
+    "eos_token_id": Key(
+        _are_ends,
+        f", which is not an id or a list of up to {MOST_ENDS}; write the ids at which its texts end, or null",
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -78,14 +102,8 @@ class Origin:
         content = self.files[name]
         if not isinstance(content, dict):
             raise UserError(f"{name} of the model holds {shown(content)}, not an object; copy it again")
-        value = content.get("eos_token_id")
-        ids = value if isinstance(value, list) and value else [] if value is None else [value]
-        if not all(type(i) is int for i in ids) or len(ids) > MOST_ENDS:
-            raise UserError(
-                f"{name} of the model has eos_token_id={shown(value)}, which is not an id or a list of up to "
-                f"{MOST_ENDS}; write the ids at which its texts end, or null"
-            )
-        return name, list(dict.fromkeys(ids))
+        check_keys(content, KEYS, f"{name} of the model")
+        return name, list(dict.fromkeys(_ids(content.get("eos_token_id"))))
 
     def tokenizer_files(self, made: dict[str, Any], positions: int) -> dict[str, Any]:
         """Return the tokenizer's files `made` by dtgpt, with the settings of the folder."""
@@ -142,10 +160,8 @@ def read_origin(path: Path, names: Sequence[str] = JSON) -> Origin:
         return Origin()
     files: dict[str, Any] = {name: read_json(path / name, REMEDY, LARGEST) for name in names if (path / name).is_file()}
     if (path / TEMPLATE).is_file():
-        try:
+        with reading(path / TEMPLATE, "copy it again"):
             files[TEMPLATE] = read_regular(path / TEMPLATE, LARGEST).decode()
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path / TEMPLATE} cannot be read ({error}); copy it again") from None
     return Origin(files)
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from dtgpt.interop.foreign import check_architecture
-from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, Architecture, read_object, save_tensors, with_file
+from dtgpt.interop.hf.architecture import Architecture
+from dtgpt.interop.hf.model import ARCHITECTURES, REMEDY, read_object, save_tensors, with_file
+from dtgpt.interop.keys import Key, Keys, among, check_keys, just
 from dtgpt.interop.marks import ADAPTER_CONFIG
 from dtgpt.interop.new_folder import new_folder
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Part
 from dtgpt.posttrain.lora.adapters import matrix_of_rows, spread
@@ -33,9 +34,40 @@ NAME = re.compile(r"[\w.]+")
 ABSENT: tuple[Any, ...] = (None, False, [], {}, "none")
 KEEPS_BASE: tuple[Any, ...] = (None, True, False, "gaussian", "eva", "orthogonal")  # ways to begin an adapter
 REFUSED = (
-    "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "alora_invocation_tokens",
-    "layer_replication", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
-)  # fmt: skip
+    "use_dora",
+    "modules_to_save",
+    "lora_bias",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+
+
+def _is_alpha(value: Any) -> bool:
+    return is_finite(value) and abs(value) <= LARGEST_ALPHA
+
+
+def _are_alphas(value: Any) -> bool:
+    return not value or (isinstance(value, dict) and all(map(_is_alpha, value.values())))
+
+
+KEYS: Keys = {
+    "peft_type": Key(just("LORA"), "; dtgpt reads adapters of LORA"),
+    **dict.fromkeys(REFUSED, Key(among(ABSENT), "; dtgpt reads adapters of LORA without it")),
+    "bias": Key(just("none"), "; dtgpt reads adapters of LORA without biases", "none"),
+    "init_lora_weights": Key(
+        among(KEEPS_BASE),
+        ", by which peft changes the base; convert the adapter to plain LoRA: save_pretrained(..., "
+        "path_initial_model_for_weight_conversion=...)",
+    ),
+    "lora_alpha": Key(_is_alpha, f", which is no number of at most {LARGEST_ALPHA:g}; {REMEDY}"),
+    "alpha_pattern": Key(_are_alphas, f", which is no number of at most {LARGEST_ALPHA:g}; {REMEDY}"),
+}
 
 
 class Peft:
@@ -62,8 +94,10 @@ class Peft:
             if any(t.dim() != 2 for t in stored):  # of experts, whose adapters have another form
                 continue
             plain = architecture.stored_names(parameter.name)
-            found = [(f"{OUTER}{architecture.PREFIX}{name}".removesuffix(".weight"), tuple(t.shape))
-                     for name, t in zip(plain, stored, strict=True)]  # fmt: skip
+            found = [
+                (f"{OUTER}{architecture.prefix}{name}".removesuffix(".weight"), tuple(t.shape))
+                for name, t in zip(plain, stored, strict=True)
+            ]
             pairs = {name for module, _ in found for name in _pair(module)} & unknown
             if pairs:
                 self._used[parameter.name] = found
@@ -84,30 +118,12 @@ class Peft:
                 addends.append(torch.zeros(shape))
                 continue
             addend = self._scale(module, len(a)) * b.float() @ a.float()
-            addends.append(addend.T if type(self.config) is GPT2Config else addend)  # whose matrices are [in, out]
+            addends.append(addend.T if self._architecture.transposed else addend)
         return self._architecture.from_stored(addends, name, self.config, part)
 
     def _check_settings(self) -> None:
-        path, settings = self.folder / ADAPTER_CONFIG, self.settings
-        if settings.get("peft_type") != "LORA":
-            raise UserError(f"{path} has peft_type={shown(settings.get('peft_type'))}; dtgpt reads adapters of LORA")
-        for name in REFUSED:
-            if settings.get(name) not in ABSENT:
-                raise UserError(f"{path} has {name}={shown(settings[name])}; dtgpt reads adapters of LORA without it")
-        if settings.get("bias", "none") != "none":
-            raise UserError(f"{path} has bias={shown(settings['bias'])}; dtgpt reads adapters of LORA without biases")
-        if (begun := settings.get("init_lora_weights")) not in KEEPS_BASE:
-            raise UserError(
-                f"{path} has init_lora_weights={shown(begun)}, by which peft changes the base; convert the adapter to "
-                "plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
-            )
-        alphas = settings.get("alpha_pattern") or {}
-        if not isinstance(alphas, dict) or not all(
-            is_finite(value) and abs(value) <= LARGEST_ALPHA for value in (settings.get("lora_alpha"), *alphas.values())
-        ):
-            values = {"lora_alpha": settings.get("lora_alpha")} | ({"alpha_pattern": alphas} if alphas else {})
-            has = " and ".join(f"{name}={shown(value)}" for name, value in values.items())
-            raise UserError(f"{path} has {has}, which is no number of at most {LARGEST_ALPHA:g}; {REMEDY}")
+        path, alphas = self.folder / ADAPTER_CONFIG, self.settings.get("alpha_pattern") or {}
+        check_keys(self.settings, KEYS, path)
         if rule := next((name for name in alphas if not NAME.fullmatch(name)), None):
             raise UserError(
                 f"{path} has alpha_pattern for {shown(rule)}; dtgpt reads names of modules there, and no expressions"
@@ -117,7 +133,7 @@ class Peft:
         a, b = (self._tensors.get(name) for name in _pair(module))
         if a is None and b is None:
             return
-        rows, columns = shape[::-1] if type(self.config) is GPT2Config else shape
+        rows, columns = shape[::-1] if self._architecture.transposed else shape
         if a is not None and not len(a):
             raise UserError(f"{self.path} has an adapter of rank 0 for {shown_name(module)}; {REMEDY}")
         if a is None or b is None or a.dim() != 2 or (len(b), a.shape[1], b.shape[1:]) != (rows, columns, a.shape[:1]):
@@ -148,7 +164,7 @@ def _architecture_of(adapter: SavedAdapter) -> Architecture:
     path = Path(adapter.facts["base"]) / "config.json"
     own = ARCHITECTURES[adapter.config.architecture]
     found = ARCHITECTURES.get(str(read_object(path).get("model_type"))) if path.is_file() else None
-    if found is None or found.write_config is not own.write_config:  # another model is there by now
+    if found is None or type(found).write_config is not type(own).write_config:  # another model is there by now
         return own
     return found
 
@@ -158,7 +174,7 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
     exists, or transformers does not have the architecture."""
     config, rank = adapter.config, adapter.lora.rank
     check_architecture(config, ARCHITECTURES, "adapter of peft")
-    architecture, is_gpt2 = _architecture_of(adapter), isinstance(config, GPT2Config)
+    architecture = _architecture_of(adapter)
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     patterns: dict[str, int] = {}  # rank by the last part of a module's name
@@ -180,15 +196,23 @@ def save_peft(adapter: SavedAdapter, folder: Path) -> None:
             targets.add(last)
             if len(own) != rank:
                 patterns[last] = len(own)
-            pair = own, part.T if is_gpt2 else part
-            for key, tensor in zip(_pair(f"{OUTER}{architecture.PREFIX}{module}"), pair, strict=True):
+            pair = own, part.T if architecture.transposed else part
+            for key, tensor in zip(_pair(f"{OUTER}{architecture.prefix}{module}"), pair, strict=True):
                 tensors[key] = tensor.contiguous().clone()
     settings: dict[str, Any] = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": adapter.facts["base"],
-        "inference_mode": True, "r": rank, "lora_alpha": adapter.lora.alpha, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": sorted(targets), "fan_in_fan_out": is_gpt2, "rank_pattern": patterns,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.facts["base"],
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": adapter.lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(targets),
+        "fan_in_fan_out": architecture.transposed,
+        "rank_pattern": patterns,
         "alpha_pattern": {last: adapter.lora.scale * own for last, own in patterns.items()},
-    }  # fmt: skip
+    }
     with new_folder(folder) as partial:
         save_tensors(tensors, partial / WEIGHTS)
         write_json(partial / ADAPTER_CONFIG, settings)

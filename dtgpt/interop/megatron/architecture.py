@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from dtgpt.interop.foreign import whole_number
+from dtgpt.interop.keys import whole_number
 from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
@@ -29,7 +29,7 @@ class StoredShapes(NamedTuple):
     shapes: Mapping[str, Shape]  # of the first rank, by dtgpt's names with layers numbered from 0
     num_layers: int
     tensor_parallel_size: int
-    untied: bool  # there is an output layer of its own
+    untied: Path | None  # the file with an output layer of its own
     order: Order
     path: Path  # of the first rank
 
@@ -43,8 +43,11 @@ class MegatronArchitecture(Protocol):
     FAMILY: Family  # of names that are written
     VOCABULARIES: tuple[int, ...]  # known sizes, to which Megatron-LM adds rows
 
+    VALUES: Values  # of args, that a model of this architecture has
+
     def lacks(self, args: Namespace) -> dict[str, str]:
-        """Return what a model with these args has and this architecture has not, by the name in args."""
+        """Return what a model with these args has and this architecture has not, by the name in args, beside what
+        VALUES say."""
 
     def read_config(self, args: Namespace | None, facts: StoredShapes) -> tuple[ModelConfig, list[str]]:
         """Return the shape of the model, whose vocabulary is all rows of the table, and notes. Raise UserError, also
@@ -67,14 +70,14 @@ class MegatronArchitecture(Protocol):
         """Return what a rank of today's Megatron-LM stores for its part of dtgpt's parameter `name`."""
 
 
-def check_fields_written(config: ModelConfig, values: Mapping[str, Any]) -> None:
+def check_fields_written(config: ModelConfig, values: Mapping[str, Any], whose: str = "models here have") -> None:
     """Raise UserError for a field that has another value than the one in `values`, which Megatron-LM's tree stands
     for."""
     for name, value in values.items():
         if getattr(config, name) != value:
             raise UserError(
-                f"model.{name}={getattr(config, name)} cannot be written for Megatron-LM, whose models here have "
-                f"{value}; use --to hf"
+                f"model.{name}={getattr(config, name)} cannot be written for Megatron-LM, whose {whose} {value}; use "
+                "--to hf"
             )
 
 

@@ -1,14 +1,15 @@
 """The architecture of a Megatron-LM checkpoint by its `args`, and what all architectures check alike."""
 
 from argparse import Namespace
+from collections.abc import Container, Iterable
 from pathlib import Path
-from types import NoneType
 
 from torch import Tensor
 
+from dtgpt.interop.keys import Key, Keys, check_keys, is_optional_flag
 from dtgpt.interop.megatron import gpt2, llama
-from dtgpt.interop.megatron.architecture import MegatronArchitecture, Values
-from dtgpt.interop.megatron.names import padded_rows
+from dtgpt.interop.megatron.architecture import MegatronArchitecture, StoredShapes, Values, check_agreement
+from dtgpt.interop.megatron.names import our_name, padded_rows
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.roles import Role, role_of
 from dtgpt.util.errors import UserError, shown, shown_name
@@ -19,10 +20,19 @@ NORMS = (Role.NORM, Role.HEAD_NORM)
 # What each rank's args must agree on with the first rank's.
 ZERO_CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # the name until 2026, and since
 STRUCTURE = (
-    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
-    "max_position_embeddings", "rotary_base", "padded_vocab_size", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", *ZERO_CENTERED,
-)  # fmt: skip
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "rotary_base",
+    "padded_vocab_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    *ZERO_CENTERED,
+)
 
 # args -> the only values that any architecture here has, None where the version had no such argument; and what a model
 # has with others.
@@ -52,10 +62,17 @@ VALUES: Values = {
 
 
 # Arguments that are on or off, and change what a model computes without a trace in the shapes of its tensors.
-FLAGS = (
-    "rotary_interleaved", "use_rope_scaling", "group_query_attention", "qk_layernorm",
-    "untie_embeddings_and_output_weights", *ZERO_CENTERED,
-)  # fmt: skip
+FLAGS: Keys = dict.fromkeys(
+    (
+        "rotary_interleaved",
+        "use_rope_scaling",
+        "group_query_attention",
+        "qk_layernorm",
+        "untie_embeddings_and_output_weights",
+        *ZERO_CENTERED,
+    ),
+    Key(is_optional_flag, ", which is neither True nor False; give the file as Megatron-LM wrote it"),
+)
 
 
 def choose_architecture(args: Namespace | None, path: Path) -> MegatronArchitecture:
@@ -63,14 +80,8 @@ def choose_architecture(args: Namespace | None, path: Path) -> MegatronArchitect
     for another model, with what the closest architecture lacks for it."""
     if args is None:
         return gpt2
-    unclear = next((name for name in FLAGS if type(getattr(args, name, None)) not in (bool, NoneType)), None)
-    if unclear is not None:
-        raise UserError(
-            f"{path} has {unclear}={shown(getattr(args, unclear))}, which is neither True nor False; give the file as "
-            "Megatron-LM wrote it"
-        )
-    shared = _lacks(args)
-    lacks = [(architecture, architecture.lacks(args) | shared) for architecture in ARCHITECTURES.values()]
+    check_keys(vars(args), FLAGS, path)
+    lacks = [(architecture, _lacks(args, architecture)) for architecture in ARCHITECTURES.values()]
     closest, missing = min(lacks, key=lambda pair: len(pair[1]))
     if not missing:
         return closest
@@ -81,8 +92,11 @@ def choose_architecture(args: Namespace | None, path: Path) -> MegatronArchitect
     )
 
 
-def _lacks(args: Namespace) -> dict[str, str]:
-    found = {name: lack for name, (values, lack) in VALUES.items() if getattr(args, name, None) not in values}
+def _lacks(args: Namespace, architecture: MegatronArchitecture) -> dict[str, str]:
+    """Return what a model with these args has and dtgpt's has not, by the name in args."""
+    rules = {**architecture.VALUES, **VALUES}
+    found = {name: lack for name, (values, lack) in rules.items() if getattr(args, name, None) not in values}
+    found |= architecture.lacks(args)
     experts = getattr(args, "num_experts", None)
     if any(isinstance(n, int) and n > 1 for n in (experts if isinstance(experts, list) else [experts])):
         found["num_experts"] = "experts"
@@ -97,12 +111,52 @@ def shift_norm(stored: Tensor, name: str, args: Namespace | None, config: ModelC
     return stored + 1 if zero_centered and kind == "weight" and role_of(module, config.roles) in NORMS else stored
 
 
-def contradiction(path: Path) -> UserError:
-    """Return the error of a checkpoint with an output layer that its args do not announce."""
-    return UserError(
-        f"{path} has an output layer of its own (output_layer.weight), but no args that say so "
-        "(untie_embeddings_and_output_weights); give a model with tied embeddings, or with the args of its training"
-    )
+def read_config(
+    architecture: MegatronArchitecture, args: Namespace | None, facts: StoredShapes
+) -> tuple[ModelConfig, list[str]]:
+    """Return the shape of the model, whose vocabulary is all rows of the table, and notes. Raise UserError where args
+    and tensors disagree."""
+    path, table = facts.path, f"{architecture.MODULES['tokens']}.weight"
+    if len(facts.shapes.get(table, ())) != 2:
+        raise UserError(f"{path} has no {table} of two dimensions; give a checkpoint of a {architecture.TITLE}")
+    if args is not None:
+        rows, hidden = facts.shapes[table]
+        found = {
+            "num_layers": facts.num_layers,
+            "hidden_size": hidden,
+            "padded_vocab_size": rows * facts.tensor_parallel_size,
+        }
+        check_agreement(args, found, path)
+    config, notes = architecture.read_config(args, facts)
+    if config.tied and facts.untied is not None:
+        raise UserError(
+            f"{facts.untied} has an output layer of its own (output_layer.weight), but no args that say so "
+            "(untie_embeddings_and_output_weights); give a model with tied embeddings, or with the args of its training"
+        )
+    return config, notes
+
+
+def count_layers(names: Iterable[str], path: Path) -> int:
+    """Return the number of layers. Raise UserError where they are not numbered 0, 1, ..."""
+    found = {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
+    if found != set(range(len(found))):
+        raise UserError(f"{path} lacks layers: it has {shown(sorted(found))}; copy the whole checkpoint")
+    return len(found)
+
+
+def name_tensor(key: str, architecture: MegatronArchitecture, known: Container[str], path: Path) -> str:
+    """Return dtgpt's name of a tensor. Raise UserError for one that the architecture does not have, or that is among
+    the `known`."""
+    try:
+        name = our_name(key, architecture.MODULES)
+    except KeyError:
+        raise UserError(
+            f"{path} has {shown_name(key)}, which {architecture.TITLE} does not have; give a checkpoint of a "
+            f"{architecture.TITLE}"
+        ) from None
+    if name in known:
+        raise UserError(f"{path} has {name} twice, also as {shown_name(key)}; give a checkpoint as it was written")
+    return name
 
 
 def true_vocabulary(

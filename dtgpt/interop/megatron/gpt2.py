@@ -6,20 +6,28 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor
 
-from dtgpt.interop.foreign import checked, epsilon, whole_number
+from dtgpt.interop.foreign import checked
+from dtgpt.interop.keys import EPSILON, Key, among, check_keys, read_key, whole_number
 from dtgpt.interop.megatron.architecture import Order, StoredShapes, Values, check_agreement, check_fields_written
 from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
-from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.errors import UserError
 from dtgpt.util.unpickler import StandIn
 
 TITLE = "GPT-2"
 HAS = "learned positions, LayerNorm, biases, plain attention, a GELU MLP of 4 times the hidden size and tied embeddings"
 MODULES: Modules = {
-    "tokens": "embedding.wte", "positions": "embedding.wpe", "attention_norm": "ln_1", "qkv": "attn.qkv",
-    "attention_output": "attn.proj", "mlp_norm": "ln_2", "mlp_input": "mlp.fc", "mlp_output": "mlp.proj",
-    "final_norm": "head.ln_f", "output": "head.lm_head",
-}  # fmt: skip
+    "tokens": "embedding.wte",
+    "positions": "embedding.wpe",
+    "attention_norm": "ln_1",
+    "qkv": "attn.qkv",
+    "attention_output": "attn.proj",
+    "mlp_norm": "ln_2",
+    "mlp_input": "mlp.fc",
+    "mlp_output": "mlp.proj",
+    "final_norm": "head.ln_f",
+    "output": "head.lm_head",
+}
 FAMILY: Family = "nested"
 VOCABULARIES: tuple[int, ...] = (GPT2_124M.vocab_size,)
 POSITIONS = "embedding.wpe.weight"
@@ -39,7 +47,7 @@ VALUES: Values = {
 
 
 def lacks(args: Namespace) -> dict[str, str]:
-    found = {name: lack for name, (values, lack) in VALUES.items() if getattr(args, name, None) not in values}
+    found = {}
     positions = getattr(args, "position_embedding_type", None)
     if not isinstance(positions, StandIn) and positions not in (None, "learned_absolute", "absolute"):
         found["position_embedding_type"] = "RoPE" if positions == "rope" else "other positions"
@@ -66,12 +74,9 @@ def read_config(args: Namespace | None, facts: StoredShapes) -> tuple[GPT2Config
     else:
         check_agreement(args, {"max_position_embeddings": positions}, path)
         heads = whole_number(vars(args), ("num_attention_heads",), None, path)
-        eps = epsilon(vars(args), ("norm_epsilon", "layernorm_epsilon"), GPT2Config.layer_norm_eps, path)
-        for name, size in (("ffn_hidden_size", 4 * hidden), ("kv_channels", hidden // max(heads, 1))):
-            if getattr(args, name, None) not in (None, size):
-                raise UserError(
-                    f"{path} has {name}={shown_name(getattr(args, name))}, and dtgpt's GPT-2 has {size}; give a GPT-2"
-                )
+        eps = read_key(vars(args), ("norm_epsilon", "layernorm_epsilon"), EPSILON, path, GPT2Config.layer_norm_eps)
+        sizes = {"ffn_hidden_size": 4 * hidden, "kv_channels": hidden // max(heads, 1)}
+        check_keys(vars(args), {name: _has(size) for name, size in sizes.items()}, path)
     config = GPT2Config(
         num_layers=facts.num_layers,
         hidden_size=hidden,
@@ -82,6 +87,10 @@ def read_config(args: Namespace | None, facts: StoredShapes) -> tuple[GPT2Config
         activation="gelu" if _exact_gelu(args) else "gelu_tanh",
     )
     return checked(config, path), notes
+
+
+def _has(size: int) -> Key:
+    return Key(among((None, size)), f", and dtgpt's GPT-2 has {size}; give a GPT-2")
 
 
 def _exact_gelu(args: Namespace | None) -> bool:

@@ -6,19 +6,28 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor
 
-from dtgpt.interop.foreign import checked, epsilon, whole_number
+from dtgpt.interop.foreign import checked
+from dtgpt.interop.keys import EPSILON, Key, number, read_key, whole_number
 from dtgpt.interop.megatron.architecture import Order, StoredShapes, Values, check_fields_written
 from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.util.errors import UserError, shown
+from dtgpt.util.errors import UserError
 
 TITLE = "LLaMA"
 HAS = "rotary positions, RMSNorm, SwiGLU and no biases but those of queries, keys and values"
 MODULES: Modules = {
-    "tokens": "embedding.tokens", "attention_norm": "norm_1", "qkv": "attn.qkv", "q_norm": "attn.q_norm",
-    "k_norm": "attn.k_norm", "attention_output": "attn.proj", "mlp_norm": "norm_2", "mlp_input": "mlp.gate_up",
-    "mlp_output": "mlp.down", "final_norm": "head.norm", "output": "head.output",
-}  # fmt: skip
+    "tokens": "embedding.tokens",
+    "attention_norm": "norm_1",
+    "qkv": "attn.qkv",
+    "q_norm": "attn.q_norm",
+    "k_norm": "attn.k_norm",
+    "attention_output": "attn.proj",
+    "mlp_norm": "norm_2",
+    "mlp_input": "mlp.gate_up",
+    "mlp_output": "mlp.down",
+    "final_norm": "head.norm",
+    "output": "head.output",
+}
 FAMILY: Family = "local"
 VOCABULARIES: tuple[int, ...] = (32000, 32768, 128256, 151936)  # Llama 2, Mistral 0.3, Llama 3, Qwen3
 
@@ -35,8 +44,11 @@ SCALED_LENGTH, LOW_FREQUENCY, HIGH_FREQUENCY = 8192, 1.0, 4.0  # of --use-rope-s
 FACTOR = 8.0  # pretrain_gpt.py of Megatron-LM computes with it and ignores --rope-scaling-factor
 
 
+FROM_ONE = Key(number(1), "; it must be a number of 1 or more")
+
+
 def lacks(args: Namespace) -> dict[str, str]:
-    found = {name: lack for name, (values, lack) in VALUES.items() if getattr(args, name, None) not in values}
+    found = {}
     positions = getattr(args, "position_embedding_type", None)
     if getattr(args, "use_rotary_position_embeddings", None) is not True and positions != "rope":
         found["position_embedding_type"] = "positions that are not rotary"
@@ -65,9 +77,9 @@ def read_config(args: Namespace | None, facts: StoredShapes) -> tuple[LlamaConfi
         tied=tied,
         qk_norm=given.get("qk_layernorm") is True,
         attention_bias="qkv" if given.get("add_qkv_bias") is True else "none",
-        norm_eps=epsilon(given, ("norm_epsilon", "layernorm_epsilon"), LlamaConfig.norm_eps, path),
-        rope_theta=_number(given, "rotary_base", LlamaConfig.rope_theta, facts),
-        rope_factor=_number(given, "rope_scaling_factor", FACTOR, facts) if scaled else 1.0,
+        norm_eps=read_key(given, ("norm_epsilon", "layernorm_epsilon"), EPSILON, path, LlamaConfig.norm_eps),
+        rope_theta=float(read_key(given, ("rotary_base",), FROM_ONE, path, LlamaConfig.rope_theta)),
+        rope_factor=float(read_key(given, ("rope_scaling_factor",), FROM_ONE, path, FACTOR)) if scaled else 1.0,
         rope_low_frequency=LOW_FREQUENCY,
         rope_high_frequency=HIGH_FREQUENCY,
         rope_original_length=SCALED_LENGTH,
@@ -99,13 +111,6 @@ def factor_notes(config: LlamaConfig) -> list[str]:
         f"rope_scaling_factor={config.rope_factor:g} is what dtgpt computes with, while pretrain_gpt.py of Megatron-LM "
         f"takes {FACTOR:g} whatever the option says; their logits differ slightly"
     ]
-
-
-def _number(given: dict[str, Any], name: str, default: float, facts: StoredShapes) -> float:
-    value = default if given.get(name) is None else given[name]
-    if type(value) not in (int, float) or not 1 <= value < 1e12:
-        raise UserError(f"{facts.path} has {name}={shown(value)}; it must be a number of 1 or more")
-    return float(value)
 
 
 def to_ours(piece: Tensor, name: str, config: LlamaConfig, order: Order) -> Tensor:
@@ -150,12 +155,8 @@ def check_export(config: LlamaConfig) -> list[str]:
         "rope_high_frequency": HIGH_FREQUENCY,
         "rope_original_length": SCALED_LENGTH,
     }
-    for name, value in constants.items() if config.rope_factor != 1 else ():
-        if getattr(config, name) != value:
-            raise UserError(
-                f"model.{name}={getattr(config, name):g} cannot be written for Megatron-LM, whose --use-rope-scaling "
-                f"always has {value:g}; use --to hf"
-            )
+    if config.rope_factor != 1:
+        check_fields_written(config, constants, "--use-rope-scaling always has")
     return factor_notes(config)
 
 

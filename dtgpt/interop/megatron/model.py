@@ -10,17 +10,30 @@ import torch
 from torch import Tensor
 
 from dtgpt.interop.foreign import as_parameter, check_tensors
-from dtgpt.interop.megatron.architecture import StoredShapes, check_agreement
-from dtgpt.interop.megatron.config import contradiction, shift_norm, true_vocabulary
+from dtgpt.interop.megatron.architecture import StoredShapes
+from dtgpt.interop.megatron.config import read_config, shift_norm, true_vocabulary
 from dtgpt.interop.megatron.names import cut_dimension
 from dtgpt.interop.megatron.tree import check_places, consumed_samples, expected_path, open_ranks
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.source import Part, Source, has_vocabulary, parameter_shapes
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 
 COMPARED = 4096  # rows of each copy of the token table
 Where = tuple[int, int, str]  # pipeline stage, chunk in it, dtgpt's name with the layer's number there
+
+
+RANK_RULES: Rules = (  # of the number of ranks that the first one says, and that there are
+    Rule(
+        "{absent} is missing, as {path} is one of {said} such ranks; copy the files of all ranks",
+        Is("said", ">", Other("here")),
+    ),
+    Rule(
+        "{folder} has {here} ranks where {path} says {said}; give a folder with one checkpoint in it",
+        Is("said", "<", Other("here")),
+    ),
+)
 
 
 class Megatron(Source):
@@ -78,17 +91,10 @@ class Megatron(Source):
             ("model_parallel_size", tp, (tp, 0)),  # its name before checkpoint_version 3.0
             ("pipeline_model_parallel_size", pp, (0, pp)),
         ):
-            said = getattr(first.args, name, here)
-            if isinstance(said, int) and said > here:
-                raise UserError(
-                    f"{expected_path(first.path, missing)} is missing, as {first.path} is one of {said} such ranks; "
-                    "copy the files of all ranks"
-                )
-            if isinstance(said, int) and said < here:
-                raise UserError(
-                    f"{first.path.parents[1]} has {here} ranks where {first.path} says {said}; give a folder with one "
-                    "checkpoint in it"
-                )
+            said, absent = getattr(first.args, name, here), expected_path(first.path, missing)
+            if isinstance(said, int):
+                values = {"said": said, "here": here, "path": first.path, "absent": absent}
+                check_rules(RANK_RULES, values, folder=first.path.parents[1])
         for file in self._ranks.values():
             for what, expected in first.common.items():
                 if file.common[what] != expected:
@@ -119,31 +125,16 @@ class Megatron(Source):
         return {p.name: (*last, p.name) for p in parts.of_head()} | where
 
     def _read_config(self, num_layers: int) -> tuple[ModelConfig, list[str]]:
-        first, tables = self._ranks[0, 0], f"{self._architecture.MODULES['tokens']}.weight"
+        first = self._ranks[0, 0]
         shapes = {name: tuple(tensor.shape) for name, tensor in first.chunks[0].items()}
-        if len(shapes.get(tables, ())) != 2:
-            raise UserError(
-                f"{first.path} has no {tables} of two dimensions; give a checkpoint of a {self._architecture.TITLE}"
-            )
-        is_untied = any(file.untied for file in self._ranks.values())
-        facts = StoredShapes(shapes, num_layers, self.tensor_parallel_size, is_untied, first.order, first.path)
-        if first.args is not None:
-            rows, hidden = shapes[tables]
-            found = {
-                "num_layers": num_layers,
-                "hidden_size": hidden,
-                "padded_vocab_size": rows * self.tensor_parallel_size,
-            }
-            check_agreement(first.args, found, first.path)
-        config, notes = self._architecture.read_config(first.args, facts)
+        untied = next((file.path for file in self._ranks.values() if file.untied), None)
+        facts = StoredShapes(shapes, num_layers, self.tensor_parallel_size, untied, first.order, first.path)
+        config, notes = read_config(self._architecture, first.args, facts)
         if config.num_heads % self.tensor_parallel_size:
             raise UserError(
                 f"{first.path} has {config.num_heads} heads, which {self.tensor_parallel_size} ranks cannot share; "
                 "give a folder with one checkpoint in it"
             )
-        for file in self._ranks.values():
-            if config.tied and file.untied:
-                raise contradiction(file.path)
         return config, notes
 
     def _check_tensors(self, config: ModelConfig) -> None:

@@ -52,9 +52,12 @@ PLACES = {
 PLACE_OF = {name: place for place, names in PLACES.items() for name in (*names[:3], *names.others)}
 # Outside: without `language_model.`, `embedding.` and the name of the stack of layers.
 ENDS = {
-    "word_embeddings": "tokens", "position_embeddings": "positions", "final_layernorm": "final_norm",
-    "final_norm": "final_norm", "output_layer": "output",
-}  # fmt: skip
+    "word_embeddings": "tokens",
+    "position_embeddings": "positions",
+    "final_layernorm": "final_norm",
+    "final_norm": "final_norm",
+    "output_layer": "output",
+}
 STACK = re.compile(r"(?:encoder|transformer|decoder)[.]")
 LAYER = re.compile(r"layers[.](\d{1,6})[.](.+[._])(weight|bias)")
 END = re.compile(r"(\w+)[.](weight|bias)")

@@ -18,11 +18,18 @@ import torch
 from torch import Tensor
 
 from dtgpt.interop.distcp import METADATA, DistributedFolder
-from dtgpt.interop.foreign import DTYPES, check_tensors
-from dtgpt.interop.megatron.architecture import Order, StoredShapes, check_agreement
-from dtgpt.interop.megatron.config import choose_architecture, contradiction, shift_norm, true_vocabulary
+from dtgpt.interop.foreign import check_stored, check_tensors
+from dtgpt.interop.megatron.architecture import Order, StoredShapes
+from dtgpt.interop.megatron.config import (
+    choose_architecture,
+    count_layers,
+    name_tensor,
+    read_config,
+    shift_norm,
+    true_vocabulary,
+)
 from dtgpt.interop.megatron.flattened import read_as_shaped
-from dtgpt.interop.megatron.names import ANGLES, our_name
+from dtgpt.interop.megatron.names import ANGLES
 from dtgpt.interop.megatron.tree import LARGEST_COUNT, consumed_samples, read_args
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
@@ -130,10 +137,7 @@ class TorchDist(Source):
         for key, stored in self.folder.tensors.items():
             if OPTIMIZER.match(key) or ANGLES.fullmatch(key) or "_extra_state" in key:
                 continue
-            if stored.dtype not in DTYPES:
-                raise UserError(
-                    f"{self.path} has {shown_name(key)} in {stored.dtype}; give plain weights in fp32, fp16 or bf16"
-                )
+            check_stored(key, stored.dtype, self.path)
             keys = self._halves(key)
             if not keys:
                 continue
@@ -145,9 +149,8 @@ class TorchDist(Source):
                     f"{self.path} has {shown_name(key)} of shape {shown(list(stored.shape))}; copy it again"
                 )
             for layer in layers:
-                name = self._our_name(plain if stacked is None else f"{stacked[1]}.{layer}.{stacked[2]}")
-                if name in where:
-                    raise UserError(f"{self.path} has {name} twice, also as {shown_name(key)}; copy it again")
+                whole = plain if stacked is None else f"{stacked[1]}.{layer}.{stacked[2]}"
+                name = name_tensor(whole, self._architecture, where, self.path)
                 where[name] = Where(keys, layer if stacked else None)
         return where
 
@@ -163,34 +166,11 @@ class TorchDist(Source):
             return first, second
         return (key,)
 
-    def _our_name(self, key: str) -> str:
-        title = self._architecture.TITLE
-        try:
-            return our_name(key, self._architecture.MODULES)
-        except KeyError:
-            raise UserError(
-                f"{self.path} has {shown_name(key)}, which {title} does not have; give a checkpoint of a {title} in "
-                "the format torch_dist"
-            ) from None
-
     def _read_config(self) -> tuple[ModelConfig, list[str]]:
-        table = f"{self._architecture.MODULES['tokens']}.weight"
         shapes = {name: self.stored_shape(name) for name in self._where}
-        if len(shapes.get(table, ())) != 2:
-            raise UserError(f"{self.path} has no token table of two dimensions; give a whole model")
-        layers = {int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")}
-        if layers != set(range(len(layers))):
-            raise UserError(f"{self.path} lacks layers: it has {shown(sorted(layers))}; copy the whole checkpoint")
-        is_untied = f"{self._architecture.MODULES['output']}.weight" in shapes
-        facts = StoredShapes(shapes, len(layers), 1, is_untied, self._order, self.path)
-        rows, hidden = shapes[table]
-        if self.args is not None:
-            found = {"num_layers": len(layers), "hidden_size": hidden, "padded_vocab_size": rows}
-            check_agreement(self.args, found, self.path)
-        config, notes = self._architecture.read_config(self.args, facts)
-        if config.tied and is_untied:
-            raise contradiction(self.path)
-        return config, notes
+        untied = self.path if f"{self._architecture.MODULES['output']}.weight" in shapes else None
+        facts = StoredShapes(shapes, count_layers(shapes, self.path), 1, untied, self._order, self.path)
+        return read_config(self._architecture, self.args, facts)
 
     def _check_tensors(self, config: ModelConfig) -> None:
         expected = (

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.interop.foreign import DTYPES
+from dtgpt.interop.foreign import check_stored
 from dtgpt.interop.foreign_run import TrainingSource
+from dtgpt.interop.keys import Key, Keys, check_keys, just, whole
 from dtgpt.interop.megatron.config import shift_norm
 from dtgpt.interop.megatron.flattened import check_shape
 from dtgpt.interop.megatron.names import padded_rows
@@ -25,6 +26,7 @@ from dtgpt.models.source import Part, parameter_shapes
 from dtgpt.ops.optim.adamw import AdamW
 from dtgpt.optim.fp16.loss_scale import check_state
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import Given, Is, Rule, Rules, check_rules
 
 STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)exp_avg\.")
 BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
@@ -35,13 +37,38 @@ WEIGHTS_ALONE = "begin a new run with its weights: --init_from {}"
 
 # Field of a recipe -> name in args, where both count alike.
 VALUES = {
-    "global_batch_size": "global_batch_size", "seed": "seed", "optimizer.lr": "lr", "optimizer.min_lr": "min_lr",
-    "optimizer.weight_decay": "weight_decay", "optimizer.beta1": "adam_beta1", "optimizer.beta2": "adam_beta2",
-    "optimizer.eps": "adam_eps", "optimizer.clip": "clip_grad", "model.dropout": "hidden_dropout",
-    "data.reset_position_ids": "reset_position_ids", "data.reset_attention_mask": "reset_attention_mask",
+    "global_batch_size": "global_batch_size",
+    "seed": "seed",
+    "optimizer.lr": "lr",
+    "optimizer.min_lr": "min_lr",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_eps",
+    "optimizer.clip": "clip_grad",
+    "model.dropout": "hidden_dropout",
+    "data.reset_position_ids": "reset_position_ids",
+    "data.reset_attention_mask": "reset_attention_mask",
     "data.eod_mask_loss": "eod_mask_loss",
-}  # fmt: skip
+}
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+KEYS: Keys = {"consumed_train_samples": Key(whole(0), "; give a checkpoint of training")}
+
+
+STATE_RULES: Rules = (  # of the states of optimizers that are found
+    Rule(
+        "{path} has the distributed optimizer's state in buckets, whose layout only its own run knows; save it with "
+        "--dist-ckpt-optim-fully-reshardable, or {instead}",
+        Is("states", "!=", 1),
+        Given("in_buckets"),
+    ),
+    Rule("{path} has the states of {states} optimizers; {instead}", Is("states", ">", 1)),
+    Rule("{path} has no moments of AdamW; {instead}", Is("states", "==", 0)),
+)
+
+
+def _optimizer(path: Path) -> Key:
+    return Key(just("adam"), f", and dtgpt's is AdamW; {WEIGHTS_ALONE.format(path)}", "adam")
 
 
 class MegatronTraining(TrainingSource):
@@ -81,17 +108,14 @@ class MegatronTraining(TrainingSource):
         """Return what stands before `exp_avg.`. Raise UserError where no moments are there, or in buckets."""
         folder = self._weights.folder
         found = {match[1] for match in map(STATE.match, folder.tensors) if match}
-        if len(found) == 1:
-            return found.pop()
-        instead = WEIGHTS_ALONE.format(self.path)
-        if any(map(BUCKETS.match, (*folder.tensors, *folder.objects))):
-            raise UserError(
-                f"{self.path} has the distributed optimizer's state in buckets, whose layout only its own run knows; "
-                f"save it with --dist-ckpt-optim-fully-reshardable, or {instead}"
-            )
-        if found:
-            raise UserError(f"{self.path} has the states of {len(found)} optimizers; {instead}")
-        raise UserError(f"{self.path} has no moments of AdamW; {instead}")
+        values = {
+            "path": self.path,
+            "instead": WEIGHTS_ALONE.format(self.path),
+            "states": len(found),
+            "in_buckets": any(map(BUCKETS.match, (*folder.tensors, *folder.objects))),
+        }
+        check_rules(STATE_RULES, values)
+        return found.pop()
 
     def _has(self, kind: str) -> bool:
         tensors = self._weights.folder.tensors
@@ -104,11 +128,7 @@ class MegatronTraining(TrainingSource):
         for key, shape in self._weights.stored_shapes.items():
             for prefix in prefixes:
                 check_shape(folder, prefix + key, shape)
-                dtype = folder.tensors[prefix + key].dtype
-                if dtype not in DTYPES:
-                    raise UserError(
-                        f"{folder.path} has {prefix}{key} in {dtype}; save it with moments in fp32, fp16 or bf16"
-                    )
+                check_stored(prefix + key, folder.tensors[prefix + key].dtype, folder.path, "save it with moments in")
 
     def _master_notes(self) -> list[str]:
         tensors = self._weights.folder.tensors
@@ -118,13 +138,7 @@ class MegatronTraining(TrainingSource):
 
     def _read_state(self) -> dict[str, Any]:
         step, seen = self._weights.iteration, self._args.get("consumed_train_samples")
-        if type(seen) is not int or not 0 <= seen < LARGEST_COUNT:
-            raise UserError(f"{self.path} has consumed_train_samples={shown(seen)}; give a checkpoint of training")
-        if (kind := self._args.get("optimizer", "adam")) != "adam":
-            raise UserError(
-                f"{self.path} was trained with optimizer={shown(kind)}, and dtgpt's is AdamW; "
-                + WEIGHTS_ALONE.format(self.path)
-            )
+        check_keys(self._args, {**KEYS, "optimizer": _optimizer(self.path)}, self.path)
         parts = list(_dictionaries(self._weights.common.get("optimizer")))
         updates = next((n for n in map(_updates, parts) if n is not None), None)
         if updates is None or updates > step:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from dtgpt.interop.distcp import METADATA
-from dtgpt.interop.foreign import DTYPES
+from dtgpt.interop.foreign import check_stored, reading
+from dtgpt.interop.keys import Key, Keys, among, check_keys
 from dtgpt.interop.marks import TRACKER
 from dtgpt.interop.megatron.architecture import MegatronArchitecture, Order
-from dtgpt.interop.megatron.config import STRUCTURE, choose_architecture
-from dtgpt.interop.megatron.names import ANGLES, TIED_COPIES, UNTIED, is_mcore, our_name
+from dtgpt.interop.megatron.config import STRUCTURE, choose_architecture, count_layers, name_tensor
+from dtgpt.interop.megatron.names import ANGLES, TIED_COPIES, UNTIED, is_mcore
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.pickles import Checksums, check_distinct, open_pickle
 from dtgpt.util.storage import read_regular
@@ -34,6 +35,7 @@ DEEPEST = 8  # dictionaries in dictionaries
 LARGEST_COUNT = 1 << 62  # of iterations and samples
 # How the fused QKV of plain attention lies along its output, by checkpoint_version; the later order is dtgpt's.
 QKV_ORDERS = {0: "(three n d) ... -> (n three d) ...", 1: "(n d three) ... -> (n three d) ...", 2: None, 3: None}
+VERSIONS: Keys = {"checkpoint_version": Key(among(QKV_ORDERS), "; dtgpt knows 0, 1.0, 2.0 and 3.0", 0)}
 PLAIN = (type(None), bool, int, float, str, torch.dtype, StandIn)
 
 
@@ -58,17 +60,16 @@ class RankFile:
     def common(self) -> dict[str, Any]:
         """What all ranks of one checkpoint agree on."""
         own = {
-            "checkpoint_version": self.version, "iteration": self.iteration, "chunks": len(self.chunks),
+            "checkpoint_version": self.version,
+            "iteration": self.iteration,
+            "chunks": len(self.chunks),
             "architecture": self.architecture.TITLE,
-        }  # fmt: skip
+        }
         return own | {name: getattr(self.args, name, None) for name in STRUCTURE}
 
     def layers(self, chunk: int) -> int:
         """Return the number of layers in a chunk. Raise UserError where they are not numbered 0, 1, ..."""
-        found = {int(name.split(".")[1]) for name in self.chunks[chunk] if name.startswith("blocks.")}
-        if found != set(range(len(found))):
-            raise UserError(f"{self.path} lacks layers: it has {shown(sorted(found))}; copy the whole checkpoint")
-        return len(found)
+        return count_layers(self.chunks[chunk], self.path)
 
 
 def open_ranks(folder: Path) -> dict[tuple[int, int], RankFile]:
@@ -139,10 +140,8 @@ def distributed_folder(folder: Path) -> Path | None:
 
 def _tracked(root: Path) -> Path:
     path = root / TRACKER
-    try:
+    with reading(path, "give the iter_... folder itself"):
         text = read_regular(path, 1000).decode("utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); give the iter_... folder itself") from None
     if text == "release":
         return root / text
     if not re.fullmatch(r"[0-9]{1,18}", text):
@@ -183,8 +182,7 @@ def open_rank(path: Path) -> RankFile:
     checksums = Checksums(path)
     content = open_pickle(path, checksums)
     args, version = read_args(content.get("args"), path), content.get("checkpoint_version", 0)
-    if not isinstance(version, int | float) or version not in QKV_ORDERS:
-        raise UserError(f"{path} is of checkpoint_version={shown(version)}; dtgpt knows 0, 1.0, 2.0 and 3.0")
+    check_keys(content, VERSIONS, path)
     architecture = choose_architecture(args, path)
     chunks = [dict(_flat(chunk, path, set())) for chunk in _chunks(content, path)]
     keys = {key for chunk in chunks for key in chunk}
@@ -249,10 +247,7 @@ def _flat(tree: Any, path: Path, seen: set[int], prefix: str = "", depth: int = 
         if name.endswith("_extra_state") or value is None:
             continue
         if isinstance(value, Tensor):
-            if value.dtype not in DTYPES:
-                raise UserError(
-                    f"{path} has {shown_name(name)} in {value.dtype}; give plain weights in fp32, fp16 or bf16"
-                )
+            check_stored(name, value.dtype, path)
             yield name, value
         else:
             yield from _flat(value, path, seen, f"{name}.", depth + 1)
@@ -265,16 +260,7 @@ def _ours(
     for key, tensor in chunk.items():
         if key in left_out or ANGLES.fullmatch(key):
             continue
-        try:
-            name = our_name(key, architecture.MODULES)
-        except KeyError:
-            raise UserError(
-                f"{path} has {shown_name(key)}, which {architecture.TITLE} does not have; give a checkpoint of a "
-                f"{architecture.TITLE}"
-            ) from None
-        if name in tensors:
-            raise UserError(f"{path} has {name} twice, also as {shown_name(key)}; give a checkpoint as it was written")
-        tensors[name] = tensor
+        tensors[name_tensor(key, architecture, tensors, path)] = tensor
     return tensors
 
 

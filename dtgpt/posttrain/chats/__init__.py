@@ -10,5 +10,6 @@ CAPABILITY = Capability(
             place=70,
         ),
     },
-    datasets=("dtgpt.posttrain.chats.format:CHAT_LINES",),
+    datasets=("dtgpt.posttrain.chats.format:CHAT_LINES", "dtgpt.posttrain.chats.format:CHAT_TOKENS"),
+    encoders={"chat": "dtgpt.posttrain.chats.encode:CHATS"},
 )

@@ -3,20 +3,23 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from dtgpt.data.library_tokenizers.base import Span, encode_spans
+from dtgpt.data.library_tokenizers.chat_template import keep_template, read_template, template_of
+from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.documents import Unreadable, json_object
-from dtgpt.data.prepare.encode import Encoded, EncodedKey
+from dtgpt.data.prepare.encode import Encoded, EncodedKey, MessageFormat, dtype_of
 from dtgpt.data.prepare.inputs import Lines, Parsed
 from dtgpt.data.text import Broken
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.posttrain.chats.fields import UsedFields, find_thoughts
 from dtgpt.posttrain.chats.messages import Chat, read_chat, read_mark
 from dtgpt.posttrain.chats.places import find_answers
-from dtgpt.posttrain.chats.template import ChatError, Message, Renderer, TooLarge, template_of
+from dtgpt.posttrain.chats.template import PROBE, ChatError, ChatTemplate, Message, Renderer, TooLarge
 from dtgpt.util.errors import UserError, shown
 
 KEY = "chat"  # of the files that are written: PREFIX_chat_document.bin
@@ -99,6 +102,41 @@ def renderer_of(tokenizer: Tokenizer, remedy: str = "use the folder of a model t
             f"{remedy}"
         )
     return Renderer(template)
+
+
+class Chats(MessageFormat):
+    """`dtgpt prepare --chat`."""
+
+    key, kind = KEY, ChatEncoder
+
+    def encoder(self, config: PrepareConfig, vocabulary: Tokenizer) -> ChatEncoder:
+        """Return the encoder of chats. Raises UserError where the tokenizer has no template, or the template is not
+        right for any chat."""
+        if config.chat_template is not None:
+            former = template_of(vocabulary)
+            tokens = {} if former is None else former.tokens
+            template = ChatTemplate(read_template(Path(config.chat_template)), tokens or named(vocabulary))
+            keep_template(vocabulary, template)
+        renderer = renderer_of(
+            vocabulary,
+            "give the folder of a model that has one as --tokenizer, or a template's file as --chat-template",
+        )
+        try:
+            vocabulary.encode_spans(renderer.render(PROBE).text, [])
+        except ChatError:
+            pass  # other chats may go with the template
+        finally:
+            renderer.close()
+        return self.kind(vocabulary, dtype_of(vocabulary), config.chat_loss)
+
+
+CHATS = Chats()
+
+
+def named(vocabulary: Tokenizer) -> dict[str, str]:
+    """Return the names of a tokenizer's special tokens, as a template takes them."""
+    ids = {"bos_token": vocabulary.begin_of_text, "eos_token": vocabulary.end_of_text}
+    return {name: vocabulary.decode([i]) for name, i in ids.items() if i is not None}
 
 
 def encode_chat(chat: Chat, renderer: Renderer, tokenizer: Tokenizer, loss: Loss) -> EncodedChat:

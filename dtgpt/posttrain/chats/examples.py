@@ -8,10 +8,10 @@ import json
 import random
 from pathlib import Path
 
+from dtgpt.data.library_tokenizers.chat_template import ChatTemplate
 from dtgpt.data.megatron.paths import idx_path
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
-from dtgpt.posttrain.chats.template import ChatTemplate
 from dtgpt.util.storage import write_text
 
 CHATS, HELD_OUT = 2000, 100  # chats, and how many of them, the last, have held-out questions

@@ -1,11 +1,14 @@
-"""Chats in JSON lines, of which `dtgpt prepare` makes token files, as the core asks for them."""
+"""Chats in token files, and in JSON lines, of which `dtgpt prepare` makes them, as the core asks for them."""
 
 import os
 import shlex
 from pathlib import Path
 
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.open import DataFormat
+from dtgpt.data.dataset import Dataset
+from dtgpt.data.megatron.format import TokenFiles
+from dtgpt.data.megatron.paths import has_weights, prefix_of
+from dtgpt.data.open import DataFormat, DataRequest
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import parse_json
 
@@ -40,4 +43,16 @@ class ChatLines(DataFormat):
             )
 
 
-CHAT_LINES = ChatLines()
+class ChatTokens(TokenFiles):
+    """Token files of chats, which have the weights of their tokens beside them."""
+
+    def takes(self, path: str) -> bool:
+        return has_weights(prefix_of(path))
+
+    def load(self, data: DataConfig, request: DataRequest) -> Dataset:
+        from dtgpt.posttrain.chats.packed import load_chats, open_chats
+
+        return load_chats(data, *open_chats(data, request.vocab_size), request.seq_length, request.seed)
+
+
+CHAT_LINES, CHAT_TOKENS = ChatLines(), ChatTokens()

@@ -20,12 +20,15 @@ from torch import Tensor
 
 from dtgpt.data.dataset import PART_NAMES, Beginning, Dataset, Part, check_vocabulary, warn_of_unused_rows
 from dtgpt.data.megatron.indexed import IndexedDataset
+from dtgpt.data.megatron.paths import has_weights, prefix_of
+from dtgpt.data.megatron.prepared import blended_with_chats, checked_prefixes, parsed_paths
 from dtgpt.data.megatron.samples import split_range
+from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.batch import Batch, DocumentMasks, document_bounds, reset_positions
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util.console import counted, say
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown
 
 if TYPE_CHECKING:
     from dtgpt.config.sections import DataConfig
@@ -271,6 +274,27 @@ def parts_of(
         items = range(0) if absent else split_range(None if own else data.split, which, len(sequences) // size)
         parts[which] = packed(sequences, items)
     return parts
+
+
+def holds_pairs(sequences: IndexedDataset) -> bool:
+    """Return whether each document is two sequences, as `dtgpt prepare --preferences` writes them."""
+    return len(sequences.documents) > 1 and bool((np.diff(sequences.documents[:]) == 2).all())
+
+
+def open_chats(data: "DataConfig", vocab_size: int) -> tuple[dict[str, IndexedDataset], Tokenizer]:
+    """Return the datasets of all paths, and their tokenizer, for a model of `vocab_size` tokens. Raise UserError where
+    one path has other data than chats, or several datasets, and where some hold pairs of answers and others do not."""
+    parsed, prefixes = parsed_paths(data), checked_prefixes(data)
+    tokenizer = tokenizer_of(data, prefixes, vocab_size)
+    if len(parsed) < len(prefixes) or not all(map(has_weights, prefixes)):
+        raise blended_with_chats(data)
+    opened = {path: IndexedDataset(prefix_of(found[0])) for path, (found, _) in parsed.items()}
+    if len({holds_pairs(sequences) for sequences in opened.values()}) > 1:
+        raise UserError(
+            f"of data.path={shown(data.path)} and the paths beside it some have pairs of answers, others chats; "
+            "prepare all of them with --preferences, or all with --chat"
+        )
+    return opened, tokenizer
 
 
 def load_chats(

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template, and its rendering in a process of its own."""
+"""Chats rendered by the template of a tokenizer, in a process of its own."""
 
 import json
 import os
@@ -14,12 +14,11 @@ from typing import Any
 from weakref import finalize
 
 from dtgpt.data.library_tokenizers.base import Span
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.library_tokenizers.chat_template import ChatTemplate, template_of
 from dtgpt.util.errors import UserError, optional_package, shown
-from dtgpt.util.storage import read_regular
 
+__all__ = ["ChatError", "ChatTemplate", "Renderer", "TooLarge", "template_of"]
 SANDBOX = Path(__file__).with_name("sandbox.py")
-LONGEST = 1 << 20  # bytes of a template
 SILENT = 30.0  # seconds after which the process has been suspended: it ends itself before
 LOOK = 0.1  # seconds between two looks at whether somebody still waits
 PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
@@ -28,7 +27,6 @@ NONE: Mapping[str, Any] = {}
 SHORTEN = "shorten the chat, or use another template"
 
 Message = dict[str, Any]
-KEY = "chat_template"  # of what a tokenizer keeps
 
 
 class ChatError(UserError):
@@ -40,47 +38,11 @@ class TooLarge(UserError):
 
 
 @dataclass(frozen=True)
-class ChatTemplate:
-    """`source` in Jinja's language; `tokens`: names of special tokens that it may use, such as `bos_token`."""
-
-    source: str
-    tokens: dict[str, str]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"source": self.source, "tokens": self.tokens}
-
-
-def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the template that is kept with a tokenizer; None where there is none. Raises UserError."""
-    saved = tokenizer.additions.get(KEY)
-    try:
-        return None if saved is None else ChatTemplate(saved["source"], saved["tokens"])
-    except (KeyError, TypeError):
-        raise UserError(f"the chat template of the tokenizer {tokenizer.name} is damaged; make it again") from None
-
-
-def keep_template(tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-    """Keep a template with a tokenizer, in place of the one that it has; None: keep none."""
-    others = {name: value for name, value in tokenizer.additions.items() if name != KEY}
-    tokenizer.additions = others if template is None else {**others, KEY: template.to_json()}
-
-
-@dataclass(frozen=True)
 class Rendered:
     """A rendered chat, and where the blocks `{% generation %}` are in it."""
 
     text: str
     answers: list[Span]
-
-
-def read_template(path: Path) -> str:
-    """Return the template in a file. Raises UserError."""
-    try:
-        return read_regular(path, LONGEST).decode()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; give the file of a chat template") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}); give the file of a chat template") from None
 
 
 def nobody_leaves() -> bool:

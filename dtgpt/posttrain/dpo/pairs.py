@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from dtgpt.config.sections import DataConfig
 
 
-def holds_pairs(sequences: IndexedDataset) -> bool:
-    """Return whether each document is two sequences, as `dtgpt prepare --preferences` writes them."""
-    return len(sequences.documents) > 1 and bool((np.diff(sequences.documents[:]) == 2).all())
-
-
 def pack_pairs(sequences: IndexedDataset, pairs: range, seq_length: int, seed: int) -> tuple[PackedPart, int]:
     """Return the samples of the pairs of these numbers, and how many pairs are left out, since they are longer than a
     sample. Those with an answer of which nothing counts are left out, too."""

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dtgpt.posttrain.chats.encode import ChatEncoder
+from dtgpt.posttrain.chats.encode import ChatEncoder, Chats
 from dtgpt.posttrain.chats.messages import TOOLS, USED, Chat, read_chat, with_system, with_tools
 from dtgpt.posttrain.chats.template import ChatError, Message
 from dtgpt.util.errors import shown
@@ -33,6 +33,15 @@ class PairEncoder(ChatEncoder):
 
     def _chats_in(self, fields: dict[str, Any]) -> list[Chat]:
         return list(read_pair(fields))
+
+
+class Pairs(Chats):
+    """`dtgpt prepare --preferences`."""
+
+    key, kind = KEY, PairEncoder
+
+
+PAIRS = Pairs()
 
 
 def read_pair(fields: dict[str, Any]) -> tuple[Chat, Chat]:

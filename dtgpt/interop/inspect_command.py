@@ -9,12 +9,12 @@ from typing import Annotated
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import RecipeFile
-from dtgpt.commands.prepare import ALIASES
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.megatron.blend import as_weight, normalised, parse_data_path
 from dtgpt.data.megatron.paths import SHARDS, bin_path, idx_path, prefix_of, prefixes_near
 from dtgpt.data.megatron.prepared import open_sequences
 from dtgpt.data.megatron.token_shards import TokenShards
+from dtgpt.data.prepare.command import ALIASES
 from dtgpt.data.prepare.inspect import InspectDataConfig, describe, digests
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.inspect import inspect as inspect_model

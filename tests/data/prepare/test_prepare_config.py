@@ -106,7 +106,7 @@ def test_all_broken_lines_can_be_listed(tmp_path, capsys):
     with pytest.raises(UserError, match="no key"):
         prepare(PrepareConfig(**config | {"strict": True, "overwrite": True, "broken": tmp_path / "out.list"}))
     assert "out.list" not in " ".join(leftovers(tmp_path)) and words_of(IndexedDataset(tmp_path / "out_text_document"))
-    with pytest.raises(UserError, match=r"--broken .* is a folder; name a file in it"):
+    with pytest.raises(UserError, match=r"--broken .* is a folder; give another --broken, such as a file in it"):
         prepare(PrepareConfig(**config | {"overwrite": True, "broken": tmp_path}))
     with pytest.raises(UserError, match=r"x cannot be written \(No such file or directory\); give another --broken"):
         prepare(PrepareConfig(**config | {"overwrite": True, "broken": tmp_path / "none" / "x"}))

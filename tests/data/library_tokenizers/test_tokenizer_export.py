@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
-from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.library_tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
 from dtgpt.data.library_tokenizers.export import begin_token, export_note, first_token, transformers_files
 from dtgpt.data.library_tokenizers.libraries import SentencePiece
@@ -19,6 +18,7 @@ from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Char
 from dtgpt.inference.load import load
+from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import build_model
@@ -26,7 +26,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import write_json
-from tests.data.test_tokenizers import HELLO, random_texts, save_tokenizer_json
+from tests.data.library_tokenizers.test_tokenizers import HELLO, random_texts, save_tokenizer_json
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.vocabularies import cut_by_pattern, gpt2_files, rank_file, sentencepiece_model, tokenizer_json
 

@@ -14,10 +14,10 @@ from dtgpt.config.sections import DataConfig
 from dtgpt.data.megatron.indexed import IndexedWriter
 from dtgpt.data.megatron.prepared import load_prepared
 from dtgpt.data.prepare.job import PrepareConfig, prepare
-from tests.data.test_tokenizer_beside import nanogpt
+from tests.data.megatron.test_tokenizer_beside import nanogpt
 from tests.support.prepared import write_lines
 
-FACTS = json.loads((Path(__file__).parents[1] / "fixtures" / "megatron_samples.json").read_text())
+FACTS = json.loads((Path(__file__).parents[2] / "fixtures" / "megatron_samples.json").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
-from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.util.errors import UserError
 from tests.support.vocabularies import sentencepiece_model, tokenizer_json
 

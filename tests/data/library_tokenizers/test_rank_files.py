@@ -14,7 +14,7 @@ from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.util.storage import write_json
 from tests.commands.test_cli import in_process
-from tests.data.test_tokenizers import HELLO, random_texts
+from tests.data.library_tokenizers.test_tokenizers import HELLO, random_texts
 from tests.support.sources import refused
 from tests.support.vocabularies import LLAMA3, QWEN, cut_by_pattern, gpt2_files, rank_file, sentencepiece_model
 

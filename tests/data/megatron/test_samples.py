@@ -18,7 +18,7 @@ from dtgpt.data.megatron.samples import SampleRequest, build_sample_index, load_
 from dtgpt.data.megatron.token_shards import TokenShards
 from dtgpt.util.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FIXTURES = json.loads((ROOT / "tests" / "fixtures" / "megatron_samples.json").read_text())
 INDICES = ("document_index", "sample_index", "shuffle_index")
 

@@ -16,7 +16,7 @@ from tests.support.prepared import leftovers, run, words_of
 
 RENAMES = """
 import os, pathlib, sys
-from dtgpt.commands.prepare import command as prepare_command
+from dtgpt.data.prepare.command import command as prepare_command
 rename, done = pathlib.Path.rename, []
 def until_killed(path, target):
     if len(done) == int(sys.argv[1]):

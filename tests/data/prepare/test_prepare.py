@@ -27,7 +27,7 @@ from tests.support.vocabularies import DATA, cut_by_pattern, gpt2_files, sentenc
 pytestmark = pytest.mark.slow(14)
 
 EXPECTED = json.loads((DATA / "preprocess" / "expected.json").read_text())
-RUN = "import sys; from dtgpt.commands.prepare import command; sys.exit(command(sys.argv[1:]))"
+RUN = "import sys; from dtgpt.data.prepare.command import command; sys.exit(command(sys.argv[1:]))"
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +324,7 @@ def test_a_script_without_a_guard_is_not_run_again_by_its_workers(tmp_path):
 
 
 def test_a_preparation_and_its_workers_start_without_torch():
-    code = "import sys, dtgpt.commands.prepare, dtgpt.data.prepare.pool; sys.exit('torch' in sys.modules)"
+    code = "import sys, dtgpt.data.prepare.command, dtgpt.data.prepare.pool; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

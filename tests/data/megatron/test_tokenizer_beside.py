@@ -12,9 +12,10 @@ from dtgpt.data.library_tokenizers.meta_pickle import read_meta
 from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.megatron.indexed import bin_path, idx_path, tokenizer_path
 from dtgpt.data.megatron.paths import is_prepared
+from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
-from dtgpt.data.tokenizers.tokenizer import Char
+from dtgpt.data.tokenizers.tokenizer import Char, NoCharacters
 from dtgpt.inference.load import load
 from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
@@ -136,9 +137,12 @@ def test_a_meta_of_any_protocol_is_read(tmp_path, protocol):
     known = open_tokenizer(str(tmp_path / "meta.pkl"))
     assert (known.vocab_size, known.opening, known.encode("a\n")) == (5, 3, [0, 3])
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50304}, protocol))
-    assert read_meta(tmp_path / "meta.pkl") is None
+    with pytest.raises(NoCharacters, match="names no characters"):
+        read_meta(tmp_path / "meta.pkl")
+    assert tokenizer_beside([str(tmp_path / "train.bin")]) is None
     (tmp_path / "meta.pkl").write_bytes(b"\x80\x04}r\xff\xff\xff\xff.")  # Python's own makes room for 2^32 values
-    assert read_meta(tmp_path / "meta.pkl") is None
+    with pytest.raises(NoCharacters):
+        read_meta(tmp_path / "meta.pkl")
 
 
 def test_a_text_may_be_trained_as_characters(recipe):

@@ -11,7 +11,7 @@ import pytest
 from dtgpt.data.prepare import parquet as reader
 from dtgpt.data.prepare.inputs import find_sources, read_blocks
 from dtgpt.util.errors import UserError
-from tests.data.test_inputs import read, texts_of
+from tests.data.prepare.test_inputs import read, texts_of
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from dtgpt.commands.prepare import SignalsAsExit
-from dtgpt.commands.prepare import command as prepare_command
-from dtgpt.commands.tokenizer import command as tokenizer_command
 from dtgpt.data.megatron.indexed import IndexedDataset
+from dtgpt.data.prepare.command import SignalsAsExit
+from dtgpt.data.prepare.command import command as prepare_command
 from dtgpt.data.prepare.job import PrepareConfig
 from dtgpt.data.prepare.progress import Progress
+from dtgpt.data.prepare.tokenizer_command import command as tokenizer_command
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.util.errors import UserError
 from tests.support.prepared import leftovers, run, words_of, write_lines
@@ -186,13 +186,13 @@ def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, caps
         ("--vocab-size 256", r"--vocab-size=256 is out of range; use 257 or more and at most 16777215$"),
         ("--vocab-size 16777216", "--vocab-size=16777216 is out of range; use 257 or more and at most 16777215$"),
         ("--json-keys a b", "a text has no keys a b; give one"),
-        ("--output folder --overwrite", "--output folder is a folder; name a file in it, as in --output folder/token"),
+        ("--output folder --overwrite", "--output folder is a folder; give another --output, such as a file in it"),
         ("--output a.txt/x/own.json", "own.json would lie in a file, not in a folder; give another --output$"),
     ],
 )
 def test_a_training_that_cannot_succeed_is_refused_before_it_starts(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dtgpt.commands.tokenizer.make_tokenizer", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("dtgpt.data.prepare.tokenizer_command.make_tokenizer", lambda *_: pytest.fail("trained"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match=message):

@@ -45,6 +45,10 @@ class SignalsAsExit:
 
 
 command = Command(
-    "prepare INPUT ... --output-prefix PREFIX", PrepareConfig, prepare, "corpus.jsonl --output-prefix corpus",
-    doc=DOC, aliases=ALIASES,
-)  # fmt: skip
+    "prepare INPUT ... --output-prefix PREFIX",
+    PrepareConfig,
+    prepare,
+    "corpus.jsonl --output-prefix corpus",
+    doc=DOC,
+    aliases=ALIASES,
+)

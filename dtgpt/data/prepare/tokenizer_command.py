@@ -10,7 +10,7 @@ from dtgpt.commands.command import HELP, Command
 from dtgpt.data.library_tokenizers.byte_level import SMALLEST
 from dtgpt.data.prepare.documents import InputFile
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks
-from dtgpt.data.prepare.target import check_not_read, folder_of
+from dtgpt.data.prepare.target import check_new, check_not_read, folder_of
 from dtgpt.data.text import Broken
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import MOST
@@ -43,10 +43,7 @@ def train(options: TokenizerOptions) -> None:
     output = Path(options.output)
     if not options.input:
         raise UserError("there are no inputs to train on; give some, such as dtgpt tokenizer train *.jsonl")
-    if output.is_dir():
-        raise UserError(f"--output {output} is a folder; name a file in it, as in --output {output / 'tokenizer.json'}")
-    if output.exists() and not options.overwrite:
-        raise UserError(f"{output} exists already; give another --output, or add --overwrite to replace it")
+    check_new(output, "--output", options.overwrite)
     with folder_of(output, "--output"):
         sources = find_sources(list(options.input), options.input_format, options.txt)
         check_keys(sources, options.json_keys)

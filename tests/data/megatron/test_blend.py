@@ -22,11 +22,11 @@ from dtgpt.data.megatron.blend import (
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.megatron.samples import SampleRequest, Samples, load_samples
 from dtgpt.util.errors import UserError
-from tests.data.test_samples import FIXTURES, INDICES, corpora, digest
+from tests.data.megatron.test_samples import FIXTURES, INDICES, corpora, digest
 
 __all__ = ["corpora"]  # a fixture
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def load_case(corpora, case, cache=None, **change):

@@ -16,9 +16,9 @@ from dtgpt.data.megatron.blend import Blend, blend_order, blend_sizes, load_blen
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, merge
 from dtgpt.data.megatron.samples import SPLITS, SampleRequest, build_sample_index, load_samples, split_range
 from dtgpt.data.megatron.token_shards import TokenShards
-from tests.data.test_blend import naive_order, pairs_of
-from tests.data.test_indexed import same, write
-from tests.data.test_samples import INDICES
+from tests.data.megatron.test_blend import naive_order, pairs_of
+from tests.data.megatron.test_indexed import same, write
+from tests.data.megatron.test_samples import INDICES
 
 pytestmark = pytest.mark.slow(4)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
 from dtgpt.checkpoint.tokenizer import named_tokenizer, tokenizer_beside, tokenizer_place
@@ -26,6 +26,7 @@ from dtgpt.posttrain.lora.source import open_adapter
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
+from dtgpt.util.rules import Changed, Given, Is, Rule, Rules, check_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,39 @@ class ConvertOptions:
     vocab_file: VocabFile = None
     merge_file: MergeFile = None
 
+    rules: ClassVar[Rules] = (  # options that would have no effect
+        Rule(
+            "dtype={dtype}: a checkpoint of dtgpt holds fp32 weights; leave --dtype out",
+            Is("dtype", "!=", "fp32"),
+            Is("to", "==", "dtgpt"),
+        ),
+        Rule(
+            "to=peft writes the adapters of MODEL, a run with --lora.rank, in fp32; leave --adapter and --dtype out",
+            Changed("adapter", "dtype"),
+            Is("to", "==", "peft"),
+        ),
+        Rule(
+            "{field}={value} applies to --to megatron only; leave it out",
+            Changed("target_tensor_parallel_size", "target_pipeline_parallel_size", "transformer_impl"),
+            Is("to", "!=", "megatron"),
+        ),
+        Rule(
+            "a Megatron-LM tree cannot hold the tokenizer {value}; leave it out",
+            Given("tokenizer", "vocab_file", "merge_file"),
+            Is("to", "==", "megatron"),
+        ),
+        Rule(
+            "a folder of peft cannot hold the tokenizer {value}; leave it out",
+            Given("tokenizer", "vocab_file", "merge_file"),
+            Is("to", "==", "peft"),
+        ),
+    )
+
 
 def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     """Read the model at `path`, in any known format, and write it to `target`. Raises UserError if an option does not
     apply, the source is damaged or the target exists; then nothing is written."""
-    _check(options)
+    check_rules(options.rules, options)
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already; give another path")
     own = model_class(options.recipe)
@@ -108,24 +137,6 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     if watched.problem:
         say(f"{path} has {watched.problem}: so has {target}", warning=True)
     say(f"{target}: {parameters(source.config.num_parameters)}, {options.dtype}")
-
-
-def _check(options: ConvertOptions) -> None:
-    """Raise UserError for an option that would have no effect."""
-    if options.to == "dtgpt" and options.dtype != "fp32":
-        raise UserError(f"dtype={options.dtype}: a checkpoint of dtgpt holds fp32 weights; leave --dtype out")
-    if options.to == "peft" and (options.adapter is not None or options.dtype != "fp32"):
-        raise UserError(
-            "to=peft writes the adapters of MODEL, a run with --lora.rank, in fp32; leave --adapter and --dtype out"
-        )
-    for name in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "transformer_impl"):
-        value = getattr(options, name)
-        if value not in (1, None) and options.to != "megatron":
-            raise UserError(f"{name}={value} applies to --to megatron only; leave it out")
-    given = options.tokenizer or options.vocab_file or options.merge_file
-    if given and options.to in ("megatron", "peft"):
-        kind = "a Megatron-LM tree" if options.to == "megatron" else "a folder of peft"
-        raise UserError(f"{kind} cannot hold the tokenizer {given}; leave it out")
 
 
 def _files_of(

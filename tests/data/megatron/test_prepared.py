@@ -289,7 +289,7 @@ def test_tokens_beyond_the_vocabulary_are_named(recipe, tmp_path):
         train(change(recipe, data={"path": path, "tokenizer": "ids"}))
 
 
-GPT2 = Path(__file__).parents[1] / "fixtures" / "gpt2"
+GPT2 = Path(__file__).parents[2] / "fixtures" / "gpt2"
 
 
 def test_gpt2s_vocabulary_may_come_from_its_files(tmp_path):
