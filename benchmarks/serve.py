@@ -32,7 +32,8 @@ from dtgpt.checkpoint.export import save_weights
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.model import Need
 from dtgpt.inference.options import Options
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.request import PromptJob
+from dtgpt.inference.session import Session
 from dtgpt.inference.warm_up import warm_up
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config

@@ -51,8 +51,10 @@ FOLDERS = {
     (
         "dtgpt.inference",
         "dtgpt.inference",
-    ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>forward "
-    "beam>beams.search beam_slots>beams.search fused>kernels.stages",
+    ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>step "
+    "beam>beams.search beam_slots>beams.search fused>kernels.stages forward>step broadcast>commands finite>request "
+    "completion>request graphs>captured.graphs prompt_batches>captured.prompt_batches",
+    ("dtgpt.inference", "dtgpt.parallel"): "memory>cache_sizes",
     ("dtgpt.data.prepare", "dtgpt.data"): "documents",
     ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",
     ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",

@@ -24,7 +24,8 @@ from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.inference.model import Model, Need, need_of
 from dtgpt.inference.options import INITIAL, OPTIONS, biases, read_options
 from dtgpt.inference.prompts import encode
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.request import PromptJob
+from dtgpt.inference.session import Session
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds

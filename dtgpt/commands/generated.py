@@ -7,9 +7,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Self
 
-from dtgpt.inference.completion import Completion
-from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.request import Completion, NotFinite, PromptJob
+from dtgpt.inference.session import Session
 from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError
 

@@ -7,12 +7,11 @@ from typing import Annotated
 import torch
 
 from dtgpt.commands.recipes import RecipeCommand
-from dtgpt.config.execution import choose_dtype
+from dtgpt.config.execution import MOST_SLOTS, choose_dtype
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.overrides import Options
 from dtgpt.config.plan_choice import AUTO, parse_alternatives
 from dtgpt.config.recipe import Recipe
-from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.planning.auto import AutoPlan, machine, with_choice
 from dtgpt.planning.gpus import Gpu, find_gpu, read_rates
 from dtgpt.train.start import checked, settle, with_steps

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.evaluation.batches import LENGTH_MULTIPLE, Rows, Sample, make_rows, pack, share_samples
-from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.forward import Pending, decode_kernels, gather_columns
 from dtgpt.inference.model import Model
+from dtgpt.inference.request import NotFinite
+from dtgpt.inference.step import Pending, decode_kernels, gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig

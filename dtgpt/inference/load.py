@@ -13,16 +13,15 @@ import torch.distributed as dist
 
 from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
 from dtgpt.checkpoint.tokenizer import check_size, ends_of, named_tokenizer
-from dtgpt.config.execution import Settings, choose_device, choose_dtype
+from dtgpt.config.execution import MOST_SLOTS, Settings, choose_device, choose_dtype
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.forward import decode_kernels
-from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
-from dtgpt.inference.sampling import check_switches
+from dtgpt.inference.options import check_switches
+from dtgpt.inference.step import decode_kernels
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.parallel.launch import end_process_group, start_process_group

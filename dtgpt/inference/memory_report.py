@@ -1,8 +1,7 @@
 """The memory of generation under a plan, without a GPU: weights and slots, as `dtgpt plan --inference-slots` shows."""
 
 from dtgpt.config.execution import Settings
-from dtgpt.inference.memory import SHARE
-from dtgpt.parallel.cache_sizes import slot_bytes
+from dtgpt.parallel.cache_sizes import SHARE, slot_bytes
 from dtgpt.planning.gpus import Gpu
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.util.console import byte_size, counted

@@ -5,8 +5,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from dtgpt.inference.options import OPTIONS, Options, plain
-from dtgpt.inference.sampling import check_whole, declared
+from dtgpt.inference.options import OPTIONS, Options, check_whole, declared, plain
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.util.errors import UserError, shown, shown_name
 

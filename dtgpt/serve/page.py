@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dtgpt.inference.options import INITIAL
-from dtgpt.inference.sampling import Option
+from dtgpt.inference.options import INITIAL, Option
 from dtgpt.serve.megatron_request import OPTION_KEYS as MEGATRON_KEYS
 from dtgpt.serve.openai_keys import OPTION_KEYS as KEYS
 

@@ -90,7 +90,11 @@ class Capability:
     sharings: tuple[str, ...] = ()  # of the tokens of a row by samples: a `models.layers.Sharing` for `Batch.copies`
     prompt_options: tuple[str, ...] = ()  # of `dtgpt generate`: a dataclass of options, with a function `chosen`
     searches: tuple[str, ...] = ()  # for sequences, in place of draws: an `inference.options.SearchKind`
-    decoders: tuple[str, ...] = ()  # what serves decode steps: an `inference.forward.DecodeKernels`
+    decoders: tuple[str, ...] = ()  # what serves decode steps: an `inference.step.DecodeKernels`
+    rank_steps: tuple[str, ...] = ()  # of generation on a GPU: a class that derives from `inference.step.Step`
+    scorers: tuple[str, ...] = ()  # of the tokens of prompts: an `inference.engine.PromptScorer`
+    text_ends: tuple[str, ...] = ()  # what makes an `inference.session.TextEnd` for a prompt, or returns None
+    text_decoders: tuple[str, ...] = ()  # of tokens that depend on those around them: an `inference.text.TextDecoder`
     explanations: tuple[str, ...] = ()  # `Explanations`
     # What may serve an operation: a sequence of `ops.serve.Kernel`, by the operation's name.
     kernels: Mapping[str, str] = field(default_factory=dict)

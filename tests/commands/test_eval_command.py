@@ -17,7 +17,7 @@ from dtgpt.checkpoint.open import open_source
 from dtgpt.cli import main
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.evaluation.wikitext import detokenize
-from dtgpt.inference.finite import LOGITS
+from dtgpt.inference.request import LOGITS
 from dtgpt.interop.inspect import model_digest
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config

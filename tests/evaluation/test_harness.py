@@ -19,7 +19,7 @@ from dtgpt.commands.lm_eval import command, split_words
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.evaluation.harness_options import read_generation
 from dtgpt.evaluation.shared_model import SharedModel
-from dtgpt.inference.finite import NotFinite
+from dtgpt.inference.request import NotFinite
 from dtgpt.util.errors import UserError
 from tests.support.harness_tasks import TASKS, write_model, write_tasks
 from tests.support.ranks import pool

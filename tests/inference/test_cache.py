@@ -9,15 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.config.plan import Plan
 from dtgpt.inference.cache import Cache, SlotState
-from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, slots_that_fit
-from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
+from dtgpt.inference.options import Options
+from dtgpt.inference.sampling import SpecialIds, variant_of
+from dtgpt.inference.scores.prompts import ReadAndScore
 from dtgpt.inference.step import Step
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.attention.core import Backend
+from dtgpt.parallel.cache_sizes import bytes_per_slot, slots_that_fit
 from dtgpt.util.errors import UserError
 from tests.support import bodies_engine as bodies
 from tests.support.other_architecture import OtherConfig
@@ -53,10 +56,10 @@ def cached_log_probabilities(step, ids, borders, decoded, slot):
     """[T - 1, V] of the tokens after each of ids[:-1]: chunks between borders, then `decoded` single steps."""
     rows = []
     for first, stop in pairwise(borders):
-        results = step.score(slot, ids[first : stop + 1], first, alternatives=VOCABULARY).wait()
+        results = ReadAndScore(slot, first, VOCABULARY, ids[first : stop + 1]).execute(step).wait()
         rows.append((results.top_ids, results.top_logprobs))
     prompt = len(ids) - decoded
-    sampling = Sampling(max_new_tokens=decoded, temperature=0)
+    sampling = Options(max_new_tokens=decoded, temperature=0)
     step.cache.state.set(slot, SlotState.encode(ids[:prompt], sampling, SpecialIds(), 0, 0))
     variant = variant_of([sampling], alternatives=VOCABULARY)
     for token in ids[prompt:]:
@@ -109,7 +112,7 @@ def test_slots_may_change_places():
 
 def test_attention_over_the_scratch_slot_stays_short():
     step = make_step(CONFIGS[GPT2Config], slots=3)
-    sampling = Sampling(max_new_tokens=9)
+    sampling = Options(max_new_tokens=9)
     for slot in range(3):
         step.cache.state.set(slot, SlotState.encode([5], sampling, SpecialIds(), 0, slot))
     for _ in range(3):

@@ -29,7 +29,8 @@ REMOVED = (
     "dtgpt.translate", "dtgpt.serve", "dtgpt.interop", "dtgpt.posttrain", "dtgpt.planning", "dtgpt.optim.fp8",
     "dtgpt.optim.z_scores", "dtgpt.optim.muon", "dtgpt.models.families", "dtgpt.data.prepare", "dtgpt.data.megatron",
     "dtgpt.data.library_tokenizers", "dtgpt.evaluation", "dtgpt.compare", "dtgpt.charts", "dtgpt.liveness",
-    "dtgpt.inference.beams", "dtgpt.inference.kernels", "dtgpt.commands.prompt_files", "dtgpt.commands.tools",
+    "dtgpt.inference.beams", "dtgpt.inference.kernels", "dtgpt.inference.scores", "dtgpt.inference.stops",
+    "dtgpt.inference.captured", "dtgpt.commands.prompt_files", "dtgpt.commands.tools",
     "dtgpt.parallel.shared_memory", "dtgpt.parallel.context_parallel", "dtgpt.parallel.exact_sums",
 )  # fmt: skip
 BEGIN = """

@@ -10,7 +10,8 @@ import pytest
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import special_ids
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.request import PromptJob
+from dtgpt.inference.session import Session
 from dtgpt.serve.app import make_app
 from dtgpt.serve.life import end_where_a_rank_is_silent
 from dtgpt.serve.limits import RequestLimits

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.inference.cache import Cache
-from dtgpt.inference.forward import DecodeKernels, Decoders
 from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of, tells_weights
+from dtgpt.inference.step import DecodeKernels, Decoders
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
