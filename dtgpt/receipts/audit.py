@@ -147,12 +147,14 @@ def check_one_recipe(receipts: Receipts, begin: int, last: int) -> None:
 
 
 def report_of_steps(first: int, last: int, found: Difference | None, verdict: str, basis: Basis) -> str:
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    one = first == last
+    steps = f"step {first}" if one else f"steps {first} to {last}"
     rests = "bits" if basis.exact else f"rounding alone can be told, since {'; '.join(basis.why)}"
     if found is not None:
         judged = {"bits": "the last bits", "rounding": "as little as rounding does", "fault": "more than rounding does"}
         size = "" if found.verdict is None else f" ({found.verdict}: {judged[found.verdict]})"
         return "\n".join([f"DIFFERS: {found.said}{size}", f"compared: {rests}", *basis.notes])
     if verdict == "equal":
-        return f"equal: {steps} again have the bits of their receipts"
-    return f"within rounding: {steps} again, compared so far as {rests}"
+        bits = "has the bits of its receipt" if one else "have the bits of their receipts"
+        return f"equal: {steps}, computed again, {bits}"
+    return f"within rounding: {steps}, computed again, compared so far as {rests}"
