@@ -33,8 +33,7 @@ from dtgpt.inference.cache import SlotState
 from dtgpt.inference.commands import Begin, Decode, Read
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import PromptJob
-from dtgpt.inference.sampling import SpecialIds, variant_of
+from dtgpt.inference.request import PromptJob, SpecialIds, variant_of
 from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.models.decoder import build_model
 from dtgpt.ops.random.philox import root_key

@@ -5,9 +5,8 @@ from cases import Case, run_cases
 
 from dtgpt.inference.cache import SlotState
 from dtgpt.inference.options import Options
-from dtgpt.inference.sampling import SpecialIds, variant_of
-from dtgpt.ops.sampling.reference import sample_reference
-from dtgpt.ops.sampling.sample import sample
+from dtgpt.inference.request import SpecialIds, variant_of
+from dtgpt.ops.sampling.sample import sample, sample_reference
 
 CUDA = torch.device("cuda")
 VOCABULARY, PADDED, POSITIONS = 50257, 50304, 1024

@@ -54,7 +54,7 @@ class PlanOptions:
 
 
 def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
-    from dtgpt.inference.memory_report import describe_generation
+    from dtgpt.planning.generation import describe_generation
     from dtgpt.planning.report import describe_plan
 
     _check_options(own, given)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from dtgpt.config.plan import Plan
 from dtgpt.inference.options import Options
-from dtgpt.inference.sampling import SpecialIds, parameters_of
+from dtgpt.inference.request import SpecialIds, parameters_of
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import attention_cores
 from dtgpt.ops.attention.cached import attend_chunk, attend_rows
 from dtgpt.ops.attention.core import AttentionRule, Backend
-from dtgpt.ops.sampling.record import record
+from dtgpt.ops.sampling.sample import record
 from dtgpt.ops.sampling.sequences import PARAMETERS, Integers, Sequences
 from dtgpt.parallel.cache_sizes import CoreSize, block_core_sizes
 from dtgpt.util.hardware import to_device

@@ -23,8 +23,16 @@ from dtgpt.inference.commands import (
     follow,
 )
 from dtgpt.inference.options import SearchedRows
-from dtgpt.inference.request import NOT_FINITE, Alternatives, Event, PromptJob, Score, alternatives_of
-from dtgpt.inference.sampling import key_of, variant_of
+from dtgpt.inference.request import (
+    NOT_FINITE,
+    Alternatives,
+    Event,
+    PromptJob,
+    Score,
+    alternatives_of,
+    key_of,
+    variant_of,
+)
 from dtgpt.inference.scheduler import IDLE_TOKENS, PromptChunk, Round, Row, Scheduler, Start
 from dtgpt.inference.step import Pending, Step
 from dtgpt.models.config import ModelConfig

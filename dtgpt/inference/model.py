@@ -29,8 +29,7 @@ from dtgpt.inference.commands import broadcast_json, told_by_rank_0
 from dtgpt.inference.engine import Engine, prompt_scorer
 from dtgpt.inference.options import check_switches, read_options
 from dtgpt.inference.prompts import GivenPrompts, read_prompts, special_ids, tokenizer_of
-from dtgpt.inference.request import Completion, NotFinite, PromptJob, check_range, completion_of, to_plain
-from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.request import Completion, NotFinite, PromptJob, SpecialIds, check_range, completion_of, to_plain
 from dtgpt.inference.session import Session
 from dtgpt.inference.step import gather_columns
 from dtgpt.inference.text import segments

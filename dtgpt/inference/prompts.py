@@ -10,8 +10,7 @@ from torch import Tensor
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.data.tokenizers.open import FILES, make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.request import check_prompt
-from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.request import SpecialIds, check_prompt
 from dtgpt.inference.text import token_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M

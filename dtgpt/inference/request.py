@@ -5,16 +5,19 @@ answers with an `Event` for each of its sequences that got new tokens; what a us
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from dtgpt.inference.options import Options
-from dtgpt.inference.sampling import SpecialIds, endings_of
+from torch import Tensor
+
+from dtgpt.inference.options import GREEDY_BELOW, Options
+from dtgpt.ops.random.philox import fold_words
+from dtgpt.ops.sampling.sequences import NONE, Floats, Integers, Variant, pack
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
-NO_SPECIAL_IDS = SpecialIds()
 PROMPT = -1  # in place of a choice
 NOT_FINITE = "not_finite"  # the end of all of a request: the model's logits are NaN or infinite
 REMEDY = "dtgpt inspect names weights that are not finite: use an earlier checkpoint, or another --precision"
@@ -27,6 +30,18 @@ class NotFinite(UserError):
 
     def __init__(self) -> None:
         super().__init__(LOGITS)
+
+
+class SpecialIds(NamedTuple):
+    """Ids that rules need: those at which texts end, and tokens of the tokenizer; None where it has no such token."""
+
+    ends: tuple[int, ...] = ()
+    newline: int | None = None  # "\n"
+    double_newline: int | None = None  # "\n\n"
+    colon: int | None = None  # ":"
+
+
+NO_SPECIAL_IDS = SpecialIds()
 
 
 @dataclass(frozen=True)
@@ -129,6 +144,61 @@ class PromptJob:
         repeats = 0 < n <= len(ids) and any(ids[i : i + n] == last for i in range(len(ids) - n + 1))
         early = len(new) < self.options.min_new_tokens and self._would_end(ids[-1], token)
         return repeats or early or logprob == -math.inf
+
+
+def variant_of(samplings: Iterable[Options], alternatives: int = 0) -> Variant:
+    """Return what a step must be able to do for these sequences."""
+    found = list(samplings)
+    longest = max((s.no_repeat_ngram_size for s in found), default=0)
+    return Variant(
+        filters=any(s.filters for s in found),
+        edits=any(s.edits for s in found),
+        ngram=1 << (longest - 1).bit_length() if longest else 0,
+        alternatives=alternatives,
+    )
+
+
+def key_of(sampling: Options, prompt_index: int, choice: int) -> tuple[int, int]:
+    """Return the two words of the key of a sequence's draws."""
+    return fold_words(sampling.seed, "text", prompt_index, choice)
+
+
+def parameters_of(sampling: Options, special: SpecialIds, prompt: int, prompt_index: int, choice: int) -> Tensor:
+    """Return a row of parameters for `dtgpt.ops.sampling`, int64 on the CPU.
+
+    prompt: number of ids of the prompt. The draws of a sequence belong to (seed, prompt_index, choice).
+    """
+    key_0, key_1 = key_of(sampling, prompt_index, choice)
+    colon, newline = special.colon, special.newline
+    if not sampling.prevent_newline_after_colon or colon is None or newline is None:
+        colon, newline = NONE, NONE
+    paired = special.newline if sampling.stop_on_double_eol else None
+    integers = Integers(
+        prompt_length=prompt,
+        key_0=key_0,
+        key_1=key_1,
+        top_k=sampling.top_k,
+        ngram=sampling.no_repeat_ngram_size,
+        min_new_tokens=sampling.min_new_tokens,
+        colon=colon,
+        newline=newline,
+        paired_newline=NONE if paired is None else paired,
+    )
+    values = {name: getattr(sampling, name) for name in Floats._fields}
+    if sampling.temperature < GREEDY_BELOW:
+        values["temperature"] = 0.0
+    return pack(integers, Floats(**values), sampling.logit_bias, endings_of(sampling, special))
+
+
+def endings_of(sampling: Options, special: SpecialIds) -> list[int]:
+    """Return the ids that end a sequence whatever comes before them (Megatron-LM's rules for ends of lines)."""
+    if sampling.stop_on_double_eol:
+        rule = [special.double_newline]
+    elif sampling.stop_on_eol:
+        rule = [special.newline, special.double_newline]
+    else:
+        rule = [*special.ends] if sampling.ends else []
+    return [*sampling.stop_token_ids, *(token for token in rule if token is not None)]
 
 
 def check_prompt(ids: list[int], vocab_size: int) -> None:

@@ -16,8 +16,8 @@ from dtgpt.inference.request import (
     NotFinite,
     PromptJob,
     Score,
+    SpecialIds,
 )
-from dtgpt.inference.sampling import SpecialIds
 from dtgpt.inference.text import TextStream
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError

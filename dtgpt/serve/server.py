@@ -5,11 +5,11 @@ import socket
 from functools import partial
 
 from dtgpt.inference.session import Session
-from dtgpt.inference.warm_up import warm_up
 from dtgpt.serve.app import make_app
 from dtgpt.serve.http import HttpServer, allow_many_connections
 from dtgpt.serve.life import EndBySignal, end_where_a_rank_is_silent
 from dtgpt.serve.service import Service
+from dtgpt.serve.warm_up import warm_up
 from dtgpt.util.console import say, say_error
 
 

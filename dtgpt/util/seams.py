@@ -93,6 +93,7 @@ class Capability:
     decoders: tuple[str, ...] = ()  # what serves decode steps: an `inference.step.DecodeKernels`
     rank_steps: tuple[str, ...] = ()  # of generation on a GPU: a class that derives from `inference.step.Step`
     scorers: tuple[str, ...] = ()  # of the tokens of prompts: an `inference.engine.PromptScorer`
+    logit_rules: tuple[str, ...] = ()  # before a token is chosen: a function like `inference.rules.edits.edit`
     text_ends: tuple[str, ...] = ()  # what makes an `inference.session.TextEnd` for a prompt, or returns None
     text_decoders: tuple[str, ...] = ()  # of tokens that depend on those around them: an `inference.text.TextDecoder`
     explanations: tuple[str, ...] = ()  # `Explanations`

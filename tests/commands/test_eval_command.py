@@ -238,7 +238,7 @@ def test_logits_that_are_not_finite_are_no_score(folder, data, refused, monkeypa
 
 
 def _nan(logits, targets, vocab_size):
-    from dtgpt.ops.sampling.scores import token_scores
+    from dtgpt.inference.scores.tokens import token_scores
 
     return token_scores(logits * math.nan, targets, vocab_size)
 

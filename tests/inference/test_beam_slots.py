@@ -9,8 +9,7 @@ from dtgpt.config.plan import Plan
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import PROMPT, PromptJob
-from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.request import PROMPT, PromptJob, SpecialIds
 from dtgpt.inference.scheduler import Row, Scheduler
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config

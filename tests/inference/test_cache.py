@@ -13,7 +13,7 @@ from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.config.plan import Plan
 from dtgpt.inference.cache import Cache, SlotState
 from dtgpt.inference.options import Options
-from dtgpt.inference.sampling import SpecialIds, variant_of
+from dtgpt.inference.request import SpecialIds, variant_of
 from dtgpt.inference.scores.prompts import ReadAndScore
 from dtgpt.inference.step import Step
 from dtgpt.models.decoder import build_model

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import NOT_FINITE, PROMPT, Event
-from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, SpecialIds
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.errors import UserError

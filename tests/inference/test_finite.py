@@ -15,8 +15,7 @@ from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import scorer_of
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import LOGITS, NOT_FINITE, Event, NotFinite, PromptJob
-from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.request import LOGITS, NOT_FINITE, Event, NotFinite, PromptJob, SpecialIds
 from dtgpt.inference.session import Session
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import PROMPT, PromptJob
-from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.request import PROMPT, PromptJob, SpecialIds
 from dtgpt.models.gpt2 import GPT2Config
 from tests.support.plays import Cancel, Outcome, Outcomes, Steps, Submit, play
 from tests.support.ranks import pool

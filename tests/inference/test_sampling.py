@@ -8,7 +8,7 @@ import torch
 
 from dtgpt.inference.cache import SlotState
 from dtgpt.inference.options import Options
-from dtgpt.inference.sampling import SpecialIds, variant_of
+from dtgpt.inference.request import SpecialIds, variant_of
 from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_STOPS, NONE, Variant, unpack
 from dtgpt.util.errors import UserError
 

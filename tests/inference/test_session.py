@@ -8,8 +8,7 @@ from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import special_ids
-from dtgpt.inference.request import PromptJob
-from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.request import PromptJob, SpecialIds
 from dtgpt.inference.session import Session
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.vocabularies import KINDS, of_every_kind

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtgpt.inference.options import Options
-from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.request import SpecialIds
+from dtgpt.inference.rules.edits import ban_repeated_ngrams
+from dtgpt.inference.scores import tokens as scores
+from dtgpt.inference.scores.tokens import token_scores
 from dtgpt.ops.random.philox import fold, root_key
-from dtgpt.ops.sampling import scores
-from dtgpt.ops.sampling.edits import ban_repeated_ngrams
 from dtgpt.ops.sampling.sample import sample
-from dtgpt.ops.sampling.scores import token_scores
 from dtgpt.ops.sampling.sequences import SIZES, Sampled, Sequences, Variant
 from tests.support.bodies_sampling import (
     Row,

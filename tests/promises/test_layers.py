@@ -22,11 +22,10 @@ CIRCLES = [
 ]  # fmt: skip
 # Modules, and folders of some, that are neither of the core nor in a capability's folder. None may be added.
 SHARED = {
-    "commands.chat", "commands.compare", "commands.compare_runs", "commands.convert", "commands.doctor",
+    "commands.compare", "commands.compare_runs", "commands.convert", "commands.doctor",
     "commands.eval", "commands.inspect", "commands.lm_eval", "commands.plan", "commands.plot", "commands.prepare",
     "commands.progress", "commands.recipe", "commands.recipes", "commands.results", "commands.serve",
-    "commands.tokenizer", "commands.translate", "config.fp8", "inference.chat",
-    "inference.memory_report", "inference.warm_up",
+    "commands.tokenizer", "commands.translate", "config.fp8",
     "models.gemma3", "models.gpt_neo", "models.gpt_oss", "models.olmo3", "models.track3", "ops.attention", "ops.fp8",
     "ops.optim", "optim.muon", "optim.muon_memory", "optim.normuon", "parallel.matrices", "util.extension",
     "util.pickles", "util.unpickler",

@@ -8,12 +8,12 @@ import httpx
 import openai
 import pytest
 
-from dtgpt.commands.chat import RESET, Chat, talk
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.model import Need
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob
+from dtgpt.posttrain.chats.command import RESET, Chat, talk
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.posttrain.chats.template import template_of
 from dtgpt.serve.openai_chat import _token
 from dtgpt.serve.problems import bad_request

@@ -23,7 +23,7 @@ from dtgpt.inference.request import PromptJob
 from dtgpt.inference.session import Session
 from dtgpt.inference.text import segments
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.sampling.reference import likeliest
+from dtgpt.ops.sampling.sample import likeliest
 from dtgpt.serve.app import make_app
 from dtgpt.serve.megatron_jobs import answer, make_jobs
 from dtgpt.serve.megatron_request import read_request

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from dtgpt.inference.cache import SlotState
 from dtgpt.inference.options import Options
-from dtgpt.inference.sampling import SpecialIds, variant_of
+from dtgpt.inference.request import SpecialIds, variant_of
+from dtgpt.inference.rules.edits import edit
 from dtgpt.ops.random.philox import fold, root_key, uniform
 from dtgpt.ops.sampling import sample as op
-from dtgpt.ops.sampling.edits import edit
-from dtgpt.ops.sampling.record import record_reference
-from dtgpt.ops.sampling.reference import kept, sample_reference
+from dtgpt.ops.sampling.sample import kept, record_reference, sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
 from tests.support.interpreter import first_kernels_of, let_kernels_loop
 

@@ -50,9 +50,9 @@ CORE = {  # rooms, and their files as regular expressions
         r"data/tokenizers/(tokenizer|char|byte_level|open)"
     ),
     "generate": (
-        r"inference/(engine|session|scheduler|request|commands|step|cache|sampling|model|load|text|options|prompts)|"
+        r"inference/(engine|session|scheduler|request|commands|step|cache|model|load|text|options|prompts)|"
         r"parallel/cache_sizes|ops/attention/cached|ops/decode/weights|"
-        r"ops/sampling/(sample|reference|edits|sequences|record)"
+        r"ops/sampling/(sample|sequences)"
     ),
     "util": (
         r"util/(console|errors|field_types|storage|hardware|peers|threads|timers|torch_private|seams|matmul)"

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from dtgpt.inference.options import Options, Search
-from dtgpt.inference.request import NO_SPECIAL_IDS, PromptJob
-from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.request import NO_SPECIAL_IDS, PromptJob, SpecialIds
 
 
 def make_request(

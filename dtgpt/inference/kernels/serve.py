@@ -8,6 +8,7 @@ from torch import Tensor
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.inference.cache import Cache
 from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of, tells_weights
+from dtgpt.inference.kernels.training_scores import as_in_training
 from dtgpt.inference.step import DecodeKernels, Decoders
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
@@ -16,7 +17,6 @@ from dtgpt.models.inventory import attention_cores, inventory
 from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
 from dtgpt.ops.kernels.decode.blocks import next_rows
 from dtgpt.ops.kernels.devices import has_triton
-from dtgpt.ops.sampling.scores import as_in_training
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError

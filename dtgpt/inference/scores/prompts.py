@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dtgpt.inference.cache import Chunk
 from dtgpt.inference.request import PROMPT, Event, Score, alternatives_of
+from dtgpt.inference.scores.tokens import Scores, token_scores
 from dtgpt.inference.step import Pending, Step, decode_kernels, gather_columns
-from dtgpt.ops.sampling.scores import Scores, token_scores
 
 SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
 TYPES = (torch.float32, torch.bool, torch.int64, torch.float32)  # of the fields of `Scores`

@@ -19,7 +19,6 @@ import torch
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.commands import broadcast_json
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
@@ -32,6 +31,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.cache_sizes import free_memory, slots_that_fit
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.chats.messages import read_messages
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.posttrain.grpo.answers import Answer, figures_of, shared_rows, weighted_rows
 from dtgpt.posttrain.grpo.config import GrpoConfig, draws_alone, shares_prompts
 from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed, call_method

@@ -2,4 +2,4 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(prompt_options=("dtgpt.commands.prompt_files.options:FileOptions",))
+CAPABILITY = Capability(prompt_options=("dtgpt.inference.prompt_files.options:FileOptions",))

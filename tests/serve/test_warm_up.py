@@ -5,7 +5,7 @@ import pytest
 from dtgpt.inference.captured.step import CapturedStep
 from dtgpt.inference.model import Need
 from dtgpt.inference.step import Step
-from dtgpt.inference.warm_up import warm_up
+from dtgpt.serve.warm_up import warm_up
 from tests.support.eager_graphs import with_prompts_together
 from tests.support.server import bytes_tokenizer, generator_of, tiny_model
 

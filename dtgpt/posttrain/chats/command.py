@@ -10,11 +10,11 @@ from dtgpt.commands.command import Command
 from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
 from dtgpt.commands.generated import Keyboard
 from dtgpt.commands.model_options import open_as_asked
-from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.model import Model, Need
 from dtgpt.inference.options import read_options
 from dtgpt.inference.request import NotFinite, PromptJob
 from dtgpt.inference.session import Session
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.posttrain.chats.template import Message, keep_template, template_of
 from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError
