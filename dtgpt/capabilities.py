@@ -18,7 +18,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "dtgpt.data.prepare",
         ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo"),
     ),
-    ("dtgpt.posttrain.chats", ("dtgpt.data.megatron", "dtgpt.data.prepare")),
+    ("dtgpt.posttrain.chats", ("dtgpt.data.megatron", "dtgpt.data.prepare", "dtgpt.inference.interactive")),
     ("dtgpt.data.megatron", ("dtgpt.data.library_tokenizers", "dtgpt.posttrain.chats", "dtgpt.posttrain.dpo")),
     ("dtgpt.data.library_tokenizers", ("dtgpt.posttrain.chats",)),
     ("dtgpt.posttrain.lora", ()),
@@ -77,6 +77,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.inference.captured", ()),
     ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
     ("dtgpt.serve", ("dtgpt.inference.beams", "dtgpt.inference.captured", "dtgpt.posttrain.chats")),
+    ("dtgpt.inference.interactive", ()),
     ("dtgpt.inference.prompt_files", ()),
     ("dtgpt.commands.tools", ()),
 )

@@ -49,6 +49,7 @@ FOLDERS = {
     ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
     ("dtgpt.commands", "dtgpt.inference.prompt_files"): "prompts",
     ("dtgpt.commands", "dtgpt.inference"): "prompt_files",
+    ("dtgpt.commands", "dtgpt.inference.interactive"): "generated>terminal",
     ("dtgpt.commands.prompt_files", "dtgpt.inference.prompt_files"): "options prompts results",
     ("dtgpt.commands", "dtgpt.posttrain.chats"): "chat>command",
     ("dtgpt.inference", "dtgpt.posttrain.chats"): "chat>prompts",

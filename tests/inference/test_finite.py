@@ -8,12 +8,12 @@ import torch
 
 import dtgpt
 from dtgpt.checkpoint.export import save_weights
-from dtgpt.commands.generated import converse
 from dtgpt.config.plan import Plan
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import scorer_of
 from dtgpt.inference.beams.search import Beams
+from dtgpt.inference.interactive.terminal import converse
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import LOGITS, NOT_FINITE, Event, NotFinite, PromptJob, SpecialIds
 from dtgpt.inference.session import Session

@@ -58,7 +58,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"util/(console|errors|field_types|storage|hardware|peers|threads|timers|torch_private|seams|matmul)"
     ),
     "command": (
-        r"cli|capabilities|commands/(command|train|generate|generated|model_options|help|launcher)|__init__|__main__"
+        r"cli|capabilities|commands/(command|train|generate|model_options|help|launcher)|__init__|__main__"
     ),
 }  # fmt: skip
 # Words of identifiers that name what is no part of the core.

@@ -22,10 +22,10 @@ class FileOptions:
         """Return what generates as the options want it; None where they name no file. Raise UserError where they
         contradict each other."""
         for name in ("prompt", "interactive"):
-            if options.prompts_file and getattr(options, name):
+            if options.prompts_file and getattr(options, name, False):
                 one, other = ("prompt", "prompts-file") if name == "prompt" else ("prompts-file", name)
                 raise UserError(f"--{one} and --{other} both say where prompts come from; leave one out")
-        if options.interactive and options.output:
+        if getattr(options, "interactive", False) and options.output:
             raise UserError("--interactive writes to the terminal; leave --output out")
         if not (options.prompts_file or options.output):
             return None
