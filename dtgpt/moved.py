@@ -63,7 +63,7 @@ FOLDERS = {
         "dtgpt.inference",
     ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>step "
     "beam>beams.search beam_slots>beams.search fused>kernels.stages forward>step broadcast>commands finite>request "
-    "completion>request sampling>request graphs>captured.graphs prompt_batches>captured.prompt_batches",
+    "completion>request sampling>request text>prompts graphs>captured.graphs prompt_batches>captured.prompt_batches",
     ("dtgpt.inference", "dtgpt.parallel"): "memory>cache_sizes",
     ("dtgpt.data.prepare", "dtgpt.data"): "documents",
     ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",

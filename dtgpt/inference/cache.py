@@ -68,9 +68,14 @@ class Cache:
     """Keys and values of the attention cores of this rank's stages, and the state of the sequences."""
 
     def __init__(
-        self, stages: list[Decoder], config: ModelConfig, plan: Plan, slots: int, dtype: torch.dtype,
+        self,
+        stages: list[Decoder],
+        config: ModelConfig,
+        plan: Plan,
+        slots: int,
+        dtype: torch.dtype,
         device: torch.device,
-    ):  # fmt: skip
+    ):
         """Allocate `slots` slots and the scratch slot, uninitialised, of the heads that a rank holds under `plan`."""
         sizes = block_core_sizes(config, plan)
         blocks = [(int(index), block) for stage in stages for index, block in stage.blocks.items()]
@@ -108,7 +113,7 @@ class Cache:
 
 
 class LayerCache:
-    """Keys and values `[slots + 1, N_kv, P, D]` of one attention core, P as of `CoreSize`."""
+    """Keys and values `[slots + 1, N_kv, P, D]` of one attention core, P the positions that it keeps."""
 
     def __init__(self, backend: Backend, keys: Tensor, values: Tensor):
         self.backend, self.keys, self.values = backend, keys, values
@@ -128,8 +133,8 @@ def _memory(slots: int, size: CoreSize, dtype: torch.dtype, device: torch.device
 class SlotState:
     """Tensors of `slots` + 1 rows; the last row is scratch for rows that only pad a batch.
 
-    token, position: int64 `[S]`; history: int64 `[S, P]`; parameters: int64, as `dtgpt.ops.sampling.sequences` lays
-    them out.
+    token, position: int64 `[S]`; history: int64 `[S, P]`; parameters: int64, in the layout of
+    `dtgpt.ops.sampling.sequences`.
     """
 
     def __init__(self, slots: int, positions: int, device: torch.device | str):

@@ -1,7 +1,8 @@
 """The engine of generation: it takes requests, runs the scheduler's rounds, and returns events.
 
 `step` launches a round and then reads the results of the round before, so that the device never waits for the host.
-Tokens after the one that ended a sequence, from a round that was launched already, are discarded.
+The price: a round is launched before it is known which sequences the last one has ended. Tokens after the one that
+ended a sequence are discarded, and its slot is free one round later.
 """
 
 from collections.abc import Sequence
@@ -102,9 +103,17 @@ class Engine:
     """
 
     def __init__(
-        self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
-        vocab_size: int | None = None, timeout: float = 600.0, graphs: bool = False, exact: bool = False,
-    ):  # fmt: skip
+        self,
+        stages: list[Decoder],
+        mesh: Mesh,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        slots: int,
+        vocab_size: int | None = None,
+        timeout: float = 600.0,
+        graphs: bool = False,
+        exact: bool = False,
+    ):
         """Allocate the cache of `slots` sequences. `vocab_size`: ids that may be drawn and asked for, those of the
         tokenizer; None: of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs`:
         replay passes as CUDA graphs on a GPU; not for stages that are sharded over replicas. `exact`: give
@@ -205,6 +214,7 @@ class Engine:
         return command.execute(self._rank_step)
 
     def _launch(self, work: Round) -> _Launched:
+        # Prompts come first: a sequence that starts needs its prompt in the cache, and decodes in this very round.
         scores = self._read(work.chunks)
         self._start(work.starts)
         drawn, candidates = self._decode(work.rows, work.steps), self._decode(work.searched, steps=1)
@@ -327,7 +337,7 @@ class Engine:
 
     def _extend(
         self, row: Row, tokens: list[int], logprobs: list[float], alternatives: list[Alternatives]
-    ) -> list[Event]:  # fmt: skip
+    ) -> list[Event]:
         """Add new tokens to a choice, up to that which ends it."""
         active = self._requests[row.request]
         new, finish = active.request.accept(active.ids[row.choice], tokens, logprobs)

@@ -28,11 +28,10 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.commands import broadcast_json, told_by_rank_0
 from dtgpt.inference.engine import Engine, prompt_scorer
 from dtgpt.inference.options import check_switches, read_options
-from dtgpt.inference.prompts import GivenPrompts, read_prompts, special_ids, tokenizer_of
+from dtgpt.inference.prompts import GivenPrompts, read_prompts, segments, special_ids, tokenizer_of
 from dtgpt.inference.request import Completion, NotFinite, PromptJob, SpecialIds, check_range, completion_of, to_plain
 from dtgpt.inference.session import Session
 from dtgpt.inference.step import gather_columns
-from dtgpt.inference.text import segments
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -79,9 +78,16 @@ class Model:
     """A GPT cut by a plan. All ranks call the same methods with the same arguments, and all get the result."""
 
     def __init__(
-        self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, path: Path,
-        slots: int | None = None, tokenizer: Tokenizer | None = None, exact: bool = False,
-    ):  # fmt: skip
+        self,
+        stages: list[Decoder],
+        mesh: Mesh,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        path: Path,
+        slots: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        exact: bool = False,
+    ):
         """path: of the model, where its tokenizer is looked for, unless `tokenizer` is given. slots: sequences in the
         cache; None: as many as a call needs and memory allows. exact: give log-probabilities the bits of training's
         forward pass, on stages that `open_model` accepts for it."""
@@ -95,9 +101,15 @@ class Model:
 
     @classmethod
     def read(
-        cls, source: Source, settings: Settings, mesh: Mesh, path: Path, slots: int | None = None,
-        tokenizer: Tokenizer | None = None, exact: bool = False,
-    ) -> Self:  # fmt: skip
+        cls,
+        source: Source,
+        settings: Settings,
+        mesh: Mesh,
+        path: Path,
+        slots: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        exact: bool = False,
+    ) -> Self:
         """Return a model that was opened, with its weights."""
         stages = inference_stages(settings, mesh, partial(load_weights, source))
         return cls(stages, mesh, settings.model, settings.dtype, path, slots, tokenizer, exact)
@@ -120,9 +132,14 @@ class Model:
             return self._gather(logits, (len(tokens), length))[..., : self.config.vocab_size]
 
     def generate(
-        self, prompts: Any, *, stream: bool = False, details: bool = False, return_full_text: bool = False,
+        self,
+        prompts: Any,
+        *,
+        stream: bool = False,
+        details: bool = False,
+        return_full_text: bool = False,
         **options: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Continue prompts, and return the continuations without the prompts.
 
         prompts: a text, or ids as a list or a tensor, gives a continuation of the same kind; a list of texts or of ids
@@ -174,7 +191,8 @@ class Model:
     def score(self, prompts: Any, *, top_logprobs: int = 0, split_special_tokens: bool = False) -> Any:
         """Return a `Score` of a text, or of ids: the log-probability of each token after the first; a list of them for
         a list of texts or of ids. `top_logprobs`: number of likeliest tokens to return in place of each.
-        split_special_tokens: as in `generate`. Raise UserError as `generate` does."""
+        split_special_tokens: names of special tokens in the text are plain text. Raise UserError, before anything is
+        computed, where an argument is wrong."""
         options: dict[str, Any] = {"max_new_tokens": 0, "prompt_logprobs": True, "top_logprobs": top_logprobs}
         found = self.generate(prompts, details=True, split_special_tokens=split_special_tokens, **options)
         return [one.prompt for one in found] if isinstance(found, list) else found.prompt
@@ -303,7 +321,7 @@ class Model:
     def stream(
         self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Session, P], Iterator[Any]]
     ) -> Iterator[Any]:
-        """Call `prepare` as `run` does, and return an iterator over what `work` yields on rank 0. The other ranks get
+        """Call `prepare` on rank 0, and return an iterator over what `work` yields there. The other ranks get
         all of it when it is complete. Any other use of the model ends the stream: to read on is then a UserError."""
         with self.alone():
             prepared = self._reserve(prepare)

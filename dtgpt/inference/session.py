@@ -1,4 +1,9 @@
-"""Prompts on an engine, on the rank that leads it: tokens become text, and stop strings end it."""
+"""Prompts on an engine, on the rank that leads it: tokens become text.
+
+The engine knows ids alone. A session keeps, for each sequence, its ids and the text that is certain so far. A text may
+end within a token, or with several of them, which the engine cannot see: the session then cancels the sequence, and
+discards what steps under way have added to it.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.engine import Engine, prompt_scorer
+from dtgpt.inference.prompts import TextStream
 from dtgpt.inference.request import (
     NOT_FINITE,
     PROMPT,
@@ -18,7 +24,6 @@ from dtgpt.inference.request import (
     Score,
     SpecialIds,
 )
-from dtgpt.inference.text import TextStream
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 
@@ -28,11 +33,11 @@ AHEAD = 2  # requests that wait in the engine, for each slot
 class SequenceUpdate(NamedTuple):
     """What a step added to a sequence. `completions`: with the last update of a job, all of its sequences."""
 
-    job: int  # as `Session.submit` numbers it
+    job: int  # the number that `Session.submit` returned
     choice: int
     ids: list[int]  # new tokens, with the one that ends the sequence
     text: str  # new text, whole characters alone; what may become a stop string is held back
-    logprobs: list[float]  # of each of `ids`, as in `Completion`
+    logprobs: list[float]  # of each of `ids`, before filters and penalties, at temperature 1
     alternatives: list[Alternatives]  # in place of each of `ids`, where asked for
     finish: str | None  # the reason of the end, with the last update of a sequence; NOT_FINITE ends all of a job
     prompt: Score | None  # the scores of the prompt with every update, where asked for
@@ -61,7 +66,7 @@ class Session:
         return [update for event in self.engine.step() if (update := self._take(event)) is not None]
 
     def finite_step(self) -> list[SequenceUpdate]:
-        """Do what `step` does. Raise NotFinite where logits that are not finite end a job."""
+        """Let the engine work; return what it has made since. Raise NotFinite where logits end a job."""
         updates = self.step()
         if any(update.finish == NOT_FINITE for update in updates):
             raise NotFinite
@@ -122,9 +127,16 @@ class Session:
         if completions is not None:
             del self._open[event.request]
         return SequenceUpdate(
-            event.request, event.choice, sequence.ids[before:], text, sequence.logprobs[before:],
-            sequence.alternatives[before:], sequence.finish, job.prompt, completions,
-        )  # fmt: skip
+            event.request,
+            event.choice,
+            sequence.ids[before:],
+            text,
+            sequence.logprobs[before:],
+            sequence.alternatives[before:],
+            sequence.finish,
+            job.prompt,
+            completions,
+        )
 
 
 class _OpenJob:

@@ -1,4 +1,4 @@
-"""The memory of generation under a plan, without a GPU: weights and slots, as `dtgpt plan --inference-slots` shows."""
+"""The memory of generation under a plan, without a GPU: weights and slots, for `dtgpt plan --inference-slots`."""
 
 from dtgpt.config.execution import Settings
 from dtgpt.parallel.cache_sizes import SHARE, slot_bytes
@@ -28,8 +28,10 @@ def describe_generation(settings: Settings, slots: int, gpu: Gpu) -> str:
         )
     fits = "fits" if most <= SHARE * gpu.size else "DOES NOT FIT"
     sequences = counted(slots, "sequence")
-    return "\n".join([
-        f"generation of {sequences} of up to {config.seq_length} tokens at the same time; one more slot is scratch",
-        *lines,
-        f"{fits}: {byte_size(most)} on the fullest rank, {gpu.name} has {byte_size(gpu.size)}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"generation of {sequences} of up to {config.seq_length} tokens at the same time; one more slot is scratch",
+            *lines,
+            f"{fits}: {byte_size(most)} on the fullest rank, {gpu.name} has {byte_size(gpu.size)}",
+        ]
+    )

@@ -12,9 +12,8 @@ from typing import Any
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.options import MOST_SEQUENCES, Options
-from dtgpt.inference.prompts import TooLong, check_length, encode
+from dtgpt.inference.prompts import TooLong, check_length, encode, segments
 from dtgpt.inference.request import Completion, PromptJob
-from dtgpt.inference.text import segments
 from dtgpt.models.config import ModelConfig
 from dtgpt.serve.megatron_request import OPTION_KEYS, ApiRequest
 from dtgpt.serve.token_names import LOWEST_LOGPROB

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.prompts import TextStream
 from dtgpt.inference.request import Alternatives, Score
-from dtgpt.inference.text import TextStream
 from dtgpt.serve.openai_request import Prompt, text_of
 from dtgpt.serve.token_names import LOWEST_LOGPROB, TokenNames, by_id
 

@@ -3,7 +3,7 @@
 from functools import cached_property
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.text import TextStream
+from dtgpt.inference.prompts import TextStream
 from dtgpt.util.errors import UserError
 
 LOWEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have, as vLLM

@@ -95,7 +95,7 @@ class Capability:
     scorers: tuple[str, ...] = ()  # of the tokens of prompts: an `inference.engine.PromptScorer`
     logit_rules: tuple[str, ...] = ()  # before a token is chosen: a function like `inference.rules.edits.edit`
     text_ends: tuple[str, ...] = ()  # what makes an `inference.session.TextEnd` for a prompt, or returns None
-    text_decoders: tuple[str, ...] = ()  # of tokens that depend on those around them: an `inference.text.TextDecoder`
+    text_decoders: tuple[str, ...] = ()  # of tokens that depend on others: an `inference.prompts.TextDecoder`
     explanations: tuple[str, ...] = ()  # `Explanations`
     # What may serve an operation: a sequence of `ops.serve.Kernel`, by the operation's name.
     kernels: Mapping[str, str] = field(default_factory=dict)

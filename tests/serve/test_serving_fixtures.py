@@ -18,10 +18,9 @@ import torch
 from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beams.search import BeamSearch
-from dtgpt.inference.prompts import special_ids
+from dtgpt.inference.prompts import segments, special_ids
 from dtgpt.inference.request import PromptJob
 from dtgpt.inference.session import Session
-from dtgpt.inference.text import segments
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.sample import likeliest
 from dtgpt.serve.app import make_app

@@ -50,7 +50,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"data/tokenizers/(tokenizer|char|byte_level|open)"
     ),
     "generate": (
-        r"inference/(engine|session|scheduler|request|commands|step|cache|model|load|text|options|prompts)|"
+        r"inference/(engine|session|scheduler|request|commands|step|cache|model|load|options|prompts)|"
         r"parallel/cache_sizes|ops/attention/cached|ops/decode/weights|"
         r"ops/sampling/(sample|sequences)"
     ),

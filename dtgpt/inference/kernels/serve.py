@@ -76,7 +76,8 @@ KERNELS: DecodeKernels = _Kernels()
 def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -> list[FusedStage] | None:
     """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32 unless
     `exact`, with parameters that are cut for training, with adapters, or with blocks, a rule of attention or an
-    activation that they do not know. All ranks of the mesh take part. exact: as `ExactStage`s."""
+    activation that they do not know. All ranks of the mesh take part. exact: with the bits of training's
+    forward pass."""
     modules = [module for stage in stages for module in parts_of(stage)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     sizes_known = (2, 4) if exact else (2,)  # bytes of an element

@@ -8,9 +8,13 @@ from dtgpt.ops.loss.cross_entropy import losses_of, over_group, real_columns, ro
 
 
 def as_in_training(
-    logits: Tensor, ids: Tensor, top_ids: Tensor, vocab_size: int, start: int = 0,
+    logits: Tensor,
+    ids: Tensor,
+    top_ids: Tensor,
+    vocab_size: int,
+    start: int = 0,
     group: dist.ProcessGroup | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Return the log-probabilities "logprobs" of ids `[M]` and "top_logprobs" of top_ids `[M, alternatives]` under
     logits `[M, V]`, V >= vocab_size, with the bits of the loss in training. group: the ranks that have the other
     columns, where logits `[M, V_local]` are those from `start` on."""

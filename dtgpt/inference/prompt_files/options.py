@@ -10,7 +10,7 @@ from dtgpt.util.field_types import PATH
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """The fields, as `dtgpt generate` takes them in."""
+    """The fields, which `dtgpt generate` adds to its own."""
 
     prompts_file: Annotated[
         str | None, "file with a prompt in each line; .jsonl: objects with a prompt, and options of its own", PATH

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from dtgpt.inference.prompts import TextStream
 from dtgpt.inference.request import PromptJob
-from dtgpt.inference.text import TextStream
 
 
 class StopSearch:

@@ -30,9 +30,12 @@ class ChatOptions(Execution, SamplingWords):  # fields are listed from the last 
     reads. /reset begins a new chat, Ctrl-C ends an answer, Ctrl-D the program."""
 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
-        "max_new_tokens": "sampling", "stop_token_ids": "end of an answer", "stop_strings": "end of an answer",
-        "plan": "execution", "tokenizer": "tokenizer",
-    }  # fmt: skip
+        "max_new_tokens": "sampling",
+        "stop_token_ids": "end of an answer",
+        "stop_strings": "end of an answer",
+        "plan": "execution",
+        "tokenizer": "tokenizer",
+    }
 
     system: Annotated[str, "message of the system with which each chat begins; empty: none"] = ""
     max_new_tokens: Annotated[
