@@ -168,19 +168,14 @@ def _show(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
 def show(session: Session, prompt: str, job: PromptJob, stopped: Callable[[], bool] = lambda: False) -> None:
     """Write a prompt and its continuation to stdout as it is generated, or several when all are complete. `stopped`:
     whether to end with what there is."""
-    number, several = session.submit(job), job.rows > 1
+    several, found = job.rows > 1, list[Completion]()
     if not several:
         write(prompt)
-    asked, found = False, list[Completion]()
     try:
-        while session.busy:
-            for update in session.finite_step():
-                found += update.completions or []
-                if not several:
-                    write(update.text)
-            if stopped() and not asked:
-                session.engine.cancel(number)
-                asked = True
+        for update in session.stream(job, stopped):
+            found += update.completions or []
+            if not several:
+                write(update.text)
     finally:
         if not several:
             write("\n")

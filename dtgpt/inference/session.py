@@ -6,7 +6,7 @@ discards what steps under way have added to it.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -89,11 +89,13 @@ class Session:
         """Whether any job is not finished."""
         return bool(self._open)
 
-    def stream(self, job: PromptJob) -> Iterator[SequenceUpdate]:
-        """Yield what each step adds to a job, to its end."""
-        self.submit(job)
+    def stream(self, job: PromptJob, stopped: Callable[[], bool] = lambda: False) -> Iterator[SequenceUpdate]:
+        """Yield what each step adds to a job, to its end, or to that of the step after which `stopped` is true."""
+        number = self.submit(job)
         while self.busy:
             yield from self.finite_step()
+            if stopped():
+                self.engine.cancel(number)  # of what has ended, nothing
 
     def run(self, jobs: Iterable[PromptJob]) -> Iterator[list[Completion]]:
         """Yield the sequences of each job, in the order of the jobs, as they are finished."""

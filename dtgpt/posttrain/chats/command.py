@@ -59,16 +59,11 @@ class Chat:
         """Write the answer to a text as it is generated; an answer that `stopped` ends stays in the chat as it is.
         Raises UserError where the chat cannot be answered."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        number = session.submit(self._make(self._prompts.encode(messages)))
-        pieces, asked = list[str](), False
+        job, pieces = self._make(self._prompts.encode(messages)), list[str]()
         try:
-            while session.busy:
-                for update in session.finite_step():
-                    pieces.append(update.text)
-                    write(update.text)
-                if stopped() and not asked:
-                    session.engine.cancel(number)
-                    asked = True
+            for update in session.stream(job, stopped):
+                pieces.append(update.text)
+                write(update.text)
         finally:
             write("\n")
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
