@@ -110,7 +110,8 @@ class GenerateOptions(Execution, SamplingWords, MoreOptions):  # fields are list
 
 @memory_errors_as_user_errors("ask for fewer texts at the same time (--slots) or shorter ones (--max-length)")
 def generate(path: Path, options: GenerateOptions) -> None:
-    work = chosen(options)
+    chosen = [more.chosen(options) for more in MORE]  # all of them, since each refuses what contradicts it
+    work = next(filter(None, chosen), _show)
     base = sampling_of(options)
     for explanations in seams.listed("explanations"):
         if sentence := explanations.of_model(path, options):
@@ -118,12 +119,6 @@ def generate(path: Path, options: GenerateOptions) -> None:
     source, settings, mesh, tokenizer = open_as_asked(path, options)
     model = Model.read(source, settings, mesh, path, options.slots, tokenizer, options.exact)
     work(model, base, options)
-
-
-def chosen(options: GenerateOptions) -> Callable[..., None]:
-    """Return what generates as the options want it. Raise UserError where they contradict each other."""
-    found = [more.chosen(options) for more in MORE]
-    return next(filter(None, found), _show)
 
 
 def sampling_of(options: GenerateOptions) -> dict[str, Any]:

@@ -112,7 +112,7 @@ COMMANDS: tuple[type[Any], ...] = (Read, Begin, Copy, Assign, Decode, Ping, Rele
 @cache
 def known_commands() -> tuple[type[Any], ...]:
     """Return all commands, with those of capabilities, in the same order on every rank: one is sent as its index."""
-    return *COMMANDS, *(command for scorer in seams.listed("scorers") for command in scorer.commands)
+    return *COMMANDS, *(scorer.command for scorer in seams.listed("scorers"))
 
 
 def encode(value: Any) -> list[int]:

@@ -41,7 +41,6 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util import seams
-from dtgpt.util.errors import UserError
 
 COPIED = 1 << 16  # positions of slots that are copied at once, which takes as much memory for the time of a copy
 
@@ -49,11 +48,9 @@ COPIED = 1 << 16  # positions of slots that are copied at once, which takes as m
 class PromptScorer(Protocol):
     """What a capability has for log-probabilities of the tokens of prompts, at the seam `scorers`."""
 
-    commands: tuple[type[Any], ...]  # by which ranks read prompts and score them
-
-    def read(self, slot: int, first: int, ids: Sequence[int], alternatives: int) -> Command:
-        """Return the command that reads all of `ids` but the last one into a slot, from position `first` on, and
-        returns pending scores of all but the first one."""
+    # (slot, first, ids, alternatives) -> the command that reads all of `ids` but the last one into a slot, from
+    # position `first` on, and returns pending scores of all but the first one.
+    command: type[Any]
 
     def event(self, handle: int, ids: Sequence[int], alternatives: int, chunks: Sequence[Any]) -> Event | None:
         """Return the event of a prompt, of whose chunks these are the scores; None where they are not finite."""
@@ -64,9 +61,7 @@ class PromptScorer(Protocol):
 
 def prompt_scorer() -> PromptScorer:
     """Return what scores prompts. Raise UserError where there is nothing."""
-    for found in seams.listed("scorers"):
-        return found
-    raise UserError("prompt_logprobs needs what scores prompts, and this dtgpt has nothing; leave it out")
+    return seams.first("scorers", "prompt_logprobs needs what scores prompts, and this dtgpt has nothing; leave it out")
 
 
 @dataclass
@@ -118,7 +113,7 @@ class Engine:
         tokenizer; None: of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs`:
         replay passes as CUDA graphs on a GPU; not for stages that are sharded over replicas. `exact`: give
         log-probabilities the bits of training's forward pass. Raise UserError where these cannot be."""
-        self.config, self.mesh, self.slots, self.timeout = config, mesh, slots, timeout
+        self.stages, self.config, self.mesh, self.slots, self.timeout = stages, config, mesh, slots, timeout
         self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
         kinds = seams.listed("rank_steps") if graphs and mesh.device.type == "cuda" else []
         self._rank_step: Step = [*kinds, Step][0](stages, mesh, config, dtype, slots, vocab_size, exact)
@@ -142,11 +137,6 @@ class Engine:
     def busy(self) -> bool:
         """Whether `step` has anything to do or to return."""
         return bool(self._requests or self._ended or self._launched)
-
-    @property
-    def stages(self) -> list[Decoder]:
-        """The stages that work for it on this rank."""
-        return self._rank_step.stages
 
     def submit(self, request: PromptJob) -> int:
         """Take a request, and return the handle that its events have. Raises UserError, one sentence, for a request
@@ -230,7 +220,7 @@ class Engine:
         for chunk in chunks:
             one, (request, slot, first, stop) = asked[chunk], chunk
             if one.options.prompt_logprobs:  # which need the token after the chunk, too
-                read = prompt_scorer().read(slot, first, one.ids[first : stop + 1], one.options.top_logprobs)
+                read = prompt_scorer().command(slot, first, one.ids[first : stop + 1], one.options.top_logprobs)
                 scores.append((request, self.command(read)))
             elif chunk not in done:
                 self.command(Read([slot], [one.ids[first:stop]], first))

@@ -258,7 +258,7 @@ def read_options(given: Mapping[str, Any], prompt_length: int, config: ModelConf
     """
     for name in given:
         if name not in NAMES:
-            raise UserError(f"there is no option {shown_name(name)}; {advice(name)}")
+            raise UserError(f"there is no option {shown_name(name)}; {advice(name, NAMES)}")
     known = {name: plain(name, value) for name, value in given.items() if value is not None}
     known.setdefault("max_new_tokens", max(1, min(most, config.seq_length - prompt_length)))
     options = Options(**{name: value for name, value in known.items() if name in declared(Options)})
@@ -269,9 +269,8 @@ def read_options(given: Mapping[str, Any], prompt_length: int, config: ModelConf
     return options.settled()
 
 
-def advice(name: str, known: tuple[str, ...] | None = None) -> str:
-    """Return what a user may have meant by a name that is not one of `known`; None: of all options."""
-    known = known or NAMES
+def advice(name: str, known: tuple[str, ...]) -> str:
+    """Return what a user may have meant by a name that is not one of `known`."""
     elsewhere = ELSEWHERE.get(name)
     near = elsewhere if elsewhere in known else next(iter(difflib.get_close_matches(str(name)[:99], known, n=1)), None)
     return f"did you mean {near}?" if near else f"use one of {', '.join(known)}"

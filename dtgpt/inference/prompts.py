@@ -178,9 +178,9 @@ class TextStream:
 def _decoder_of(tokenizer: Tokenizer) -> TextDecoder:
     if tokenizer.bytes_of(0) is not None:  # each token is the same bytes in every text
         return _Bytes(tokenizer)
-    for decoder in seams.listed("text_decoders"):
-        return decoder(tokenizer)
-    raise UserError(f"the tokenizer {tokenizer.name} has no text for single tokens; use one that dtgpt trains")
+    return seams.first("text_decoders", f"no single token of {tokenizer.name} has a text; use a char tokenizer")(
+        tokenizer
+    )
 
 
 class _Bytes:

@@ -116,7 +116,7 @@ class Session:
         if job is None:
             return None
         if event.choice == PROMPT:
-            job.take_scores(event)
+            job.prompt = prompt_scorer().score(job.job.ids, event, job.job.options.top_logprobs)
             return None
         sequence = job.sequences[event.choice]
         if sequence.finish is not None:  # steps that were under way when a stop string was found
@@ -125,7 +125,8 @@ class Session:
         text = sequence.take(event)
         if sequence.finish is not None and event.finish is None:
             self.engine.cancel(event.request, event.choice)
-        completions = job.completions() if all(s.finish is not None for s in job.sequences) else None
+        whole = all(one.finish is not None for one in job.sequences)
+        completions = [one.completion(job.prompt) for one in job.sequences] if whole else None
         if completions is not None:
             del self._open[event.request]
         return SequenceUpdate(
@@ -145,16 +146,9 @@ class _OpenJob:
     """A job that is not finished."""
 
     def __init__(self, job: PromptJob, tokenizer: Tokenizer | None):
-        self._job = job
+        self.job = job
         self.sequences = [_Sequence(job, tokenizer) for _ in range(job.choices)]
         self.prompt: Score | None = None
-
-    def take_scores(self, event: Event) -> None:
-        """Keep the scores of the prompt."""
-        self.prompt = prompt_scorer().score(self._job.ids, event, self._job.options.top_logprobs)
-
-    def completions(self) -> list[Completion]:
-        return [sequence.completion(self.prompt) for sequence in self.sequences]
 
 
 class TextEnd(Protocol):

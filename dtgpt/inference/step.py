@@ -31,7 +31,6 @@ from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util import seams
-from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import to_device
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of a decode step: few shapes, which are tuned and captured
@@ -68,9 +67,7 @@ class DecodeKernels(Protocol):
 
 def decode_kernels() -> DecodeKernels:
     """Return what there is for decode steps. Raise UserError where there is nothing."""
-    for found in seams.listed("decoders"):
-        return found
-    raise UserError("exact=True needs kernels of its own, and this dtgpt has none; leave exact out")
+    return seams.first("decoders", "exact=True needs kernels of its own, and this dtgpt has none; leave exact out")
 
 
 class Step:

@@ -13,6 +13,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dtgpt.util.errors import UserError
+
 
 class CommandEntry(NamedTuple):
     """`dtgpt NAME`, and what the list of commands says of it."""
@@ -127,6 +129,13 @@ def load(part: str) -> Any:
 def added(seam: str) -> dict[str, Any]:
     """Return the parts that capabilities add at a seam, by name."""
     return {name: part for capability in capabilities() for name, part in getattr(capability, seam).items()}
+
+
+def first(seam: str, missing: str) -> Any:
+    """Return the first object that capabilities add at a seam. Raise UserError with the sentence `missing` for none."""
+    for found in listed(seam):
+        return found
+    raise UserError(missing)
 
 
 def listed(seam: str, given: Any = None) -> list[Any]:

@@ -56,7 +56,7 @@ def cached_log_probabilities(step, ids, borders, decoded, slot):
     """[T - 1, V] of the tokens after each of ids[:-1]: chunks between borders, then `decoded` single steps."""
     rows = []
     for first, stop in pairwise(borders):
-        results = ReadAndScore(slot, first, VOCABULARY, ids[first : stop + 1]).execute(step).wait()
+        results = ReadAndScore(slot, first, ids[first : stop + 1], VOCABULARY).execute(step).wait()
         rows.append((results.top_ids, results.top_logprobs))
     prompt = len(ids) - decoded
     sampling = Options(max_new_tokens=decoded, temperature=0)

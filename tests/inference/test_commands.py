@@ -57,7 +57,7 @@ def test_a_ping_waits_for_the_answer_of_every_rank():
 EXAMPLES = (
     Read([3, 1], [[5, 6, 7], [8]]),
     Read([0], [list(range(100))], first=4),
-    ReadAndScore(2, 0, 5, [9, 8]),
+    ReadAndScore(2, 0, [9, 8], 5),
     Begin(1, torch.tensor([-1, 2**62])),
     Copy([1], [2], 3, []),
     Copy([1, 2], [4, 5], 3, [[1, 2], [3, 4]]),

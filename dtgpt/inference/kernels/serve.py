@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.inference.cache import Cache
 from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of, tells_weights
-from dtgpt.inference.kernels.training_scores import as_in_training
 from dtgpt.inference.step import DecodeKernels, Decoders
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
@@ -17,6 +17,7 @@ from dtgpt.models.inventory import attention_cores, inventory
 from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
 from dtgpt.ops.kernels.decode.blocks import next_rows
 from dtgpt.ops.kernels.devices import has_triton
+from dtgpt.ops.loss.cross_entropy import losses_of, over_group, real_columns, row_losses, row_terms
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
@@ -71,6 +72,27 @@ class _Kernels:
 
 
 KERNELS: DecodeKernels = _Kernels()
+
+
+def as_in_training(
+    logits: Tensor,
+    ids: Tensor,
+    top_ids: Tensor,
+    vocab_size: int,
+    start: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """Return the log-probabilities "logprobs" of ids `[M]` and "top_logprobs" of top_ids `[M, alternatives]` under
+    logits `[M, V]`, V >= vocab_size, with the bits of the loss in training. group: the ranks that have the other
+    columns, where logits `[M, V_local]` are those from `start` on."""
+    logits, chosen = logits.contiguous(), [column.contiguous() for column in (ids, *top_ids.unbind(1))]
+    real = real_columns(logits.shape[1], vocab_size, start)
+    if group is None:
+        first, *others = (-row_losses(logits, column, real) for column in chosen)
+    else:
+        terms = torch.cat([row_terms(logits, column, start, real) for column in chosen], dim=1)
+        first, *others = (-losses_of(*over_group(terms, group))).chunk(len(chosen))
+    return {"logprobs": first, "top_logprobs": torch.stack(others, 1) if others else top_ids.float()}
 
 
 def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -> list[FusedStage] | None:

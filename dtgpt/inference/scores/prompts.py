@@ -25,8 +25,8 @@ class ReadAndScore(NamedTuple):
 
     slot: int
     first: int
-    alternatives: int
     ids: Sequence[int]
+    alternatives: int
 
     @torch.no_grad()
     def execute(self, step: Step) -> Pending[Scores]:
@@ -53,10 +53,7 @@ def _scores(step: Step, logits: Tensor, targets: Tensor, alternatives: int) -> S
 
 
 class _Scorer:
-    commands = (ReadAndScore,)
-
-    def read(self, slot: int, first: int, ids: Sequence[int], alternatives: int) -> ReadAndScore:
-        return ReadAndScore(slot, first, alternatives, ids)
+    command = ReadAndScore
 
     def event(self, handle: int, ids: Sequence[int], alternatives: int, chunks: Sequence[Scores]) -> Event | None:
         if any(chunk.logprobs.isnan().any() for chunk in chunks):

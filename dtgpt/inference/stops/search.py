@@ -13,8 +13,9 @@ class StopSearch:
     match of `strings`, and behind one of `endings`.
     """
 
-    def __init__(self, strings: Sequence[str] = (), endings: Sequence[str] = ()):
-        self._endings, self.strings = tuple(endings), (*strings, *endings)
+    def __init__(self, strings: Sequence[str] = (), endings: Sequence[str] = (), least: int = 0):
+        """least: tokens of a sequence that do not end it."""
+        self._endings, self.strings, self._least = tuple(endings), (*strings, *endings), least
         self._held = ""
         self.found = False
 
@@ -45,14 +46,6 @@ class StopSearch:
         rest, self._held = self._held, ""
         return rest
 
-
-class TextEnd(StopSearch):
-    """The search in the text of a sequence, of whose tokens `least` do not end it."""
-
-    def __init__(self, strings: Sequence[str], endings: Sequence[str], least: int):
-        super().__init__(strings, endings)
-        self._least = least
-
     def read(self, stream: TextStream, ids: Sequence[int], before: int) -> tuple[str, int]:
         """Return the text of ids, and how many of them there are up to the one that completes a stop string. before:
         the new tokens that the sequence has already."""
@@ -71,10 +64,10 @@ class TextEnd(StopSearch):
         return self.add(text) + self.finish()
 
 
-def end_of(job: PromptJob) -> TextEnd | None:
+def end_of(job: PromptJob) -> StopSearch | None:
     """Return the search for the strings that end the texts of a job; None: there are none."""
     strings, endings = (*job.options.stop_strings, *job.stops), line_ends(job)
-    return TextEnd(strings, endings, job.options.min_new_tokens) if strings or endings else None
+    return StopSearch(strings, endings, job.options.min_new_tokens) if strings or endings else None
 
 
 def line_ends(job: PromptJob) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from dtgpt.ops.random.philox import uniform_rows
 from dtgpt.ops.sampling.sequences import Parameters, Sampled, Sequences, Variant, unpack
 from dtgpt.ops.serve import Operation
 from dtgpt.util import seams
-from dtgpt.util.errors import UserError
 
 UNIT = 2.0**60  # of the fixed-point numbers that probabilities are added as: sums have no rounding, thus no order
 
@@ -46,11 +45,7 @@ def sample_reference(
 def logit_rules() -> Callable[..., tuple[Tensor, Tensor]]:
     """Return what changes values before a token is chosen: of (values, sequences, slots, parameters, variant), those
     of which log-probabilities are measured, and those of which one is chosen. Raise UserError where there are none."""
-    for found in seams.listed("logit_rules"):
-        return found
-    raise UserError(
-        "penalties, biases and bans of tokens need rules on logits, and this dtgpt has none; leave them out"
-    )
+    return seams.first("logit_rules", "penalties, biases and bans need rules, and this dtgpt has none; leave them out")
 
 
 def log_probabilities(values: Tensor, tokens: Tensor, alternatives: int) -> tuple[Tensor, Tensor, Tensor]:
