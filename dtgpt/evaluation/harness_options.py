@@ -43,7 +43,7 @@ def read_generation(given: Mapping[str, Any], positions: int, end: str | None = 
     for name in left:
         if name not in NAMES or name in NEUTRAL:
             raise UserError(f"the task asks for {shown_name(name)}={shown(left[name])}, which does not exist here; "
-                            f"{advice(name)}, with --gen_kwargs")  # fmt: skip
+                            f"{advice(name, NAMES)}, with --gen_kwargs")  # fmt: skip
     new = _number("max_gen_toks", lengths[0], int) if lengths else min(NEW_TOKENS, positions // 2)
     if not 1 <= new < positions:
         raise UserError(
