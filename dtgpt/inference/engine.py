@@ -116,7 +116,8 @@ class Engine:
         self.stages, self.config, self.mesh, self.slots, self.timeout = stages, config, mesh, slots, timeout
         self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
         kinds = seams.listed("rank_steps") if graphs and mesh.device.type == "cuda" else []
-        self._rank_step: Step = [*kinds, Step][0](stages, mesh, config, dtype, slots, vocab_size, exact)
+        kind: type[Step] = kinds[0] if kinds else Step
+        self._rank_step = kind(stages, mesh, config, dtype, slots, vocab_size, exact)
         self._channel = Channel(mesh)
         self._submitted = 0
         self._forget()
