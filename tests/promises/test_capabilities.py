@@ -77,17 +77,6 @@ try:
 except UserError as error:
     print(error, file=sys.stderr)
 """
-# Each of some capabilities removed alone, with those that need it, in a child that has torch loaded already.
-EACH = f"""{BEGIN}
-import torch
-for folders, left in CHOICES:
-    if not (child := os.fork()):
-        remove(folders, left)
-        call("train", "plain.py", "--name", folders[0].replace(".", "_"))
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
-
 Def = ast.FunctionDef  # what it imports is imported when it is called
 
 
@@ -136,25 +125,3 @@ def test_the_core_trains_resumes_and_generates_without_any_capability(tmp_path):
         "there is no option --num-layers; did you mean --model.num_layers?",
     ):
         assert sentence in done.stderr, done.stderr
-
-
-def without(capability: str) -> tuple[list[str], list[str]]:
-    """Return a capability and those that cannot be without it, and all others."""
-    removed = [capability]
-    for name in removed:
-        removed += [other for other, needs in CAPABILITIES if name in needs and other not in removed]
-    return removed, [name for name, _ in CAPABILITIES if name not in removed]
-
-
-@pytest.mark.long
-def test_each_capability_can_be_removed(tmp_path):
-    (tmp_path / "plain.py").write_text(PLAIN)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DTGPT_CACHE": str(tmp_path / "cache")}
-    choices = [without(capability) for capability, _ in CAPABILITIES]
-    program = [sys.executable, "-c", f"CHOICES = {choices}\n{EACH}"]
-    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    runs = {path.name.removesuffix("-001").replace("_", ".") for path in (tmp_path / "runs").iterdir()}
-    assert len(list((tmp_path / "runs").glob("*/checkpoints/step_00000002/state.json"))) == len(CAPABILITIES), (
-        {name.replace("_", ".") for name, _ in CAPABILITIES} - runs,
-        done.stdout + done.stderr,
-    )

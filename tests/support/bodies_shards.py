@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -27,7 +27,9 @@ from dtgpt.parallel.layout import Part, slices
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import places_of_edge
-from dtgpt.planning.parameters import LocalParameter, parameters_of
+
+if TYPE_CHECKING:
+    from dtgpt.planning.parameters import LocalParameter
 
 CPU = torch.device("cpu")
 KEY = root_key(11)
@@ -58,8 +60,10 @@ def whole_gradient(name: str, shape: tuple[int, ...]) -> Tensor:
 
 def shards_of(
     config: GPT2Config, plan: ResolvedPlan
-) -> tuple[list[Piece], list[LocalParameter], dict[str, Tensor | None]]:
+) -> tuple[list[Piece], list["LocalParameter"], dict[str, Tensor | None]]:
     """(what this rank holds, what `parameters_of` says that it does, the whole initial weights on rank 0)."""
+    from dtgpt.planning.parameters import parameters_of
+
     _, shards, mesh = build(config, plan)
     pieces = [Piece(s.name, s.region, s.replicas, s.is_tied_copy, s.is_owner, s.local.detach().clone()) for s in shards]
     return pieces, parameters_of(config, plan, mesh.rank), dict(shards.gather(lambda shard: shard.local))

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.layers import AttentionCore
 from dtgpt.optim.loss_scale import SKIP_ABOVE
-from dtgpt.optim.z_scores import detector as outliers
 from dtgpt.train.loop import train
 from dtgpt.train.objective import LanguageModel
 from dtgpt.train.samples import generate_text
@@ -81,7 +80,10 @@ def outlier_at(strange: int, window: int) -> Iterator[None]:
         windows, ids, key = read(self, step)
         return (37 * windows + 11) % self.parts.settings.model.vocab_size if step == strange else windows, ids, key
 
-    with mock.patch.object(LanguageModel, "read", read_strange), mock.patch.object(outliers, "WINDOW", window):
+    with (
+        mock.patch.object(LanguageModel, "read", read_strange),
+        mock.patch("dtgpt.optim.z_scores.detector.WINDOW", window),
+    ):
         yield
 
 

@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from dtgpt.compare import record as recording
-from dtgpt.compare.record import Record, Tracing
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.sinks import read_records
 from dtgpt.train.objective import objective_of
 from dtgpt.train.setup import open_trainer, read_dataset
 from dtgpt.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from dtgpt.compare.record import Record, Tracing
 
 
 def newest_run(recipe) -> Path:
@@ -54,16 +56,20 @@ def rate_of(step: int, recipe) -> float:
     return recipe.schedule.rates(step + 1, recipe.batch_sizes())[step]
 
 
-def record(recipe, steps: int, moved: bool = False) -> Record | None:
+def record(recipe, steps: int, moved: bool = False) -> "Record | None":
     """Return what `dtgpt compare` records of a plan, on rank 0. moved: from weights moved by their last bit."""
+    from dtgpt.compare import record as recording
+
     with open_trainer(recipe) as trainer:
         if moved:
             recording.move_weights(trainer)
         return recording.record(trainer, steps)
 
 
-def traced_record(recipe, tracing: Tracing, change: str = "", steps: int = 1) -> Record | None:
+def traced_record(recipe, tracing: "Tracing", change: str = "", steps: int = 1) -> "Record | None":
     """Return the record of traced steps, on rank 0. change: a statement that plants a fault in the `trainer`."""
+    from dtgpt.compare import record as recording
+
     with open_trainer(recipe) as trainer:
         exec(change, {"trainer": trainer, "torch": torch})
         return recording.record(trainer, steps, tracing=tracing)
