@@ -20,7 +20,7 @@ from dtgpt.commands.generate import GenerateOptions
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import NAMES
-from dtgpt.inference.prompt_files.prompts import NOT_OPTIONS, read_prompts_file
+from dtgpt.inference.prompt_sources.files import NOT_OPTIONS, read_prompts_file
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key

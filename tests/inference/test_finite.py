@@ -13,8 +13,8 @@ from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import scorer_of
 from dtgpt.inference.beams.search import Beams
-from dtgpt.inference.interactive.terminal import converse
 from dtgpt.inference.options import Options
+from dtgpt.inference.prompt_sources.terminal import converse
 from dtgpt.inference.request import LOGITS, NOT_FINITE, Event, NotFinite, PromptJob, SpecialIds
 from dtgpt.inference.session import Session
 from dtgpt.interop.hf.model import save_huggingface

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dtgpt.inference.options import check_stop_strings
 from dtgpt.inference.prompts import TextStream, segments, token_of
-from dtgpt.inference.stops.search import StopSearch
+from dtgpt.inference.rules.stop_strings import StopSearch
 from dtgpt.util.errors import UserError
 from tests.support.vocabularies import KINDS, of_every_kind
 

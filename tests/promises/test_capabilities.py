@@ -29,9 +29,9 @@ REMOVED = (
     "dtgpt.translate", "dtgpt.serve", "dtgpt.interop", "dtgpt.posttrain", "dtgpt.planning", "dtgpt.optim.fp8",
     "dtgpt.optim.z_scores", "dtgpt.optim.muon", "dtgpt.models.families", "dtgpt.data.prepare", "dtgpt.data.megatron",
     "dtgpt.data.library_tokenizers", "dtgpt.evaluation", "dtgpt.compare", "dtgpt.charts", "dtgpt.liveness",
-    "dtgpt.inference.beams", "dtgpt.inference.kernels", "dtgpt.inference.scores", "dtgpt.inference.stops",
-    "dtgpt.inference.captured", "dtgpt.inference.rules", "dtgpt.inference.interactive",
-    "dtgpt.inference.prompt_files", "dtgpt.commands.tools",
+    "dtgpt.inference.beams", "dtgpt.inference.kernels", "dtgpt.inference.scores",
+    "dtgpt.inference.captured", "dtgpt.inference.rules",
+    "dtgpt.inference.prompt_sources", "dtgpt.commands.tools",
     "dtgpt.parallel.shared_memory", "dtgpt.parallel.context_parallel", "dtgpt.parallel.exact_sums",
 )  # fmt: skip
 BEGIN = """

@@ -21,7 +21,6 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel import local
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
-from tests.support.eager_graphs import with_prompts_together
 from tests.support.engines import CPU, drain
 from tests.support.requests import make_request
 
@@ -136,6 +135,8 @@ def _serve_with_failure(config: ModelConfig, plan: str, rank: int) -> str:
 def read_prompts(config: ModelConfig, plan: str, prompts: list[list[int]], batch_tokens: int) -> list[Tensor]:
     """Return this rank's keys and values `[layers, 2, N_kv, P, D]` of each prompt, read by the commands of rank 0: in
     one pass, or one after the other where batch_tokens is 0."""
+    from tests.support.eager_graphs import with_prompts_together
+
     stages, mesh = inference_stages(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, len(prompts))
     with_prompts_together(engine, batch_tokens)
@@ -159,6 +160,8 @@ def kept_of(cache: Cache, slot: int) -> Tensor:
 
 def count_batches(config: ModelConfig, plan: str, requests: list[PromptJob]) -> tuple[list[Event], list[int]]:
     """Return the events of requests that arrive at once, and the number of prompts of each pass over several."""
+    from tests.support.eager_graphs import with_prompts_together
+
     stages, mesh = inference_stages(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, len(requests))
     with_prompts_together(engine, 256)

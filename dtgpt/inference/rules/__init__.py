@@ -1,5 +1,8 @@
-"""Rules that change logits before a token is chosen: penalties, biases, bans."""
+"""Rules of generated texts: what changes logits before a token is chosen, and strings at which a text ends."""
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(logit_rules=("dtgpt.inference.rules.edits:edit",))
+CAPABILITY = Capability(
+    logit_rules=("dtgpt.inference.rules.edits:edit",),
+    text_ends=("dtgpt.inference.rules.stop_strings:end_of",),
+)

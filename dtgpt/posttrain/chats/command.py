@@ -9,9 +9,9 @@ from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.commands.command import Command
 from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
 from dtgpt.commands.model_options import open_as_asked
-from dtgpt.inference.interactive.terminal import Keyboard
 from dtgpt.inference.model import Model, Need
 from dtgpt.inference.options import read_options
+from dtgpt.inference.prompt_sources.terminal import Keyboard
 from dtgpt.inference.request import NotFinite, PromptJob
 from dtgpt.inference.session import Session
 from dtgpt.posttrain.chats.prompts import ChatPrompts

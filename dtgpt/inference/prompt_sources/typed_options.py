@@ -21,6 +21,6 @@ class InteractiveOptions:
             raise UserError("--prompt and --interactive both say where prompts come from; leave one out")
         if not options.interactive:
             return None
-        from dtgpt.inference.interactive.terminal import converse_with
+        from dtgpt.inference.prompt_sources.terminal import converse_with
 
         return converse_with

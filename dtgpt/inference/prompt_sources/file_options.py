@@ -29,6 +29,6 @@ class FileOptions:
             raise UserError("--interactive writes to the terminal; leave --output out")
         if not (options.prompts_file or options.output):
             return None
-        from dtgpt.inference.prompt_files.results import write_results
+        from dtgpt.inference.prompt_sources.results import write_results
 
         return write_results
