@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.config.plan import Plan
-from dtgpt.inference.cache import Cache, SlotState
+from dtgpt.inference.cache import Cache, Chunk, SlotState
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import SpecialIds, variant_of
-from dtgpt.inference.scores.prompts import ReadAndScore
 from dtgpt.inference.step import Step
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -56,18 +55,20 @@ def cached_log_probabilities(step, ids, borders, decoded, slot):
     """[T - 1, V] of the tokens after each of ids[:-1]: chunks between borders, then `decoded` single steps."""
     rows = []
     for first, stop in pairwise(borders):
-        results = ReadAndScore(slot, first, ids[first : stop + 1], VOCABULARY).execute(step).wait()
-        rows.append((results.top_ids, results.top_logprobs))
+        with torch.no_grad():
+            step.attach()
+            logits = step.chunk_logits(torch.tensor(ids[first:stop]), Chunk(slot, first, stop - first), stop - first)
+        rows.append(torch.log_softmax(logits[:, :VOCABULARY], dim=-1))
     prompt = len(ids) - decoded
     sampling = Options(max_new_tokens=decoded, temperature=0)
     step.cache.state.set(slot, SlotState.encode(ids[:prompt], sampling, SpecialIds(), 0, 0))
     variant = variant_of([sampling], alternatives=VOCABULARY)
     for token in ids[prompt:]:
         results = step.decode([slot], 1, variant).wait()
-        rows.append((results.top_ids[0], results.top_logprobs[0]))
+        likeliest, logprobs = results.top_ids[0], results.top_logprobs[0]
+        rows.append(torch.empty(1, VOCABULARY).scatter_(1, likeliest, logprobs))
         step.cache.state.assign([slot], [token])
-    top_ids, logprobs = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    return torch.empty(len(ids) - 1, VOCABULARY).scatter_(1, top_ids, logprobs)
+    return torch.cat(rows)
 
 
 CASES = [(kind, backend) for kind in CONFIGS for backend in BACKENDS]

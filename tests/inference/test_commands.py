@@ -20,7 +20,6 @@ from dtgpt.inference.commands import (
     follow,
     known_commands,
 )
-from dtgpt.inference.scores.prompts import ReadAndScore
 from dtgpt.ops.sampling.sequences import Variant
 from dtgpt.parallel.mesh import Mesh
 from tests.support.ranks import pool
@@ -57,7 +56,6 @@ def test_a_ping_waits_for_the_answer_of_every_rank():
 EXAMPLES = (
     Read([3, 1], [[5, 6, 7], [8]]),
     Read([0], [list(range(100))], first=4),
-    ReadAndScore(2, 0, [9, 8], 5),
     Begin(1, torch.tensor([-1, 2**62])),
     Copy([1], [2], 3, []),
     Copy([1, 2], [4, 5], 3, [[1, 2], [3, 4]]),
