@@ -10,6 +10,7 @@ table of rules in `tests.support.megatron_rules`, which every recorded refusal m
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -203,7 +204,7 @@ def assert_same_beams(request: dict, model: Decoder, tokenizer: Tokenizer, ours:
     any. The engine must find what the search finds; where that is not what was recorded, a search that prefers the
     recorded sequences among equals must find those."""
     (job,) = jobs_of(request, model, tokenizer)
-    asked = job.request(special_ids(tokenizer, [tokenizer.end_of_text]))
+    asked = replace(job, special=special_ids(tokenizer, [tokenizer.end_of_text]))
     assert_same(ours, search(BeamSearch, asked, model, tokenizer, recorded))
     padded = pad_beams(ours, asked)
     if padded["segments"] != recorded["segments"]:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -33,7 +34,7 @@ def job(index=0, prompt=b"abc", **options):
 
 
 def of(client, **options):
-    return job(**options)._replace(client=client)
+    return replace(job(**options), client=client)
 
 
 @pytest.fixture(scope="module")
