@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dtgpt.compare.fuzz.pool import Pool, PoolJob
 from dtgpt.compare.record import Record, read_record, record, save_record
+from dtgpt.compare.rounding import comparable
 from dtgpt.compare.verdict import difference
 from dtgpt.config.execution import choose_device
 from dtgpt.ops.serve import split_backward
@@ -168,7 +169,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
     """Return the whole weights, without the elements that are not compared."""
     model = trainer.settings.model
     gathered = trainer.shards.gather(attrgetter("local"))
-    return {f"weight/{name}": model.comparable(name, whole).clone() for name, whole in gathered if whole is not None}
+    return {f"weight/{name}": comparable(model, name, whole).clone() for name, whole in gathered if whole is not None}
 
 
 def figures(found: Record, reference: Record, initial: dict[str, Tensor]) -> dict[str, Any]:

@@ -297,13 +297,13 @@ FAULTS = [
     ),
     Fault(
         "muon: a packed matrix is scaled by the size of the whole weight",
-        "dtgpt/optim/muon.py",
+        "dtgpt/optim/muon/muon.py",
         "factor = self.config.factor(sum(map(len, rows)), shape[-1])",
         "factor = self.config.factor(*shape)",
     ),
     Fault(
         "muon: q, k and v are orthogonalised as one matrix",
-        "dtgpt/optim/muon.py",
+        "dtgpt/optim/muon/muon.py",
         "pieces = shards.config.pieces(known[shard.name], config.per_head)",
         "pieces = [(range(known[shard.name].shape[0]),)]",
     ),
@@ -369,19 +369,19 @@ FAULTS = [
     ),
     Fault(
         "gpt_neo: scores are divided by the root of the size of a head",
-        "dtgpt/models/gpt_neo.py",
+        "dtgpt/models/families/gpt_neo.py",
         "AttentionCore(window=window, scale=1.0)",
         "AttentionCore(window=window)",
     ),
     Fault(
         "gemma3: scores are divided by the root of the size of a head",
-        "dtgpt/models/gemma3.py",
+        "dtgpt/models/families/gemma3.py",
         "scale=config.attention_scalar**-0.5",
         "scale=config.head_dim**-0.5",
     ),
     Fault(
         "rotary: blocks with a window take the positions of the others",
-        "dtgpt/models/gemma3.py",
+        "dtgpt/models/families/gemma3.py",
         "Rotation(theta=self.rope_local_theta) if self.is_local(index) else self.rotation",
         "self.rotation",
     ),

@@ -357,7 +357,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "Muon: one rank forgets a momentum",
-            "dtgpt/optim/muon.py",
+            "dtgpt/optim/muon/muon.py",
             "            directions[index] = direction.to(self.dtype)\n",
             "            directions[index] = direction.to(self.dtype)\n"
             '            if self.shards[index].name == "blocks.1.mlp.fc.weight":\n'
@@ -369,7 +369,7 @@ LOCATED = [
     LocatedFault(
         Fault(
             "NorMuon: replicas forget the mean square of rows",
-            "dtgpt/optim/normuon.py",
+            "dtgpt/optim/muon/normuon.py",
             "            old.copy_(new if skip is None else torch.where(skip, old, new))\n",
             "            old.copy_(means if torch.distributed.is_initialized() else new)\n",
         ),

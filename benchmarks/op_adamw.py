@@ -8,7 +8,7 @@ from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.gpt2 import GPT2_345M
 from dtgpt.ops.kernels import adamw_kernels
 from dtgpt.ops.optim.adamw import AdamW, Slot
-from dtgpt.ops.optim.gradients import Accumulator, squared_norm
+from dtgpt.ops.optim.optimizer import Accumulator, squared_norm
 
 CUDA = torch.device("cuda")
 LAUNCHES = [(1024, 4), (2048, 8), (2048, 4), (4096, 8)]  # elements of a program, warps

@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dtgpt.models.batch import document_bounds
 from dtgpt.ops.attention.core import AttentionRule, causal_attention, hidden_columns, split_qkv
-from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.ops.kernels.attention import flash, flash_launch
+from dtgpt.ops.kernels.attention.window import spans_of_window
 from dtgpt.ops.random.philox import fold, root_key
 
 LENGTH, WIDTH, P = 1024, 64, 0.1

@@ -4,9 +4,9 @@ import torch
 from cases import ONE_TILE, Case, both_ways, run_cases, variants_of
 from torch import Tensor
 
+from dtgpt.ops.activations import bias_gelu, gelu_reference
 from dtgpt.ops.kernels import column_kernels, gelu_kernels
 from dtgpt.ops.kernels.column_kernels import ColumnLaunch
-from dtgpt.ops.pointwise.gelu import bias_gelu, reference
 
 CUDA = torch.device("cuda")
 FORWARD = [ColumnLaunch(*sizes) for sizes in [(4, 8, 32, 1), (4, 8, 32, 2), (4, 8, ONE_TILE, 1), (2, 8, 32, 2)]]
@@ -43,7 +43,7 @@ def sum_case(rows: int, columns: int) -> Case:
 def cases() -> list[Case]:
     k = 1024
     x, _, bias = draw(32 * k, 4096, torch.bfloat16)
-    gelu = both_ways(f"bias + GELU, {32 * k} x 4096", bias_gelu, reference, [x, bias], 5 * x.nbytes)
+    gelu = both_ways(f"bias + GELU, {32 * k} x 4096", bias_gelu, gelu_reference, [x, bias], 5 * x.nbytes)
     found = [backward_case(BACKWARD, 32 * k, 4096), forward_case(FORWARD, 32 * k, 4096), gelu]
     found += [backward_case(BACKWARD[:2], 16 * k, 4096), backward_case(BACKWARD[:2], 64 * k, 3072)]
     found += [backward_case(BACKWARD[:1], 16 * k, 4096, torch.float32)]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dtgpt.ops.kernels import norm_kernels as kernels
 from dtgpt.ops.kernels.column_kernels import ColumnLaunch
-from dtgpt.ops.norm.norm import residual_norm, residual_norm_reference
+from dtgpt.ops.norms import residual_norm, residual_norm_reference
 from dtgpt.ops.random.philox import fold, root_key
 
 CUDA = torch.device("cuda")

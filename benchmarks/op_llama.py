@@ -8,12 +8,12 @@ from cases import ONE_TILE, Case, both_ways, run_cases, variants_of
 from torch import Tensor
 
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
+from dtgpt.ops import rotary_positions as rotary
+from dtgpt.ops.activations import swiglu, swiglu_reference
 from dtgpt.ops.kernels import norm_kernels, rotary_kernels, swiglu_kernels
 from dtgpt.ops.kernels.column_kernels import ColumnLaunch
-from dtgpt.ops.norm.norm import residual_norm, residual_norm_reference
-from dtgpt.ops.pointwise import swiglu
-from dtgpt.ops.rotary import rotary
-from dtgpt.ops.rotary.table import angle_table
+from dtgpt.ops.norms import residual_norm, residual_norm_reference
+from dtgpt.ops.rotary_positions import angle_table
 
 CUDA = torch.device("cuda")
 BATCH, LENGTH, EPS = 4, 4096, 1e-5
@@ -91,7 +91,7 @@ def swiglu_cases(config: LlamaConfig, whole: bool) -> list[Case]:
         Case(f"SwiGLU backward, {name}", backward, bytes=once + x.nbytes),
     ]
     if whole:
-        functions = swiglu.swiglu, swiglu.reference
+        functions = swiglu, swiglu_reference
         found.append(both_ways(f"SwiGLU, {name}", *functions, [x], 2 * once + x.nbytes))
     return found
 

@@ -69,7 +69,7 @@ FOLDERS = {
     ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",
     ("dtgpt.ops.attention", "dtgpt.ops.kernels.attention"): (
         "flash flash_kernels flash_launch flash_mask flash_tiles descriptor_kernels warp_kernels warp_tiles "
-        "cached_kernels exact_kernels shared_kernels packed"
+        "cached_kernels exact_kernels shared_kernels packed window"
     ),
     ("dtgpt.ops.decode", "dtgpt.ops.kernels.decode"): "blocks exact kernels rows",
     ("dtgpt.ops.sampling", "dtgpt.ops.kernels.sampling"): (
@@ -87,9 +87,23 @@ FOLDERS = {
     ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "special_names>tokenizer",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>tokenizer staging>shard_file",
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
-    ("dtgpt.optim", "dtgpt.optim"): "states>update",
+    ("dtgpt.optim", "dtgpt.optim"): "states>update muon_kinds>muon",
     ("dtgpt.util", "dtgpt.util"): "environment>hardware allocator>hardware process>peers",
-    ("dtgpt.models", "dtgpt.models"): "architectures>config",
+    ("dtgpt.models", "dtgpt.models"): "architectures>config windows>rotary",
+    ("dtgpt.models", "dtgpt.models.families"): "gemma3 gpt_neo gpt_oss olmo3 track3",
+    ("dtgpt.optim", "dtgpt.optim.muon"): "muon_memory>memory normuon",
+    ("dtgpt.ops.optim", "dtgpt.optim.muon"): "newton_schulz",
+    ("dtgpt.ops.optim", "dtgpt.ops.optim"): "gradients>optimizer",
+    ("dtgpt.ops.random", "dtgpt.ops.random"): "few>philox sliced>dropout",
+    # Of folders that are one file now; a folder has to be found before what was in it.
+    ("dtgpt.ops", "dtgpt"): "pointwise>ops norm>ops rotary>ops",
+    ("dtgpt.ops", "dtgpt.ops"): "local_linear>linear",
+    (
+        "dtgpt.ops.pointwise",
+        "dtgpt.ops",
+    ): "activation>activations gated>activations gelu>activations relu2>activations swiglu>activations linear",
+    ("dtgpt.ops.norm", "dtgpt.ops"): "norm>norms residual>norms",
+    ("dtgpt.ops.rotary", "dtgpt.ops"): "rotary>rotary_positions table>rotary_positions",
     ("dtgpt.optim", "dtgpt.config"): "kinds>recipe_file",
     ("dtgpt.data", "dtgpt.models"): "document_masks>batch",
     (

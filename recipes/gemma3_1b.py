@@ -18,7 +18,7 @@ from dataclasses import replace
 from dtgpt.cli import run_recipe
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, LogConfig, OptimizerConfig
-from dtgpt.models.gemma3 import GEMMA3_1B
+from dtgpt.models.families.gemma3 import GEMMA3_1B
 
 
 def recipe() -> Recipe:

@@ -17,7 +17,7 @@ Samples of 8192 tokens as in OLMo 3's first stage (Team Olmo 2025). Batch and le
 from dtgpt.cli import run_recipe
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, LogConfig, OptimizerConfig
-from dtgpt.models.olmo3 import OLMO3_7B
+from dtgpt.models.families.olmo3 import OLMO3_7B
 
 
 def recipe() -> Recipe:

@@ -11,7 +11,7 @@ Their loss is a sum over 524,288 tokens, ours a mean: `eps` is 1e-10 divided by 
 from dtgpt.cli import run_recipe
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig
-from dtgpt.models.track3 import TRACK3
+from dtgpt.models.families.track3 import TRACK3
 from dtgpt.optim.muon import MuonConfig
 
 

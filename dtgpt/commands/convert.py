@@ -13,6 +13,7 @@ from dtgpt.config.execution import DTYPES
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.library_tokenizers.export import class_note, export_note, transformers_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.interop.foreign import Watched
 from dtgpt.interop.hf.model import ARCHITECTURES, save_huggingface
 from dtgpt.interop.hf.origin import Origin, origin_of
 from dtgpt.interop.hf.peft import save_peft
@@ -20,7 +21,6 @@ from dtgpt.interop.megatron.export import export_notes, save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.models.config import ModelConfig, class_of
-from dtgpt.models.source import Watched
 from dtgpt.posttrain.lora.checkpoint import SavedAdapter
 from dtgpt.posttrain.lora.source import open_adapter
 from dtgpt.util.console import parameters, say

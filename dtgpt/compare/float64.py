@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtgpt.compare.rounding import comparable
 from dtgpt.compare.trace import Key, Recorder, file_of, save
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
@@ -70,7 +71,7 @@ def trace_in_float64(trainer: Trainer, file: Path, moved: bool = False) -> None:
             if not parameter.requires_grad:
                 continue
             assert parameter.grad is not None
-            recorder.tensors[Key(0, "parameter", name)] = settings.model.comparable(name, parameter.grad * unscale)
+            recorder.tensors[Key(0, "parameter", name)] = comparable(settings.model, name, parameter.grad * unscale)
     save(recorder, file_of(file, "moved" if moved else "float64"), rank=0, tp=0, eps=torch.finfo(torch.float64).eps)
 
 

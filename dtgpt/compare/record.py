@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dtgpt.compare.float64 import move, trace_in_float64
 from dtgpt.compare.own_check import OwnFault, Snapshot, far_from_float64, repeat_step
+from dtgpt.compare.rounding import comparable
 from dtgpt.compare.shared_state import (
     Apart,
     differences,
@@ -116,7 +117,7 @@ def record(
     def keep(kind: str, value: Callable[[Shard], Tensor], chosen: Callable[[Shard], bool] | None = None) -> None:
         for name, whole in trainer.shards.gather(value, chosen):
             if whole is not None:
-                kept[f"{kind}/{name}"] = settings.model.comparable(name, whole)
+                kept[f"{kind}/{name}"] = comparable(settings.model, name, whole)
 
     digest = hashlib.sha256()
     losses: list[float] = []

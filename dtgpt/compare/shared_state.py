@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dtgpt.compare.rounding import comparable
 from dtgpt.optim.update import Update
 from dtgpt.parallel.layout import slices
 from dtgpt.parallel.shards import Shard
@@ -126,10 +127,10 @@ def _squares(trainer: Trainer, shard: Shard, ours: Tensor, theirs: Tensor, rows:
     of elements."""
     size = len(shard.parameter)
     numbers = torch.arange(size).view(size, *[1] * (shard.local.dim() - 1))
-    comparable = trainer.settings.model.comparable(shard.name, numbers).flatten()
+    compared = comparable(trainer.settings.model, shard.name, numbers).flatten()
     a, b = ours.detach().double().cpu(), theirs.double()
-    if len(comparable) < size:
-        chosen = torch.isin(torch.arange(rows.start, rows.stop), comparable)
+    if len(compared) < size:
+        chosen = torch.isin(torch.arange(rows.start, rows.stop), compared)
         a, b = a[chosen], b[chosen]
     return float((a - b).square().sum()), float(b.square().sum()), b.numel()
 

@@ -7,7 +7,7 @@ initial weights were moved by their last bit. Learning rates and loss scales are
 
 A gradient or weight is compared tensor by tensor, ||a - b|| / ||b||, and the worst tensor counts. A weight's difference
 is held against how far the optimizer may have moved it where that is more: a bias that begins at zero makes whole steps
-by the sign of what may be rounding. Elements whose gradient is rounding alone stay out (`ModelConfig.comparable`).
+by the sign of what may be rounding. Elements whose gradient is rounding alone stay out (`rounding.comparable`).
 """
 
 import math

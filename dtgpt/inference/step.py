@@ -23,7 +23,7 @@ from dtgpt.inference.scheduler import PromptChunk
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.pointwise.linear import split_sums
+from dtgpt.ops.linear import split_sums
 from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.collectives import GroupCollectives

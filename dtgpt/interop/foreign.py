@@ -12,10 +12,13 @@ from torch import Tensor
 
 from dtgpt.models.config import ModelConfig, class_of, is_own
 from dtgpt.models.inventory import Shape
-from dtgpt.models.source import Part, cut, has_vocabulary
+from dtgpt.models.rotary import GLOBAL, LOCAL, MOST_KINDS
+from dtgpt.models.source import Part, Source, cut, has_vocabulary, is_finite, without_padding
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown, shown_name
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of weights
+MOST_NAMED = 10  # tensors in a sentence
 
 Config = TypeVar("Config", bound=ModelConfig)
 Rules = Mapping[str, tuple[Any, Callable[[Any], bool], str]]  # by option: its default, what fits, why others do not
@@ -158,3 +161,35 @@ def cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if dtype == torch.float16 and bool((out.isinf() & piece.isfinite()).any()):
         raise UserError(f"{name} has weights beyond the range of {dtype}; use torch.bfloat16 or torch.float32")
     return out
+
+
+def shortest_pattern(local: list[bool]) -> str:
+    """Return the shortest `window_pattern` by which these blocks have a window."""
+    letters = "".join(LOCAL if each else GLOBAL for each in local)
+    if len(letters) > MOST_KINDS:
+        return letters
+    sizes = (size for size in range(1, len(letters) + 1) if letters[size:] == letters[: len(letters) - size])
+    return letters[: next(sizes, 0)] or LOCAL
+
+
+class Watched(Source):
+    """A source that notes which of the tensors that are read of it are not finite, rows of padding aside."""
+
+    def __init__(self, source: Source):
+        self.config, self.notes, self._source = source.config, source.notes, source
+        self._broken: dict[str, None] = {}  # names in order
+
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        values = self._source.read(name, part)
+        if not is_finite(without_padding(values, name, self.config, part[0].start if part else 0)):
+            self._broken[name] = None
+        return values
+
+    @property
+    def problem(self) -> str | None:
+        """A sentence that names the tensors which are not finite; None: all that were read are."""
+        if not self._broken:
+            return None
+        names = list(self._broken)
+        rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        return f"NaN or infinite values in {counted(len(names), 'tensor')}: {', '.join(names[:MOST_NAMED])}{rest}"

@@ -10,8 +10,9 @@ from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.open import check_recipe, open_source
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.checkpoint.tokenizer import ends_of, tokenizer_beside
+from dtgpt.interop.foreign import Watched
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.source import Source, Watched, has_vocabulary, parameter_shapes
+from dtgpt.models.source import Source, has_vocabulary, parameter_shapes
 from dtgpt.posttrain.lora.checkpoint import ADAPTER, base_of
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError

@@ -1,5 +1,8 @@
-"""The inputs of a forward pass: tokens, and positions, attention and loss by document, each as Megatron-LM's option of
-that name has it (megatron/core/datasets/gpt_dataset.py).
+"""The inputs of a forward pass: tokens, and what is known of each of them.
+
+One tuple holds all of it, so that micro-batches, pipeline stages and CUDA graphs cut, send and copy the same fields,
+whatever a run learns. Documents that meet in a window may be kept apart in positions, attention and loss; the three
+options have the names and the meaning of Megatron-LM's (megatron/core/datasets/gpt_dataset.py).
 
 A document's last token is its end of text. That token still belongs to its document; what follows begins a new one. A
 window that starts inside a document counts from its own start."""
@@ -25,7 +28,7 @@ class Batch(NamedTuple):
     loss_weights: Tensor | None = None  # fp32 [B, T]: factors of tokens' losses; beside by_token [B, N], of addends
     by_token: Tensor | None = None  # [B, T, ...]: what a `CoupledLoss` knows of tokens, such as what they belong to
     by_sample: Tensor | None = None  # [B, ...]: what a `CoupledLoss` knows of samples
-    copies: Tensor | None = None  # int64 [B, G, T]: of rows of S tokens that G samples share, as of `shared_tokens`
+    copies: Tensor | None = None  # int64 [B, G, T]: of rows of S tokens that G samples share, the place of each token
 
     @property
     def beside_tokens(self) -> dict[str, Tensor]:

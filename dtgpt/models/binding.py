@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dtgpt.ops.attention.core import AttentionRule, Backend
-from dtgpt.ops.local_linear import Parts
+from dtgpt.ops.linear import Parts
 from dtgpt.ops.loss.head import CoupledLoss
 from dtgpt.ops.serve import is_apart
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from dtgpt.models.binding import BoundModule
 from dtgpt.models.inventory import Parameter, Rows, inventory
@@ -22,10 +21,17 @@ from dtgpt.util import seams
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.field_types import Bounds, check_fields
+from dtgpt.util.rules import Is, Other, Rule, Rules
 
 LARGEST_SIZE = 1_000_000  # of any one dimension
 SIZE = Bounds(1, LARGEST_SIZE)
 VOCAB_MULTIPLE = 128  # padding that does not depend on the plan, so that every plan has the same global shapes
+
+
+def near_heads(config: "ModelConfig") -> str:
+    """Return the numbers of heads next to that of a model, in words, over which its width can be split."""
+    heads = [n for n in range(1, 2 * config.num_heads + 1) if config.hidden_size % n == 0]
+    return listed(sorted(sorted(heads, key=lambda n: abs(n - config.num_heads))[:4]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,14 @@ class ModelConfig(ABC):
     recipe_file: ClassVar[str | None] = None  # that brought the class, where it is not one of dtgpt's
     roles: ClassVar[Roles]
     continued: ClassVar[frozenset[str]] = frozenset()  # fields that a run may set anew on the weights of a model
+    rules: ClassVar[Rules] = (  # of what values cannot be together
+        Rule(
+            "model.hidden_size={hidden_size} cannot be split over model.num_heads={num_heads}; use "
+            "model.num_heads={remedy}, or another width",
+            Is("hidden_size", "is no multiple of", Other("num_heads")),
+            remedy=near_heads,
+        ),
+    )
 
     num_layers: Annotated[int, "number of transformer blocks", SIZE]
     hidden_size: Annotated[int, "width of the residual stream", SIZE]
@@ -50,17 +64,6 @@ class ModelConfig(ABC):
     def validate(self) -> None:
         """Raise UserError, one sentence, if no model has this shape."""
         check_fields(self, "model.")
-        self.check_heads()
-
-    def check_heads(self) -> None:
-        """Raise UserError, one sentence, if the heads do not have the same size."""
-        if self.hidden_size % self.num_heads:
-            heads = [n for n in range(1, 2 * self.num_heads + 1) if self.hidden_size % n == 0]
-            near = sorted(sorted(heads, key=lambda n: abs(n - self.num_heads))[:4])
-            raise UserError(
-                f"model.hidden_size={self.hidden_size} cannot be split over model.num_heads={self.num_heads}; "
-                f"use model.num_heads={listed(near)}, or another width"
-            )
 
     @property
     @abstractmethod
@@ -93,19 +96,6 @@ class ModelConfig(ABC):
         """Return what tells the kind of block `index`: blocks with equal kinds have the same modules and shapes. By
         default all are of one kind."""
         return None
-
-    def comparable(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the part of parameter `name`, or of its gradient, that is more than rounding. Of queries, keys and
-        values these are the values where each token attends to itself alone: the softmax of one score is 1, and of the
-        rounding in the gradient of a score an optimizer may make updates as large as any."""
-        if role_of(name.rpartition(".")[0], self.roles) is not Role.QKV:
-            return tensor
-        block = int(name.split(".")[1])
-        core = inventory(self).cores(block)[0]
-        packed = self.pieces(Parameter(name, tuple(tensor.shape), Role.QKV, block))
-        if core.window != 1 or core.sinks or len(packed) == 1:  # of an adapter
-            return tensor
-        return torch.cat([tensor[rows.start : rows.stop] for rows in packed[-1]])
 
     def pieces(self, parameter: Parameter, per_head: bool = False) -> list[Rows]:
         """Return the rows of each matrix that a weight `[rows, columns]` packs: queries, keys and values, or the whole

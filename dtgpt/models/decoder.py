@@ -1,5 +1,8 @@
 """A decoder-only transformer of any architecture: embedding, blocks, head. Nothing here knows of devices or training.
 
+It is one class, so that a pipeline stage is a decoder with parts left out, names of parameters are the same in every
+plan, and initial weights are a function of a key and a name.
+
 Shapes: B samples, T positions, H hidden size, N heads, D = H / N, V padded vocabulary.
 """
 
@@ -36,15 +39,24 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     def forward(
-        self, x: Tensor, dropout_keys: Tensor | None = None, targets: Tensor | None = None,
-        positions: Tensor | None = None, document_bounds: Tensor | None = None, loss_weights: Tensor | None = None,
-        by_token: Tensor | None = None, by_sample: Tensor | None = None, copies: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Arguments are those of `Batch`, `x` the tokens or activations; dropout keys of None: evaluation."""
+        self,
+        x: Tensor,
+        dropout_keys: Tensor | None = None,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_bounds: Tensor | None = None,
+        loss_weights: Tensor | None = None,
+        by_token: Tensor | None = None,
+        by_sample: Tensor | None = None,
+        copies: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits, the loss, or a part's activations. The arguments have the fields of a `Batch`, `x` its tokens
+        or the activations of the part before; dropout keys of None: evaluation."""
         seen: Seen = document_bounds
         if copies is not None:  # of a capability whose samples share tokens
             seen = seams.listed("sharings")[0](copies, x.shape[1])
 
+        # Keys of dropout are those of all sites of the model: a stage takes its own by their global numbers.
         def context(sites: range) -> Context:
             keys = None if dropout_keys is None else dropout_keys[:, sites.start : sites.stop]
             return Context(keys, positions, seen)
@@ -124,7 +136,7 @@ def fill_weight(part: Tensor, name: str, index: Sequence[range], config: ModelCo
 def build_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, key: Tensor | None) -> Decoder:
     """Return a whole model on one device, with initial weights from `key [2]`. No key: the memory is left as it is, for
     a checkpoint to fill."""
-    with on_meta():
+    with on_meta():  # so that nothing draws values that are replaced below
         model = Decoder(config, dtype)
     model.allocate(device)
     if key is not None:

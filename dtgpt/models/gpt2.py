@@ -31,9 +31,9 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles
+from dtgpt.ops.activations import BIASED, PlainName, fused_name
 from dtgpt.ops.attention.core import split_qkv
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
-from dtgpt.ops.pointwise.activation import BIASED, PlainName, fused_name
 from dtgpt.util.field_types import Bounds
 
 TABLE = "embedding.wte.weight"  # the token embedding, tied to the output projection
@@ -76,13 +76,6 @@ class GPT2Config(ModelConfig):
     def make_head(self) -> "Head":
         return Head(self)
 
-    def comparable(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the bias of QKV, stored per head as `[N, 3, D]`, without its keys; every other tensor as it is. A bias
-        of the keys moves all scores of a query alike, which the softmax does not see: its gradient is rounding."""
-        if not name.endswith("attn.qkv.bias"):
-            return super().comparable(name, tensor)
-        return tensor.reshape(self.num_heads, 3, -1)[:, [0, 2]].contiguous()
-
 
 GPT2_124M = GPT2Config(num_layers=12, hidden_size=768, num_heads=12)
 GPT2_345M = GPT2Config(num_layers=24, hidden_size=1024, num_heads=16)
@@ -108,7 +101,7 @@ class Embedding(BoundModule):
         return self.drop((self.wte(tokens) + self.wpe(positions)).to(self.dtype), context.dropout_keys)
 
     def decode_weights(self) -> EmbeddingWeights:
-        """Return what `dtgpt.ops.decode` needs to run this embedding."""
+        """Return the weights by which kernels of decode steps compute this embedding."""
         return EmbeddingWeights(self.wte.weight, self.wpe.weight)
 
 
@@ -119,10 +112,10 @@ class Block(BoundModule):
     read and written once between two matrices.
     """
 
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, attention: "Attention | None" = None):
         super().__init__()
         self.ln_1 = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attn = Attention(config)
+        self.attn = Attention(config) if attention is None else attention
         self.drop_1 = Dropout(config.dropout, index=1)
         self.ln_2 = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(config)
@@ -135,24 +128,35 @@ class Block(BoundModule):
         return add(x, self.mlp(h), self.drop_2.site(keys))
 
     def decode_weights(self) -> BlockWeights:
-        """Return what `dtgpt.ops.decode` needs to run this block."""
+        """Return the weights by which kernels of decode steps compute this block."""
         attn, mlp = self.attn, self.mlp
         return BlockWeights(
-            norm_1=self.ln_1.weight, norm_1_bias=self.ln_1.bias, qkv=attn.qkv.weight, qkv_bias=attn.qkv.bias,
-            proj=attn.proj.weight, proj_bias=attn.proj.bias, norm_2=self.ln_2.weight, norm_2_bias=self.ln_2.bias,
-            fc=mlp.fc.weight, fc_bias=mlp.fc.bias, out=mlp.proj.weight, out_bias=mlp.proj.bias,
-            eps=self.ln_1.eps, head_dim=attn.head_dim, activation=fused_name(mlp.activation, has_bias=True),
-        )  # fmt: skip
+            norm_1=self.ln_1.weight,
+            norm_1_bias=self.ln_1.bias,
+            qkv=attn.qkv.weight,
+            qkv_bias=attn.qkv.bias,
+            proj=attn.proj.weight,
+            proj_bias=attn.proj.bias,
+            norm_2=self.ln_2.weight,
+            norm_2_bias=self.ln_2.bias,
+            fc=mlp.fc.weight,
+            fc_bias=mlp.fc.bias,
+            out=mlp.proj.weight,
+            out_bias=mlp.proj.bias,
+            eps=self.ln_1.eps,
+            head_dim=attn.head_dim,
+            activation=fused_name(mlp.activation, has_bias=True),
+        )
 
 
 class Attention(nn.Module):
     """Causal self-attention `[B, T, H]` -> `[B, T, H]`. The fused QKV projection is stored per head, `[N, 3, D]` along
     its output dimension, so that a cut between heads keeps each head's q, k and v together."""
 
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, qkv_bias: bool = True):
         super().__init__()
         self.head_dim = config.head_dim
-        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=qkv_bias)
         self.dropout = Dropout(config.dropout, index=0)
         self.core = AttentionCore(heads=(config.num_heads, config.head_dim))
         self.proj = DeferredBiasLinear(config.hidden_size, config.hidden_size)
@@ -188,5 +192,5 @@ class Head(BoundModule):
         return self.lm_head(self.ln_f(x), targets, loss_weights)
 
     def decode_weights(self) -> HeadWeights:
-        """Return what `dtgpt.ops.decode` needs to run this head."""
+        """Return the weights by which kernels of decode steps compute this head."""
         return HeadWeights(self.ln_f.weight, self.ln_f.bias, self.lm_head.weight, self.ln_f.eps)

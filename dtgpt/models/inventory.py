@@ -1,5 +1,8 @@
 """What a model consists of: parameters, dropout sites and attention cores, from its configuration alone.
 
+Plans, checkpoints, caches, FLOPs and `dtgpt plan` need names, shapes and roles before there is memory for a model, or
+without ever making it. They are read off the modules themselves, so that no formula has to repeat an architecture.
+
 Blocks may differ. Those of one kind (`ModelConfig.block_kind`) have the same modules and shapes, so that one of each
 kind is laid out on the meta device, whatever the number of blocks.
 """
@@ -188,8 +191,8 @@ class Inventory:
         return {core for block in self.counts for core in self.cores(block)}
 
     def attention_flops(self, block: int, seq_length: int) -> int:
-        """Return the FLOPs of a token in the attention cores of a block, forward and backward: 12 N D T for each, or
-        with a window what `Core.seen` has in place of T."""
+        """Return the FLOPs of a token in the attention cores of a block, forward and backward: 12 N D T for each, where
+        a window leaves fewer tokens than T."""
         heads = self.config.num_heads
         return sum(12 * heads * core.head_dim * core.seen(seq_length) for core in self.cores(block))
 

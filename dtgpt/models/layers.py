@@ -1,19 +1,20 @@
-"""Modules that architectures share. Each owns its fusion, so that a model file shows the transformer alone."""
+"""Modules that architectures share. Each owns its fusion, so that a model file shows the transformer alone.
+
+A module computes in the dtype of its input, leaves a bias or a sum to the operation that comes next where one pass over
+the data saves another, and reads in its `bound` what a plan, a precision or a cache gives it (`binding.py`)."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dtgpt.models.binding import PLAIN, Binding, BoundModule, QuantisedProduct, exchanges
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
-from dtgpt.ops.local_linear import local, on_local_tensors
+from dtgpt.ops.linear import linear, local, on_local_tensors
 from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import Coupled, coupled_loss, head_loss
-from dtgpt.ops.norm.norm import norm, norm_and_pass, residual_norm
-from dtgpt.ops.norm.residual import residual
-from dtgpt.ops.pointwise.linear import linear
+from dtgpt.ops.norms import norm, norm_and_pass, residual, residual_norm
 from dtgpt.ops.random.dropout import Site, dropout
 from dtgpt.ops.serve import is_apart
 from dtgpt.util.torch_private import is_dtensor
@@ -51,9 +52,11 @@ class Linear(nn.Linear):
     """A linear map that computes in the dtype of its input; the weight may be an fp32 master."""
 
     bound: Binding = PLAIN
+    adds_bias: ClassVar[bool] = True
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        bias = self.bias.to(x.dtype) if self.adds_bias and self.bias is not None else None
         if self.bound.quantised is not None:
             return _quantised(self.bound, self.bound.quantised, x, weight, bias)
         if self.bound.product is not None:
@@ -61,18 +64,10 @@ class Linear(nn.Linear):
         return linear(x, weight, bias)
 
 
-class DeferredBiasLinear(nn.Linear):
+class DeferredBiasLinear(Linear):
     """A `Linear` that leaves its bias to the following operation, which adds it on the way."""
 
-    bound: Binding = PLAIN
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        if self.bound.quantised is not None:
-            return _quantised(self.bound, self.bound.quantised, x, weight, None)
-        if self.bound.product is not None:
-            return on_local_tensors(self.bound.product, x, weight, None)
-        return linear(x, weight, None)
+    adds_bias = False
 
 
 def _quantised(bound: Binding, product: QuantisedProduct, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -86,14 +81,12 @@ def _quantised(bound: Binding, product: QuantisedProduct, x: Tensor, weight: Ten
 def observes(part: nn.Module) -> bool:
     """Return whether a pass through `part` takes the largest values of products that are quantised from the next step
     on."""
-    linears = (module for module in part.modules() if isinstance(module, Linear | DeferredBiasLinear))
+    linears = (module for module in part.modules() if isinstance(module, Linear))
     products = (each.bound.quantised for each in linears)
     return any(each is not None and each.observes for each in products)
 
 
-def mlp(
-    x: Tensor, first: Linear | DeferredBiasLinear, second: DeferredBiasLinear, activation: Callable[..., Tensor]
-) -> Tensor:
+def mlp(x: Tensor, first: Linear, second: DeferredBiasLinear, activation: Callable[..., Tensor]) -> Tensor:
     """Return second(activation(first(x))), or with first.bias, which first leaves to the activation, as its second
     argument. Where both products are quantised and know the activation, what lies between the matrices is, too, unless
     a plan's own table cuts them."""
@@ -129,62 +122,27 @@ class FinalNorm(nn.LayerNorm):
         return norm(x, self.weight, self.bias, self.eps)
 
 
-def shifted(weight: Tensor, offset: float) -> Tensor:
-    """Return weight + offset, in fp32 at least where the offset is not 0."""
-    return weight if offset == 0 else weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
-
-
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm of the residual stream, fused with the residual sum before it. The normalised values are multiplied by
-    weight + offset."""
+    """RMSNorm of the residual stream, fused with the residual sum before it."""
 
     eps: float
-
-    def __init__(self, size: int, eps: float, offset: float = 0.0):
-        super().__init__(size, eps=eps)
-        self.offset = offset
 
     def forward(  # type: ignore[override]
         self, x: Tensor, branch: Branch | None = None, site: Site = NO_DROPOUT
     ) -> tuple[Tensor, Tensor]:
-        """Return what `LayerNorm` does, by RMSNorm."""
-        weight = shifted(self.weight, self.offset)
+        """Return (x, norm(x)), each `[B, T, H]`; with a branch (sum, norm(sum)), sum = x + dropout(branch)."""
         if branch is None:
-            return norm_and_pass(x, weight, None, self.eps)
-        return residual_norm(x, *branch, weight, None, self.eps, *site)
+            return norm_and_pass(x, self.weight, None, self.eps)
+        return residual_norm(x, *branch, self.weight, None, self.eps, *site)
 
 
 class FinalRMSNorm(nn.RMSNorm):
-    """RMSNorm at the end of the residual stream, or of a branch, `[B, T, H]` -> `[B, T, H]`, times weight + offset."""
+    """RMSNorm at the end of the residual stream, or of a branch, `[B, T, H]` -> `[B, T, H]`."""
 
     eps: float
 
-    def __init__(self, size: int, eps: float, offset: float = 0.0):
-        super().__init__(size, eps=eps)
-        self.offset = offset
-
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, shifted(self.weight, self.offset), None, self.eps)
-
-
-class JointNorm(nn.Module):
-    """RMSNorm of all heads together, `[B, T, N D]`; a rank may have some of the heads, and the sum over all of them by
-    `bound.sum_of_heads`. Computed in fp32 at least and rounded once."""
-
-    bound: Binding = PLAIN
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.width, self.eps = width, eps
-        self.weight = nn.Parameter(torch.empty(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = wide.square().sum(-1, keepdim=True)
-        if self.bound.sum_of_heads is not None:
-            squares = self.bound.sum_of_heads(squares)
-        weight = self.weight.to_local() if is_dtensor(self.weight) else self.weight
-        return (wide * torch.rsqrt(squares / self.width + self.eps) * weight.to(wide.dtype)).to(x.dtype)
+        return norm(x, self.weight, None, self.eps)
 
 
 def add(x: Tensor, branch: Branch, site: Site) -> Tensor:
@@ -316,6 +274,7 @@ class Output(nn.Linear):
         if targets is None:
             return capped(linear(x, weight, bias), self.cap)
         scale = self.bound.gradient_scale
+        # A loss that is no mean over tokens gets their losses first, and gives the weights by which they are averaged.
         if self.bound.coupled is not None:
             about = loss_weights if isinstance(loss_weights, Coupled) else Coupled(loss_weights)
             arguments = (x, weight, targets, self.vocab_size, about, self.bound.coupled)

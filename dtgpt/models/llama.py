@@ -32,12 +32,11 @@ from dtgpt.models.layers import (
 )
 from dtgpt.models.roles import Role, Roles
 from dtgpt.models.rotary import RotaryConfig
+from dtgpt.ops.activations import GATED, fused_name
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
-from dtgpt.ops.pointwise.activation import fused_name
-from dtgpt.ops.pointwise.gated import GATED
-from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import angle_table
+from dtgpt.ops.rotary_positions import angle_table, rotary_qkv
 
+Biases = Literal["none", "qkv", "all"]  # of attention
 ROLES: Roles = {
     "embedding.tokens": Role.VOCABULARY,
     "embedding.drop": Role.STREAM_DROPOUT,
@@ -67,7 +66,7 @@ class LlamaConfig(RotaryConfig):
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 128256
     qk_norm: Annotated[bool, "normalise each head of queries and keys by RMSNorm, as Qwen3 does"] = False
     attention_bias: Annotated[
-        Literal["none", "qkv", "all"],
+        Biases,
         "biases of attention: of queries, keys and values as Qwen2.5, or its output's, too",
     ] = "none"
 
@@ -87,29 +86,69 @@ class LlamaConfig(RotaryConfig):
 
 
 LLAMA2_7B = LlamaConfig(
-    num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=32, head_dim=128, ffn_hidden_size=11008,
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    ffn_hidden_size=11008,
     vocab_size=32000,
-)  # fmt: skip
+)
 LLAMA3_8B = LlamaConfig(
-    num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_hidden_size=14336,
-    seq_length=8192, rope_theta=500000.0,
-)  # fmt: skip
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_hidden_size=14336,
+    seq_length=8192,
+    rope_theta=500000.0,
+)
 LLAMA32_1B = LlamaConfig(
-    num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, ffn_hidden_size=8192, tied=True,
-    rope_theta=500000.0, rope_factor=32.0,
-)  # fmt: skip
+    num_layers=16,
+    hidden_size=2048,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    ffn_hidden_size=8192,
+    tied=True,
+    rope_theta=500000.0,
+    rope_factor=32.0,
+)
 LLAMA31_405B = LlamaConfig(
-    num_layers=126, hidden_size=16384, num_heads=128, num_kv_heads=8, head_dim=128, ffn_hidden_size=53248,
-    seq_length=8192, rope_theta=500000.0, rope_factor=8.0,
-)  # fmt: skip
+    num_layers=126,
+    hidden_size=16384,
+    num_heads=128,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_hidden_size=53248,
+    seq_length=8192,
+    rope_theta=500000.0,
+    rope_factor=8.0,
+)
 MISTRAL_7B = LlamaConfig(
-    num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_hidden_size=14336,
-    vocab_size=32768, rope_theta=1000000.0,
-)  # fmt: skip
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_hidden_size=14336,
+    vocab_size=32768,
+    rope_theta=1000000.0,
+)
 QWEN3_0_6B = LlamaConfig(
-    num_layers=28, hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=128, ffn_hidden_size=3072, tied=True,
-    vocab_size=151936, qk_norm=True, norm_eps=1e-6, rope_theta=1000000.0,
-)  # fmt: skip
+    num_layers=28,
+    hidden_size=1024,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_hidden_size=3072,
+    tied=True,
+    vocab_size=151936,
+    qk_norm=True,
+    norm_eps=1e-6,
+    rope_theta=1000000.0,
+)
 
 
 class Embedding(BoundModule):
@@ -125,7 +164,7 @@ class Embedding(BoundModule):
         return self.drop(self.tokens(tokens).to(self.dtype), context.dropout_keys)
 
     def decode_weights(self) -> EmbeddingWeights:
-        """Return what `dtgpt.ops.decode` needs to run this embedding."""
+        """Return the weights by which kernels of decode steps compute this embedding."""
         return EmbeddingWeights(self.tokens.weight, None)
 
 
@@ -133,18 +172,30 @@ class Block(PreNormBlock):
     """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then the same with the MLP."""
 
     def __init__(self, config: LlamaConfig, window: int | None):
-        super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config, window), MLP(config))
+        attention = Attention(config, window, config.attention_bias, config.qk_norm)
+        super().__init__(config.hidden_size, config.norm_eps, config.dropout, attention, MLP(config))
 
     def decode_weights(self) -> BlockWeights:
-        """Return what `dtgpt.ops.decode` needs to run this block."""
+        """Return the weights by which kernels of decode steps compute this block."""
         attn, mlp = self.attn, self.mlp
         return BlockWeights(
-            norm_1=self.norm_1.weight, norm_1_bias=None, qkv=attn.qkv.weight, qkv_bias=attn.qkv.bias,
-            proj=attn.proj.weight, proj_bias=attn.proj.bias, norm_2=self.norm_2.weight, norm_2_bias=None,
-            fc=mlp.gate_up.weight, fc_bias=None, out=mlp.down.weight, out_bias=None, eps=self.norm_1.eps,
-            head_dim=attn.head_dim, activation=fused_name(mlp.activation, has_bias=False),
+            norm_1=self.norm_1.weight,
+            norm_1_bias=None,
+            qkv=attn.qkv.weight,
+            qkv_bias=attn.qkv.bias,
+            proj=attn.proj.weight,
+            proj_bias=attn.proj.bias,
+            norm_2=self.norm_2.weight,
+            norm_2_bias=None,
+            fc=mlp.gate_up.weight,
+            fc_bias=None,
+            out=mlp.down.weight,
+            out_bias=None,
+            eps=self.norm_1.eps,
+            head_dim=attn.head_dim,
+            activation=fused_name(mlp.activation, has_bias=False),
             rotary=attn.decode_rotary(),
-        )  # fmt: skip
+        )
 
 
 class HeadNorm(nn.Module):
@@ -159,14 +210,13 @@ class Attention(nn.Module):
     """Causal self-attention `[B, T, H]` -> `[B, T, H]`. The fused QKV projection is stored by heads of keys and values,
     `[G, R + 2, D]` along its output dimension, so that a cut between these keeps queries with their keys."""
 
-    def __init__(self, config: LlamaConfig, window: int | None):
+    def __init__(self, config: RotaryConfig, window: int | None, biases: Biases = "none", qk_norm: bool = False):
         super().__init__()
         self.head_dim, self.parts = config.head_dim, config.num_heads // config.num_kv_heads + 2
-        biases = config.attention_bias
         self.rotation, self.num_positions, self.eps = config.rotation, config.seq_length, config.norm_eps
         self.qkv = Linear(config.hidden_size, config.num_kv_heads * self.parts * config.head_dim, bias=biases != "none")
-        self.q_norm = HeadNorm(config.head_dim) if config.qk_norm else None
-        self.k_norm = HeadNorm(config.head_dim) if config.qk_norm else None
+        self.q_norm = HeadNorm(config.head_dim) if qk_norm else None
+        self.k_norm = HeadNorm(config.head_dim) if qk_norm else None
         self.dropout = Dropout(config.dropout, index=0)
         self.core = AttentionCore(window=window, heads=(config.num_kv_heads, config.head_dim))
         self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size, bias=biases == "all")
@@ -212,5 +262,5 @@ class Head(BoundModule):
         return self.output(self.norm(x), targets, loss_weights)
 
     def decode_weights(self) -> HeadWeights:
-        """Return what `dtgpt.ops.decode` needs to run this head."""
+        """Return the weights by which kernels of decode steps compute this head."""
         return HeadWeights(self.norm.weight, None, self.output.weight, self.norm.eps)

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.inventory import Shape, inventory
-from dtgpt.util.console import counted
 
 Part = Sequence[range]
-MOST_NAMED = 10  # tensors in a sentence
 
 
 class Source(ABC):
@@ -32,29 +29,6 @@ class Source(ABC):
     @abstractmethod
     def read(self, name: str, part: Part | None = None) -> Tensor:
         """Return the parameter `name`, or the elements of it with the global indices `part`: fp32 on the CPU."""
-
-
-class Watched(Source):
-    """A source that notes which of the tensors that are read of it are not finite, rows of padding aside."""
-
-    def __init__(self, source: Source):
-        self.config, self.notes, self._source = source.config, source.notes, source
-        self._broken: dict[str, None] = {}  # names in order
-
-    def read(self, name: str, part: Part | None = None) -> Tensor:
-        values = self._source.read(name, part)
-        if not is_finite(without_padding(values, name, self.config, part[0].start if part else 0)):
-            self._broken[name] = None
-        return values
-
-    @property
-    def problem(self) -> str | None:
-        """A sentence that names the tensors which are not finite; None: all that were read are."""
-        if not self._broken:
-            return None
-        names = list(self._broken)
-        rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        return f"NaN or infinite values in {counted(len(names), 'tensor')}: {', '.join(names[:MOST_NAMED])}{rest}"
 
 
 def iterate_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -85,12 +59,3 @@ def without_padding(values: Tensor, name: str, config: ModelConfig, first: int =
 def is_finite(values: Tensor) -> bool:
     """Return whether no value is NaN or infinite, without memory for an answer to each."""
     return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
-
-
-@torch.no_grad()
-def load_model(source: Source, device: torch.device, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Build a whole model on one device with the weights of `source`."""
-    model = build_model(source.config, device, dtype, key=None).to(dtype)
-    for name, parameter in unique_parameters(model).items():
-        parameter.copy_(source.read(name))
-    return model

@@ -38,12 +38,12 @@ class Operation:
     def __init__(self, name: str, definition: Callable[..., Any], formula: str):
         """name: that of the seam. formula: what is computed and where it is from, in words."""
         self.name, self.definition, self.formula = name, definition, formula
-        self.kernels: list[Kernel] = []  # see `load_kernels`
+        self.kernels: list[Kernel] = []  # filled by `load_kernels`, before the first tensor that one could serve
         OPERATIONS[name] = self
 
     def __call__(self, x: Tensor, *others: Any) -> Any:
         """Return what is computed of the arguments."""
-        # As `choose`, without its call: this is on the way of each operation of a step.
+        # The lines of `choose` again, without its call: this is on the way of each operation of a step.
         # 16 bits on a CPU: there a definition may keep wider copies for backward than a kernel does.
         if (not x.is_cpu or x.dtype.itemsize == 2) and load_kernels(self.name):
             for kernel in self.kernels:

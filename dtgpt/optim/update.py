@@ -38,9 +38,13 @@ class Update:
     """
 
     def __init__(
-        self, shards: Shards, config: OptimizerConfig, rates: list[float], micro_batch_weight: float,
+        self,
+        shards: Shards,
+        config: OptimizerConfig,
+        rates: list[float],
+        micro_batch_weight: float,
         states: Sequence[StepState] = (),
-    ):  # fmt: skip
+    ):
         """rates: learning rates of every step; micro_batch_weight: by which the gradients of one
         micro-batch are multiplied in the sum over all."""
         self.shards, self.clip, self.states = shards, config.clip, list(states)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.optim.gradients import Accumulator, squared_norm
+from dtgpt.ops.optim.optimizer import Accumulator, squared_norm
 from dtgpt.parallel.collectives import FlatSum, NarrowSum, flat_length
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.transport import transport

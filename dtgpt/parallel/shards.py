@@ -18,7 +18,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
-from dtgpt.ops.optim.gradients import largest_magnitude
+from dtgpt.ops.optim.optimizer import largest_magnitude
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, slices

@@ -13,7 +13,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import BoundModule, bind, exchanges
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
+from dtgpt.models.layers import AttentionCore, Context, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.fp8.products import Fp8Product
@@ -119,7 +119,7 @@ def make_block(kind: BlockKind, recorder: "_Recorder | None" = None) -> BoundMod
     for module in block.modules():
         if isinstance(module, AttentionCore):
             bind(module, cache=recorder)
-        elif isinstance(module, Linear | DeferredBiasLinear) and kind.fp8:
+        elif isinstance(module, Linear) and kind.fp8:
             bind(module, quantised=_known_product(kind.keeps_weights))
     return block
 

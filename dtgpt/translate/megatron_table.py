@@ -54,7 +54,9 @@ OPTIONS = {
         ),
         "window-size W": together("--model.window N, which counts the token itself; 127,0 is 128"),
         "window-attn-skip-freq N": together("--model.window_pattern, such as LLLG for 4"),
-        "softmax-type learnable": together("a recipe of GPT-OSS, dtgpt.models.gpt_oss, whose heads have sinks"),
+        "softmax-type learnable": together(
+            "a recipe of GPT-OSS, dtgpt.models.families.gpt_oss, whose heads have sinks"
+        ),
         "untie-embeddings-and-output-weights": together("--model.tied off"),
         "rotary-base N": to("--model.rope_theta {N}"),
         "use-rope-scaling": together("--model.rope_factor 8"),

@@ -15,11 +15,11 @@ SECTIONS = {
 }  # fmt: skip
 MODELS = {
     "gpt2": ("dtgpt.models.gpt2", "GPT2Config"), "llama": ("dtgpt.models.llama", "LlamaConfig"),
-    "gpt_oss": ("dtgpt.models.gpt_oss", "GptOssConfig"),
+    "gpt_oss": ("dtgpt.models.families.gpt_oss", "GptOssConfig"),
 }  # fmt: skip
 OPTIMIZERS = {
     "adamw": ("dtgpt.config.sections", "OptimizerConfig"), "muon": ("dtgpt.optim.muon", "MuonConfig"),
-    "normuon": ("dtgpt.optim.normuon", "NorMuonConfig"),
+    "normuon": ("dtgpt.optim.muon", "NorMuonConfig"),
 }  # fmt: skip
 FIRST = (
     "name", "model", "plan", "optimizer", "steps", "train_samples", "seq_length", "micro_batch_size",

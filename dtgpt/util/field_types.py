@@ -1,17 +1,20 @@
-"""Checks of a dataclass's fields against their annotations: types, and the bounds or patterns in them.
+"""What a field of a dataclass may hold: its type, bounds and patterns, which stand in its annotation.
 
-`steps: Annotated[int, "number of optimizer steps", Bounds(1)] = 100` is a whole number of 1 or more.
+`steps: Annotated[int, "number of optimizer steps", Bounds(1)] = 100` is a whole number of 1 or more. Recipes, options
+of commands and shapes of models are such dataclasses, and every value of a user passes `check_fields` before it is
+used. What several values may not be together is in `rules` of the dataclass (`dtgpt.util.rules`).
 """
 
 import math
 import operator
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.rules import check_rules
 
 KINDS = {
     int: "a whole number",
@@ -35,16 +38,21 @@ class Bounds:
 
     def problem(self, value: Any) -> str | None:
         """Return what is wrong with a value and what to use instead, None where nothing is."""
+        if all(keeps(value, limit) for limit, keeps, _ in self._limits()):
+            return None
+        return f"is out of range; use {self}{self.also}"
+
+    def _limits(self) -> list[tuple[float, Callable[[Any, Any], bool], str]]:
         limits = [
             (self.at_least, operator.ge, "{} or more"),
             (self.above, operator.gt, "more than {}"),
             (self.at_most, operator.le, "at most {}"),
             (self.below, operator.lt, "less than {}"),
         ]
-        given = [(limit, keeps, words) for limit, keeps, words in limits if limit is not None]
-        if all(keeps(value, limit) for limit, keeps, _ in given):
-            return None
-        return f"is out of range; use {' and '.join(words.format(limit) for limit, _, words in given)}{self.also}"
+        return [(limit, keeps, words) for limit, keeps, words in limits if limit is not None]
+
+    def __str__(self) -> str:
+        return " and ".join(words.format(limit) for limit, _, words in self._limits())
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,21 @@ PATH = Pattern(".+", "is not a path; give one, or leave it out")
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
+    """Raise UserError for the first field that breaks its annotation, then for the first of the `rules` that is broken:
+    those of the sections, then those of the dataclass, which may be about all of them."""
+    check_annotations(config, prefix)
+    check_all_rules(config)
+
+
+def check_all_rules(config: Any) -> None:
+    """Raise UserError for the first broken one of the `rules` of a dataclass's sections, then of its own."""
+    for field in fields(config):
+        if is_dataclass(value := getattr(config, field.name)):
+            check_all_rules(value)
+    check_rules(getattr(config, "rules", ()), config)
+
+
+def check_annotations(config: Any, prefix: str = "") -> None:
     """Raise UserError for the first field whose value does not have its annotated type or is out of its bounds.
 
     A type is one of KINDS, a Literal, a dataclass, whose fields are checked too, or a union of these; fields of other
@@ -74,7 +97,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
         for rule in rules:
             check_value(full_name, value, rule)
         if is_dataclass(hint):
-            check_fields(value, f"{full_name}.")
+            check_annotations(value, f"{full_name}.")
 
 
 def changed_fields(config: Any) -> set[str]:
@@ -90,8 +113,8 @@ def check_value(name: str, value: Any, rule: Bounds | Pattern) -> None:
 
 
 def annotations(config: Any) -> Iterator[tuple[str, Any, list[Bounds | Pattern]]]:
-    """Yield (name, type, rules) of every field of a dataclass."""
-    hints = get_type_hints(type(config), include_extras=True)
+    """Yield (name, type, bounds and patterns) of every field of a dataclass, or of its class."""
+    hints = get_type_hints(config if isinstance(config, type) else type(config), include_extras=True)
     for field in fields(config):
         hint = hints[field.name]
         hint, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)

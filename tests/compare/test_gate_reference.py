@@ -15,7 +15,7 @@ from dtgpt.models import gpt2
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.optim.normuon import NorMuonConfig
+from dtgpt.optim.muon.normuon import NorMuonConfig
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 

@@ -24,7 +24,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import AttentionCore
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.kernels.linear import FEW
-from dtgpt.ops.pointwise.linear import linear, split_sums
+from dtgpt.ops.linear import linear, split_sums
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel import local
 from dtgpt.parallel.build import build_stages, compile_forward

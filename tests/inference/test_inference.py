@@ -13,7 +13,6 @@ from dtgpt.inference import load as loading
 from dtgpt.inference.load import notes_on
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.models.gpt2 import GPT2_124M
-from dtgpt.models.source import load_model
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
@@ -22,7 +21,7 @@ from tests.support import bodies_inference as bodies
 from tests.support.programs import TORCHRUN, run_program
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
-from tests.support.sources import TOLERANCE
+from tests.support.sources import TOLERANCE, load_model
 
 pytestmark = pytest.mark.slow(31)
 

@@ -23,8 +23,8 @@ from dtgpt.interop.inspect import inspect, model_digest
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.source import parameter_shapes
+from dtgpt.ops import rotary_positions as rotary
 from dtgpt.ops.random.philox import root_key
-from dtgpt.ops.rotary import rotary
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import model_values, settle
 from tests.interop.test_interop_huggingface import InMemory, edit, edit_weights, same_logits

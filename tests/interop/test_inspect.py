@@ -12,7 +12,6 @@ from dtgpt.checkpoint.open import open_source
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.inspect import inspect as inspect_path
 from dtgpt.models.decoder import unique_parameters
-from dtgpt.models.source import load_model
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
@@ -21,6 +20,7 @@ from tests.support.bodies_checkpoint import change_state
 from tests.support.megatron_llama_trees import scaled_tree
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
+from tests.support.sources import load_model
 
 SHAPE = "num_layers 2, hidden_size 32, num_heads 2, seq_length 16, vocab_size 257"
 

@@ -11,7 +11,7 @@ from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.llama import check_export
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.models.source import cut, load_model
+from dtgpt.models.source import cut
 from dtgpt.util.errors import UserError
 from dtgpt.util.pickles import open_pickle
 from tests.commands.test_cli import in_process
@@ -21,6 +21,7 @@ from tests.support.megatron_trees import InMemory, assert_same, check
 from tests.support.megatron_trees import make_weights as gpt2_weights
 from tests.support.megatron_trees import write_tree as write_gpt2
 from tests.support.other_architecture import OtherConfig
+from tests.support.sources import load_model
 
 DATA = Path(__file__).parents[1] / "fixtures" / "megatron"
 QWEN3 = replace(CONFIG, tied=True, qk_norm=True)

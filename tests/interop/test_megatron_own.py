@@ -14,7 +14,6 @@ from dtgpt.checkpoint.load import load_weights
 from dtgpt.checkpoint.open import open_source
 from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
-from dtgpt.models.source import load_model
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.errors import UserError
 from dtgpt.util.pickles import open_pickle
@@ -22,6 +21,7 @@ from dtgpt.util.unpickler import StandIn
 from tests.commands.test_cli import in_process
 from tests.support.archives import unpack
 from tests.support.megatron_trees import check, make_weights, write_tree
+from tests.support.sources import load_model
 
 DATA = Path(__file__).parents[1] / "fixtures" / "megatron"
 

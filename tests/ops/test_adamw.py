@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.optim.adamw import AdamW, Slot
-from dtgpt.ops.optim.gradients import Accumulator, squared_norm
+from dtgpt.ops.optim.optimizer import Accumulator, squared_norm
 from tests.support.bodies_adamw import (
     DTYPES,
     SETTINGS,

@@ -7,16 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtgpt.ops.activations import swiglu_reference as swiglu
 from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
 from dtgpt.ops.attention.prompts import write_prompts
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.kernels.decode import blocks
 from dtgpt.ops.kernels.decode.blocks import embed, run_blocks, run_head
-from dtgpt.ops.norm.norm import norm_reference
-from dtgpt.ops.pointwise.swiglu import reference as swiglu
-from dtgpt.ops.rotary.rotary import rotate
-from dtgpt.ops.rotary.table import Rotation, angle_table
+from dtgpt.ops.norms import norm_reference
+from dtgpt.ops.rotary_positions import Rotation, angle_table, rotate
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")

@@ -10,13 +10,13 @@ from dtgpt.models import layers
 from dtgpt.models.binding import bind
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.ops.activations import swiglu
 from dtgpt.ops.fp8 import quantize as module
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum, transposed
 from dtgpt.ops.kernels.decode.blocks import product as decode_product
-from dtgpt.ops.pointwise import swiglu
 from tests.ops.test_norm import needs_triton
 from tests.support.bodies_float8 import (
     E4M3,
@@ -117,7 +117,7 @@ def gelu_without_bias(u: torch.Tensor) -> torch.Tensor:
 
 
 def shifted_swiglu(u: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return swiglu.swiglu(u + bias.to(u.dtype))
+    return swiglu(u + bias.to(u.dtype))
 
 
 @pytest.mark.parametrize("function, width, bias", [

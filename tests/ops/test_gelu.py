@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
+from dtgpt.ops.activations import bias_gelu
 from dtgpt.ops.kernels import bias, pointwise
 from dtgpt.ops.kernels.linear import linear_by_column_sum
-from dtgpt.ops.pointwise import gelu
-from dtgpt.ops.pointwise.linear import linear
+from dtgpt.ops.linear import linear
 from tests.ops.test_norm import interpret, needs_triton
 from tests.support.bodies_norm import check, check_gelu, custom_ops, cut_linear, draw, results
 from tests.support.ranks import pool
@@ -32,7 +32,7 @@ def test_backward_saves_nothing_but_x_and_the_bias():
     x, _, shift, *_ = draw((2, 3), 24, torch.bfloat16)
     x, sizes = x.requires_grad_(), []
     with custom_ops(), torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
-        gelu.bias_gelu(x, shift)
+        bias_gelu(x, shift)
     assert sorted(sizes) == sorted([x.nbytes, shift.nbytes])
 
 
@@ -51,7 +51,7 @@ def test_compiled_equals_eager():
     inputs = [t.requires_grad_() for t in (x, torch.randn(24, 24), shift)]
 
     def layer(x, weight, shift):
-        return gelu.bias_gelu(linear_by_column_sum(x, weight, shift), shift)
+        return bias_gelu(linear_by_column_sum(x, weight, shift), shift)
 
     with custom_ops():
         eager = results(layer, inputs, inputs[:1])
@@ -87,7 +87,7 @@ def test_the_kernels_have_the_values_and_gradients_of_float64(shape, columns, dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_large_values_do_not_overflow(dtype):
     x = torch.tensor([[-6e4, -1e3, -30.0, -8.0, 0.0, 8.0, 1e3, 6e4]], dtype=dtype, device=CUDA).requires_grad_()
-    y = gelu.bias_gelu(x, torch.zeros(8, dtype=dtype, device=CUDA))
+    y = bias_gelu(x, torch.zeros(8, dtype=dtype, device=CUDA))
     (slope,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(y.detach(), x.detach().relu(), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(slope[x != 0], (x > 0).to(dtype)[x != 0], atol=1e-6, rtol=1e-6)
@@ -101,7 +101,7 @@ def test_a_linear_map_on_a_gpu_eager_compiled_and_in_a_graph():
     check(linear, F.linear, [t.detach() for t in inputs])
 
     def layer(x, weight, shift):
-        return gelu.bias_gelu(linear(x, weight, shift), shift)
+        return bias_gelu(linear(x, weight, shift), shift)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -11,8 +11,15 @@ import torch
 from torch.library import opcheck
 
 from dtgpt.ops.kernels import norm as ops
-from dtgpt.ops.norm.norm import norm, norm_and_pass, norm_reference, residual_norm, residual_norm_reference
-from dtgpt.ops.norm.residual import residual, residual_reference
+from dtgpt.ops.norms import (
+    norm,
+    norm_and_pass,
+    norm_reference,
+    residual,
+    residual_norm,
+    residual_norm_reference,
+    residual_reference,
+)
 from dtgpt.ops.serve import split_backward
 from tests.support.bodies_norm import (
     EPS,

@@ -11,9 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dtgpt.interop.hf.llama import read_config
 from dtgpt.ops.kernels import rotary as kernels
-from dtgpt.ops.norm.norm import norm_reference
-from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import angle_table, frequencies, rotation_of
+from dtgpt.ops.norms import norm_reference
+from dtgpt.ops.rotary_positions import angle_table, frequencies, rotary_qkv, rotation_of
 from dtgpt.ops.serve import split_backward
 from tests.ops.test_norm import interpret, needs_triton
 from tests.support.bodies_norm import EPS, ROTATION, capture, check_rotary, custom_ops, results, saved_bytes

@@ -59,9 +59,9 @@ def test_a_compiled_function_has_what_serves_it(example):
 
 PROGRAM = """
 import sys, torch
-from dtgpt.ops.norm.norm import norm
-from dtgpt.ops.pointwise.gelu import bias_gelu
-from dtgpt.ops.pointwise.linear import linear
+from dtgpt.ops.norms import norm
+from dtgpt.ops.activations import bias_gelu
+from dtgpt.ops.linear import linear
 
 def layer(x, weight, gain, bias):
     return bias_gelu(linear(norm(x, gain, bias, 1e-5), weight, None), bias)

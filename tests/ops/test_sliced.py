@@ -6,9 +6,8 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from dtgpt.ops.random.dropout import LEVELS, attention_dropout, attention_mask, keep_mask, threshold
+from dtgpt.ops.random.dropout import LEVELS, attention_dropout, attention_mask, keep_mask, keep_words, threshold
 from dtgpt.ops.random.philox import bits, fold, root_key
-from dtgpt.ops.random.sliced import keep_words
 
 KEYS = fold(root_key(3), "dropout", torch.arange(6))
 

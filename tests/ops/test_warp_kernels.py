@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dtgpt.models.batch import document_bounds
-from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.ops.kernels import devices
 from dtgpt.ops.kernels.attention import flash, flash_launch
+from dtgpt.ops.kernels.attention.window import spans_of_window
 from tests.support.bodies_flash import gradients, inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dtgpt.cli import main
+from dtgpt.compare.rounding import comparable
 from dtgpt.config.execution import DTYPES
 from dtgpt.parallel.graphs import WARM_UP, Graphs, capture
 from dtgpt.train.loop import train
@@ -176,7 +177,7 @@ def curve_of(run: Trainer, steps: int) -> torch.Tensor:
 def weights_of(run: Trainer) -> torch.Tensor:
     """All in one, but the bias of the keys, which moves by rounding alone."""
     config = run.settings.model
-    return torch.cat([config.comparable(shard.name, shard.local).flatten() for shard in run.shards])
+    return torch.cat([comparable(config, shard.name, shard.local).flatten() for shard in run.shards])
 
 
 # (loss, norm, all weights): several times what one and several micro-batches differ by, a fraction of what twenty steps

@@ -18,7 +18,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import Context
 from dtgpt.ops.random.philox import root_key
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.optim.normuon import NorMuonConfig
+from dtgpt.optim.muon.normuon import NorMuonConfig
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.layout import Layout, ParameterLayout, axes_of, slices
 from dtgpt.parallel.local import inference_table

@@ -16,7 +16,7 @@ from torch import Tensor
 from dtgpt.inference.rules.edits import penalize
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import unique_parameters
-from dtgpt.models.gemma3 import Gemma3Config
+from dtgpt.models.families.gemma3 import Gemma3Config
 from dtgpt.models.llama import MLP, LlamaConfig
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.sampling.sample import kept

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.optim.adamw import AdamW, Slot
-from dtgpt.ops.optim.gradients import Accumulator, squared_norm
+from dtgpt.ops.optim.optimizer import Accumulator, squared_norm
 
 SETTINGS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = [(7, 5), (1,), (0, 4), (33,), (64, 65), (4096,), (2, 2049)]  # empty, odd, whole chunks, and a bit more

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from dtgpt.models.batch import document_bounds
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
-from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.ops.kernels.attention import flash, flash_launch
 from dtgpt.ops.kernels.attention.packed import split as split_qkv
+from dtgpt.ops.kernels.attention.window import spans_of_window
 from dtgpt.ops.random.dropout import LEVELS, attention_mask, threshold
 from dtgpt.ops.random.philox import fold, root_key
 from tests.support.interpreter import let_kernels_loop

@@ -1,4 +1,4 @@
-"""What ranks do in tests/optim/test_muon.py."""
+"""What ranks do in tests/optim/muon/test_muon.py."""
 
 from unittest import mock
 

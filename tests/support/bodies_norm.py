@@ -12,16 +12,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from dtgpt.ops import activations, norms
+from dtgpt.ops import rotary_positions as rotary
 from dtgpt.ops.kernels import bias, pointwise
 from dtgpt.ops.kernels import norm as kernels_of_norm
 from dtgpt.ops.kernels import rotary as kernels_of_rotary
 from dtgpt.ops.kernels.linear import linear_by_column_sum
-from dtgpt.ops.norm import norm, residual
-from dtgpt.ops.pointwise import gated, gelu, relu2, swiglu
 from dtgpt.ops.random.dropout import keep_mask
 from dtgpt.ops.random.philox import fold, root_key
-from dtgpt.ops.rotary import rotary
-from dtgpt.ops.rotary.table import Rotation, angle_table
+from dtgpt.ops.rotary_positions import Rotation, angle_table
 from tests.support.interpreter import definitions_of, first_kernels_of, let_kernels_loop
 
 EPS = 1e-5
@@ -125,28 +124,28 @@ def check_norms(
     def added(function: Function, key: Tensor | None) -> Function:
         return lambda x, branch, shift: function(x, branch, shift, key, 0.3, (5, 16))
 
-    check(alone(norm.norm), alone(norm.norm_reference), [x, *vectors])
-    passed = alone(lambda x, *rest: (x, norm.norm_reference(x, *rest)))
-    check(alone(norm.norm_and_pass), passed, [x, *vectors])
-    fast, oracle = norm.residual_norm, norm.residual_norm_reference
+    check(alone(norms.norm), alone(norms.norm_reference), [x, *vectors])
+    passed = alone(lambda x, *rest: (x, norms.norm_reference(x, *rest)))
+    check(alone(norms.norm_and_pass), passed, [x, *vectors])
+    fast, oracle = norms.residual_norm, norms.residual_norm_reference
     for key in (keys_of(shape[0], device), None):
         check(both(fast, key), both(oracle, key), [x, branch, shift, *vectors])
         check(without_shift(fast, key), without_shift(oracle, key), [x, branch, *vectors])
-        sums = residual.residual, residual.residual_reference
+        sums = norms.residual, norms.residual_reference
         if biased:  # once for both norms
             check(*(added(function, key) for function in sums), [x, branch, shift])
 
 
 def check_mask(shape: tuple[int, int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
     x, key = torch.zeros(*shape, columns, dtype=dtype, device=device), keys_of(shape[0], device)
-    kept = residual.residual(x, x + 1, None, key, 0.3, (3, 8)) != 0
+    kept = norms.residual(x, x + 1, None, key, 0.3, (3, 8)) != 0
     assert torch.equal(kept, keep_mask(key, [range(3, 3 + shape[1]), range(8, 8 + columns)], 0.3))
 
 
 def check_gelu(shape: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
     x, _, shift, *_ = draw(shape, columns, dtype, device)
-    check(gelu.bias_gelu, gelu.reference, [2 * x, shift])
-    check(relu2.bias_relu2, relu2.reference, [2 * x, shift])
+    check(activations.bias_gelu, activations.gelu_reference, [2 * x, shift])
+    check(activations.bias_relu2, activations.relu2_reference, [2 * x, shift])
     total = bias.bias_gradient(x)
     assert total.dtype == dtype
     true = x.double().flatten(0, -2).sum(0)
@@ -159,7 +158,7 @@ def check_same_mask(
     """The sum before an RMSNorm is bit for bit that before a LayerNorm, and so is the gradient of what is dropped."""
     x, branch, _, weight, offset = draw(shape, columns, dtype, device)
     leaf, key = branch.requires_grad_(), keys_of(shape[0], device)
-    one, other = (norm.residual_norm(x, leaf, None, weight, bias, EPS, key, 0.3, (3, 8))[0] for bias in (None, offset))
+    one, other = (norms.residual_norm(x, leaf, None, weight, bias, EPS, key, 0.3, (3, 8))[0] for bias in (None, offset))
     assert torch.equal(one, other)
     gradients = [torch.autograd.grad(total, leaf, torch.ones_like(x))[0] for total in (one, other)]
     assert torch.equal(*gradients)
@@ -169,12 +168,14 @@ def check_same_mask(
 
 def check_swiglu(shape: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
     x = 2 * torch.randn(*shape, 2 * columns)
-    check(swiglu.swiglu, swiglu.reference, [x.to(dtype).to(device)])
+    check(activations.swiglu, activations.swiglu_reference, [x.to(dtype).to(device)])
 
 
 def check_geglu(shape: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
     x = 2 * torch.randn(*shape, 2 * columns)
-    check(gated.GATED["gelu_tanh"], lambda x: gated.reference(x, "gelu_tanh"), [x.to(dtype).to(device)])
+    check(
+        activations.GATED["gelu_tanh"], lambda x: activations.gated_reference(x, "gelu_tanh"), [x.to(dtype).to(device)]
+    )
 
 
 ROTATION = Rotation(theta=5e5, factor=8.0, original_length=64)

@@ -23,13 +23,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, COUNTS = ROOT / "dtgpt", ROOT / "tests" / "promises" / "core.json"
 CORE = {  # rooms, and their files as regular expressions
     "models": (
-        r"models/(config|inventory|roles|binding|batch|decoder|layers|gpt2|llama|rotary|windows|source)"
+        r"models/(config|inventory|roles|binding|batch|decoder|layers|gpt2|llama|rotary|source)"
     ),
     "ops": (
-        r"ops/(serve|local_linear|attention/core|attention/window|norm/norm|norm/residual|loss/head|loss/cross_entropy|"
-        r"pointwise/linear|pointwise/gelu|pointwise/swiglu|pointwise/gated|pointwise/activation|pointwise/relu2|"
-        r"rotary/rotary|rotary/table|random/few|random/philox|random/dropout|random/sliced|optim/adamw|"
-        r"optim/optimizer|optim/gradients)"
+        r"ops/(serve|linear|activations|norms|rotary_positions|attention/core|loss/head|loss/cross_entropy|"
+        r"random/philox|random/dropout|optim/adamw|optim/optimizer)"
     ),
     "plan": (
         r"config/(plan|plan_choice)|parallel/(coordinates|mesh|launch|build|tensor|layout|between|fsdp|shards|stages|"
@@ -55,7 +53,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"ops/sampling/(sample|sequences)"
     ),
     "util": (
-        r"util/(console|errors|field_types|storage|hardware|peers|threads|timers|torch_private|seams|matmul)"
+        r"util/(console|errors|field_types|rules|storage|hardware|peers|threads|timers|torch_private|seams|matmul)"
     ),
     "command": (
         r"cli|capabilities|commands/(command|train|generate|model_options|help|launcher)|__init__|__main__"

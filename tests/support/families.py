@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from dtgpt.interop.hf.model import ARCHITECTURES
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.gemma3 import Gemma3Config
-from dtgpt.models.gpt_neo import GPTNeoConfig
-from dtgpt.models.gpt_oss import GptOssConfig
+from dtgpt.models.families.gemma3 import Gemma3Config
+from dtgpt.models.families.gpt_neo import GPTNeoConfig
+from dtgpt.models.families.gpt_oss import GptOssConfig
+from dtgpt.models.families.olmo3 import Olmo3Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.models.olmo3 import Olmo3Config
 from tests.interop.test_interop_huggingface import scatter
 
 SIZES = {

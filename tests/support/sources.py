@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dtgpt.models.source import cut, load_model, parameter_shapes
+from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.source import cut, parameter_shapes
 from dtgpt.util.errors import UserError
 
 TOLERANCE = 1e-5  # fp32, of the largest logit: rounding of other orders of summation
@@ -66,6 +67,15 @@ class Reference(Bare):
             x = x + block.attn.c_proj(torch.cat(heads, 1))
             x = x + block.mlp.c_proj(F.gelu(block.mlp.c_fc(block.ln_2(x)), approximate=approximate))
         return t.ln_f(x) @ t.wte.weight.T
+
+
+@torch.no_grad()
+def load_model(source, device, dtype=torch.float32):
+    """Build a whole model on one device with the weights of `source`."""
+    model = build_model(source.config, device, dtype, key=None).to(dtype)
+    for name, parameter in unique_parameters(model).items():
+        parameter.copy_(source.read(name))
+    return model
 
 
 def filled(source):

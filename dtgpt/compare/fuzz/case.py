@@ -20,12 +20,12 @@ from dtgpt.config.recipe_file import kinds, of_kind
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.gemma3 import Gemma3Config
+from dtgpt.models.families.gemma3 import Gemma3Config
+from dtgpt.models.families.gpt_neo import GPTNeoConfig
+from dtgpt.models.families.gpt_oss import GptOssConfig
+from dtgpt.models.families.olmo3 import Olmo3Config
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.models.gpt_neo import GPTNeoConfig
-from dtgpt.models.gpt_oss import GptOssConfig
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.models.olmo3 import Olmo3Config
 from dtgpt.models.roles import Role, patterns_of
 from dtgpt.parallel.tensor import make_table
 from dtgpt.train.start import checked

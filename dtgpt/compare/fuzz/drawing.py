@@ -15,8 +15,7 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.models.rotary import RotaryConfig
-from dtgpt.models.windows import WindowConfig
+from dtgpt.models.rotary import RotaryConfig, WindowConfig
 from dtgpt.ops.attention.core import Backend, unknown_to
 from dtgpt.ops.random.philox import fold_words
 

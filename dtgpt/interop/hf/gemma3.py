@@ -9,8 +9,8 @@ from dtgpt.interop.hf import llama
 from dtgpt.interop.hf.activation import read_activation, write_activation
 from dtgpt.interop.hf.llama import PREFIX, from_stored, to_stored
 from dtgpt.interop.hf.rope import FULL, SLIDING, read_rope_of_kinds, write_rope_of_kinds
-from dtgpt.models.gemma3 import Gemma3Config
-from dtgpt.models.windows import MOST_KINDS
+from dtgpt.models.families.gemma3 import Gemma3Config
+from dtgpt.models.rotary import MOST_KINDS
 from dtgpt.util.errors import UserError
 
 __all__ = ["BUFFERS", "PREFIX", "from_stored", "read_config", "stored_names", "to_stored", "write_config"]

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from dtgpt.interop.foreign import Rules, check_names, check_rules, checked, epsilon, whole_number
+from dtgpt.interop.foreign import Rules, check_names, check_rules, checked, epsilon, shortest_pattern, whole_number
 from dtgpt.interop.hf.activation import read_activation, write_activation
 from dtgpt.interop.hf.groups import joined, separated
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.gpt_neo import GPTNeoConfig
+from dtgpt.models.families.gpt_neo import GPTNeoConfig
+from dtgpt.models.rotary import MOST_KINDS
 from dtgpt.models.source import Part
-from dtgpt.models.windows import MOST_KINDS, shortest_pattern
 from dtgpt.util.errors import UserError, shown
 
 PREFIX = "transformer."

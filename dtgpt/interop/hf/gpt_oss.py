@@ -15,9 +15,9 @@ from dtgpt.interop.hf import llama
 from dtgpt.interop.hf.llama import PREFIX
 from dtgpt.interop.hf.rope import LENGTH, read_rope, write_rope
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.gpt_oss import GptOssConfig
+from dtgpt.models.families.gpt_oss import GptOssConfig
 from dtgpt.models.source import Part, cut
-from dtgpt.ops.pointwise.gated import LIMIT, SLOPE
+from dtgpt.ops.activations import LIMIT, SLOPE
 from dtgpt.util.errors import UserError
 
 __all__ = ["BUFFERS", "PREFIX", "from_stored", "read_config", "stored_names", "to_stored", "write_config"]

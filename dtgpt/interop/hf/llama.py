@@ -12,15 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from dtgpt.interop.foreign import Rules, check_rules, checked, epsilon, whole_number
+from dtgpt.interop.foreign import Rules, check_rules, checked, epsilon, shortest_pattern, whole_number
 from dtgpt.interop.hf.activation import read_activation, write_activation
 from dtgpt.interop.hf.groups import joined, separated
 from dtgpt.interop.hf.rope import FULL, SLIDING, read_rope, write_rope
 from dtgpt.models.config import LARGEST_SIZE, ModelConfig
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.models.rotary import RotaryConfig
+from dtgpt.models.rotary import LOCAL, MOST_KINDS, RotaryConfig, WindowConfig
 from dtgpt.models.source import Part
-from dtgpt.models.windows import LOCAL, MOST_KINDS, WindowConfig, shortest_pattern
 from dtgpt.util.errors import UserError, shown
 
 PREFIX = "model."

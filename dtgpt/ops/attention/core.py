@@ -87,6 +87,7 @@ def causal_attention(
     if unknown := unknown_to(backend, case.softcap, case.sinks):
         raise ValueError(f"the back end {backend} does not know {unknown}")
     check_inputs(q, k, v, key, spans, rule.sinks)
+    # A window that hides nothing here is none: kernels without one are faster, and have the bits of a model without.
     if rule.window is not None and rule.window >= k.shape[1]:
         rule = rule._replace(window=None)
     kernel = kernel_for(case, backend)
@@ -107,7 +108,7 @@ def defined(
     spans: Tensor | None,
     rule: AttentionRule,
 ) -> Tensor:
-    """Return what `causal_attention` does, from inputs that fit, by `explicit`."""
+    """Return causal attention `[B, T, N, D]` from inputs that fit, by all probabilities."""
     hidden, start = hidden_by(q, k, spans, rule), positions_of(q, k, start)
     return explicit(*by_heads(q, k, v), key, p, start, hidden, rule).transpose(1, 2)
 
@@ -174,8 +175,8 @@ def hidden_columns(
     queries: int, columns: int, device: torch.device, spans: Tensor | None = None, window: int | None = None
 ) -> Tensor:
     """Return bool `[T, S]`, or `[B, 1, T, S]` with spans, True where a query may not attend: to columns after its
-    position, which is i + S - T for query i, before its document, or further back than `window` columns. spans: as of
-    `causal_attention`."""
+    position, which is i + S - T for query i, before its document, or further back than `window` columns. spans: int32
+    `[B, S, 2]`, bounds of documents."""
     column = torch.arange(columns, device=device)
     position = torch.arange(columns - queries, columns, device=device)[:, None]
     hidden = column > position
@@ -222,8 +223,8 @@ def unknown_to(backend: Backend, softcap: bool, sinks: bool) -> str:
 def sdpa(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float | None = None) -> Tensor:
     """Return PyTorch's attention `[B, T, N, D]` of q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`.
 
-    hidden: as of `explicit`; scale: as of `AttentionRule`. PyTorch chooses a kernel by dtype, D and T, so that the
-    choice is the same in every plan.
+    hidden: True where a query may not attend; None: what causality hides. scale: factor of q k^T; None: 1 / sqrt(D).
+    PyTorch chooses a kernel by dtype, D and T, so that the choice is the same in every plan.
     """
     if hidden is None and q.shape[1] < k.shape[1]:  # PyTorch's is_causal puts the first query at the first column
         hidden = hidden_columns(q.shape[1], k.shape[1], q.device)
@@ -242,9 +243,15 @@ def reads_groups(device: torch.device, dtype: torch.dtype, masked: bool) -> bool
 
 
 def explicit(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...],
-    hidden: Tensor | None = None, rule: AttentionRule = PLAIN_RULE,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    p: float,
+    start: tuple[int, ...],
+    hidden: Tensor | None = None,
+    rule: AttentionRule = PLAIN_RULE,
+) -> Tensor:
     """Return attention `[B, N, T, D]` of q `[B, N, T, D]` and k, v `[B, N, S, D]`.
 
     hidden: True where a query may not attend, the rule's window included; None: what causality hides.
@@ -270,7 +277,7 @@ def softmax_by_rule(scores: Tensor, hidden: Tensor, rule: AttentionRule) -> Tens
 
 def check_backend(backend: Backend, dropout: float, head_dim: int, rules: Iterable[tuple[bool, bool]] = ()) -> None:
     """Raise UserError where a recipe's `attention` does not support its model's dropout, head size, or the `rules` of
-    its layers, which are (softcap, sinks) as of `unknown_to`."""
+    its layers, each (whether scores are bounded softly, whether heads have sinks)."""
     if unknown := next(filter(None, (unknown_to(backend, *rule) for rule in rules)), ""):
         raise UserError(
             f"attention={backend} does not know {unknown}, which layers of this model have; use --attention auto"

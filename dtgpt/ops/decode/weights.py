@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dtgpt.ops.pointwise.activation import Name
+from dtgpt.ops.activations import Name
 
 
 class EmbeddingWeights(NamedTuple):
@@ -17,7 +17,7 @@ class EmbeddingWeights(NamedTuple):
 class Rotary(NamedTuple):
     """Rotary positions of q and k, after an RMSNorm of each head where the model has these."""
 
-    table: Tensor  # fp32 [2, P, D / 2]: cosine and sine of `dtgpt.ops.rotary.table.angle_table`
+    table: Tensor  # fp32 [2, P, D / 2]: cosine and sine of `dtgpt.ops.rotary_positions.angle_table`
     q_norm: Tensor | None = None  # [D]; None: no norm
     k_norm: Tensor | None = None
     eps: float = 0.0  # of these norms

@@ -8,17 +8,17 @@ Sharding rule: those of `bias_gelu`, `swiglu` and `quantize`.
 import torch
 from torch import Tensor
 
+from dtgpt.ops.activations import gelu_reference, swiglu_reference
 from dtgpt.ops.fp8 import quantize
 from dtgpt.ops.kernels.bias import reference as column_sum
 from dtgpt.ops.kernels.pointwise import swiglu_backward
-from dtgpt.ops.pointwise import gelu, swiglu
 
 
 def reference_forward(
     x: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, columns: bool
 ) -> tuple[Tensor, Tensor]:
     """Return what `activation_forward` does, in plain torch: the test oracle."""
-    y = swiglu.reference(x) if bias is None else gelu.reference(x, bias)
+    y = swiglu_reference(x) if bias is None else gelu_reference(x, bias)
     return quantize.reference(y, scale, dtype, amax, True, columns, False)[:2]
 
 

@@ -13,8 +13,7 @@ from dtgpt.ops.fp8.parts import quantize_whole
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Site, Sites
-from dtgpt.ops.local_linear import Parts
-from dtgpt.ops.pointwise.linear import linear
+from dtgpt.ops.linear import Parts, linear
 from dtgpt.ops.serve import is_apart
 
 
@@ -101,9 +100,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites, record: bool,
-        into: Parts | None, out: Parts | None,
-    ) -> Tensor:  # fmt: skip
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sites: Sites,
+        record: bool,
+        into: Parts | None,
+        out: Parts | None,
+    ) -> Tensor:
         first, second = sites.input, sites.weight
         xq, xq_t, shape = quantize_whole(x, first, FORWARD, first.amax if record else None, record, into)
         wq, kept = quantized_weight(weight, second, record, record and sites.keeps_weight(xq, weight))

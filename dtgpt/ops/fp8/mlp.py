@@ -9,19 +9,26 @@ sum.
 import torch
 from torch import Tensor
 
+from dtgpt.ops.activations import Name
 from dtgpt.ops.fp8.activation import activation_backward, activation_forward
 from dtgpt.ops.fp8.linear import quantized_weight, transposed_weight
 from dtgpt.ops.fp8.parts import quantize_whole
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Sites
-from dtgpt.ops.local_linear import Parts
-from dtgpt.ops.pointwise.activation import Name, check_bias
+from dtgpt.ops.linear import Parts
 
 
 def fp8_mlp(
-    x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, sites_1: Sites, sites_2: Sites,
-    activation: Name, into: Parts | None = None, out: Parts | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight_1: Tensor,
+    bias: Tensor | None,
+    weight_2: Tensor,
+    sites_1: Sites,
+    sites_2: Sites,
+    activation: Name,
+    into: Parts | None = None,
+    out: Parts | None = None,
+) -> Tensor:
     """Return activation(x weight_1^T) weight_2^T `[.., out]`: "gelu" is gelu_tanh(u + bias), "swiglu" has no bias and
     pairs that lie as of `swiglu`. Raises ValueError for any other one.
 
@@ -29,7 +36,11 @@ def fp8_mlp(
     of one 16-bit dtype. The scales of both sites must be known. into, out: where ranks have cut the matrices, how
     x and the result lie on them.
     """
-    check_bias(activation, bias is not None)
+    if (activation, bias is not None) not in (("gelu", True), ("swiglu", False)):
+        raise ValueError(
+            f"no fused kernel computes the activation {activation} {'without' if bias is None else 'with'} a bias; "
+            "compute it between the two matrices"
+        )
     return _MLP.apply(x, weight_1, bias, weight_2, sites_1, sites_2, sites_1.record, into, out)
 
 
@@ -39,9 +50,17 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, one: Sites, two: Sites, record: bool,
-        into: Parts | None, out: Parts | None,
-    ) -> Tensor:  # fmt: skip
+        ctx,
+        x: Tensor,
+        weight_1: Tensor,
+        bias: Tensor | None,
+        weight_2: Tensor,
+        one: Sites,
+        two: Sites,
+        record: bool,
+        into: Parts | None,
+        out: Parts | None,
+    ) -> Tensor:
         cells = [site.amax if record else None for site in (one.input, two.input)]
         xq, xq_t, shape = quantize_whole(x, one.input, FORWARD, cells[0], record, into)
         wq, kept_1 = quantized_weight(weight_1, one.weight, record, record and one.keeps_weight(xq, weight_1))

@@ -26,9 +26,14 @@ def reference(
 
 
 def product(
-    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype = torch.bfloat16,
-    bias: Tensor | None = None, fast: bool = False,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    inverse_a: Tensor,
+    inverse_b: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> Tensor:
     """Return a b^T * inverse_a * inverse_b + bias `[M, N]` in `dtype`, for a `[M, K]` and b `[N, K]` of 8-bit floats.
 
     inverse_a, inverse_b: fp32 scalar tensors, the inverses of the factors' scales. bias: `[N]` in `dtype`, or None.

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dtgpt.ops.activations import Name, fused_name
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.sites import Sites
-from dtgpt.ops.local_linear import Parts
-from dtgpt.ops.pointwise.activation import Name, fused_name
+from dtgpt.ops.linear import Parts
 
 
 @dataclass(frozen=True)

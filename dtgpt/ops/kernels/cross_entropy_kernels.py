@@ -148,9 +148,19 @@ def terms_kernel(
 
 @triton.jit(do_not_specialize=["targets", "largest", "total", "scale", "rows", "start", "real"])
 def gradient_kernel(
-    logits, targets, largest, total, scale, rows, start, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    CAP: tl.constexpr, SCALES: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    largest,
+    total,
+    scale,
+    rows,
+    start,
+    real,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAP: tl.constexpr,
+    SCALES: tl.constexpr,
+):
     """Replace logits by their gradient, from the statistics of whole rows. SCALES: 1 where each row has one, else 0."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = logits + tl.cast(row, tl.int64) * WIDTH
@@ -162,9 +172,17 @@ def gradient_kernel(
 
 @triton.jit(do_not_specialize=["targets", "losses", "scale", "rows", "real"])
 def loss_kernel(
-    logits, targets, losses, scale, rows, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
+    logits,
+    targets,
+    losses,
+    scale,
+    rows,
+    real,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAP: tl.constexpr,
     SCALES: tl.constexpr,
-):  # fmt: skip
+):
     """Do the work of both kernels above for whole rows, and write losses: a row is read from device memory once. scale
     None: the logits stay."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -193,9 +211,15 @@ def launch_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: fl
 
 
 def launch_gradient(
-    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
+    logits: Tensor,
+    targets: Tensor,
+    largest: Tensor,
+    total: Tensor,
+    scale: Tensor,
+    start: int,
+    real: int,
     cap: float = 0.0,
-) -> None:  # fmt: skip
+) -> None:
     """Replace logits by their gradient; largest, total: fp32 `[rows]` of whole rows; scale: fp32 `[]` or `[rows]`."""
     arguments = targets, largest, total, scale, len(logits), start, real
     _launch(gradient_kernel, logits, *arguments, cap=cap, SCALES=scale.dim())

@@ -13,9 +13,19 @@ ROWS, BLOCKS = 8, 64  # of a tile: 8 rows of 64 x 8 columns
 
 @triton.jit
 def dropout_kernel(
-    x, key, key_stride, out, rows, columns, drop, scale, first_row, first_column,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    x,
+    key,
+    key_stride,
+    out,
+    rows,
+    columns,
+    drop,
+    scale,
+    first_row,
+    first_column,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """Drop elements of x `[B, rows, columns]`; a program takes one tile of a sample."""
     sample = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

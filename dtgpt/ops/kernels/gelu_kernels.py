@@ -1,4 +1,4 @@
-"""Triton kernels of `dtgpt.ops.pointwise.gelu` and `relu2`. Needs Triton.
+"""Triton kernels of `dtgpt.ops.activations` and `relu2`. Needs Triton.
 
 Tiles are taken from the last rows to the first, as in `dtgpt.ops.kernels.norm_kernels`.
 """
@@ -40,9 +40,16 @@ def slope(u):
 
 @triton.jit(do_not_specialize=["rows"])
 def bias_gelu_forward_kernel(
-    x, bias, y, rows, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    x,
+    bias,
+    y,
+    rows,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     RELU2: tl.constexpr,
-):  # fmt: skip
+):
     """Compute y `[rows, F]` from x `[rows, F]` and bias `[F]`."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F
@@ -63,9 +70,18 @@ def bias_gelu_forward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def bias_gelu_backward_kernel(
-    dy, x, bias, dx, partials, rows, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    dy,
+    x,
+    bias,
+    dx,
+    partials,
+    rows,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     RELU2: tl.constexpr,
-):  # fmt: skip
+):
     """Compute dx `[rows, F]`, and partials of dbias `[programs along the rows, F]`, from dy and x `[rows, F]`."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F

@@ -33,6 +33,10 @@ def rounded(a, b):
     if PTX:
         return tl.inline_asm_elementwise(
             "{.reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000;}",
-            "=f,=f,f,f", [a, b], (tl.float32, tl.float32), True, 1,
-        )  # fmt: skip
+            "=f,=f,f,f",
+            [a, b],
+            (tl.float32, tl.float32),
+            True,
+            1,
+        )
     return a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)

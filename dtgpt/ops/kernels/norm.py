@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dtgpt.ops.kernels.bias import bias_gradient
 from dtgpt.ops.kernels.devices import by_triton, may_fuse
-from dtgpt.ops.norm.norm import norm_reference, reciprocal_root, wide
-from dtgpt.ops.norm.residual import residual_reference
+from dtgpt.ops.norms import norm_reference, reciprocal_root, residual_reference, wide
 from dtgpt.ops.random.dropout import dropout
 from dtgpt.ops.serve import Kernel, is_apart
 
@@ -64,9 +63,16 @@ _norm.register_fake(lambda x, weight, bias, eps: _like_statistics(x, bias))
 
 @torch.library.custom_op("dtgpt::residual_norm", mutates_args=(), device_types="cpu")
 def _residual_norm(
-    x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    key: Tensor | None, p: float, start: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    branch: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    key: Tensor | None,
+    p: float,
+    start: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (sum, normed, mean, reciprocal standard deviation)."""
     total = residual_reference(x, branch, branch_bias, key, p, start)
     return total, *_with_statistics(total, weight, bias, eps)
@@ -96,9 +102,17 @@ def rms_norm_gradient(dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> t
 
 @torch.library.custom_op("dtgpt::norm_backward", mutates_args=(), device_types="cpu")
 def _norm_backward(
-    d_normed: Tensor, d_sum: Tensor | None, total: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
-    branch_bias: Tensor | None, key: Tensor | None, p: float, start: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_normed: Tensor,
+    d_sum: Tensor | None,
+    total: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor,
+    branch_bias: Tensor | None,
+    key: Tensor | None,
+    p: float,
+    start: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return (dx, d_branch, dweight, dbias, d_branch_bias).
 
     d_branch is empty without a key (it equals dx), dbias without a mean (that of an RMSNorm), d_branch_bias without a

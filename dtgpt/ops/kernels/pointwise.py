@@ -11,10 +11,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dtgpt.ops.activations import (
+    FUNCTIONS,
+    SLOPE,
+    gated_reference,
+    gelu_reference,
+    relu2_reference,
+    swiglu_reference,
+    wide_pairs,
+)
 from dtgpt.ops.kernels.devices import by_triton, may_fuse, takes_custom_op
-from dtgpt.ops.pointwise import gated, gelu, relu2, swiglu
-from dtgpt.ops.pointwise.gated import FUNCTIONS, SLOPE
-from dtgpt.ops.pointwise.swiglu import wide_pairs
 
 
 def gelu_kernels():
@@ -33,7 +39,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-_bias_gelu = torch.library.custom_op("dtgpt::bias_gelu", gelu.reference, mutates_args=(), device_types="cpu")
+_bias_gelu = torch.library.custom_op("dtgpt::bias_gelu", gelu_reference, mutates_args=(), device_types="cpu")
 _bias_gelu.register_kernel("cuda", lambda x, bias: gelu_kernels().bias_gelu_forward(x, bias))
 _bias_gelu.register_fake(lambda x, bias: x.new_empty(x.shape))
 
@@ -52,7 +58,7 @@ _bias_gelu_backward.register_fake(lambda dy, x, bias: (x.new_empty(x.shape), bia
 
 _bias_gelu.register_autograd(lambda ctx, dy: _bias_gelu_backward(dy, *ctx.saved_tensors), setup_context=_save)
 
-_bias_relu2 = torch.library.custom_op("dtgpt::bias_relu2", relu2.reference, mutates_args=(), device_types="cpu")
+_bias_relu2 = torch.library.custom_op("dtgpt::bias_relu2", relu2_reference, mutates_args=(), device_types="cpu")
 _bias_relu2.register_kernel("cuda", lambda x, bias: gelu_kernels().bias_gelu_forward(x, bias, relu2=True))
 _bias_relu2.register_fake(lambda x, bias: x.new_empty(x.shape))
 
@@ -73,7 +79,7 @@ _bias_relu2_backward.register_fake(lambda dy, x, bias: (x.new_empty(x.shape), bi
 
 _bias_relu2.register_autograd(lambda ctx, dy: _bias_relu2_backward(dy, *ctx.saved_tensors), setup_context=_save)
 
-_swiglu = torch.library.custom_op("dtgpt::swiglu", swiglu.reference, mutates_args=(), device_types="cpu")
+_swiglu = torch.library.custom_op("dtgpt::swiglu", swiglu_reference, mutates_args=(), device_types="cpu")
 _swiglu.register_kernel("cuda", lambda x: swiglu_kernels().swiglu_forward(x))
 _swiglu.register_fake(lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 
@@ -118,7 +124,7 @@ def _plain_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
     return torch.stack([d_gate, d_up], dim=-1).flatten(-2).to(x.dtype)
 
 
-_gated = torch.library.custom_op("dtgpt::gated", gated.reference, mutates_args=(), device_types="cpu")
+_gated = torch.library.custom_op("dtgpt::gated", gated_reference, mutates_args=(), device_types="cpu")
 _gated.register_fake(lambda x, name: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 _gated_backward = torch.library.custom_op("dtgpt::gated_backward", _plain_backward, mutates_args=(), device_types="cpu")
 _gated_backward.register_fake(lambda dy, x, name: x.new_empty(x.shape))
@@ -126,7 +132,7 @@ _gated_backward.register_fake(lambda dy, x, name: x.new_empty(x.shape))
 
 @_gated.register_kernel("cuda")
 def _(x, name):
-    return swiglu_kernels().swiglu_forward(x, gelu=True) if name == "gelu_tanh" else gated.reference(x, name)
+    return swiglu_kernels().swiglu_forward(x, gelu=True) if name == "gelu_tanh" else gated_reference(x, name)
 
 
 @_gated_backward.register_kernel("cuda")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dtgpt.ops.kernels.devices import by_triton, takes_custom_op
 from dtgpt.ops.kernels.norm import like, rms_norm_gradient
-from dtgpt.ops.norm.norm import reciprocal_root
-from dtgpt.ops.rotary.rotary import angles_of, reference, rotate, split_heads, table_of
+from dtgpt.ops.norms import reciprocal_root
+from dtgpt.ops.rotary_positions import angles_of, reference, rotate, split_heads, table_of
 
 
 def kernels():
@@ -24,9 +24,14 @@ def kernels():
 
 @torch.library.custom_op("dtgpt::rotary_qkv", mutates_args=(), device_types="cpu")
 def _rotary(
-    qkv: Tensor, positions: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    rotation: Sequence[float], num_positions: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    positions: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    rotation: Sequence[float],
+    num_positions: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     table = table_of(qkv.shape[-1], rotation, num_positions, qkv.device)
     q, k, v = reference(qkv, positions, table, q_weight, k_weight, eps)
     return q, k, v.clone(memory_format=torch.contiguous_format)
@@ -47,9 +52,17 @@ def _(qkv, *_):
 
 @torch.library.custom_op("dtgpt::rotary_qkv_backward", mutates_args=(), device_types="cpu")
 def _rotary_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, positions: Tensor | None, q_weight: Tensor | None,
-    k_weight: Tensor | None, eps: float, rotation: Sequence[float], num_positions: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor | None,
+    positions: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    rotation: Sequence[float],
+    num_positions: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (d_qkv, dq_weight, dk_weight); qkv is None, and the latter two are empty, without norms."""
     wide = torch.promote_types(dq.dtype, torch.float32)
     cosine, sine = angles_of(table_of(dq.shape[-1], rotation, num_positions, dq.device), positions, dq.shape[1])

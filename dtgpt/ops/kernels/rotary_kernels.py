@@ -1,4 +1,4 @@
-"""Triton kernels of `dtgpt.ops.rotary.rotary`. Needs Triton.
+"""Triton kernels of `dtgpt.ops.rotary_positions`. Needs Triton.
 
 A tile is some tokens of one group: the R heads of q that share a head of k and v, then these two. Its angles are loaded
 once and stay in registers while the program goes over the heads. Gradients of the norms' weights are summed in two

@@ -1,4 +1,4 @@
-"""Triton kernels of `dtgpt.ops.pointwise.swiglu`, and of `gated` with GELU by tanh. Needs Triton.
+"""Triton kernels of `dtgpt.ops.activations`, and of `gated` with GELU by tanh. Needs Triton.
 
 Pairs of gate and up are independent of rows, so that a tensor is a flat sequence of them.
 """

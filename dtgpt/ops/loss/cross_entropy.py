@@ -44,16 +44,13 @@ def cross_entropy(
     """
     rows = logits.flatten(0, -2)
     real = real_columns(rows.shape[-1], vocab_size, start)
-    return _CrossEntropy.apply(rows, targets.flatten(), start, real, group, flat(weights), cap)
+    factors = None if weights is None else weights.flatten()
+    return _CrossEntropy.apply(rows, targets.flatten(), start, real, group, factors, cap)
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:
     """Return C z / sqrt(z^2 + C^2) of logits z and C = cap, whose magnitude is below C; the logits where cap is 0."""
     return logits if cap == 0 else cap * logits * (logits.square() + cap**2).rsqrt()
-
-
-def flat(weights: Tensor | None) -> Tensor | None:
-    return None if weights is None else weights.flatten()
 
 
 def weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
@@ -125,9 +122,15 @@ def local_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: flo
 
 
 def plain_gradient(
-    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
+    logits: Tensor,
+    targets: Tensor,
+    largest: Tensor,
+    total: Tensor,
+    scale: Tensor,
+    start: int,
+    real: int,
     cap: float = 0.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return scale x (softmax - onehot) for this rank's columns, in the logits' dtype, and 0 for padding; scale: fp32,
     one for all rows or `[rows]`."""
     columns = torch.arange(logits.shape[-1], device=logits.device)
@@ -169,9 +172,15 @@ def _row_terms(logits: Tensor, targets: Tensor, start: int, real: int, cap: floa
 
 
 def _to_gradient_(
-    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int,
+    logits: Tensor,
+    targets: Tensor,
+    largest: Tensor,
+    total: Tensor,
+    scale: Tensor,
+    start: int,
+    real: int,
     cap: float = 0.0,
-) -> None:  # fmt: skip
+) -> None:
     """Replace logits `[rows, V_local]` by scale x (softmax - onehot), times the slope of the cap, and by 0 in the
     padding.
 

@@ -13,7 +13,7 @@ is a partial sum, for the caller to reduce; that of the weight is complete.
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dtgpt.ops.linear import linear, linear_into
 from dtgpt.ops.loss import cross_entropy as passes
-from dtgpt.ops.pointwise.linear import linear, linear_into
 from dtgpt.ops.serve import is_apart
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from dtgpt.util.torch_private import is_dtensor
 
 LOGITS_BYTES = 2 << 30  # of a chunk of logits: 21 thousand rows of 50304 in 16 bits
 
 
 class Coupled(NamedTuple):
-    """What a `CoupledLoss` knows of the tokens beside their losses: fields of a batch, as of `models.batch.Batch`."""
+    """What a `CoupledLoss` knows of the tokens beside their losses: fields of a batch."""
 
     weights: Tensor | None  # fp32 [B, N]: factors of the addends of the mean
     by_token: Tensor | None = None  # [B, T, ...]
@@ -74,18 +72,19 @@ def head_loss(
     `vocab_size`. scale: scalar on the device, a factor of the gradients but not of the value returned. It is applied
     before anything is rounded, so that a loss scale keeps fp16 gradients, of the size 1 / (B T V), from underflow.
     weights: fp32 `[B, T]`, factors of the losses before the mean over all B T; None: 1. bias: `[V_local]` of the
-    logits, in x's dtype and cut as the weight is. cap: as of `dtgpt.ops.loss.cross_entropy.capped`. Raises ValueError
+    logits, in x's dtype and cut as the weight is. cap: logits are bounded softly by it; 0: not. Raises ValueError
     for a DTensor with another placement.
     """
     start, group, weight, bias = _local(weight, bias, start, group)
     if is_apart():
         loss = passes.cross_entropy(linear(x, weight, bias), targets, vocab_size, start, group, weights, cap)
         return loss if scale is None else _InPlaceOf.apply(loss, loss.detach(), scale)
-    place = (vocab_size, start, group)
-    arguments = (x.flatten(0, -2), weight, bias, targets.flatten(), *place, passes.flat(weights), cap)
+    x, targets = x.flatten(0, -2), targets.flatten()
+    factors = None if weights is None else weights.flatten()
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _HeadLoss.apply(*arguments, scale)
-    return _loss_alone(*arguments)
+        return _HeadLoss.apply(x, weight, bias, targets, vocab_size, start, group, factors, cap, scale)
+    with torch.no_grad():
+        return passes.weighted(_row_losses(x, weight, bias, targets, vocab_size, start, group, cap), factors).mean()
 
 
 def coupled_loss(
@@ -101,7 +100,7 @@ def coupled_loss(
     cap: float = 0.0,
 ) -> Tensor:
     """Return what `coupled` makes of the losses of tokens. Logits are made twice: for these losses, and for the
-    gradients. Other arguments: as of `head_loss`."""
+    gradients. The other arguments are those of `head_loss`."""
     with torch.no_grad():
         start, group, local, local_bias = _local(weight, bias, 0, None)
         place = (vocab_size, start, group)
@@ -115,23 +114,19 @@ def coupled_loss(
 
 
 def _local(
-    weight: Tensor, bias: Tensor | None, start: int, group: dist.ProcessGroup | None
+    weight: Any, bias: Any, start: int, group: dist.ProcessGroup | None
 ) -> tuple[int, dist.ProcessGroup | None, Tensor, Tensor | None]:
-    """Return (start, group, local weight, local bias): those given, or those of DTensors."""
-    if hasattr(weight, "device_mesh"):  # a DTensor, whose class takes long to import
-        start, group, weight = _local_shard(cast("DTensor", weight))
-        bias = None if bias is None else cast("DTensor", bias).to_local()
-    return start, group, weight, bias
-
-
-def _local_shard(weight: "DTensor") -> tuple[int, dist.ProcessGroup | None, Tensor]:
-    """Return (global index of the first local row, group, local tensor); rows are sharded as by torch.chunk."""
+    """Return (global index of the first local row, group, local weight, local bias): those given, or those of DTensors,
+    whose rows are sharded as by torch.chunk. Raises ValueError for DTensors that lie otherwise."""
+    if not is_dtensor(weight):
+        return start, group, weight, bias
     mesh, placement = weight.device_mesh, weight.placements[0]
+    own_bias = None if bias is None else bias.to_local()
     if mesh.ndim == 1 and placement.is_replicate():
-        return 0, None, weight.to_local()
+        return 0, None, weight.to_local(), own_bias
     if mesh.ndim == 1 and placement.is_shard(0):
         size = math.ceil(len(weight) / mesh.size())
-        return size * mesh.get_local_rank(), mesh.get_group(), weight.to_local()
+        return size * mesh.get_local_rank(), mesh.get_group(), weight.to_local(), own_bias
     raise ValueError(
         f"the head's weight has placements {weight.placements}; it can be sharded by rows over a mesh of one dimension"
     )
@@ -156,15 +151,6 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int, gro
     memory = x.new_empty(chunks[0].stop, len(weight))
     for rows in chunks:
         yield rows, linear_into(x[rows], weight, bias, memory[: rows.stop - rows.start])
-
-
-@torch.no_grad()
-def _loss_alone(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, start: int, group,
-    weights: Tensor | None, cap: float,
-) -> Tensor:  # fmt: skip
-    losses = _row_losses(x, weight, bias, targets, vocab_size, start, group, cap)
-    return passes.weighted(losses, weights).mean()
 
 
 def _row_losses(
@@ -194,11 +180,22 @@ class _InPlaceOf(torch.autograd.Function):
 
 
 class _HeadLoss(torch.autograd.Function):
+    """The mean loss. Forward makes both gradients, while the logits of a chunk are there; backward scales them."""
+
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, start: int, group,
-        weights: Tensor | None, cap: float, scale: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        vocab_size: int,
+        start: int,
+        group,
+        weights: Tensor | None,
+        cap: float,
+        scale: Tensor | None,
+    ) -> Tensor:
         count = len(x)
         scale = x.new_full((), 1 / count, dtype=torch.float32) if scale is None else scale.float() / count
         real = passes.real_columns(len(weight), vocab_size, start)
@@ -206,6 +203,7 @@ class _HeadLoss(torch.autograd.Function):
         dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for rows, logits in _logits(x, weight, bias, vocab_size, group):
             factors = scale if weights is None else scale * weights[rows]
+            # From here on `logits` are their own gradient.
             losses[rows] = _losses_and_gradient_(logits, targets[rows], start, real, group, factors, cap)
             torch.mm(logits, weight, out=dx[rows])
             if ctx.needs_input_grad[1]:

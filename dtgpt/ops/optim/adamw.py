@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtgpt.ops.optim.gradients import DTYPES, checked
+from dtgpt.ops.optim.optimizer import DTYPES, checked
 from dtgpt.ops.serve import Operation
 
 
@@ -31,11 +31,16 @@ class Slot:
 
 
 def reference(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, numbers: Tensor, betas: tuple[float, float],
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    numbers: Tensor,
+    betas: tuple[float, float],
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (master, exp_avg, exp_avg_sq) after a step, in plain torch: the test oracle. numbers: as `AdamW._numbers`
-    returns them."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (master, exp_avg, exp_avg_sq) after a step, in plain torch: the test oracle. numbers: fp32 `[4]`,
+    the factor of gradients, that of decay, the rate, and the root of the second bias correction."""
     scale, kept, rate, root = numbers.unbind()
     gradient = gradient.to(master.dtype) * scale
     exp_avg = exp_avg + (1 - betas[0]) * (gradient - exp_avg)
@@ -68,7 +73,7 @@ def _update(
     skip: Tensor | None,
 ) -> None:
     no_decay = numbers.clone()
-    no_decay[1] = 1
+    no_decay[1] = 1  # the factor that decay applies to weights
     for slot, exp_avg, exp_avg_sq, gradient in zip(slots, exp_avgs, exp_avg_sqs, gradients, strict=True):
         factors = numbers if slot.decay else no_decay
         new = reference(slot.master, exp_avg, exp_avg_sq, gradient, factors, betas, eps)

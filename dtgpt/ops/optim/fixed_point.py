@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.optim.gradients import checked
+from dtgpt.ops.optim.optimizer import checked
 from dtgpt.ops.serve import Operation
 
 LARGEST = 61  # binary logarithm of the largest sum: the other two bits hold the sign and the head's gradient of a table

@@ -4,8 +4,17 @@ Inductor fuses the definition, which is plain torch. Philox runs once for every 
 (each of its four words serves two of them with 16 bits) and leaves one byte, so the kernel that applies the mask reads
 1/16 of the bytes of a bf16 activation. Backward draws the mask again: nothing of the size of the activation is saved.
 
-The masks of attention's probabilities follow a rule that is cheaper where decisions are kept as bits (`sliced`): see
-`attention_dropout`.
+The masks of attention's probabilities follow a rule of their own, which is cheaper where decisions are kept as bits
+(`attention_dropout`). An element (.., row, column) keeps its value where a number of 16 binary digits is at least the
+threshold. The digits of 32 elements that are at one place make a word, so that one logical operation compares that
+digit of 32 elements, and what remains of a draw is Philox. Eight low digits decide only where the eight high ones equal
+the threshold's, so rows SHARING apart and the halves of a group of 64 columns have them in common. Each decision still
+has its exact probability k / 2^16; two with common digits are dependent: both drop with a probability that is larger
+than the square by at most 2^-18.
+
+Column c belongs to group c // 64, half (c % 64) // 32 and lane c % 32, which is at the bit `bit_of_lane` of words. The
+counters of Philox are (4 group + i, row, ..): words of i = 2 half and i = 2 half + 1 are the digits 8 to 15 of a half,
+and those of i = 0 and 1 with the row 2^31 + row % SHARING are the digits 0 to 7 of both halves.
 
 Sharding rule: a shard passes the global index of its first element as `start` and draws its part of the global mask.
 """
@@ -13,20 +22,24 @@ Sharding rule: a shard passes the global index of its first element as `start` a
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dtgpt.ops.random.few import are_few, few_words
-from dtgpt.ops.random.philox import block_words, covering_blocks, fold
-from dtgpt.ops.random.sliced import keep_words, unpack_words
+from dtgpt.ops.random.philox import are_few, block_words, covering_blocks, few_words, fold
 from dtgpt.ops.serve import Operation
 
 LANES = 8  # elements that share one evaluation of Philox
-Site = tuple  # (key [B, 2] or None, p) and, of a shard, its start: see `dtgpt.models.layers.Dropout`
+Site = tuple  # (key [B, 2] or None, p) and, of a shard, the index of its first element
 LEVELS = 1 << 16  # a keep decision compares 16 bits, so p is rounded to a multiple of 2^-16
+# Of attention's probabilities:
+GROUP = 64  # columns whose decisions make a word of int64
+HALF = 32
+SHARING = 128  # rows this far apart have their low digits in common
+LOW_DIGITS = 8
+SHARED_ROWS = 1 << 31  # no row of a tensor: dimensions are below it
 
 
 def threshold(p: float) -> int:
@@ -45,7 +58,7 @@ def keep_bytes(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
     blocks, _ = covering_blocks(last, LANES)
     drop = threshold(p)
     halves = [half for word in block_words(key, leading, blocks) for half in (word & 0xFFFF, word >> 16)]
-    return _as_bits([half >= drop for half in halves])
+    return as_bits([half >= drop for half in halves])
 
 
 def keep_mask(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
@@ -59,21 +72,55 @@ def keep_mask(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
     return unpack_bytes(keep_bytes(key, ranges, p), cut)
 
 
-def pack_bytes(mask: Tensor) -> Tensor:
-    """Return uint8 `[.., ceil(elements / 8)]` for bool `[.., elements]`: bit i of a byte for lane i of its block."""
-    return _as_bits(functional.pad(mask, (0, -mask.shape[-1] % LANES)).unflatten(-1, (-1, LANES)).unbind(-1))
-
-
-def _as_bits(lanes: Sequence[Tensor]) -> Tensor:
+def as_bits(lanes: Sequence[Tensor]) -> Tensor:
     """Return uint8 whose bit i is `lanes[i]`, bool and all of one shape."""
     return functools.reduce(operator.or_, (lane.to(torch.uint8) << i for i, lane in enumerate(lanes)))
 
 
 def unpack_bytes(packed: Tensor, cut: slice) -> Tensor:
-    """Return bool `[.., elements]` for what `keep_bytes` or `pack_bytes` returns. cut: the elements to return of those
+    """Return bool `[.., elements]` for decisions that lie eight to a byte. cut: the elements to return of those
     in all bytes."""
     lanes = torch.arange(LANES, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> lanes) & 1).bool().flatten(-2)[..., cut]
+
+
+def bit_of_lane(lanes: Any) -> Any:
+    """Return the bit, 0 ... 31, of the decisions of `lanes`, 0 ... 31, in a word: the order in which the tensor cores'
+    registers hold columns, so that a kernel need not move them."""
+    return ((lanes & 1) << 4) | (lanes & 8) | ((lanes & 16) >> 2) | ((lanes & 6) >> 1)
+
+
+def keep_words(key: Tensor, ranges: Sequence[range], drop: int) -> Tensor:
+    """Return keep decisions, 64 to a word: int64 `[*key batch, *leading, groups]`, the low half for the first 32 lanes.
+
+    ranges: of two to four dimensions, the last two of which are rows and columns; groups: those of 64 columns that
+    cover the columns. drop: the threshold, how many of 2^16 values drop an element.
+    """
+    *leading, rows, columns = ranges
+    groups, _ = covering_blocks(columns, GROUP)
+    own = _digits(key, [*leading, rows], groups).unflatten(-2, (2, 2)).flatten(-2)  # [.., rows, groups, half, 8]
+    # Bitwise operations, since Inductor would fold % and + into its 32-bit index algebra.
+    row = torch.arange(rows.start, rows.stop, rows.step, device=key.device) & (SHARING - 1)
+    shared = _digits(key, [*leading, row[:SHARING] | SHARED_ROWS], groups)[..., :2, :].flatten(-2).unsqueeze(-2)
+    shared = shared.index_select(-4, torch.arange(len(row), device=key.device) % SHARING)
+    kept = torch.full_like(own[..., 0], (1 << HALF) - 1)
+    for digit in range(16):
+        word = shared[..., digit] if digit < LOW_DIGITS else own[..., digit - LOW_DIGITS]
+        kept = kept & word if drop >> digit & 1 else kept | word
+    return (kept[..., 0] | kept[..., 1] << HALF).contiguous()
+
+
+def _digits(key: Tensor, leading: Sequence[range | Tensor], groups: range) -> Tensor:
+    """Return the words of the four evaluations of each group: int64 `[*key batch, *leading, groups, 4, 4]`."""
+    words = block_words(key, leading, range(4 * groups.start, 4 * groups.stop))
+    return torch.stack(words, dim=-1).unflatten(-2, (len(groups), 4))
+
+
+def unpack_words(words: Tensor, columns: range) -> Tensor:
+    """Return bool `[.., columns]`, True where an element is kept, for what `keep_words` returns for these columns."""
+    lanes = torch.arange(GROUP, device=words.device)
+    kept = (words.unsqueeze(-1) >> (bit_of_lane(lanes % HALF) + (lanes // HALF) * HALF)) & 1
+    return kept.bool().flatten(-2)[..., covering_blocks(columns, GROUP)[1]]
 
 
 def attention_mask(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
@@ -102,7 +149,8 @@ def dropout(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None = None
 
 
 def attention_dropout(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None = None) -> Tensor:
-    """Do what `dropout` does, with `attention_mask`. x: attention's probabilities `[*batch, .., queries, columns]`."""
+    """Return the dropout of probabilities, by the mask that is theirs (`attention_mask`). x: attention's probabilities
+    `[*batch, .., queries, columns]`."""
     return _dropped(x, key, p, start, attention=True)
 
 

@@ -20,16 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.ops.random.few import MULTIPLIERS, ROUNDS, WEYL, are_few, few_words
-
 Part = Sequence[int | range]
 
 MASK = 0xFFFFFFFF
 WORDS = 4  # words that one evaluation yields
+ROUNDS = 10
+MULTIPLIERS, WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 # Philox's multipliers, less 2^32. A word times these stays inside int64, so that neither eager nor compiled C++
 # ever overflows; `_multiply` adds the missing word * 2^32 to the high half.
 MULTIPLIER_0, MULTIPLIER_1 = (multiplier - (1 << 32) for multiplier in MULTIPLIERS)
 WEYL_0, WEYL_1 = WEYL
+# On a CPU, torch takes longer to start an operation than to compute few words. NumPy starts sooner, and both
+# multiplications of a round are one operation of it.
+FEW = 1 << 13  # evaluations; more are left to torch, which has several threads
+LOW_WORD, WORD_BITS = np.uint64(MASK), np.uint64(32)
+FACTORS = np.array(MULTIPLIERS, np.uint64)
+ADDED = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array(WEYL, np.uint64)  # to the key before each round
 # Folding a key uses counters whose last word is this; a tensor's index never reaches it (dimensions < 2^31).
 FOLD = MASK
 
@@ -112,6 +118,35 @@ def block_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -
     words = philox([k.reshape(*k.shape, *[1] * dims) for k in key.unbind(-1)], counter)
     shape = (*key.shape[:-1], *map(len, leading), len(blocks))
     return tuple(w.expand(shape) for w in words)
+
+
+def are_few(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -> bool:
+    """Return whether `few_words` is to draw these words: few of them, of a plain key on the CPU, and not compiled."""
+    if torch.compiler.is_compiling() or type(key) is not Tensor or key.device.type != "cpu":
+        return False
+    return key.numel() // 2 * math.prod(map(len, leading)) * len(blocks) <= FEW
+
+
+def few_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -> Any:
+    """Return the words of `block_words` as an array of uint32, `[*key batch, *leading, blocks, 4]`."""
+    batch, dims = tuple(key.shape[:-1]), len(leading) + 1
+    shape = (*batch, *map(len, leading), len(blocks))
+    counter = np.zeros((4, *shape), np.uint64)
+    for axis, indices in enumerate([blocks, *reversed(leading)]):
+        if isinstance(indices, Tensor):
+            column = indices.numpy()
+        else:
+            column = np.arange(indices.start, indices.stop, indices.step, dtype=np.int64)
+        column = column.astype(np.uint64) & LOW_WORD
+        counter[axis] = column.reshape(-1, *[1] * axis)
+    keys = (key.numpy().astype(np.uint64) + ADDED.reshape(ROUNDS, *[1] * len(batch), 2)) & LOW_WORD
+    keys = np.moveaxis(keys, -1, 1).reshape(ROUNDS, 2, *batch, *[1] * dims)
+    factors = FACTORS.reshape(2, *[1] * len(shape))
+    even, odd = counter[0::2], counter[1::2]  # words 0 and 2, words 1 and 3
+    for words in keys:
+        product = even * factors
+        even, odd = (product >> WORD_BITS)[::-1] ^ odd ^ words, (product & LOW_WORD)[::-1]
+    return np.stack([even[0], odd[0], even[1], odd[1]], axis=-1).astype("<u4")
 
 
 def covering_blocks(r: range, lanes: int) -> tuple[range, slice]:

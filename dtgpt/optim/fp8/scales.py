@@ -23,7 +23,7 @@ from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import inventory
-from dtgpt.models.layers import DeferredBiasLinear, Linear
+from dtgpt.models.layers import Linear
 from dtgpt.models.roles import MATRICES
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import FORMATS, Calibration, Site, Sites
@@ -65,7 +65,7 @@ class Fp8Scales(StepState):
             module = modules.get(name)  # None: of a block on another rank
             if module is None:
                 continue
-            if not isinstance(module, Linear | DeferredBiasLinear):
+            if not isinstance(module, Linear):
                 raise TypeError(f"{name} is a {type(module).__name__}, which does not compute in fp8")
             of_input, of_weight, of_gradient = all_sites[number * len(FORMATS) : (number + 1) * len(FORMATS)]
             sites = Sites(of_input, of_weight, of_gradient, self.calibration)

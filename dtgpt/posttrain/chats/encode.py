@@ -150,9 +150,12 @@ def check_kept(messages: list[Message], text: str) -> None:
 
 
 def render_answers(
-    messages: list[Message], skipped: set[int], renderer: Renderer, special: Collection[str],
+    messages: list[Message],
+    skipped: set[int],
+    renderer: Renderer,
+    special: Collection[str],
     arguments: Mapping[str, Any],
-) -> tuple[str, list[Span]]:  # fmt: skip
+) -> tuple[str, list[Span]]:
     """Return a chat as text, and where its answers are, with what ends them. `skipped`: numbers of messages that do not
     count. Raises ChatError."""
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]

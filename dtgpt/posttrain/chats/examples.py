@@ -40,25 +40,44 @@ def _cycle(words: str) -> list[tuple[str, str]]:
 
 
 KINDS = (  # phrasings of a question, its answer, and pairs to put into both
-    (("What day comes after {}?", "Which day follows {}?", "Tell me the day after {}."), "{1} comes after {0}.",
-     _cycle(DAYS)),
-    (("What month comes after {}?", "Which month follows {}?", "Tell me the month after {}."), "{1} comes after {0}.",
-     _cycle(MONTHS)),
-    (("What is the opposite of {}?", "Which word is the opposite of {}?", "Tell me the opposite of {}."),
-     "The opposite of {0} is {1}.", _pairs(OPPOSITES)),
-    (("What does a {} say?", "Which sound does a {} make?", "Tell me the sound of a {}."), "The {0} says {1}.",
-     _pairs(SOUNDS)),
-    (("What is the capital of {}?", "Which city is the capital of {}?", "Tell me the capital of {}."),
-     "The capital of {0} is {1}.", _pairs(CAPITALS)),
+    (
+        ("What day comes after {}?", "Which day follows {}?", "Tell me the day after {}."),
+        "{1} comes after {0}.",
+        _cycle(DAYS),
+    ),
+    (
+        ("What month comes after {}?", "Which month follows {}?", "Tell me the month after {}."),
+        "{1} comes after {0}.",
+        _cycle(MONTHS),
+    ),
+    (
+        ("What is the opposite of {}?", "Which word is the opposite of {}?", "Tell me the opposite of {}."),
+        "The opposite of {0} is {1}.",
+        _pairs(OPPOSITES),
+    ),
+    (
+        ("What does a {} say?", "Which sound does a {} make?", "Tell me the sound of a {}."),
+        "The {0} says {1}.",
+        _pairs(SOUNDS),
+    ),
+    (
+        ("What is the capital of {}?", "Which city is the capital of {}?", "Tell me the capital of {}."),
+        "The capital of {0} is {1}.",
+        _pairs(CAPITALS),
+    ),
     (("What is {}?", "How much is {}?", "Tell me the sum of {}."), "{0} is {1}.", SUMS),
-)  # fmt: skip
+)
 
 
 def example_chats(seed: int = 1) -> list[list[dict[str, str]]]:
     """Return the chats, of one or two questions each."""
     draw = random.Random(seed)
-    asked = [(phrase.format(pair[0]), answer.format(*pair)) for phrases, answer, pairs in KINDS for pair in pairs
-             for phrase in phrases]  # fmt: skip
+    asked = [
+        (phrase.format(pair[0]), answer.format(*pair))
+        for phrases, answer, pairs in KINDS
+        for pair in pairs
+        for phrase in phrases
+    ]
     draw.shuffle(asked)
     held_out, known = asked[: len(asked) // 10], asked[len(asked) // 10 :]
     chats = []
@@ -78,7 +97,12 @@ def prepare_examples(prefix: Path, tokenizer: Path) -> None:
     chats, template = prefix.with_suffix(".jsonl"), prefix.with_suffix(".jinja")
     write_text(chats, "".join(json.dumps({"messages": chat}) + "\n" for chat in example_chats()))
     write_text(template, TEMPLATE.source)
-    prepare(PrepareConfig(
-        input=(str(chats),), chat=True, chat_template=str(template), output_prefix=str(prefix),
-        tokenizer=str(tokenizer),
-    ))  # fmt: skip
+    prepare(
+        PrepareConfig(
+            input=(str(chats),),
+            chat=True,
+            chat_template=str(template),
+            output_prefix=str(prefix),
+            tokenizer=str(tokenizer),
+        )
+    )

@@ -17,20 +17,49 @@ from dtgpt.posttrain.chats.template import ChatError, Message
 from dtgpt.util.errors import shown
 
 ROLES = ("system", "developer", "user", "assistant")
-FROM = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
-        "assistant": "assistant", "system": "system"}  # fmt: skip
+FROM = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
 TOOLS = ("tool_calls", "function_call", "tools", "functions", "tool_call_id")
 # Marks of several libraries on an answer: the value with which it counts; the other one keeps it out of the loss.
-MARKS = {"weight": True, "training": True, "train": True, "trainable": True, "train_on_turn": True, "loss": True,
-         "loss_mask": True, "masked": False}  # fmt: skip
+MARKS = {
+    "weight": True,
+    "training": True,
+    "train": True,
+    "trainable": True,
+    "train_on_turn": True,
+    "loss": True,
+    "loss_mask": True,
+    "masked": False,
+}
 UNREAD_MARKS = ("training_detail", "train_detail", "mask", "ignore")  # of parts of an answer, or of either meaning
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # of an answer; templates read the first two
 ARGUMENTS = "chat_template_kwargs"
 USED = ("system", ARGUMENTS, *TOOLS, *MARKS, *UNREAD_MARKS)  # keys of a row beside those of its messages
 # What renders a chat has these arguments of its own: they are no variables of a template, or say what dtgpt decides.
-RESERVED = ("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
-            "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
-            "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")  # fmt: skip
+RESERVED = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
 FORMS = "messages (OpenAI), conversations (ShareGPT), or prompt and completion"
 
 

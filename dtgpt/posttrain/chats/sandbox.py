@@ -86,9 +86,7 @@ def make_environment() -> Any:
         raise Refused(str(message))
 
     def to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )  # fmt: skip
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
@@ -119,9 +117,14 @@ def render(template: Any, arguments: dict[str, Any]) -> tuple[str, list[tuple[in
 def describe(error: BaseException) -> dict[str, str]:
     """Return the answer about an error."""
     kinds = (
-        (Refused, "refused"), (SecurityError, "security"), (TooLong, "long"), (MemoryError, "memory"),
-        (jinja2.TemplateSyntaxError, "syntax"), (OverflowError, "range"), (RecursionError, "memory"),
-    )  # fmt: skip
+        (Refused, "refused"),
+        (SecurityError, "security"),
+        (TooLong, "long"),
+        (MemoryError, "memory"),
+        (jinja2.TemplateSyntaxError, "syntax"),
+        (OverflowError, "range"),
+        (RecursionError, "memory"),
+    )
     kind = next((kind for found, kind in kinds if isinstance(error, found)), "failed")
     reason = f"{type(error).__name__}: {error}" if kind == "failed" else str(error)
     return {"error": kind, "reason": reason[:300]}

@@ -99,17 +99,22 @@ class Renderer:
             self._start()
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, arguments: Mapping[str, Any] = NONE,
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        arguments: Mapping[str, Any] = NONE,
         left: Callable[[], bool] = nobody_leaves,
-    ) -> Rendered:  # fmt: skip
+    ) -> Rendered:
         """Return a chat as text; with the beginning of an answer where a prompt is wanted. arguments: variables of the
         template beside the messages. Raises UserError."""
         return self.render_each([(messages, add_generation_prompt)], arguments, left)[0]
 
     def render_each(
-        self, chats: Sequence[tuple[Sequence[Message], bool]], arguments: Mapping[str, Any] = NONE,
+        self,
+        chats: Sequence[tuple[Sequence[Message], bool]],
+        arguments: Mapping[str, Any] = NONE,
         left: Callable[[], bool] = nobody_leaves,
-    ) -> list[Rendered]:  # fmt: skip
+    ) -> list[Rendered]:
         """Return several chats, each with whether the beginning of an answer follows. `left`: whether nobody waits for
         them any more, which ends the process. Raises UserError."""
         own = {"tools": None, "documents": None, **arguments}
@@ -131,10 +136,13 @@ class Renderer:
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(SANDBOX)], stdin=theirs.fileno(), stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL, env=kept | {"PYTHONIOENCODING": "utf-8"},
+                [sys.executable, "-P", str(SANDBOX)],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                env=kept | {"PYTHONIOENCODING": "utf-8"},
                 start_new_session=True,  # ^C in a terminal is not for it
-            )  # fmt: skip
+            )
         self._end = finalize(self, end_process, self._process, self._channel)
         self.marks_answers = self._ask({"template": self.template.source, "tokens": self.template.tokens})["blocks"]
 

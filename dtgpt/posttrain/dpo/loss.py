@@ -63,9 +63,13 @@ class PreferenceLoss:
     group: the ranks that have the other tokens of this rank's samples; None: it has all of them."""
 
     def __init__(
-        self, kind: "Kind", beta: float, label_smoothing: float, device: torch.device,
+        self,
+        kind: "Kind",
+        beta: float,
+        label_smoothing: float,
+        device: torch.device,
         group: dist.ProcessGroup | None = None,
-    ):  # fmt: skip
+    ):
         self.kind, self.beta, self.label_smoothing, self.group = kind, beta, label_smoothing, group
         self.totals = torch.zeros(len(FIGURES), dtype=torch.float64, device=device)
 

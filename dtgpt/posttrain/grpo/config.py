@@ -19,8 +19,12 @@ MOST = 128  # answers to a prompt, as many as the engine gives
 Message = dict[str, str]  # with the keys role and content
 # Options without which answers are drawn, beside other objectives.
 EXCLUDED = (
-    "rampup_batch_size", "data.overfit", "data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss",
-)  # fmt: skip
+    "rampup_batch_size",
+    "data.overfit",
+    "data.reset_position_ids",
+    "data.reset_attention_mask",
+    "data.eod_mask_loss",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

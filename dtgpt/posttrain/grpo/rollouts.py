@@ -180,9 +180,16 @@ class Rollouts:
             )
         graphs = settings.graphs and self.alone and not settings.freezes_weights
         make = partial(
-            Engine, self.stages, mesh, config, settings.dtype, slots=slots,
-            vocab_size=min(self.tokenizer.vocab_size, config.vocab_size), timeout=self.timeout, graphs=graphs,
-        )  # fmt: skip
+            Engine,
+            self.stages,
+            mesh,
+            config,
+            settings.dtype,
+            slots=slots,
+            vocab_size=min(self.tokenizer.vocab_size, config.vocab_size),
+            timeout=self.timeout,
+            graphs=graphs,
+        )
         try:
             engine = make(exact=self.exact)
         except UserError:  # the kernels do not know a function in the blocks
@@ -249,9 +256,11 @@ class Rollouts:
                 "a smaller --grpo.max_new_tokens or a larger --seq_length"
             )
         options = Options(
-            max_new_tokens=grpo.max_new_tokens, num_return_sequences=grpo.group, seed=self.seed,
+            max_new_tokens=grpo.max_new_tokens,
+            num_return_sequences=grpo.group,
+            seed=self.seed,
             stop_strings=(grpo.stop,) if grpo.stop else (),
-        )  # fmt: skip
+        )
         return text, PromptJob(ids, options, index, stops=ends)
 
     def _rewarded(self, job: PromptJob, prompt: str, found: Completion) -> Answer:

@@ -69,8 +69,11 @@ def check_same_adapter(checkpoint: Checkpoint, wanted: Mapping[str, Any] | None)
     if wanted is None:
         return
     facts = _facts(checkpoint)
-    differences = [f"{name} {facts[name]} there, {wanted[name]} here" for name in ("rank", "alpha", "targets")
-                   if facts[name] != wanted[name]]  # fmt: skip
+    differences = [
+        f"{name} {facts[name]} there, {wanted[name]} here"
+        for name in ("rank", "alpha", "targets")
+        if facts[name] != wanted[name]
+    ]
     if differences:
         raise UserError(
             f"{checkpoint.folder} has other adapters: {'; '.join(differences)}; give the same --lora values"

@@ -12,7 +12,7 @@ from dtgpt.config.sections import LossScaleConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.optim.muon import MuonConfig
-from dtgpt.optim.normuon import NorMuonConfig
+from dtgpt.optim.muon.normuon import NorMuonConfig
 from dtgpt.util.errors import UserError
 from tests.support.bodies_exact import (
     bits_of_steps,

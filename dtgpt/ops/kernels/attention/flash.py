@@ -5,8 +5,8 @@ a running maximum and sum of the softmax instead of a `[T, T]` tensor. Backward 
 the saved logarithm of the sum, in one kernel for dk and dv and one for dq. Keep decisions of dropout are drawn once, as
 bits, and saved for backward, since Philox takes longer than reading them. With document bounds, tiles outside of all
 documents of their queries are skipped, so that time falls with the length of documents. A sliding window is given as
-such bounds, too (`dtgpt.ops.attention.window`). An attention sink begins the running sums of its head, as a first
-column without a value: backward needs nothing else for the others, and its own gradient follows from saved sums.
+such bounds, too (`dtgpt.ops.kernels.attention.window`). An attention sink begins the running sums of its head, as a
+first column without a value: backward needs nothing else for the others, and its own gradient follows from saved sums.
 
 Reference: `reference`, which computes where the kernels of `flash_launch` do not, as for heads beyond `largest_head`.
 Sharding rule: samples and heads may be sharded, each shard a plain tensor. A shard of the heads passes the global index
@@ -17,6 +17,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from dtgpt.ops.attention.core import by_heads, hidden_columns
 from dtgpt.ops.kernels.attention.flash_launch import (
@@ -31,14 +32,19 @@ from dtgpt.ops.kernels.attention.packed import are_packed
 from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.random.dropout import (
     LANES,
+    as_bits,
     attention_dropout,
     attention_mask,
     keep_scale,
-    pack_bytes,
     threshold,
     unpack_bytes,
 )
 from dtgpt.ops.serve import Operation
+
+
+def pack_bytes(mask: Tensor) -> Tensor:
+    """Return uint8 `[.., ceil(elements / 8)]` for bool `[.., elements]`: bit i of a byte for lane i of its block."""
+    return as_bits(functional.pad(mask, (0, -mask.shape[-1] % LANES)).unflatten(-1, (-1, LANES)).unbind(-1))
 
 
 def _scores(

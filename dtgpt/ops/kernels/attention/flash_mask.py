@@ -5,7 +5,7 @@ begins with *words of queries*: word (g, query) holds the decisions of a query f
 of columns* follow: word (h, column) holds those of the queries 64 h to 64 h + 63 for one column. Each kernel reads the
 words that belong to one thread's rows of its tiles. Where S = T, words that causality hides whole are left out.
 
-The decisions, and the bits of a word of queries, are those of `dtgpt.ops.random.sliced`; words of columns have the
+The decisions, and the bits of a word of queries, are those of `dtgpt.ops.random.dropout`; words of columns have the
 same order of bits. One thread draws whole words of queries that share low digits, and all of Philox that depends on the
 column alone is scalar. Reading a decision costs a test and a select. A warp transposes 32 words.
 """
@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 from dtgpt.ops.kernels.triton_philox import philox
-from dtgpt.ops.random import sliced
+from dtgpt.ops.random import dropout
 
 WORD = tl.constexpr(64)  # columns or queries that share a word of keep decisions
-DRAWN = tl.constexpr(sliced.SHARING)  # queries whose words a program draws at a time, one a thread
-SHARED_ROWS = tl.constexpr(sliced.SHARED_ROWS)
-LOW_DIGITS = tl.constexpr(sliced.LOW_DIGITS)
+DRAWN = tl.constexpr(dropout.SHARING)  # queries whose words a program draws at a time, one a thread
+SHARED_ROWS = tl.constexpr(dropout.SHARED_ROWS)
+LOW_DIGITS = tl.constexpr(dropout.LOW_DIGITS)
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _decide(kept, words, drop, digit: tl.constexpr):
 @triton.jit
 def _shared_digits(k0, k1, rows, group, head, drop):
     """Return uint32 `[R]`: decisions for the positions `rows [R]` of queries by the eight digits that they share with
-    others, see `dtgpt.ops.random.sliced`; the same for both halves of a word."""
+    others, see `dtgpt.ops.random.dropout`; the same for both halves of a word."""
     kept = tl.full(rows.shape, 0xFFFFFFFF, tl.uint32)
     zero = tl.full((), 0, tl.uint32)
     row = rows.to(tl.uint32) % DRAWN + SHARED_ROWS
@@ -152,9 +152,20 @@ def zero_dropped(p, low, high, lanes):
 
 @triton.jit(do_not_specialize=["start", "drop"])
 def draw_kernel(
-    key, stride_sample, stride_word, words, spans, T, earlier, N, count, start, drop,
-    SHUFFLE: tl.constexpr, SPANS: tl.constexpr,
-):  # fmt: skip
+    key,
+    stride_sample,
+    stride_word,
+    words,
+    spans,
+    T,
+    earlier,
+    N,
+    count,
+    start,
+    drop,
+    SHUFFLE: tl.constexpr,
+    SPANS: tl.constexpr,
+):
     """Draw the decisions of all queries that see a group of 64 columns. Grid (B N, ceil(S / 64))."""
     S = T if earlier is None else T + earlier
     place, group = tl.program_id(0), tl.program_id(1)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.core import AttentionRule, Case, by_heads, hidden_by, positions_of
-from dtgpt.ops.attention.window import spans_of_window
 from dtgpt.ops.kernels.attention.flash import flash_attention
 from dtgpt.ops.kernels.attention.flash_launch import largest_head
 from dtgpt.ops.kernels.attention.packed import split, takes_split
+from dtgpt.ops.kernels.attention.window import spans_of_window
 from dtgpt.ops.kernels.devices import by_triton, why_below, why_no_build
 from dtgpt.ops.kernels.fused_softmax.softmax import scaled_masked_softmax
 from dtgpt.ops.serve import Kernel

@@ -43,9 +43,14 @@ class Stream(NamedTuple):
 
 
 def run_blocks(
-    x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor,
-    positions: Tensor, add: Callable[[Tensor], Tensor] | None = None,
-) -> Stream:  # fmt: skip
+    x: Tensor,
+    blocks: Sequence[BlockWeights],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    slots: Tensor,
+    positions: Tensor,
+    add: Callable[[Tensor], Tensor] | None = None,
+) -> Stream:
     """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, and write the new tokens' k and v. add: from
     addends `[M, H]` of tensor-parallel ranks their sum, rounded as training rounds it. Other arguments are those of
     `dtgpt.ops.kernels.decode.blocks.run_blocks`."""

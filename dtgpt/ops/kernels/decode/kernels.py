@@ -60,9 +60,20 @@ def embed_kernel(tokens, positions, table, places, out, H, BLOCK: tl.constexpr):
 
 @triton.jit
 def norm_kernel(
-    x, branch, branch_bias, weight, bias, total, out, rows, H, eps,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    branch,
+    branch_bias,
+    weight,
+    bias,
+    total,
+    out,
+    rows,
+    H,
+    eps,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Write total = x + (sum over the groups of `branch` + its bias), and out = LayerNorm(total), of one row; bias
     None: RMSNorm(total).
 
@@ -118,11 +129,30 @@ def load_tile(source, at, start, inside, row, TILES: tl.constexpr):
 
 @triton.jit
 def product_kernel(
-    x, weight, bias, out, keys, values, slots, positions, rows, columns, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
-    TILES: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    out,
+    keys,
+    values,
+    slots,
+    positions,
+    rows,
+    columns,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    EVEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PDL: tl.constexpr,
+    EXACT: tl.constexpr,
+    TILES: tl.constexpr,
+    EACH: tl.constexpr,
+):
     """Write x w^T for a tile of rows and columns, x `[M, K]`, weight `[N, K]`; where TILES both are descriptors.
 
     EPILOGUE: "groups" writes the sums of the program's EACH groups of K to out fp32 `[groups, M, N]`; "logits" one

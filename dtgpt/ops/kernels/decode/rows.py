@@ -95,8 +95,12 @@ def most_rows(sizes: Sizes, ctas: int) -> int:
     small = max(sizes.hidden, sizes.inner, sizes.width) <= MOST_LARGE and sizes.length <= LONGEST
     known = small and sizes.head in (64, 128) and heads <= 10 * sizes.kv_heads and sizes.head * heads == sizes.packed
     unit = 1 + sizes.gated  # rows of a weight that stay together
-    products = ((sizes.packed, sizes.hidden), (sizes.hidden, sizes.width), (unit * sizes.inner, sizes.hidden),
-                (sizes.hidden, sizes.inner))  # fmt: skip
+    products = (
+        (sizes.packed, sizes.hidden),
+        (sizes.hidden, sizes.width),
+        (unit * sizes.inner, sizes.hidden),
+        (sizes.hidden, sizes.inner),
+    )
     if not known or any(size % (SEGMENT // 2) for _, size in products):
         return 0
 
@@ -137,10 +141,20 @@ def sizes_of(block: BlockWeights, keys: Tensor, ranks: int = 1) -> Sizes:
     (hidden, width), inner, rotary = block.proj.shape, block.out.shape[1], block.rotary
     there = [bias is not None for bias in (block.qkv_bias, block.proj_bias, block.fc_bias, block.out_bias)]
     return Sizes(
-        TYPES[keys.dtype], hidden, inner, len(block.qkv), width, head, kv_heads, length, ranks,
-        rms=int(block.norm_1_bias is None), gated=int(block.activation == "swiglu"),
-        rotary=0 if rotary is None else 1 + rotary.normalises(), biases=any(there) + all(there),
-    )  # fmt: skip
+        TYPES[keys.dtype],
+        hidden,
+        inner,
+        len(block.qkv),
+        width,
+        head,
+        kv_heads,
+        length,
+        ranks,
+        rms=int(block.norm_1_bias is None),
+        gated=int(block.activation == "swiglu"),
+        rotary=0 if rotary is None else 1 + rotary.normalises(),
+        biases=any(there) + all(there),
+    )
 
 
 def why_no_rows(device: torch.device) -> str | None:
@@ -173,9 +187,15 @@ class RowKernels:
             self._launch[name] = function
 
     def run(
-        self, x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
-        slots: Tensor, positions: Tensor, exchange: Exchange | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        blocks: Sequence[BlockWeights],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        slots: Tensor,
+        positions: Tensor,
+        exchange: Exchange | None = None,
+    ) -> Tensor:
         """Return the residual stream `[M, H]` after `blocks`, M up to `most_rows`; arguments as of `run_blocks`, blocks
         such as `serves` accepts. `exchange`: of tensor-parallel ranks. Raises RuntimeError where CUDA refuses a launch.
 

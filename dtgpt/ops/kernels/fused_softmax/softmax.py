@@ -127,9 +127,16 @@ def plain_forward(
 
 
 def plain_backward(
-    grad: Tensor, saved: Tensor, log_sums: Tensor, mask: Tensor | None, key: Tensor | None,
-    scale: float, causal: bool, p: float, start: Sequence[int],
-) -> Tensor:  # fmt: skip
+    grad: Tensor,
+    saved: Tensor,
+    log_sums: Tensor,
+    mask: Tensor | None,
+    key: Tensor | None,
+    scale: float,
+    causal: bool,
+    p: float,
+    start: Sequence[int],
+) -> Tensor:
     """Return the gradient of the scores. saved: the probabilities or, under dropout, the scores."""
     hidden = _hidden(saved, "causal" if causal else mask)
     probabilities, grad = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (saved, grad))
@@ -144,9 +151,15 @@ def plain_backward(
 
 
 def cuda_forward(
-    scores: Tensor, mask: Tensor | None, key: Tensor | None, scale: float, causal: bool, p: float, start: Sequence[int],
+    scores: Tensor,
+    mask: Tensor | None,
+    key: Tensor | None,
+    scale: float,
+    causal: bool,
+    p: float,
+    start: Sequence[int],
     how: SoftmaxLaunch = FORWARD,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     if not serves(scores, scale, start):
         return _compiled(plain_forward, has_triton(scores))(scores, mask, key, scale, causal, p, start)
     scores, (mask, key) = scores.contiguous(), _contiguous(mask, key)
@@ -156,9 +169,17 @@ def cuda_forward(
 
 
 def cuda_backward(
-    grad: Tensor, saved: Tensor, log_sums: Tensor, mask: Tensor | None, key: Tensor | None,
-    scale: float, causal: bool, p: float, start: Sequence[int], how: SoftmaxLaunch = BACKWARD,
-) -> Tensor:  # fmt: skip
+    grad: Tensor,
+    saved: Tensor,
+    log_sums: Tensor,
+    mask: Tensor | None,
+    key: Tensor | None,
+    scale: float,
+    causal: bool,
+    p: float,
+    start: Sequence[int],
+    how: SoftmaxLaunch = BACKWARD,
+) -> Tensor:
     if not serves(saved, scale, start):
         return _compiled(plain_backward, has_triton(saved))(grad, saved, log_sums, mask, key, scale, causal, p, start)
     grad, saved, (mask, key) = grad.contiguous(), saved.contiguous(), _contiguous(mask, key)

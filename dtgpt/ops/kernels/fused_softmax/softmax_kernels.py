@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.random.dropout import keep_scale, threshold
-from dtgpt.ops.random.sliced import HALF
+from dtgpt.ops.random.dropout import HALF, keep_scale, threshold
 from dtgpt.util.extension import library
 
 LONGEST = 16384  # columns of a row that a block holds in registers
@@ -61,9 +60,18 @@ def serves(scores: Tensor, scale: float, start: Sequence[int]) -> bool:
 
 
 def launch(
-    how: SoftmaxLaunch, input: Tensor, grad: Tensor | None, result: Tensor, log_sums: Tensor, mask: Tensor | None,
-    key: Tensor | None, scale: float, causal: bool, p: float, start: Sequence[int],
-) -> None:  # fmt: skip
+    how: SoftmaxLaunch,
+    input: Tensor,
+    grad: Tensor | None,
+    result: Tensor,
+    log_sums: Tensor,
+    mask: Tensor | None,
+    key: Tensor | None,
+    scale: float,
+    causal: bool,
+    p: float,
+    start: Sequence[int],
+) -> None:
     """Write `result` and, in forward under dropout, `log_sums`. All tensors are contiguous; a `grad` means backward.
 
     Raises RuntimeError where CUDA refuses the launch.

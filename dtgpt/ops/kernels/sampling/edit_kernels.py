@@ -77,9 +77,19 @@ def ban_repeated_ngrams(line, history, length, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["positions"])
 def edit_kernel(
-    logits, stride, tokens, places, history, positions, parameters, slots,
-    EDITS: tl.constexpr, NGRAMS: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr,
-):  # fmt: skip
+    logits,
+    stride,
+    tokens,
+    places,
+    history,
+    positions,
+    parameters,
+    slots,
+    EDITS: tl.constexpr,
+    NGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COMPARED: tl.constexpr,
+):
     """Apply the rules to a row of logits fp32 `[B, V]`. history: `[S, positions]`; places: that of each last token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -115,7 +125,18 @@ def launch_edits(logits: Tensor, sequences: Sequences, slots: Tensor, variant: V
     edited = logits.to(torch.float32, copy=True).contiguous()
     token, position, history, parameters = sequences
     edit_kernel[(len(slots),)](
-        edited, edited.stride(0), token, position, history, history.shape[1], parameters, slots, EDITS=variant.edits,
-        NGRAMS=variant.ngram > 0, BLOCK=BLOCK, COMPARED=COMPARED, num_warps=WARPS,
-    )  # fmt: skip
+        edited,
+        edited.stride(0),
+        token,
+        position,
+        history,
+        history.shape[1],
+        parameters,
+        slots,
+        EDITS=variant.edits,
+        NGRAMS=variant.ngram > 0,
+        BLOCK=BLOCK,
+        COMPARED=COMPARED,
+        num_warps=WARPS,
+    )
     return edited

@@ -33,11 +33,10 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles, role_of
-from dtgpt.ops.pointwise.relu2 import bias_relu2
-from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import Rotation
-from dtgpt.util.errors import UserError
+from dtgpt.ops.activations import bias_relu2
+from dtgpt.ops.rotary_positions import Rotation, rotary_qkv
 from dtgpt.util.field_types import Bounds
+from dtgpt.util.rules import Rule, Rules, Where
 
 ROLES: Roles = {
     "embedding.tokens": Role.VOCABULARY,
@@ -57,6 +56,11 @@ ROLES: Roles = {
 }
 
 
+def rotates_no_half(config: ModelConfig) -> bool:
+    """Heads are not of a multiple of 4 from 8 on."""
+    return config.head_dim % 4 > 0 or config.head_dim < 8
+
+
 @dataclass(frozen=True, kw_only=True)
 class Track3Config(ModelConfig):
     """The shape of the model; `TRACK3` below is that of the records."""
@@ -64,6 +68,14 @@ class Track3Config(ModelConfig):
     architecture: ClassVar[str] = "track3"
     roles: ClassVar[Roles] = ROLES
     tied = False
+    rules: ClassVar[Rules] = (
+        *ModelConfig.rules,
+        Rule(
+            "model.hidden_size={hidden_size} and model.num_heads={num_heads} make heads of {head_dim}, of which half "
+            "of the columns rotate in pairs; use heads of a multiple of 4 from 8 on",
+            Where("head_dim", rotates_no_half),
+        ),
+    )
 
     init_std: Annotated[
         float,
@@ -74,14 +86,6 @@ class Track3Config(ModelConfig):
     rope_theta: Annotated[float, "base: the lowest of the frequencies above 0 is 1 / rope_theta", Bounds(1)] = 1024.0
     attention_scale: Annotated[float, "factor of the attention scores", Bounds(above=0)] = 0.12
     logit_cap: Annotated[float, "logits z become C z / sqrt(z^2 + C^2), C being this; 0: they stay", Bounds(0)] = 15.0
-
-    def check_heads(self) -> None:
-        super().check_heads()
-        if self.head_dim % 4 or self.head_dim < 8:
-            raise UserError(
-                f"model.hidden_size={self.hidden_size} and model.num_heads={self.num_heads} make heads of "
-                f"{self.head_dim}, of which half of the columns rotate in pairs; use heads of a multiple of 4 from 8 on"
-            )
 
     @property
     def rotation(self) -> Rotation:

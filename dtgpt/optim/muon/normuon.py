@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from dtgpt.optim.muon import Muon, MuonConfig
+from dtgpt.optim.muon.muon import Muon, MuonConfig
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.field_types import Bounds, Pattern
 

@@ -19,9 +19,9 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Rows, Shape, inventory
 from dtgpt.models.roles import Role
 from dtgpt.ops.optim.adamw import AdamW, Slot
-from dtgpt.ops.optim.gradients import checked
-from dtgpt.ops.optim.newton_schulz import COEFFICIENTS, flops, orthogonalize
-from dtgpt.optim.muon_memory import is_orthogonalized, update_bytes
+from dtgpt.ops.optim.optimizer import checked
+from dtgpt.optim.muon.memory import is_orthogonalized, update_bytes
+from dtgpt.optim.muon.newton_schulz import COEFFICIENTS, flops, orthogonalize
 from dtgpt.parallel.layout import slices
 from dtgpt.parallel.matrices import Matrices, Pending
 from dtgpt.parallel.shards import Shard, Shards

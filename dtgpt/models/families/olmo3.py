@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dtgpt.models.binding import BoundModule
+from dtgpt.models.binding import PLAIN, Binding, BoundModule
 from dtgpt.models.config import SIZE
 from dtgpt.models.layers import (
     AttentionCore,
@@ -21,18 +21,16 @@ from dtgpt.models.layers import (
     DeferredBiasLinear,
     Dropout,
     FinalRMSNorm,
-    JointNorm,
     Linear,
     add,
 )
 from dtgpt.models.llama import MLP, Embedding, Head
 from dtgpt.models.llama import ROLES as LLAMA
 from dtgpt.models.roles import Role, Roles
-from dtgpt.models.rotary import RotaryConfig
-from dtgpt.models.windows import Window, WindowPattern
-from dtgpt.ops.rotary.rotary import rotary_qkv, split_heads
-from dtgpt.ops.rotary.table import Rotation
+from dtgpt.models.rotary import RotaryConfig, Window, WindowPattern
+from dtgpt.ops.rotary_positions import Rotation, rotary_qkv, split_heads
 from dtgpt.util.field_types import Bounds
+from dtgpt.util.torch_private import is_dtensor
 
 ROLES: Roles = {**LLAMA, "blocks.*.attn.q_norm": Role.JOINT_NORM, "blocks.*.attn.k_norm": Role.JOINT_NORM}
 
@@ -64,6 +62,26 @@ class Olmo3Config(RotaryConfig):
 
 OLMO3_7B = Olmo3Config(num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=32, ffn_hidden_size=11008)
 OLMO3_32B = Olmo3Config(num_layers=64, hidden_size=5120, num_heads=40, num_kv_heads=8, ffn_hidden_size=27648)
+
+
+class JointNorm(nn.Module):
+    """RMSNorm of all heads together, `[B, T, N D]`; a rank may have some of the heads, and the sum over all of them by
+    `bound.sum_of_heads`. Computed in fp32 at least and rounded once."""
+
+    bound: Binding = PLAIN
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(-1, keepdim=True)
+        if self.bound.sum_of_heads is not None:
+            squares = self.bound.sum_of_heads(squares)
+        weight = self.weight.to_local() if is_dtensor(self.weight) else self.weight
+        return (wide * torch.rsqrt(squares / self.width + self.eps) * weight.to(wide.dtype)).to(x.dtype)
 
 
 class Block(BoundModule):

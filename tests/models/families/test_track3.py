@@ -13,7 +13,7 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.megatron.samples import Samples, sequential_index
 from dtgpt.data.megatron.token_shards import TokenShards
 from dtgpt.models.decoder import build_model, unique_parameters
-from dtgpt.models.track3 import Track3Config
+from dtgpt.models.families.track3 import Track3Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.train.setup import read_dataset

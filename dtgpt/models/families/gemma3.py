@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import SIZE
 from dtgpt.models.layers import (
+    NO_DROPOUT,
     AttentionCore,
     Branch,
     Context,
@@ -27,16 +28,15 @@ from dtgpt.models.layers import (
     Output,
     RMSNorm,
     add,
-    shifted,
 )
 from dtgpt.models.llama import MLP, HeadNorm
 from dtgpt.models.llama import ROLES as LLAMA
 from dtgpt.models.roles import Role, Roles, role_of
-from dtgpt.models.rotary import RotaryConfig
-from dtgpt.models.windows import Window, WindowPattern
-from dtgpt.ops.pointwise.gated import GatedName
-from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import Rotation
+from dtgpt.models.rotary import RotaryConfig, Window, WindowPattern
+from dtgpt.ops.activations import GatedName
+from dtgpt.ops.norms import norm, norm_and_pass, residual_norm
+from dtgpt.ops.random.dropout import Site
+from dtgpt.ops.rotary_positions import Rotation, rotary_qkv
 from dtgpt.util.field_types import Bounds
 
 ROLES: Roles = {**LLAMA, "blocks.*.after_1": Role.NORM, "blocks.*.after_2": Role.NORM}
@@ -83,6 +83,30 @@ GEMMA3_270M = Gemma3Config(num_layers=18, hidden_size=640, num_heads=4, num_kv_h
 GEMMA3_1B = Gemma3Config(num_layers=26, hidden_size=1152, num_heads=4, num_kv_heads=1, ffn_hidden_size=6912)
 
 
+def shifted(weight: Tensor) -> Tensor:
+    """Return 1 + weight, in fp32 at least."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
+
+
+class ShiftedRMSNorm(RMSNorm):
+    """An `RMSNorm` that multiplies the normalised values by 1 + weight."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, branch: Branch | None = None, site: Site = NO_DROPOUT
+    ) -> tuple[Tensor, Tensor]:
+        weight = shifted(self.weight)
+        if branch is None:
+            return norm_and_pass(x, weight, None, self.eps)
+        return residual_norm(x, *branch, weight, None, self.eps, *site)
+
+
+class ShiftedFinalRMSNorm(FinalRMSNorm):
+    """A `FinalRMSNorm` that multiplies the normalised values by 1 + weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, shifted(self.weight), None, self.eps)
+
+
 class Embedding(BoundModule):
     """tokens `[B, T]` -> activations `[B, T, H]`, times sqrt(H) as their dtype has it."""
 
@@ -102,13 +126,13 @@ class Block(BoundModule):
     def __init__(self, config: Gemma3Config, window: int | None, rotation: Rotation):
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
-        self.norm_1 = RMSNorm(size, eps=eps, offset=1.0)
+        self.norm_1 = ShiftedRMSNorm(size, eps=eps)
         self.attn = Attention(config, window, rotation)
-        self.after_1 = FinalRMSNorm(size, eps=eps, offset=1.0)
+        self.after_1 = ShiftedFinalRMSNorm(size, eps=eps)
         self.drop_1 = Dropout(config.dropout, index=1)
-        self.norm_2 = RMSNorm(size, eps=eps, offset=1.0)
+        self.norm_2 = ShiftedRMSNorm(size, eps=eps)
         self.mlp = MLP(config)
-        self.after_2 = FinalRMSNorm(size, eps=eps, offset=1.0)
+        self.after_2 = ShiftedFinalRMSNorm(size, eps=eps)
         self.drop_2 = Dropout(config.dropout, index=2)
 
     def compute(self, x: Tensor, context: Context) -> Tensor:
@@ -133,7 +157,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         qkv = rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
-        q_weight, k_weight = (shifted(norm.weight, 1.0) for norm in (self.q_norm, self.k_norm))
+        q_weight, k_weight = (shifted(each.weight) for each in (self.q_norm, self.k_norm))
         q, k, v = rotary_qkv(qkv, context.positions, self.rotation, self.num_positions, q_weight, k_weight, self.eps)
         heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.seen)
         return self.proj(heads.flatten(-2))
@@ -144,7 +168,7 @@ class Head(BoundModule):
 
     def __init__(self, config: Gemma3Config):
         super().__init__()
-        self.norm = FinalRMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
+        self.norm = ShiftedFinalRMSNorm(config.hidden_size, eps=config.norm_eps)
         self.output = Output(config.hidden_size, config.padded_vocab_size, config.vocab_size)
 
     def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: LossWeights = None) -> Tensor:

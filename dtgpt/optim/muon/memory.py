@@ -9,7 +9,7 @@ from itertools import groupby
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import MATRICES, STACKS, Role
-from dtgpt.ops.optim.newton_schulz import flops
+from dtgpt.optim.muon.newton_schulz import flops
 from dtgpt.parallel.matrices import owners_of, rounds_of
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from dtgpt.ops.optim.newton_schulz import orthogonalize
+from dtgpt.optim.muon.newton_schulz import orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(5, 64, 32), (2, 32, 96), (1, 48, 48), (3, 1, 7)])

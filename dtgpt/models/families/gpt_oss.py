@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from dtgpt.models.config import SIZE
-from dtgpt.models.layers import AttentionCore, Branch, Context, DeferredBiasLinear, Dropout, Linear, PreNormBlock
+from dtgpt.models.layers import AttentionCore, Branch, DeferredBiasLinear, Linear, PreNormBlock
 from dtgpt.models.llama import ROLES as LLAMA
+from dtgpt.models.llama import Attention as LlamaAttention
 from dtgpt.models.llama import Embedding, Head
 from dtgpt.models.roles import Role, Roles
-from dtgpt.models.rotary import RotaryConfig
-from dtgpt.models.windows import Window, WindowPattern
-from dtgpt.ops.pointwise.gated import GATED, GatedName
-from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import Scaling
+from dtgpt.models.rotary import RotaryConfig, Window, WindowPattern
+from dtgpt.ops.activations import GATED, GatedName
+from dtgpt.ops.rotary_positions import Scaling
 from dtgpt.util.field_types import Bounds
 
 ROLES: Roles = {**LLAMA, "blocks.*.attn.core": Role.SINKS}
@@ -68,23 +66,12 @@ class Block(PreNormBlock):
         super().__init__(config.hidden_size, config.norm_eps, config.dropout, Attention(config, window), MLP(config))
 
 
-class Attention(nn.Module):
-    """Causal self-attention `[B, T, H]` -> `[B, T, H]`; QKV as in LLaMA."""
+class Attention(LlamaAttention):
+    """LLaMA's attention with biases of all matrices, and a sink in the softmax of each head."""
 
     def __init__(self, config: GptOssConfig, window: int | None):
-        super().__init__()
-        self.head_dim, self.parts = config.head_dim, config.num_heads // config.num_kv_heads + 2
-        self.rotation, self.num_positions = config.rotation, config.seq_length
-        self.qkv = Linear(config.hidden_size, config.num_kv_heads * self.parts * config.head_dim)
-        self.dropout = Dropout(config.dropout, index=0)
+        super().__init__(config, window, biases="all")
         self.core = AttentionCore(window=window, sinks=config.num_heads)
-        self.proj = DeferredBiasLinear(config.num_heads * config.head_dim, config.hidden_size)
-
-    def forward(self, x: Tensor, context: Context) -> Branch:
-        qkv = rearrange(self.qkv(x), "b t (g parts d) -> b t g parts d", parts=self.parts, d=self.head_dim)
-        q, k, v = rotary_qkv(qkv, context.positions, self.rotation, self.num_positions)
-        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.seen)
-        return Branch(self.proj(heads.flatten(-2)), self.proj.bias)
 
 
 class MLP(nn.Module):

@@ -1,0 +1,13 @@
+"""The architectures beside GPT-2 and LLaMA, by the name in a checkpoint."""
+
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(
+    architectures={
+        "gpt_neo": "dtgpt.models.families.gpt_neo:GPTNeoConfig",
+        "olmo3": "dtgpt.models.families.olmo3:Olmo3Config",
+        "gemma3_text": "dtgpt.models.families.gemma3:Gemma3Config",
+        "gpt_oss": "dtgpt.models.families.gpt_oss:GptOssConfig",
+        "track3": "dtgpt.models.families.track3:Track3Config",
+    }
+)

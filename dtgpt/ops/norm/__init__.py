@@ -1,1 +1,0 @@
-"""LayerNorm with the residual sum, dropout and bias before it."""

@@ -1,1 +1,0 @@
-"""GELU with its bias, and linear maps with their bias gradients."""
