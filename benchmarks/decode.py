@@ -32,12 +32,12 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.cache import SlotState
 from dtgpt.inference.commands import Begin, Decode, Read
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.memory import bytes_per_slot
-from dtgpt.inference.request import Request
-from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import PromptJob, SpecialIds, variant_of
 from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.models.decoder import build_model
 from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel.cache_sizes import bytes_per_slot
 from dtgpt.parallel.inference import inference_stages
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
@@ -137,7 +137,7 @@ def line(row: dict, results: list[dict]) -> str:
 def measure_rounds(args: argparse.Namespace, engine: Engine) -> list[dict]:
     """For each batch the seconds of a step, without the scheduler: of the host, where a round is queued on an idle
     device, and in all, where rounds are queued back to back."""
-    device, sampling, results = engine.mesh.device, Sampling(temperature=0.0), []
+    device, sampling, results = engine.mesh.device, Options(temperature=0.0), []
     variant, count = variant_of([sampling]), args.tokens // LONGEST_ROUND
     payload = SlotState.encode([0] * (args.positions[0] + 1), sampling, SpecialIds(), 0, 0)
     for batch in args.batches:
@@ -167,7 +167,7 @@ def measure_prefill(args: argparse.Namespace, engine: Engine) -> dict[str, float
     and of the training forward over the same number of sequences, with and without its loss."""
     config, dtype, device = args.config, DTYPES[args.dtype], engine.mesh.device
     length, sequences = config.seq_length, args.prefill
-    request = Request(ids=[0] * (length - 1), sampling=Sampling(temperature=0.0, max_new_tokens=1))
+    request = PromptJob([0] * (length - 1), Options(temperature=0.0, max_new_tokens=1))
     ids = torch.arange(length).remainder(config.vocab_size)
     model = build_model(config, device, dtype, root_key(1)).to(dtype)
     batch = ids.to(device).repeat(sequences, 1)

@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from transformers_model import transformers_model
 
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.request import Request
-from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import PromptJob
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import build_model
@@ -47,9 +48,9 @@ class EnginePeer(Peer):
         self.engine = engine
 
     def step_time(self) -> float:
-        sampling = Sampling(temperature=0.0, max_new_tokens=LEAD + self.tokens, ends=False)
+        sampling = Options(temperature=0.0, max_new_tokens=LEAD + self.tokens, ends=False)
         # Choices of one prompt begin together, so that all rows are at the same position.
-        self.engine.submit(Request(ids=self.prompt, sampling=sampling, choices=self.batch))
+        self.engine.submit(PromptJob(self.prompt, replace(sampling, num_return_sequences=self.batch)))
         count, begin, counted = 0, 0.0, 0
         while self.engine.busy:
             count += sum(len(event.ids) for event in self.engine.step())

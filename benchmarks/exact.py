@@ -29,8 +29,8 @@ from torch import Tensor
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.request import Request
-from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import PromptJob
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.kernels.decode.blocks import product
@@ -67,8 +67,8 @@ def draw(engine: Engine, count: int, seed: int) -> list[tuple[list[int], list[fl
         length = int(torch.randint(1, positions // 2, (1,), generator=generator))
         ids = torch.randint(0, engine.config.vocab_size, (length,), generator=generator).tolist()
         end = positions if index % 2 else int(torch.randint(length + 1, positions, (1,)))
-        options = Sampling(max_new_tokens=end - length, temperature=(0.0, 1.0, 0.8)[index % 3], ends=False, seed=seed)
-        prompts[engine.submit(Request(ids=ids, sampling=options, prompt_index=index))] = (ids, [])
+        options = Options(max_new_tokens=end - length, temperature=(0.0, 1.0, 0.8)[index % 3], ends=False, seed=seed)
+        prompts[engine.submit(PromptJob(ids, options, index))] = (ids, [])
     while engine.busy:
         for event in engine.step():
             prompts[event.request][0].extend(event.ids)

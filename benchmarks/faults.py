@@ -231,19 +231,19 @@ FAULTS = [
     ),
     Fault(
         "sampling: min_p is compared with the sum of all",
-        "dtgpt/ops/sampling/reference.py",
+        "dtgpt/ops/sampling/sample.py",
         "distance = scaled - scaled.amax(dim=1, keepdim=True)",
         "distance = scaled - scaled.logsumexp(dim=1, keepdim=True)",
     ),
     Fault(
         "sampling: top_p leaves out the token that crosses it",
-        "dtgpt/ops/sampling/reference.py",
+        "dtgpt/ops/sampling/sample.py",
         "return (before <= top_p[:, None])",
         "return (before + probabilities <= top_p[:, None])",
     ),
     Fault(
         "sampling: the presence penalty counts",
-        "dtgpt/ops/sampling/edits.py",
+        "dtgpt/inference/rules/edits.py",
         "(counts > 0) * presence",
         "counts * presence",
     ),

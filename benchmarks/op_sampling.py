@@ -4,21 +4,21 @@ import torch
 from cases import Case, run_cases
 
 from dtgpt.inference.cache import SlotState
-from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
-from dtgpt.ops.sampling.reference import sample_reference
-from dtgpt.ops.sampling.sample import sample
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import SpecialIds, variant_of
+from dtgpt.ops.sampling.sample import sample, sample_reference
 
 CUDA = torch.device("cuda")
 VOCABULARY, PADDED, POSITIONS = 50257, 50304, 1024
 OPTIONS = {
-    "greedy": Sampling(temperature=0),
-    "temperature": Sampling(temperature=0.8),
-    "top_k 40": Sampling(top_k=40),
-    "top_k 40, temperature 0.2": Sampling(top_k=40, temperature=0.2),
-    "top_p 0.9": Sampling(top_p=0.9),
-    "top_k 200, top_p 0.9": Sampling(top_k=200, top_p=0.9),
-    "penalties": Sampling(frequency_penalty=0.5, presence_penalty=0.5),
-    "n-grams": Sampling(no_repeat_ngram_size=4),
+    "greedy": Options(temperature=0),
+    "temperature": Options(temperature=0.8),
+    "top_k 40": Options(top_k=40),
+    "top_k 40, temperature 0.2": Options(top_k=40, temperature=0.2),
+    "top_p 0.9": Options(top_p=0.9),
+    "top_k 200, top_p 0.9": Options(top_k=200, top_p=0.9),
+    "penalties": Options(frequency_penalty=0.5, presence_penalty=0.5),
+    "n-grams": Options(no_repeat_ngram_size=4),
 }
 
 

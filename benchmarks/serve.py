@@ -31,13 +31,14 @@ import dtgpt
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.model import Need
 from dtgpt.inference.options import Options
-from dtgpt.inference.session import PromptJob, Session
-from dtgpt.inference.warm_up import warm_up
+from dtgpt.inference.request import PromptJob
+from dtgpt.inference.session import Session
 from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.models.source import Part, Source, cut
 from dtgpt.ops.random.philox import root_key
+from dtgpt.serve.warm_up import warm_up
 from dtgpt.util.hardware import environment
 
 TINY = GPT2Config(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=1024)

@@ -71,14 +71,21 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "dtgpt.data.library_tokenizers",
             "dtgpt.data.prepare",
+            "dtgpt.inference.scores",
             "dtgpt.interop",
             "dtgpt.parallel.context_parallel",
             "dtgpt.posttrain.lora",
         ),
     ),
     ("dtgpt.inference.beams", ()),
+    ("dtgpt.inference.rules", ()),
+    ("dtgpt.inference.scores", ()),
+    ("dtgpt.inference.captured", ()),
     ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
-    ("dtgpt.serve", ("dtgpt.data.library_tokenizers", "dtgpt.inference.beams", "dtgpt.posttrain.chats")),
-    ("dtgpt.commands.prompt_files", ()),
+    (
+        "dtgpt.serve",
+        ("dtgpt.data.library_tokenizers", "dtgpt.inference.beams", "dtgpt.inference.captured", "dtgpt.posttrain.chats"),
+    ),
+    ("dtgpt.inference.prompt_sources", ()),
     ("dtgpt.tools", ()),
 )

@@ -55,7 +55,6 @@ FOLDERS = {
     ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
     ("dtgpt.commands", "dtgpt.interop"): "convert inspect>inspect_command",
     ("dtgpt.commands", "dtgpt.data.prepare"): "prepare>command tokenizer>tokenizer_command",
-    ("dtgpt.commands", "dtgpt.commands.prompt_files"): "prompts",
     ("dtgpt.commands", "dtgpt.serve"): "serve>command",
     (
         "dtgpt.serve",
@@ -66,11 +65,23 @@ FOLDERS = {
     ("dtgpt.commands", "dtgpt.commands"): "help>command",
     ("dtgpt.commands", "dtgpt.tools"): "doctor recipe",
     ("dtgpt.commands", "dtgpt.translate"): "translate>command",
+    ("dtgpt.commands", "dtgpt.inference"): "prompt_files>prompt_sources",
+    ("dtgpt.commands", "dtgpt.inference.prompt_sources"): "generated>terminal prompts>files",
+    ("dtgpt.commands.prompt_files", "dtgpt.inference.prompt_sources"): "options>file_options prompts>files results",
+    ("dtgpt.commands", "dtgpt.posttrain.chats"): "chat>command",
+    ("dtgpt.inference", "dtgpt.posttrain.chats"): "chat>prompts",
+    ("dtgpt.inference", "dtgpt.serve"): "warm_up",
+    ("dtgpt.inference", "dtgpt.planning"): "memory_report>generation",
+    ("dtgpt.ops.sampling", "dtgpt.ops.sampling"): "reference>sample record>sample",
+    ("dtgpt.ops.sampling", "dtgpt.inference.rules"): "edits",
+    ("dtgpt.ops.sampling", "dtgpt.inference.scores"): "scores>tokens",
     (
         "dtgpt.inference",
         "dtgpt.inference",
-    ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>forward "
-    "beam>beams.search beam_slots>beams.search fused>kernels.stages",
+    ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>step "
+    "beam>beams.search beam_slots>beams.search fused>kernels.stages forward>step broadcast>commands finite>request "
+    "completion>request sampling>request text>prompts graphs>captured.graphs prompt_batches>captured.prompt_batches",
+    ("dtgpt.inference", "dtgpt.parallel"): "memory>cache_sizes",
     ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",
     ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",
     ("dtgpt.ops.attention", "dtgpt.ops.kernels.attention"): (

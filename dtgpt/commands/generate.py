@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from dtgpt.commands.command import Command
-from dtgpt.commands.generated import Keyboard, converse, show
 from dtgpt.commands.model_options import (
     Addend,
     Device,
@@ -24,8 +23,10 @@ from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.inference.model import Model, Need, need_of
 from dtgpt.inference.options import INITIAL, OPTIONS, biases, read_options
 from dtgpt.inference.prompts import encode
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.request import Completion, PromptJob
+from dtgpt.inference.session import Session
 from dtgpt.util import seams
+from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
@@ -64,13 +65,6 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interactive:
-    """Whether a user types the prompts."""
-
-    interactive: Annotated[bool, "read prompts from the terminal, until Ctrl-D; Ctrl-C ends a text"] = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Execution:
     """How the model runs."""
 
@@ -95,7 +89,7 @@ MoreOptions: Any = type("MoreOptions", (*MORE, PromptOptions), {})
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(Execution, SamplingWords, Interactive, MoreOptions):  # fields are listed from the last base on
+class GenerateOptions(Execution, SamplingWords, MoreOptions):  # fields are listed from the last base on
     """Continue texts with a model. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
     convert` reads. Under torchrun, the processes share the model by a plan.
 
@@ -104,15 +98,20 @@ class GenerateOptions(Execution, SamplingWords, Interactive, MoreOptions):  # fi
     """
 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
-        "prompt": "prompts and results", "max_new_tokens": "sampling", "stop_token_ids": "end of a text",
-        "num_samples": "several texts, beam search", "stop_strings": "end of a text",
-        "plan": "execution", "tokenizer": "tokenizer",
-    }  # fmt: skip
+        "prompt": "prompts and results",
+        "max_new_tokens": "sampling",
+        "stop_token_ids": "end of a text",
+        "num_samples": "several texts, beam search",
+        "stop_strings": "end of a text",
+        "plan": "execution",
+        "tokenizer": "tokenizer",
+    }
 
 
 @memory_errors_as_user_errors("ask for fewer texts at the same time (--slots) or shorter ones (--max-length)")
 def generate(path: Path, options: GenerateOptions) -> None:
-    work = chosen(options)
+    chosen = [more.chosen(options) for more in MORE]  # all of them, since each refuses what contradicts it
+    work = next(filter(None, chosen), _show)
     base = sampling_of(options)
     for explanations in seams.listed("explanations"):
         if sentence := explanations.of_model(path, options):
@@ -120,14 +119,6 @@ def generate(path: Path, options: GenerateOptions) -> None:
     source, settings, mesh, tokenizer = open_as_asked(path, options)
     model = Model.read(source, settings, mesh, path, options.slots, tokenizer, options.exact)
     work(model, base, options)
-
-
-def chosen(options: GenerateOptions) -> Callable[..., None]:
-    """Return what generates as the options want it. Raise UserError where they contradict each other."""
-    if options.prompt and options.interactive:
-        raise UserError("--prompt and --interactive both say where prompts come from; leave one out")
-    found = [more.chosen(options) for more in MORE]
-    return next(filter(None, found), _converse if options.interactive else _show)
 
 
 def sampling_of(options: GenerateOptions) -> dict[str, Any]:
@@ -169,22 +160,32 @@ def _show(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
     model.run(prepare, work)
 
 
-def _converse(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
-    def prepare() -> tuple[Need, None]:
-        model.tokenizer  # noqa: B018  # which says why there is none
-        shortest = PromptJob([0], read_options(base, 1, model.config, NEW_TOKENS))
-        model.check(shortest)  # options that are wrong for any prompt
-        return Need(shortest.rows, shortest.rows), None
-
-    def work(session: Session, _: None) -> None:
-        model.describe()
-        with Keyboard() as keyboard:
-            converse(session, keyboard, lambda prompt, turn: make_job(model, prompt, base, turn))
-
-    model.run(prepare, work)
+def show(session: Session, prompt: str, job: PromptJob, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Write a prompt and its continuation to stdout as it is generated, or several when all are complete. `stopped`:
+    whether to end with what there is."""
+    several, found = job.rows > 1, list[Completion]()
+    if not several:
+        write(prompt)
+    try:
+        for update in session.stream(job, stopped):
+            found += update.completions or []
+            if not several:
+                write(update.text)
+    finally:
+        if not several:
+            write("\n")
+    if several:
+        for place, one in enumerate(found, 1):
+            scored = "" if one.score is None else f", score {one.score:.4f}"
+            write(f"--- {place} of {len(found)}{scored}\n{prompt}{one.text or ''}\n")
+    if any(one.finish_reason == "length" and len(one.ids) < job.options.max_new_tokens for one in found):
+        say_error("the text ends early: the options, such as --no-repeat-ngram-size, left no token to draw")
 
 
 command = Command(
-    "generate MODEL", GenerateOptions, generate, "runs/gpt2_tiny-001 --prompt Hello",
+    usage="generate MODEL",
+    options=GenerateOptions,
+    work=generate,
+    example="runs/gpt2_tiny-001 --prompt Hello",
     aliases={"tokens": "max_new_tokens", "num_return_sequences": "num_samples"},
-)  # fmt: skip
+)

@@ -24,9 +24,10 @@ Exact = Annotated[
     bool, "log-probabilities of tokens with the bits of training's forward pass: on a GPU, tp2 at most; slower"
 ]
 MaxLength = Annotated[
-    int | None, "largest number of tokens of a sequence, with its prompt; less memory for each; none: the model's",
+    int | None,
+    "largest number of tokens of a sequence, with its prompt; less memory for each; none: the model's",
     Bounds(1),
-]  # fmt: skip
+]
 Addend = Annotated[
     str | None, "adapter (LoRA) to add to the weights: a run or checkpoint with adapters, or a folder of peft", PATH
 ]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.inference.broadcast import from_rank_0
+from dtgpt.inference.commands import from_rank_0
 from dtgpt.inference.request import check_range
 from dtgpt.models.config import ModelConfig
 from dtgpt.parallel.mesh import Mesh

@@ -29,7 +29,7 @@ from dtgpt.evaluation.files import DataFile
 from dtgpt.evaluation.report import Measured, as_json, megatron_lines, table, task_lines
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.evaluation.tasks import Prepared, TaskOptions
-from dtgpt.inference.broadcast import told_by_rank_0
+from dtgpt.inference.commands import told_by_rank_0
 from dtgpt.inference.model import Model
 from dtgpt.interop.inspect import model_digest
 from dtgpt.models.source import Source

@@ -23,7 +23,7 @@ from dtgpt.evaluation.batches import fitted
 from dtgpt.evaluation.harness_options import Wanted, read_generation
 from dtgpt.evaluation.shared_model import SharedModel, open_shared
 from dtgpt.inference.options import read_options
-from dtgpt.inference.session import PromptJob
+from dtgpt.inference.request import PromptJob
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown_name
 

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dtgpt.inference.options import NAMES, advice
-from dtgpt.inference.text import LONGEST_STOP_STRING, MOST_STOP_STRINGS
+from dtgpt.inference.options import LONGEST_STOP_STRING, MOST_STOP_STRINGS, NAMES, advice
 from dtgpt.util.errors import UserError, shown, shown_name
 
 NEW_TOKENS = 256  # where a task says nothing, as the harness's `hf` back end
@@ -46,7 +45,7 @@ def read_generation(given: Mapping[str, Any], positions: int, end: str | None = 
         if name not in NAMES or name in NEUTRAL:
             raise UserError(
                 f"the task asks for {shown_name(name)}={shown(left[name])}, which does not exist here; "
-                f"{advice(name)}, with --gen_kwargs"
+                f"{advice(name, NAMES)}, with --gen_kwargs"
             )
     new = _number("max_gen_toks", lengths[0], int) if lengths else min(NEW_TOKENS, positions // 2)
     if not 1 <= new < positions:

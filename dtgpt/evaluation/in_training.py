@@ -8,7 +8,7 @@ from dtgpt.config.sections import LogConfig
 from dtgpt.evaluation.catalog import Asked, prepare, tasks_and_files
 from dtgpt.evaluation.scoring import Scorer
 from dtgpt.evaluation.tasks import Prepared, Result, TaskOptions
-from dtgpt.inference.finite import NotFinite
+from dtgpt.inference.request import NotFinite
 from dtgpt.parallel.context_parallel.slices import whole_samples
 from dtgpt.train.observer import AfterStep, Observer, Past, Turn, is_due
 from dtgpt.train.trainer import Trainer

@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.evaluation.batches import LENGTH_MULTIPLE, Rows, Sample, make_rows, pack, share_samples
-from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.forward import Pending, decode_kernels, gather_columns
 from dtgpt.inference.model import Model
+from dtgpt.inference.request import NotFinite
+from dtgpt.inference.scores.tokens import Scores, token_scores
+from dtgpt.inference.step import Pending, decode_kernels, gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.parallel.collectives import GroupCollectives
 from dtgpt.parallel.engine import reshard
 from dtgpt.parallel.mesh import Mesh

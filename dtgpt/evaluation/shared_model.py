@@ -9,10 +9,11 @@ from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import TokenScores, scorer_of
-from dtgpt.inference.broadcast import broadcast_json
+from dtgpt.inference.commands import broadcast_json
 from dtgpt.inference.load import load
 from dtgpt.inference.model import Model, Need, need_of
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.request import PromptJob
+from dtgpt.inference.session import Session
 
 SCORE, GENERATE, END = "score", "generate", "end"
 

@@ -7,20 +7,21 @@ of the cache: `attach` binds it to their attention cores.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dtgpt.config.plan import Plan
-from dtgpt.inference.sampling import Sampling, SpecialIds, parameters_of
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import SpecialIds, parameters_of
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import attention_cores
-from dtgpt.ops.attention.cached import attend_chunk, attend_rows, write_prompts, write_rings
-from dtgpt.ops.attention.core import AttentionRule, Backend, causal_attention
-from dtgpt.ops.sampling.record import record
+from dtgpt.ops.attention.cached import attend_chunk, attend_rows
+from dtgpt.ops.attention.core import AttentionRule, Backend
+from dtgpt.ops.sampling.sample import record
 from dtgpt.ops.sampling.sequences import PARAMETERS, Integers, Sequences
 from dtgpt.parallel.cache_sizes import CoreSize, block_core_sizes
 from dtgpt.util.hardware import to_device
@@ -35,13 +36,13 @@ class Chunk(NamedTuple):
     first: int
     length: int
 
-
-class PromptRows(NamedTuple):
-    """The first tokens of several sequences, perhaps with others behind them that pad them to one length: what the
-    cache keeps of these is overwritten before it is read. The scratch slot alone may occur more than once."""
-
-    slots: Tensor  # int64 [B]
-    lengths: Tensor  # int64 [B]: tokens without those that pad
+    def attend(self, layer: "LayerCache", q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Keep k and v `[1, T, N_kv, D]` of the tokens, and return their attention `[1, T, N, D]`. Tokens behind those
+        of the chunk pad it: they get zeros."""
+        end = self.length
+        q, k, v, padding = q[:, :end], k[:, :end], v[:, :end], q[:, end:]
+        attended = attend_chunk(q, k, v, layer.keys, layer.values, self.slot, self.first, layer.backend, rule)
+        return torch.cat([attended, torch.zeros_like(padding)], dim=1) if padding.shape[1] else attended
 
 
 class DecodeRows(NamedTuple):
@@ -50,14 +51,31 @@ class DecodeRows(NamedTuple):
     slots: Tensor  # int64 [B]
     positions: Tensor  # int64 [B]
 
+    def attend(self, layer: "LayerCache", q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Keep k and v `[1, B, N_kv, D]` of the tokens, and return their attention `[1, B, N, D]`."""
+        return attend_rows(q[0], k[0], v[0], layer.keys, layer.values, *self, rule=rule)[None]
+
+
+class Work(Protocol):
+    """Which tokens a pass has: a `Chunk`, `DecodeRows`, or what a capability reads prompts by."""
+
+    def attend(self, layer: "LayerCache", q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Keep k and v `[B, M, N_kv, D]` of the tokens, and return their attention `[B, M, N, D]`, each over its own
+        sequence."""
+
 
 class Cache:
     """Keys and values of the attention cores of this rank's stages, and the state of the sequences."""
 
     def __init__(
-        self, stages: list[Decoder], config: ModelConfig, plan: Plan, slots: int, dtype: torch.dtype,
+        self,
+        stages: list[Decoder],
+        config: ModelConfig,
+        plan: Plan,
+        slots: int,
+        dtype: torch.dtype,
         device: torch.device,
-    ):  # fmt: skip
+    ):
         """Allocate `slots` slots and the scratch slot, uninitialised, of the heads that a rank holds under `plan`."""
         sizes = block_core_sizes(config, plan)
         blocks = [(int(index), block) for stage in stages for index, block in stage.blocks.items()]
@@ -79,7 +97,7 @@ class Cache:
         for core, _ in self._cores:
             bind(core, cache=None)
 
-    def expect(self, work: Chunk | PromptRows | DecodeRows | None) -> None:
+    def expect(self, work: Work | None) -> None:
         """Set which tokens the stages run next; None: none of a step of inference."""
         for layer in self.layers:
             layer.work = work
@@ -95,29 +113,17 @@ class Cache:
 
 
 class LayerCache:
-    """Keys and values `[slots + 1, N_kv, P, D]` of one attention core, P as of `CoreSize`."""
+    """Keys and values `[slots + 1, N_kv, P, D]` of one attention core, P the positions that it keeps."""
 
     def __init__(self, backend: Backend, keys: Tensor, values: Tensor):
         self.backend, self.keys, self.values = backend, keys, values
-        self.work: Chunk | PromptRows | DecodeRows | None = None
+        self.work: Work | None = None  # of the pass that runs
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """Keep k and v `[B, M, N_kv, D]` of the tokens of `work`, and return their attention `[B, M, N, D]`, each
-        over its own sequence; B is 1, but for prompts. Tokens after those of a chunk pad it: they get zeros."""
-        work = self.work
-        if isinstance(work, DecodeRows):
-            return attend_rows(q[0], k[0], v[0], self.keys, self.values, *work, rule=rule)[None]
-        if isinstance(work, PromptRows):
-            if rule.window is None:
-                write_prompts(k, v, self.keys, self.values, work.slots)
-            else:
-                write_rings(k, v, self.keys, self.values, *work)
-            return causal_attention(q, k, v, backend=self.backend, rule=rule)
-        if work is None:
+        """Keep k and v `[B, M, N_kv, D]` of the tokens of a pass, and return their attention `[B, M, N, D]`."""
+        if self.work is None:
             raise RuntimeError("the stages have a cache, but were not run by a step of inference")
-        q, k, v, padding = q[:, : work.length], k[:, : work.length], v[:, : work.length], q[:, work.length :]
-        attended = attend_chunk(q, k, v, self.keys, self.values, work.slot, work.first, self.backend, rule)
-        return torch.cat([attended, torch.zeros_like(padding)], dim=1) if padding.shape[1] else attended
+        return self.work.attend(self, q, k, v, rule)
 
 
 def _memory(slots: int, size: CoreSize, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -127,8 +133,8 @@ def _memory(slots: int, size: CoreSize, dtype: torch.dtype, device: torch.device
 class SlotState:
     """Tensors of `slots` + 1 rows; the last row is scratch for rows that only pad a batch.
 
-    token, position: int64 `[S]`; history: int64 `[S, P]`; parameters: int64, as `dtgpt.ops.sampling.sequences` lays
-    them out.
+    token, position: int64 `[S]`; history: int64 `[S, P]`; parameters: int64, in the layout of
+    `dtgpt.ops.sampling.sequences`.
     """
 
     def __init__(self, slots: int, positions: int, device: torch.device | str):
@@ -146,7 +152,7 @@ class SlotState:
         return Sequences(self.token, self.position, self.history, self.parameters)
 
     @staticmethod
-    def encode(ids: list[int], sampling: Sampling, special: SpecialIds, prompt_index: int, choice: int) -> Tensor:
+    def encode(ids: list[int], sampling: Options, special: SpecialIds, prompt_index: int, choice: int) -> Tensor:
         """Return all that `set` needs to start a sequence after the non-empty prompt `ids`: int64 on the CPU."""
         return torch.cat([parameters_of(sampling, special, len(ids), prompt_index, choice), torch.tensor(ids)])
 

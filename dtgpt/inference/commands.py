@@ -1,32 +1,35 @@
-"""What rank 0 lets all ranks do: commands, each a value that becomes numbers, comes back from them, and is executed.
+"""What rank 0 lets all ranks do, and what it tells them: commands, and values of a call.
 
-Rank 0 alone knows the requests. A command reaches the other ranks as int64 numbers over gloo, never as a pickle, which
-would execute what arrives, and every rank executes it: so all of them run the same passes in the same order.
+Rank 0 alone knows the requests. A command reaches the other ranks as int64 numbers over gloo, a value as JSON, never as
+a pickle, which would execute what arrives. Every rank executes each command: so all of them run the same passes in the
+same order.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.inference.forward import Pending
-from dtgpt.inference.step import Step
-from dtgpt.ops.sampling.scores import Scores
+from dtgpt.inference.step import Pending, Step
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util import seams
+from dtgpt.util.errors import UserError
 from dtgpt.util.peers import peers
 
 FAILURE = "inference failure"  # the name under which the rank that fails first leaves its reason
 INLINE = 63  # numbers of a command that its first message holds, behind their count
+K = TypeVar("K")
 
 
 class Command(Protocol):
-    """A NamedTuple, one of `COMMANDS`."""
+    """A NamedTuple, one of `known_commands`."""
 
     def execute(self, step: Step) -> Any:
         """Do what is commanded on this rank. The results are those of rank 0 on every rank."""
@@ -41,18 +44,6 @@ class Read(NamedTuple):
 
     def execute(self, step: Step) -> None:
         step.read(self.slots, self.prompts, self.first)
-
-
-class Score(NamedTuple):
-    """Read a chunk of a prompt, and score its tokens."""
-
-    slot: int
-    first: int
-    alternatives: int
-    ids: Sequence[int]
-
-    def execute(self, step: Step) -> Pending[Scores]:
-        return step.score(self.slot, self.ids, self.first, self.alternatives)
 
 
 class Begin(NamedTuple):
@@ -115,7 +106,13 @@ class Release(NamedTuple):
         step.detach()
 
 
-COMMANDS: tuple[type[Any], ...] = (Read, Score, Begin, Copy, Assign, Decode, Ping, Release)
+COMMANDS: tuple[type[Any], ...] = (Read, Begin, Copy, Assign, Decode, Ping, Release)
+
+
+@cache
+def known_commands() -> tuple[type[Any], ...]:
+    """Return all commands, with those of capabilities, in the same order on every rank: one is sent as its index."""
+    return *COMMANDS, *(scorer.command for scorer in seams.listed("scorers"))
 
 
 def encode(value: Any) -> list[int]:
@@ -158,7 +155,7 @@ class Channel:
         """Broadcast a command from rank 0. Does nothing in a single process."""
         if self._group is None:
             return
-        numbers = torch.tensor([COMMANDS.index(type(command)), *encode(command)], dtype=torch.int64)
+        numbers = torch.tensor([known_commands().index(type(command)), *encode(command)], dtype=torch.int64)
         first = torch.zeros(1 + INLINE, dtype=torch.int64)
         first[0], first[1 : 1 + len(numbers)] = len(numbers), numbers[:INLINE]
         dist.broadcast(first, 0, group=self._group)
@@ -175,7 +172,7 @@ class Channel:
             dist.broadcast(rest, 0, group=self._group)
             numbers += rest.tolist()
         index, *found = numbers
-        return decode(COMMANDS[index], iter(found))
+        return decode(known_commands()[index], iter(found))
 
     def meet(self) -> None:
         """Wait until all ranks have called this. Does nothing in a single process."""
@@ -216,3 +213,39 @@ def follow(step: Step, channel: Channel) -> None:
         if isinstance(command, Ping):
             channel.meet()
     command.execute(step)
+
+
+def broadcast_json(mesh: Mesh, value: Any = None) -> Any:
+    """Return the value of rank 0 on every rank: texts, numbers, and lists and dicts of these."""
+    if mesh.world == 1:
+        return value
+    body = torch.frombuffer(bytearray(json.dumps(value).encode() if mesh.rank == 0 else b" "), dtype=torch.uint8)
+    size = torch.tensor(len(body))
+    dist.broadcast(size, 0, group=mesh.commands)
+    if mesh.rank:
+        body = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(body, 0, group=mesh.commands)
+    return json.loads(body.numpy().tobytes())
+
+
+def from_rank_0(mesh: Mesh, work: Callable[[], Any]) -> Any:
+    """Return on every rank what `work` returns on rank 0, and raise its UserError on every rank."""
+    return told_by_rank_0(mesh, lambda: (work(), None))[0]
+
+
+def told_by_rank_0(mesh: Mesh, work: Callable[[], tuple[Any, K]]) -> tuple[Any, tuple[K] | None]:
+    """Call `work` on rank 0, and return the first of its two values on every rank. The second one stays there: it comes
+    as (value,), None on the other ranks. Raise a UserError of `work` on every rank."""
+    told = kept = sentence = None
+    if mesh.rank == 0:
+        try:
+            told, value = work()
+            kept = (value,)
+        except UserError as error:
+            if mesh.world == 1:
+                raise
+            sentence = str(error)
+    told, sentence = broadcast_json(mesh, [told, sentence])
+    if sentence is not None:
+        raise UserError(sentence)
+    return told, kept

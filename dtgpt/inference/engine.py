@@ -1,12 +1,13 @@
 """The engine of generation: it takes requests, runs the scheduler's rounds, and returns events.
 
 `step` launches a round and then reads the results of the round before, so that the device never waits for the host.
-Tokens after the one that ended a sequence, from a round that was launched already, are discarded.
+The price: a round is launched before it is known which sequences the last one has ended. Tokens after the one that
+ended a sequence are discarded, and its slot is free one round later.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,34 +21,57 @@ from dtgpt.inference.commands import (
     Ping,
     Read,
     Release,
-    Score,
     follow,
 )
-from dtgpt.inference.completion import Alternatives
-from dtgpt.inference.finite import has_finite_weights
-from dtgpt.inference.forward import Pending
-from dtgpt.inference.prompt_batches import group_prompts
-from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, Request, SearchedRows
-from dtgpt.inference.sampling import key_of, variant_of
+from dtgpt.inference.options import SearchedRows
+from dtgpt.inference.request import (
+    NOT_FINITE,
+    Alternatives,
+    Event,
+    PromptJob,
+    Score,
+    alternatives_of,
+    key_of,
+    variant_of,
+)
 from dtgpt.inference.scheduler import IDLE_TOKENS, PromptChunk, Round, Row, Scheduler, Start
-from dtgpt.inference.step import Step
+from dtgpt.inference.step import Pending, Step
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.sampling.scores import Scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util import seams
 
 COPIED = 1 << 16  # positions of slots that are copied at once, which takes as much memory for the time of a copy
+
+
+class PromptScorer(Protocol):
+    """What a capability has for log-probabilities of the tokens of prompts, at the seam `scorers`."""
+
+    # (slot, first, ids, alternatives) -> the command that reads all of `ids` but the last one into a slot, from
+    # position `first` on, and returns pending scores of all but the first one.
+    command: type[Any]
+
+    def event(self, handle: int, ids: Sequence[int], alternatives: int, chunks: Sequence[Any]) -> Event | None:
+        """Return the event of a prompt, of whose chunks these are the scores; None where they are not finite."""
+
+    def score(self, ids: list[int], event: Event, alternatives: int) -> Score:
+        """Return what a user gets of that event."""
+
+
+def prompt_scorer() -> PromptScorer:
+    """Return what scores prompts. Raise UserError where there is nothing."""
+    return seams.first("scorers", "prompt_logprobs needs what scores prompts, and this dtgpt has nothing; leave it out")
 
 
 @dataclass
 class _Active:
     """A request that is not finished."""
 
-    request: Request
+    request: PromptJob
     live: set[int]  # choices that are not finished
     ids: dict[int, list[int]]  # new tokens of each choice
-    scores: list[Scores] = field(default_factory=list)  # of the chunks of the prompt that are read
+    scores: list[Any] = field(default_factory=list)  # of the chunks of the prompt that are read, where asked for
     search: SearchedRows | None = None  # of a request that asks for one, once it has started
 
 
@@ -55,7 +79,7 @@ class _Launched(NamedTuple):
     """A round whose results have not been read."""
 
     work: Round
-    scores: list[tuple[int, Pending[Scores]]]  # by request
+    scores: list[tuple[int, Pending[Any]]]  # by request
     drawn: Pending[Sampled] | None  # for its rows
     candidates: Pending[Sampled] | None  # for those of searches
 
@@ -64,7 +88,7 @@ class Engine:
     """Serves requests with the stages of a model. Every rank makes one; rank 0 then submits requests and takes steps,
     while all others `follow` until rank 0 releases them:
 
-        handle = engine.submit(Request(ids=[5, 900, 17], sampling=Sampling(max_new_tokens=8)))
+        handle = engine.submit(PromptJob([5, 900, 17], Options(max_new_tokens=8)))
         while engine.busy:
             events = engine.step()
         engine.release()
@@ -74,15 +98,26 @@ class Engine:
     """
 
     def __init__(
-        self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
-        vocab_size: int | None = None, timeout: float = 600.0, graphs: bool = False, exact: bool = False,
-    ):  # fmt: skip
+        self,
+        stages: list[Decoder],
+        mesh: Mesh,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        slots: int,
+        vocab_size: int | None = None,
+        timeout: float = 600.0,
+        graphs: bool = False,
+        exact: bool = False,
+    ):
         """Allocate the cache of `slots` sequences. `vocab_size`: ids that may be drawn and asked for, those of the
-        tokenizer; None: of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs` and
-        `exact`: as of `Step`. Raise UserError where `exact` cannot be."""
-        self.config, self.mesh, self.slots, self.timeout = config, mesh, slots, timeout
+        tokenizer; None: of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs`:
+        replay passes as CUDA graphs on a GPU; not for stages that are sharded over replicas. `exact`: give
+        log-probabilities the bits of training's forward pass. Raise UserError where these cannot be."""
+        self.stages, self.config, self.mesh, self.slots, self.timeout = stages, config, mesh, slots, timeout
         self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
-        self._rank_step = Step(stages, mesh, config, dtype, slots, vocab_size, graphs, exact)
+        kinds = seams.listed("rank_steps") if graphs and mesh.device.type == "cuda" else []
+        kind: type[Step] = kinds[0] if kinds else Step
+        self._rank_step = kind(stages, mesh, config, dtype, slots, vocab_size, exact)
         self._channel = Channel(mesh)
         self._submitted = 0
         self._forget()
@@ -104,7 +139,7 @@ class Engine:
         """Whether `step` has anything to do or to return."""
         return bool(self._requests or self._ended or self._launched)
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: PromptJob) -> int:
         """Take a request, and return the handle that its events have. Raises UserError, one sentence, for a request
         that can never be served."""
         request.validate(self.vocab_size, self.config.seq_length, self.slots)
@@ -115,8 +150,8 @@ class Engine:
             request=handle,
             prefill=len(request.ids) - 1,
             choices=request.rows,
-            new_tokens=request.sampling.max_new_tokens,
-            searches=request.search is not None,
+            new_tokens=request.options.max_new_tokens,
+            searches=request.options.search is not None,
             client=request.client,
         )
         return handle
@@ -127,8 +162,8 @@ class Engine:
         active = self._requests.get(handle)
         if active is None:
             return
-        ended = self._scheduler.cancel(handle, None if active.request.search else choice)
-        for one in sorted(active.live) if active.request.search else ended:
+        ended = self._scheduler.cancel(handle, None if active.request.options.search else choice)
+        for one in sorted(active.live) if active.request.options.search else ended:
             self._ended.append(Event(handle, one, [], [], [], "cancelled"))
             self._remove(handle, one)
 
@@ -145,10 +180,6 @@ class Engine:
         with self._channel.failures_shared(self.timeout):
             self.command(Ping())
             self._channel.meet()
-
-    def has_finite_weights(self) -> bool:
-        """Return whether the weights of this rank are finite."""
-        return has_finite_weights(self._rank_step.stages, self.mesh, self.config)
 
     def follow(self) -> None:
         """Execute the commands of rank 0 on another rank, until rank 0 calls `release`. Raises UserError where any
@@ -174,25 +205,24 @@ class Engine:
         return command.execute(self._rank_step)
 
     def _launch(self, work: Round) -> _Launched:
+        # Prompts come first: a sequence that starts needs its prompt in the cache, and decodes in this very round.
         scores = self._read(work.chunks)
         self._start(work.starts)
         drawn, candidates = self._decode(work.rows, work.steps), self._decode(work.searched, steps=1)
         return _Launched(work, scores, drawn, candidates)
 
-    def _read(self, chunks: Sequence[PromptChunk]) -> list[tuple[int, Pending[Scores]]]:
+    def _read(self, chunks: Sequence[PromptChunk]) -> list[tuple[int, Pending[Any]]]:
         """Read chunks of prompts, several in a pass where these ask for no scores. Return the scores, by request."""
         asked = {chunk: self._requests[chunk.request].request for chunk in chunks}
-        plain = [chunk for chunk in chunks if not asked[chunk].score_prompt]
-        together = group_prompts(plain, self.config.seq_length, self.batch_tokens)
+        together = self._rank_step.group([chunk for chunk in chunks if not asked[chunk].options.prompt_logprobs])
         for group in together:
-            slots, prompts = [chunk.slot for chunk in group], [asked[chunk].ids[: chunk.stop] for chunk in group]
-            self.command(Read(slots, prompts))
+            self.command(Read([chunk.slot for chunk in group], [asked[chunk].ids[: chunk.stop] for chunk in group]))
         scores, done = [], {chunk for group in together for chunk in group}
         for chunk in chunks:
             one, (request, slot, first, stop) = asked[chunk], chunk
-            if one.score_prompt:
-                ids = one.ids[first : stop + 1]
-                scores.append((request, self.command(Score(slot, first, one.alternatives, ids))))
+            if one.options.prompt_logprobs:  # which need the token after the chunk, too
+                read = prompt_scorer().command(slot, first, one.ids[first : stop + 1], one.options.top_logprobs)
+                scores.append((request, self.command(read)))
             elif chunk not in done:
                 self.command(Read([slot], [one.ids[first:stop]], first))
         return scores
@@ -208,15 +238,16 @@ class Engine:
         for start in starts:
             active = self._requests[start.request]
             asked, begun = active.request, list(zip(start.choices, start.slots, strict=True))
-            if asked.search is not None:
-                active.search, begun = asked.search.begin(asked, start.slots), begun[:1]  # a search begins with one row
+            if asked.options.search is not None:
+                active.search = asked.options.search.begin(asked, start.slots)
+                begun = begun[:1]  # a search begins with one row
             (choice, source), *others = begun
-            payload = SlotState.encode(asked.ids, asked.sampling, asked.special, asked.prompt_index, choice)
+            payload = SlotState.encode(asked.ids, asked.options, asked.special, asked.prompt_index, choice)
             self.command(Begin(source, payload))
             if (len(copies) + len(others)) * max(longest, len(asked.ids)) > COPIED:
                 self._copy(copies, longest)
                 copies, longest = [], 0
-            copies += [(source, slot, key_of(asked.sampling, asked.prompt_index, choice)) for choice, slot in others]
+            copies += [(source, slot, key_of(asked.options, asked.prompt_index, choice)) for choice, slot in others]
             longest = max(longest, len(asked.ids) - 1)
         self._copy(copies, longest)
 
@@ -230,9 +261,11 @@ class Engine:
         """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""
         active = [self._requests[row.request] for row in rows]
         searches = [one.search for one in active if one.search is not None]
-        alternatives = max([one.request.alternatives for one in active] + [one.alternatives for one in searches])
+        alternatives = max(
+            [one.request.options.top_logprobs for one in active] + [one.alternatives for one in searches]
+        )
         rounded = 1 << (alternatives - 1).bit_length() if alternatives else 0
-        variant = variant_of([one.request.sampling for one in active], min(rounded, self.vocab_size))
+        variant = variant_of([one.request.options for one in active], min(rounded, self.vocab_size))
         return variant._replace(beams=bool(searches))
 
     def _collect(self, launched: _Launched) -> list[Event]:
@@ -249,8 +282,8 @@ class Engine:
             for index, row in enumerate(work.rows):
                 active = self._requests.get(row.request)
                 if active is not None and row.choice in active.live:
-                    count = active.request.alternatives
-                    likeliest = _alternatives(Sampled(*(part[index] for part in results)), count) if count else []
+                    count = active.request.options.top_logprobs
+                    likeliest = alternatives_of(Sampled(*(part[index] for part in results)), count) if count else []
                     events += self._extend(row, tokens[index], logprobs[index], likeliest)
         if launched.candidates is not None:
             results = launched.candidates.wait()
@@ -279,13 +312,14 @@ class Engine:
 
     def _begin(self, start: Start) -> list[Event]:
         """Return the event of the prompt's scores, if any, and those of choices that want no tokens."""
-        active, events = self._requests[start.request], []
+        active, events = self._requests[start.request], list[Event]()
         asked = active.request
-        if any(chunk.logprobs.isnan().any() for chunk in active.scores):
-            return self._break_off(start.request)
-        if asked.score_prompt:
-            events.append(_scored(start.request, asked, active.scores))
-        if asked.sampling.max_new_tokens == 0:
+        if asked.options.prompt_logprobs:
+            event = prompt_scorer().event(start.request, asked.ids, asked.options.top_logprobs, active.scores)
+            if event is None:
+                return self._break_off(start.request)
+            events.append(event)
+        if asked.options.max_new_tokens == 0:
             for choice in sorted(active.live):
                 events.append(Event(start.request, choice, [], [], [], "length"))
                 self._scheduler.finish(start.request, choice)
@@ -294,7 +328,7 @@ class Engine:
 
     def _extend(
         self, row: Row, tokens: list[int], logprobs: list[float], alternatives: list[Alternatives]
-    ) -> list[Event]:  # fmt: skip
+    ) -> list[Event]:
         """Add new tokens to a choice, up to that which ends it."""
         active = self._requests[row.request]
         new, finish = active.request.accept(active.ids[row.choice], tokens, logprobs)
@@ -317,15 +351,3 @@ class Engine:
         live.remove(choice)
         if not live:
             del self._requests[request]
-
-
-def _alternatives(results: Sampled | Scores, count: int) -> list[Alternatives]:
-    ids, logprobs = results.top_ids[:, :count].tolist(), results.top_logprobs[:, :count].tolist()
-    return [list(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]
-
-
-def _scored(handle: int, asked: Request, chunks: list[Scores]) -> Event:
-    logprobs = [value for chunk in chunks for value in chunk.logprobs.tolist()]
-    alternatives = [row for chunk in chunks for row in _alternatives(chunk, asked.alternatives)]
-    greedy = tuple(flag for chunk in chunks for flag in chunk.greedy.tolist())
-    return Event(handle, PROMPT, asked.ids[1:], logprobs, alternatives, greedy=greedy)

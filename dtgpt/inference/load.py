@@ -1,4 +1,8 @@
-"""`dtgpt.load`: a model from its files, over the processes that torchrun started."""
+"""`dtgpt.load`: a model from its files, over the processes that torchrun started.
+
+Everything that can be wrong is checked before the processes meet, and again before weights are read: a model of a
+hundred gigabytes takes minutes, and its user should not wait for a sentence on a wrong option.
+"""
 
 import atexit
 from contextlib import suppress
@@ -13,16 +17,15 @@ import torch.distributed as dist
 
 from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
 from dtgpt.checkpoint.tokenizer import check_size, ends_of, named_tokenizer
-from dtgpt.config.execution import Settings, choose_device, choose_dtype
+from dtgpt.config.execution import MOST_SLOTS, Settings, choose_device, choose_dtype
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.forward import decode_kernels
-from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
-from dtgpt.inference.sampling import check_switches
+from dtgpt.inference.options import check_switches
+from dtgpt.inference.step import decode_kernels
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.parallel.launch import end_process_group, start_process_group
@@ -39,17 +42,24 @@ _meshes: WeakSet[Mesh] = WeakSet()  # of the models that are in use
 
 
 def load(
-    path: str | PathLike, plan: Plan | str | None = None, device: str = "auto", precision: str = "auto",
-    slots: int | Literal["auto"] = "auto", tokenizer: Tokenizer | str | None = None, max_length: int | None = None,
-    exact: bool = False, adapter: str | PathLike | None = None, recipe: Recipe | str | PathLike | None = None,
-) -> Model:  # fmt: skip
+    path: str | PathLike,
+    plan: Plan | str | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    slots: int | Literal["auto"] = "auto",
+    tokenizer: Tokenizer | str | None = None,
+    max_length: int | None = None,
+    exact: bool = False,
+    adapter: str | PathLike | None = None,
+    recipe: Recipe | str | PathLike | None = None,
+) -> Model:
     """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
     tensor parallel over all of them. ZeRO and sequence parallelism mean nothing for inference: a plan that has them is
     used without, with a note.
 
     device: "auto", "cpu" or "cuda". precision: "auto", "fp32", "bf16" or "fp16". slots: sequences that are generated at
     the same time, each with memory for `max_length` positions; "auto": as many as a call needs, up to 512 and to what
-    fits into memory. tokenizer: one of dtgpt, or its file or name as `dtgpt generate --tokenizer` takes it; None for
+    fits into memory. tokenizer: one of dtgpt, or its file, or a name such as gpt2; None for
     the one that is saved with the model. max_length: largest number of tokens of a sequence, prompt included; None: all
     positions of the model. A smaller one takes less memory, and changes no number. exact: give each token the
     log-probability that a forward pass in training computes for it, to the bit (docs/bits.md); slower.
@@ -58,11 +68,12 @@ def load(
     Raise UserError where an argument is wrong.
     """
     for name, value, kinds, advice in (
-        ("path", path, (str, PathLike), "a run folder or another model"), ("plan", plan, (str, Plan, NoneType), "tp2"),
+        ("path", path, (str, PathLike), "a run folder or another model"),
+        ("plan", plan, (str, Plan, NoneType), "tp2"),
         ("tokenizer", tokenizer, (str, Tokenizer, NoneType), "the path or name of one"),
         ("adapter", adapter, (str, PathLike, NoneType), "a run folder"),
         ("recipe", recipe, (Recipe, str, PathLike, NoneType), "the file of one"),
-    ):  # fmt: skip
+    ):
         if not isinstance(value, kinds):
             raise UserError(f"{name}={shown(value)} is not a {name}; give one, such as {advice}")
     check_switches(exact=exact)
@@ -77,9 +88,15 @@ def load(
 
 
 def open_model(
-    path: Path, plan: Plan | str | None, device: str, precision: str, max_length: int | None = None,
-    exact: bool = False, addend: str | PathLike | None = None, recipe: Recipe | str | PathLike | None = None,
-) -> tuple[Source, Settings, Mesh]:  # fmt: skip
+    path: Path,
+    plan: Plan | str | None,
+    device: str,
+    precision: str,
+    max_length: int | None = None,
+    exact: bool = False,
+    addend: str | PathLike | None = None,
+    recipe: Recipe | str | PathLike | None = None,
+) -> tuple[Source, Settings, Mesh]:
     """Return what a `Model` is made of, with the processes together, before weights are read. `addend`: the adapter.
     Other arguments and errors are those of `load`. The settings' model has `max_length` positions, the source's all."""
     for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):

@@ -12,6 +12,7 @@ made when it is first needed, and the other ranks do what it commands.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from threading import RLock
@@ -22,28 +23,25 @@ from torch import Tensor
 
 from dtgpt.checkpoint.load import load_weights
 from dtgpt.checkpoint.tokenizer import ends_of, tokenizer_beside
-from dtgpt.config.execution import Settings
+from dtgpt.config.execution import MOST_SLOTS, Settings
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.broadcast import broadcast_json, told_by_rank_0
-from dtgpt.inference.completion import Completion, completion_of, score_of, to_plain
-from dtgpt.inference.engine import Engine
-from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.forward import gather_columns
-from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, free_memory, slots_that_fit
-from dtgpt.inference.options import read_options
-from dtgpt.inference.prompts import GivenPrompts, read_prompts, special_ids, tokenizer_of
-from dtgpt.inference.request import check_range
-from dtgpt.inference.sampling import SpecialIds, check_switches
-from dtgpt.inference.session import PromptJob, Session
-from dtgpt.inference.text import segments
+from dtgpt.inference.commands import broadcast_json, told_by_rank_0
+from dtgpt.inference.engine import Engine, prompt_scorer
+from dtgpt.inference.options import check_switches, read_options
+from dtgpt.inference.prompts import GivenPrompts, read_prompts, segments, special_ids, tokenizer_of
+from dtgpt.inference.request import Completion, NotFinite, PromptJob, SpecialIds, check_range, completion_of, to_plain
+from dtgpt.inference.session import Session
+from dtgpt.inference.step import gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Source
+from dtgpt.parallel.cache_sizes import bytes_per_slot, free_memory, slots_that_fit
 from dtgpt.parallel.inference import inference_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import run_in_turn
+from dtgpt.util import seams
 from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.peers import Process
@@ -52,6 +50,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # types of toke
 GPT2_IDS = SpecialIds(newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
 FEW_SLOTS = 16  # with fewer, where more are wanted, a user is told why
 
+_Asked = tuple[GivenPrompts, list[PromptJob]]  # the prompts of a call, and what is wanted of each
 P = TypeVar("P")  # what rank 0 has read of a call
 _END = object()  # of an iterator
 
@@ -68,13 +67,6 @@ def need_of(jobs: Sequence[PromptJob]) -> Need:
     return Need(sum(job.rows for job in jobs), max(job.rows for job in jobs))
 
 
-class _Asked(NamedTuple):
-    """The prompts of a call, and what is wanted of each."""
-
-    given: GivenPrompts
-    jobs: list[PromptJob]
-
-
 class _Stream(NamedTuple):
     """A stream on rank 0."""
 
@@ -86,9 +78,16 @@ class Model:
     """A GPT cut by a plan. All ranks call the same methods with the same arguments, and all get the result."""
 
     def __init__(
-        self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, path: Path,
-        slots: int | None = None, tokenizer: Tokenizer | None = None, exact: bool = False,
-    ):  # fmt: skip
+        self,
+        stages: list[Decoder],
+        mesh: Mesh,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        path: Path,
+        slots: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        exact: bool = False,
+    ):
         """path: of the model, where its tokenizer is looked for, unless `tokenizer` is given. slots: sequences in the
         cache; None: as many as a call needs and memory allows. exact: give log-probabilities the bits of training's
         forward pass, on stages that `open_model` accepts for it."""
@@ -102,9 +101,15 @@ class Model:
 
     @classmethod
     def read(
-        cls, source: Source, settings: Settings, mesh: Mesh, path: Path, slots: int | None = None,
-        tokenizer: Tokenizer | None = None, exact: bool = False,
-    ) -> Self:  # fmt: skip
+        cls,
+        source: Source,
+        settings: Settings,
+        mesh: Mesh,
+        path: Path,
+        slots: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        exact: bool = False,
+    ) -> Self:
         """Return a model that was opened, with its weights."""
         stages = inference_stages(settings, mesh, partial(load_weights, source))
         return cls(stages, mesh, settings.model, settings.dtype, path, slots, tokenizer, exact)
@@ -127,9 +132,14 @@ class Model:
             return self._gather(logits, (len(tokens), length))[..., : self.config.vocab_size]
 
     def generate(
-        self, prompts: Any, *, stream: bool = False, details: bool = False, return_full_text: bool = False,
+        self,
+        prompts: Any,
+        *,
+        stream: bool = False,
+        details: bool = False,
+        return_full_text: bool = False,
         **options: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Continue prompts, and return the continuations without the prompts.
 
         prompts: a text, or ids as a list or a tensor, gives a continuation of the same kind; a list of texts or of ids
@@ -164,7 +174,11 @@ class Model:
                     found.segments = segments(known, found.ids)
             return list(map(to_plain, completions))
 
-        answer = self._run(prompts, options, plain)
+        def work(session: Session, asked: _Asked) -> Any:
+            given, jobs = asked
+            return {**given._asdict(), "found": list(map(plain, session.run(jobs)))}
+
+        answer = self.run(lambda: self._asked(prompts, options), work)
         several = (options.get("num_return_sequences") or 1) > 1
         results = []
         for index, sequences in enumerate(answer["found"]):
@@ -177,33 +191,25 @@ class Model:
     def score(self, prompts: Any, *, top_logprobs: int = 0, split_special_tokens: bool = False) -> Any:
         """Return a `Score` of a text, or of ids: the log-probability of each token after the first; a list of them for
         a list of texts or of ids. `top_logprobs`: number of likeliest tokens to return in place of each.
-        split_special_tokens: as in `generate`. Raise UserError as `generate` does."""
-        options = {"max_new_tokens": 0, "prompt_logprobs": True, "top_logprobs": top_logprobs}
-        options["split_special_tokens"] = split_special_tokens
-        answer = self._run(prompts, options, _prompt_score)
-        scores = list(map(score_of, answer["found"]))
-        return scores[0] if answer["single"] else scores
-
-    def _run(self, prompts: Any, options: Mapping[str, Any], plain: Callable[[list[Completion]], Any]) -> Any:
-        """Return the prompts, and under "found" what `plain` makes of the sequences of each."""
-
-        def work(session: Session, asked: _Asked) -> Any:
-            return {**asked.given._asdict(), "found": list(map(plain, session.run(asked.jobs)))}
-
-        return self.run(lambda: self._asked(prompts, options), work)
+        split_special_tokens: names of special tokens in the text are plain text. Raise UserError, before anything is
+        computed, where an argument is wrong."""
+        options: dict[str, Any] = {"max_new_tokens": 0, "prompt_logprobs": True, "top_logprobs": top_logprobs}
+        found = self.generate(prompts, details=True, split_special_tokens=split_special_tokens, **options)
+        return [one.prompt for one in found] if isinstance(found, list) else found.prompt
 
     def _pieces_of(self, prompts: Any, more: bool, options: Mapping[str, Any]) -> Iterator[Any]:
         def prepare() -> tuple[Need, _Asked]:
             if more:
                 raise UserError("stream=True yields pieces of the text; leave details and return_full_text out")
             need, asked = self._asked(prompts, options)
-            if not asked.given.single or need.rows > 1:
+            if not asked[0].single or need.rows > 1:
                 raise UserError("stream=True follows one sequence; give one prompt, one sequence and no beams")
             return need, asked
 
         def work(session: Session, asked: _Asked) -> Iterator[Any]:
-            for update in session.stream(asked.jobs[0]):
-                yield from update.ids if asked.given.texts is None else [update.text] * bool(update.text)
+            given, (job,) = asked
+            for update in session.stream(job):
+                yield from update.ids if given.texts is None else [update.text] * bool(update.text)
 
         return self.stream(prepare, work)
 
@@ -215,7 +221,7 @@ class Model:
         jobs = [PromptJob(ids, read_options(options, len(ids), self.config), i) for i, ids in enumerate(given.ids)]
         for job in jobs:
             self.check(job)
-        return need_of(jobs), _Asked(given, jobs)
+        return need_of(jobs), (given, jobs)
 
     def _gather(self, logits: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """Join the columns of tp ranks, then send them from the stage that has the head to all others."""
@@ -255,13 +261,17 @@ class Model:
     def check(self, job: PromptJob) -> None:
         """Raise UserError for a job that this model can never do."""
         options = job.options
-        job.request(self.special).validate(self.vocab_size, self.config.seq_length, MOST_SLOTS)
+        replace(job, special=self.special).validate(self.vocab_size, self.config.seq_length, MOST_SLOTS)
         if self.exact and options.search is not None:
             _, asked, without = options.search.words
             raise UserError(
                 f"{asked} searches, and exact log-probabilities are those of sampled tokens; use {without}, or load "
                 "the model without exact"
             )
+        if options.prompt_logprobs:
+            prompt_scorer()  # or raises where there is none
+        if options.stop_strings and not seams.listed("text_ends"):
+            raise UserError("this dtgpt does not search for stop strings; use stop_token_ids")
         if options.stop_strings and not self.tokenizer.spells:  # or raises where there is none at all
             raise UserError("the model's tokens have no text, in which stop strings could be found; use stop_token_ids")
 
@@ -311,7 +321,7 @@ class Model:
     def stream(
         self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Session, P], Iterator[Any]]
     ) -> Iterator[Any]:
-        """Call `prepare` as `run` does, and return an iterator over what `work` yields on rank 0. The other ranks get
+        """Call `prepare` on rank 0, and return an iterator over what `work` yields there. The other ranks get
         all of it when it is complete. Any other use of the model ends the stream: to read on is then a UserError."""
         with self.alone():
             prepared = self._reserve(prepare)
@@ -442,9 +452,3 @@ def _bare(found: Completion, answer: Mapping[str, Any], index: int, full: bool) 
     if texts is None:
         return [*answer["ids"][index], *found.ids] if full else found.ids
     return (texts[index] if full else "") + (found.text or "")
-
-
-def _prompt_score(completions: list[Completion]) -> dict[str, Any]:
-    (found,) = completions
-    assert found.prompt is not None
-    return to_plain(found.prompt)

@@ -1,8 +1,13 @@
-"""Prompts as users give them, texts or ids, one or many; and the tokenizer of a model."""
+"""Between texts and ids: prompts become ids, and ids that arrive one after the other become text.
 
-from collections.abc import Callable, Sequence
+Users give prompts as texts or ids, one or many. On the way back a token need not be a whole character, so that a stream
+of text holds back what later tokens may complete. Where nothing says which tokenizer a model has, it is found here.
+"""
+
+import codecs
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,11 +15,10 @@ from torch import Tensor
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.data.tokenizers.open import FILES, make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.request import check_prompt
-from dtgpt.inference.sampling import SpecialIds
-from dtgpt.inference.text import token_of
+from dtgpt.inference.request import SpecialIds, check_prompt
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown
 
 KINDS = "a text, a list of ids, or a list of either"
@@ -52,8 +56,8 @@ def read_prompts(
 
 
 def encode(text: str, tokenizer: Tokenizer, config: ModelConfig, split_special_tokens: bool = False) -> list[int]:
-    """Return the ids of a prompt, as `Tokenizer.encode_prompt` does; an empty one begins a document. Raise UserError
-    where the tokenizer or the model does not know the text."""
+    """Return the ids of a prompt, with what the tokenizer puts before every text; an empty one begins a document.
+    Raise UserError where the tokenizer or the model does not know the text."""
     ids = tokenizer.encode_prompt(text, split_special_tokens)
     if not ids:
         if tokenizer.opening is None:
@@ -119,6 +123,100 @@ def tokenizer_of(path: Path, config: ModelConfig) -> Tokenizer:
 
 
 def special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> SpecialIds:
-    """Return the ids that rules look for, None where no single token spells one. `ends`: as `ends_of` returns them."""
+    """Return the ids that rules look for, None where no single token spells one. `ends`: that end the
+    model's texts."""
     newline, double_newline, colon = (token_of(tokenizer, text) for text in ("\n", "\n\n", ":"))
     return SpecialIds(tuple(ends), newline, double_newline, colon)
+
+
+class TextDecoder(Protocol):
+    """How ids that arrive one after the other become text: what a capability has at the seam `text_decoders`, for
+    tokens whose text depends on those around them. Its attributes are replaced, and never changed in place."""
+
+    def skip(self, prompt: Sequence[int]) -> None:
+        """Take the ids behind which the others come."""
+
+    def extend(self, ids: Sequence[int]) -> str:
+        """Return the text that is certain with these ids."""
+
+    def finish(self) -> str:
+        """Return the rest, in which U+FFFD stands for an incomplete character."""
+
+
+class TextStream:
+    """The text of ids that arrive one after the other.
+
+    All pieces together are the text that the ids add to that of `prompt`, which ends with a whole character. So does
+    each piece: bytes that later ones may complete are held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        self._decoder = _decoder_of(tokenizer)
+        self._decoder.skip([i for i in prompt if i < tokenizer.vocab_size])  # a model may have more tokens
+
+    def add(self, i: int) -> str:
+        """Return the text that is certain with this id."""
+        return self._decoder.extend([i])
+
+    def extend(self, ids: Sequence[int]) -> str:
+        """Return the text that is certain with these ids; decoding is called once, not once an id."""
+        return self._decoder.extend(ids)
+
+    def finish(self) -> str:
+        """Return the rest, in which U+FFFD stands for an incomplete character."""
+        return self._decoder.finish()
+
+    def mark(self) -> dict[str, Any]:
+        """Return what `go_back` needs to come back to this place."""
+        return dict(vars(self._decoder))  # decoders replace what they hold; they change none of it in place
+
+    def go_back(self, mark: dict[str, Any]) -> None:
+        """Forget the ids since a mark."""
+        vars(self._decoder).update(mark)
+
+
+def _decoder_of(tokenizer: Tokenizer) -> TextDecoder:
+    if tokenizer.bytes_of(0) is not None:  # each token is the same bytes in every text
+        return _Bytes(tokenizer)
+    return seams.first("text_decoders", f"no single token of {tokenizer.name} has a text; use a char tokenizer")(
+        tokenizer
+    )
+
+
+class _Bytes:
+    """Decode tokens that are bytes, whatever is around them."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._held = b""  # of a character that is not complete
+
+    def skip(self, prompt: Sequence[int]) -> None:
+        self.extend(prompt[-4:])  # a character has up to four bytes
+
+    def extend(self, ids: Iterable[int]) -> str:
+        bytes_of = self._tokenizer.bytes_of
+        found = b"".join([self._held, *(bytes_of(i) or b"" for i in ids)])
+        text, read = codecs.utf_8_decode(found, "replace")
+        self._held = found[read:]
+        return text
+
+    def finish(self) -> str:
+        text, self._held = self._held.decode(errors="replace"), b""
+        return text
+
+
+def token_of(tokenizer: Tokenizer, text: str) -> int | None:
+    """Return the token that spells `text` within other text; None where no single token does."""
+    for before in ("a", ""):
+        try:
+            opening, ids = tokenizer.encode(before), tokenizer.encode(before + text)
+        except UserError:  # a vocabulary of characters, without one of these
+            continue
+        same = ids[:-1] == opening and TextStream(tokenizer, opening).add(ids[-1]) == text
+        return ids[-1] if same else None
+    return None
+
+
+def segments(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """Return the text of each token alone: a character that two tokens share shows as U+FFFD in both."""
+    return [tokenizer.decode([i]) for i in ids]

@@ -1,49 +1,80 @@
-"""Requests to the engine, and the events that it returns."""
+"""What is asked of the engine, and what it answers: a prompt with its options, events of its sequences, results.
+
+A `PromptJob` is all that is known of a prompt from the call of a user to the end of its last sequence. The engine
+answers with an `Event` for each of its sequences that got new tokens; what a user gets is a `Completion`.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from dtgpt.inference.sampling import Sampling, SpecialIds, endings_of
+from torch import Tensor
+
+from dtgpt.inference.options import GREEDY_BELOW, Options
+from dtgpt.ops.random.philox import fold_words
+from dtgpt.ops.sampling.sequences import NONE, Floats, Integers, Variant, pack
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
+PROMPT = -1  # in place of a choice
+NOT_FINITE = "not_finite"  # the end of all of a request: the model's logits are NaN or infinite
+REMEDY = "dtgpt inspect names weights that are not finite: use an earlier checkpoint, or another --precision"
+LOGITS = f"the model's logits are not finite, so that no token can be drawn or scored; {REMEDY}"
+Alternatives = list[tuple[int, float]]  # the likeliest (id, log-probability) in place of a token, best first
+
+
+class NotFinite(UserError):
+    """Logits that are NaN or infinite. The engine and the other ranks can go on."""
+
+    def __init__(self) -> None:
+        super().__init__(LOGITS)
+
+
+class SpecialIds(NamedTuple):
+    """Ids that rules need: those at which texts end, and tokens of the tokenizer; None where it has no such token."""
+
+    ends: tuple[int, ...] = ()
+    newline: int | None = None  # "\n"
+    double_newline: int | None = None  # "\n\n"
+    colon: int | None = None  # ":"
+
+
 NO_SPECIAL_IDS = SpecialIds()
-Candidates = Sequence[tuple[int, float]]  # (id, log-probability) of the likeliest tokens of a row
-MOST_ALTERNATIVES = 64  # likeliest tokens for each position
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A prompt, and how `choices` sequences go on from it."""
+@dataclass(frozen=True)
+class PromptJob:
+    """A prompt and what is wanted of it."""
 
     ids: list[int]
-    sampling: Sampling
-    special: SpecialIds = NO_SPECIAL_IDS
-    prompt_index: int = 0  # of the prompt in its list: with the seed it determines the draws
-    choices: int = 1
-    score_prompt: bool = False  # whether the tokens of the prompt get log-probabilities
-    alternatives: int = 0  # number of likeliest tokens to return for each position
-    search: "Search | None" = None  # instead of draws: the choices are the best sequences that it finds
+    options: Options
+    prompt_index: int = 0  # enters the draws: equal prompts get different texts
     client: str = ""  # who shares the slots fairly with others
+    stops: tuple[str, ...] = ()  # of a chat's template, besides those of the options
+    special: SpecialIds = NO_SPECIAL_IDS  # of the tokenizer
+
+    @property
+    def choices(self) -> int:
+        """The number of sequences that go on from the prompt."""
+        return self.options.num_return_sequences
 
     @property
     def rows(self) -> int:
-        """The number of slots that the request needs at once."""
-        return self.choices if self.search is None else self.search.rows
+        """The slots of the cache that it takes at once."""
+        return self.choices if self.options.search is None else self.options.search.rows
 
     @property
     def stop_ids(self) -> list[int]:
         """The ids that end a sequence whatever comes before them."""
-        return endings_of(self.sampling, self.special)
+        return endings_of(self.options, self.special)
 
     def validate(self, vocab_size: int, positions: int, slots: int) -> None:
         """Raise UserError for a request that no engine of these sizes can serve."""
         check_prompt(self.ids, vocab_size)
-        self.sampling.validate(vocab_size, positions)
-        new, whole = self.sampling.max_new_tokens, len(self.ids) + self.sampling.max_new_tokens
+        self.options.validate(vocab_size, positions)
+        new, whole = self.options.max_new_tokens, len(self.ids) + self.options.max_new_tokens
         if whole > positions:
             fewer = f"max_new_tokens={positions - len(self.ids)} or less, or " if len(self.ids) < positions else ""
             given = f"a prompt of {counted(len(self.ids), 'token')}"
@@ -53,24 +84,21 @@ class Request:
                 f"{given} and max_new_tokens={new} need {whole} positions, but the model has {positions}; use "
                 f"{fewer}a shorter prompt"
             )
-        if new == 0 and not self.score_prompt:
+        if new == 0 and not self.options.prompt_logprobs:
             raise UserError("max_new_tokens=0 generates nothing; use 1 or more, or ask for scores of the prompt")
-        if self.search is not None:
-            self.search.validate(self, vocab_size)
+        if self.options.search is not None:
+            self.options.search.validate(self, vocab_size)
         if not 1 <= self.rows <= slots:
-            what = "choice" if self.search is None else self.search.words[0]
+            what = "choice" if self.options.search is None else self.options.search.words[0]
             raise UserError(
                 f"{counted(self.rows, what)} of a prompt need as many slots of the cache, which has "
                 f"{slots}; use 1 to {slots}, or more slots"
             )
-        most = min(MOST_ALTERNATIVES, vocab_size)
-        if not 0 <= self.alternatives <= most:
-            raise UserError(f"alternatives={self.alternatives} is not a number of tokens; use 0 to {most}")
 
     def accept(self, new: list[int], tokens: list[int], logprobs: list[float]) -> tuple[int, str | None]:
         """Return how many of `tokens`, whose `logprobs` these are, continue a sequence that has `new` ones, and the
         reason of its end, None where it goes on. NOT_FINITE: a log-probability is NaN."""
-        left = self.sampling.max_new_tokens - len(new)
+        left = self.options.max_new_tokens - len(new)
         if self._decisive_ids.isdisjoint(tokens) and math.isfinite(sum(logprobs)):  # the length alone can end it
             return min(left, len(tokens)), "length" if left <= len(tokens) else None
         ids = [*new]
@@ -90,32 +118,87 @@ class Request:
     @cached_property
     def _decisive_ids(self) -> frozenset[int | None]:
         """The ids at which `ends_with` or `bans_all` may be true, where log-probabilities are finite."""
-        pair = [self.special.newline] if self.sampling.stop_on_double_eol else []
-        return frozenset([*self.stop_ids, *pair, *([0] if self.sampling.no_repeat_ngram_size else [])])
+        pair = [self.special.newline] if self.options.stop_on_double_eol else []
+        return frozenset([*self.stop_ids, *pair, *([0] if self.options.no_repeat_ngram_size else [])])
 
     def ends_with(self, before: int, token: int, index: int) -> bool:
         """Return whether new token number `index`, from 0, ends the sequence. `before`: the token before it."""
-        return index >= self.sampling.min_new_tokens and self._would_end(before, token)
+        return index >= self.options.min_new_tokens and self._would_end(before, token)
 
     def _would_end(self, before: int, token: int) -> bool:
-        sampling, special = self.sampling, self.special
-        if token in sampling.stop_token_ids:
+        options, special = self.options, self.special
+        if token in options.stop_token_ids:
             return True
-        if sampling.stop_on_double_eol:
+        if options.stop_on_double_eol:
             return token == special.double_newline or before == token == special.newline
-        if sampling.stop_on_eol:
+        if options.stop_on_eol:
             return token in (special.newline, special.double_newline)
-        return sampling.ends and token in special.ends
+        return options.ends and token in special.ends
 
     def bans_all(self, new: list[int], token: int, logprob: float) -> bool:
         """Return whether rules banned every token after `new` ones: `sample` then chose id 0, which is banned, too."""
         if token:
             return False
-        ids, n = [*self.ids, *new], self.sampling.no_repeat_ngram_size
+        ids, n = [*self.ids, *new], self.options.no_repeat_ngram_size
         last = [*ids[len(ids) - n + 1 :], token]
         repeats = 0 < n <= len(ids) and any(ids[i : i + n] == last for i in range(len(ids) - n + 1))
-        early = len(new) < self.sampling.min_new_tokens and self._would_end(ids[-1], token)
+        early = len(new) < self.options.min_new_tokens and self._would_end(ids[-1], token)
         return repeats or early or logprob == -math.inf
+
+
+def variant_of(samplings: Iterable[Options], alternatives: int = 0) -> Variant:
+    """Return what a step must be able to do for these sequences."""
+    found = list(samplings)
+    longest = max((s.no_repeat_ngram_size for s in found), default=0)
+    return Variant(
+        filters=any(s.filters for s in found),
+        edits=any(s.edits for s in found),
+        ngram=1 << (longest - 1).bit_length() if longest else 0,
+        alternatives=alternatives,
+    )
+
+
+def key_of(sampling: Options, prompt_index: int, choice: int) -> tuple[int, int]:
+    """Return the two words of the key of a sequence's draws."""
+    return fold_words(sampling.seed, "text", prompt_index, choice)
+
+
+def parameters_of(sampling: Options, special: SpecialIds, prompt: int, prompt_index: int, choice: int) -> Tensor:
+    """Return a row of parameters for `dtgpt.ops.sampling`, int64 on the CPU.
+
+    prompt: number of ids of the prompt. The draws of a sequence belong to (seed, prompt_index, choice).
+    """
+    key_0, key_1 = key_of(sampling, prompt_index, choice)
+    colon, newline = special.colon, special.newline
+    if not sampling.prevent_newline_after_colon or colon is None or newline is None:
+        colon, newline = NONE, NONE
+    paired = special.newline if sampling.stop_on_double_eol else None
+    integers = Integers(
+        prompt_length=prompt,
+        key_0=key_0,
+        key_1=key_1,
+        top_k=sampling.top_k,
+        ngram=sampling.no_repeat_ngram_size,
+        min_new_tokens=sampling.min_new_tokens,
+        colon=colon,
+        newline=newline,
+        paired_newline=NONE if paired is None else paired,
+    )
+    values = {name: getattr(sampling, name) for name in Floats._fields}
+    if sampling.temperature < GREEDY_BELOW:
+        values["temperature"] = 0.0
+    return pack(integers, Floats(**values), sampling.logit_bias, endings_of(sampling, special))
+
+
+def endings_of(sampling: Options, special: SpecialIds) -> list[int]:
+    """Return the ids that end a sequence whatever comes before them (Megatron-LM's rules for ends of lines)."""
+    if sampling.stop_on_double_eol:
+        rule = [special.double_newline]
+    elif sampling.stop_on_eol:
+        rule = [special.newline, special.double_newline]
+    else:
+        rule = [*special.ends] if sampling.ends else []
+    return [*sampling.stop_token_ids, *(token for token in rule if token is not None)]
 
 
 def check_prompt(ids: list[int], vocab_size: int) -> None:
@@ -132,39 +215,6 @@ def check_range(smallest: int, largest: int, vocab_size: int) -> None:
         raise UserError(f"{ids} are not all tokens of this model; use 0 to {vocab_size - 1}")
 
 
-class Search(Protocol):
-    """How the host searches for the sequences of a request, in place of draws: what a capability adds."""
-
-    @property
-    def rows(self) -> int:
-        """The number of slots that it needs at once."""
-
-    @property
-    def words(self) -> tuple[str, str, str]:
-        """What a row is called in messages, the option that asks for the search, and the one that does not."""
-
-    def validate(self, request: Request, vocab_size: int) -> None:
-        """Raise UserError for a request that cannot be searched like this."""
-
-    def begin(self, request: Request, slots: list[int]) -> "SearchedRows":
-        """Return the search for a request whose first slot has read the prompt."""
-
-
-class SearchedRows(Protocol):
-    """A search on its way. The choices of the request are its rows, in the slots that it was given."""
-
-    @property
-    def alternatives(self) -> int:
-        """The number of likeliest tokens of each row that `advance` needs."""
-
-    def advance(self, candidates: Mapping[int, Candidates], command: Callable[[Any], Any]) -> list[int]:
-        """Choose the rows of the next step from the likeliest tokens of each choice, after all rules, and put them into
-        slots by commands (`dtgpt.inference.commands`). Return their choices; none: the search is over."""
-
-    def events(self, handle: int) -> list["Event"]:
-        """Return an event for each sequence that the request asks for, the best first."""
-
-
 class Event(NamedTuple):
     """New tokens of a choice, or the scores of a prompt."""
 
@@ -178,5 +228,61 @@ class Event(NamedTuple):
     score: float | None = None  # of a sequence that a search found, all in one event, the best in choice 0
 
 
-PROMPT = -1
-NOT_FINITE = "not_finite"  # the end of all of a request: the model's logits are NaN or infinite
+def alternatives_of(results: Any, count: int) -> list[Alternatives]:
+    """Return the `count` likeliest tokens in place of each token of results, such as `Sampled`."""
+    ids, logprobs = results.top_ids[:, :count].tolist(), results.top_logprobs[:, :count].tolist()
+    return [list(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]
+
+
+@dataclass(kw_only=True)
+class Score:
+    """The log-probabilities of a text under the model."""
+
+    ids: list[int]
+    logprobs: list[float]  # of each of `ids[1:]`, natural logarithm, at temperature 1
+    greedy: list[bool]  # whether each of `ids[1:]` is the likeliest token
+    alternatives: list[Alternatives] = field(default_factory=list)  # in place of each of `ids[1:]`, where asked for
+
+    @property
+    def total(self) -> float:
+        """The log-probability of all tokens after the first."""
+        return sum(self.logprobs)
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """A continuation of a prompt."""
+
+    text: str | None  # without the prompt, the end of text and a stop string; None without a tokenizer
+    ids: list[int]  # new tokens, with the one that ends the sequence
+    logprobs: list[float]  # of each of `ids`, natural logarithm, before filters and penalties, at temperature 1
+    finish_reason: str  # "stop": by a token or a stop string; "length"; "cancelled"
+    segments: list[str] | None = None  # each of `ids`, decoded alone; None without a tokenizer
+    alternatives: list[Alternatives] = field(default_factory=list)  # in place of each of `ids`, where asked for
+    prompt: Score | None = None  # of the prompt, where asked for
+    score: float | None = None  # of a beam
+
+    @property
+    def prompt_logprobs(self) -> list[float] | None:
+        """The log-probabilities of all tokens of the prompt but the first, where they were asked for."""
+        return None if self.prompt is None else self.prompt.logprobs
+
+
+def to_plain(found: Completion | Score) -> dict[str, Any]:
+    """Return texts, numbers, lists and dicts, from which `completion_of` or `score_of` makes the same again."""
+    return {name: to_plain(value) if isinstance(value, Score) else value for name, value in vars(found).items()}
+
+
+def completion_of(plain: dict[str, Any]) -> Completion:
+    prompt = plain["prompt"]
+    fields = {**plain, "alternatives": _alternatives(plain), "prompt": None if prompt is None else score_of(prompt)}
+    return Completion(**fields)
+
+
+def score_of(plain: dict[str, Any]) -> Score:
+    return Score(**{**plain, "alternatives": _alternatives(plain)})
+
+
+def _alternatives(plain: dict[str, Any]) -> list[Alternatives]:
+    """Return alternatives as tuples, of which JSON makes lists."""
+    return [[(i, logprob) for i, logprob in row] for row in plain["alternatives"]]

@@ -99,7 +99,7 @@ class Scheduler:
 
     def add(
         self, request: int, prefill: int, choices: int, new_tokens: int, searches: bool = False, client: str = ""
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take a request of `choices` rows, at most as many as there are slots. `prefill`: tokens of its prompt that
         are not fed to a decode step. `searches`: the host searches with these rows. The first step has the first row
         alone; each further step waits for `go_on`. `client`: who shares the slots fairly with others."""

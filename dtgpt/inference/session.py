@@ -1,55 +1,43 @@
-"""Prompts on an engine, on the rank that leads it: tokens become text, and stop strings end it."""
+"""Prompts on an engine, on the rank that leads it: tokens become text.
+
+The engine knows ids alone. A session keeps, for each sequence, its ids and the text that is certain so far. A text may
+end within a token, or with several of them, which the engine cannot see: the session then cancels the sequence, and
+discards what steps under way have added to it.
+"""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.completion import Alternatives, Completion, Score
-from dtgpt.inference.engine import Engine
-from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.options import Options
-from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, Request
-from dtgpt.inference.sampling import SpecialIds
-from dtgpt.inference.text import StopSearch, TextStream
+from dtgpt.inference.engine import Engine, prompt_scorer
+from dtgpt.inference.prompts import TextStream
+from dtgpt.inference.request import (
+    NOT_FINITE,
+    PROMPT,
+    Alternatives,
+    Completion,
+    Event,
+    NotFinite,
+    PromptJob,
+    Score,
+    SpecialIds,
+)
+from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 
 AHEAD = 2  # requests that wait in the engine, for each slot
 
 
-class PromptJob(NamedTuple):
-    """A prompt and what is wanted of it."""
-
-    ids: list[int]
-    options: Options
-    prompt_index: int = 0  # enters the draws: equal prompts get different texts
-    client: str = ""  # who shares the slots fairly with others
-    stops: tuple[str, ...] = ()  # of a chat's template, besides those of the options
-
-    @property
-    def rows(self) -> int:
-        """The slots of the cache that it takes."""
-        options = self.options
-        return options.num_return_sequences if options.search is None else options.search.rows
-
-    def request(self, special: SpecialIds) -> Request:
-        """Return what the engine is asked for. `special`: the tokenizer's."""
-        options = self.options
-        return Request(
-            ids=self.ids, sampling=options, special=special, prompt_index=self.prompt_index,
-            choices=options.num_return_sequences, score_prompt=options.prompt_logprobs,
-            alternatives=options.top_logprobs, search=options.search, client=self.client,
-        )  # fmt: skip
-
-
 class SequenceUpdate(NamedTuple):
     """What a step added to a sequence. `completions`: with the last update of a job, all of its sequences."""
 
-    job: int  # as `Session.submit` numbers it
+    job: int  # the number that `Session.submit` returned
     choice: int
     ids: list[int]  # new tokens, with the one that ends the sequence
     text: str  # new text, whole characters alone; what may become a stop string is held back
-    logprobs: list[float]  # of each of `ids`, as in `Completion`
+    logprobs: list[float]  # of each of `ids`, before filters and penalties, at temperature 1
     alternatives: list[Alternatives]  # in place of each of `ids`, where asked for
     finish: str | None  # the reason of the end, with the last update of a sequence; NOT_FINITE ends all of a job
     prompt: Score | None  # the scores of the prompt with every update, where asked for
@@ -66,8 +54,9 @@ class Session:
 
     def submit(self, job: PromptJob) -> int:
         """Hand a job to the engine; return its number."""
-        handle = self.engine.submit(job.request(self._special))
-        self._open[handle] = _OpenJob(job, self._tokenizer, self._special)
+        job = replace(job, special=self._special)
+        handle = self.engine.submit(job)
+        self._open[handle] = _OpenJob(job, self._tokenizer)
         return handle
 
     def step(self) -> list[SequenceUpdate]:
@@ -77,7 +66,7 @@ class Session:
         return [update for event in self.engine.step() if (update := self._take(event)) is not None]
 
     def finite_step(self) -> list[SequenceUpdate]:
-        """Do what `step` does. Raise NotFinite where logits that are not finite end a job."""
+        """Let the engine work; return what it has made since. Raise NotFinite where logits end a job."""
         updates = self.step()
         if any(update.finish == NOT_FINITE for update in updates):
             raise NotFinite
@@ -100,11 +89,13 @@ class Session:
         """Whether any job is not finished."""
         return bool(self._open)
 
-    def stream(self, job: PromptJob) -> Iterator[SequenceUpdate]:
-        """Yield what each step adds to a job, to its end."""
-        self.submit(job)
+    def stream(self, job: PromptJob, stopped: Callable[[], bool] = lambda: False) -> Iterator[SequenceUpdate]:
+        """Yield what each step adds to a job, to its end, or to that of the step after which `stopped` is true."""
+        number = self.submit(job)
         while self.busy:
             yield from self.finite_step()
+            if stopped():
+                self.engine.cancel(number)  # of what has ended, nothing
 
     def run(self, jobs: Iterable[PromptJob]) -> Iterator[list[Completion]]:
         """Yield the sequences of each job, in the order of the jobs, as they are finished."""
@@ -125,7 +116,7 @@ class Session:
         if job is None:
             return None
         if event.choice == PROMPT:
-            job.take_scores(event)
+            job.prompt = prompt_scorer().score(job.job.ids, event, job.job.options.top_logprobs)
             return None
         sequence = job.sequences[event.choice]
         if sequence.finish is not None:  # steps that were under way when a stop string was found
@@ -134,103 +125,95 @@ class Session:
         text = sequence.take(event)
         if sequence.finish is not None and event.finish is None:
             self.engine.cancel(event.request, event.choice)
-        completions = job.completions() if all(s.finish is not None for s in job.sequences) else None
+        whole = all(one.finish is not None for one in job.sequences)
+        completions = [one.completion(job.prompt) for one in job.sequences] if whole else None
         if completions is not None:
             del self._open[event.request]
         return SequenceUpdate(
-            event.request, event.choice, sequence.ids[before:], text, sequence.logprobs[before:],
-            sequence.alternatives[before:], sequence.finish, job.prompt, completions,
-        )  # fmt: skip
+            event.request,
+            event.choice,
+            sequence.ids[before:],
+            text,
+            sequence.logprobs[before:],
+            sequence.alternatives[before:],
+            sequence.finish,
+            job.prompt,
+            completions,
+        )
 
 
 class _OpenJob:
     """A job that is not finished."""
 
-    def __init__(self, job: PromptJob, tokenizer: Tokenizer | None, special: SpecialIds):
-        self._job = job
-        self.sequences = [_Sequence(job, tokenizer, special) for _ in range(job.options.num_return_sequences)]
+    def __init__(self, job: PromptJob, tokenizer: Tokenizer | None):
+        self.job = job
+        self.sequences = [_Sequence(job, tokenizer) for _ in range(job.choices)]
         self.prompt: Score | None = None
 
-    def take_scores(self, event: Event) -> None:
-        """Keep the scores of the prompt."""
-        alternatives = event.alternatives if self._job.options.top_logprobs else []
-        self.prompt = Score(
-            ids=self._job.ids, logprobs=event.logprobs, greedy=list(event.greedy), alternatives=alternatives
-        )
 
-    def completions(self) -> list[Completion]:
-        return [self._completion(sequence) for sequence in self.sequences]
+class TextEnd(Protocol):
+    """What ends the text of a sequence within a token: what a capability makes at the seam `text_ends`."""
 
-    def _completion(self, sequence: "_Sequence") -> Completion:
-        return Completion(
-            text=sequence.text,
-            ids=sequence.ids,
-            logprobs=sequence.logprobs,
-            finish_reason=sequence.finish or "",
-            alternatives=sequence.alternatives,
-            prompt=self.prompt,
-            score=sequence.score,
-        )
+    found: bool  # whether the text has ended
+
+    def read(self, stream: TextStream, ids: Sequence[int], before: int) -> tuple[str, int]:
+        """Return the text of ids that is certain, and how many of them there are up to the one that ends it. before:
+        the new tokens that the sequence has already."""
+
+    def rest(self, text: str) -> str:
+        """Return what is left of a text that ends with `text`."""
 
 
 class _Sequence:
     """One continuation on its way."""
 
-    def __init__(self, job: PromptJob, tokenizer: Tokenizer | None, special: SpecialIds):
+    def __init__(self, job: PromptJob, tokenizer: Tokenizer | None):
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.alternatives: list[list[tuple[int, float]]] = []
         self.finish: str | None = None
-        self.score: float | None = None
+        self._score: float | None = None
         self._pieces: list[str] = []
-        self._ends, self._wants_alternatives = special.ends, job.options.top_logprobs > 0
-        self._least = job.options.min_new_tokens
+        self._ends, self._wants_alternatives = job.special.ends, job.options.top_logprobs > 0
         self._stream = TextStream(tokenizer, job.ids) if tokenizer else None
-        self._search = StopSearch((*job.options.stop_strings, *job.stops), line_ends(job.options, special))
+        found = (make(job) for make in seams.listed("text_ends"))
+        self._end: TextEnd | None = next(filter(None, found), None)
 
     def take(self, event: Event) -> str:
-        """Add the tokens of an event, up to the one with which a stop string is complete. Return the new text."""
+        """Add the tokens of an event, up to the one with which a text that ends it is complete. Return the new text."""
         text, taken = "", len(event.ids)
         if self._stream is not None:
-            ends = event.finish == "stop" and event.ids[-1] in self._ends
-            text, read = self._read(self._stream, event.ids[:-1] if ends else event.ids)
-            if self._search.found:
-                taken = read
-            elif event.finish is not None:
-                text += self._search.add(self._stream.finish()) + self._search.finish()
+            # The token that ends a text, such as the end of text, is no part of it.
+            hidden = event.finish == "stop" and event.ids[-1] in self._ends
+            ids = event.ids[:-1] if hidden else event.ids
+            text, taken = self._read(self._stream, ids, event)
         self.ids += event.ids[:taken]
         self.logprobs += event.logprobs[:taken]
         if self._wants_alternatives:
             self.alternatives += map(list, event.alternatives[:taken])
-        self.finish = "stop" if self._search.found else event.finish
-        self.score = event.score
+        self.finish = "stop" if self._end is not None and self._end.found else event.finish
+        self._score = event.score
         self._pieces.append(text)
         return text
 
-    def _read(self, stream: TextStream, ids: Sequence[int]) -> tuple[str, int]:
-        """Return the text of ids, and how many of them there are up to the one that completes a stop string."""
-        if not self._search.strings:
-            return stream.extend(ids), len(ids)
-        before, text = stream.mark(), stream.extend(ids)
-        if not self._search.ends(text):
-            return self._search.add(text), len(ids)
-        stream.go_back(before)
-        pieces: list[str] = []
-        while not self._search.found and len(pieces) < len(ids):
-            ends = len(self.ids) + len(pieces) >= self._least
-            pieces.append(self._search.add(stream.add(ids[len(pieces)]), ends))
-        return "".join(pieces), len(pieces)
+    def _read(self, stream: TextStream, ids: list[int], event: Event) -> tuple[str, int]:
+        """Return the text of the ids of an event, and how many of its tokens belong to the sequence."""
+        if self._end is None:
+            text = stream.extend(ids)
+            return (text if event.finish is None else text + stream.finish()), len(event.ids)
+        text, read = self._end.read(stream, ids, len(self.ids))
+        if self._end.found:
+            return text, read
+        return (text if event.finish is None else text + self._end.rest(stream.finish())), len(event.ids)
 
-    @property
-    def text(self) -> str | None:
-        """The text so far, None without a tokenizer."""
-        return None if self._stream is None else "".join(self._pieces)
-
-
-def line_ends(options: Options, special: SpecialIds) -> tuple[str, ...]:
-    """Return the texts behind which a rule of line ends stops, where the tokenizer has no token for them."""
-    if special.newline is not None:
-        return ()
-    if options.stop_on_double_eol:
-        return ("\n\n",)
-    return ("\n",) if options.stop_on_eol else ()
+    def completion(self, prompt: Score | None) -> Completion:
+        """Return the sequence as it is now, its text None without a tokenizer. prompt: the scores of the prompt."""
+        return Completion(
+            text=None if self._stream is None else "".join(self._pieces),
+            ids=self.ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish or "",
+            alternatives=self.alternatives,
+            prompt=prompt,
+            score=self._score,
+        )

@@ -1,34 +1,73 @@
 """The steps of generation on a rank: every command of rank 0 ends in a method of `Step`, on all ranks in one order.
 
-Prompts are read in passes over one or several, sequences are continued in rounds of decode steps. Few shapes occur, by
-padding, so that on a GPU each is a CUDA graph, captured when it is first needed. No method waits for the device, but
-the first pass over several prompts of a shape.
+Reading a prompt and decoding are the same pass of flat tokens through the stages, each token with a slot and a
+position. They differ in three things: which tokens the attention of the pass sees (those of one sequence, or one token
+each of several), how many rows the head computes, and what its logits are used for. So one function, `logits`, runs
+both, and the cache is told before it which tokens come.
+
+The stages may be those that `dtgpt.load` builds, or those of a run in training. No method waits for the device: results
+are `Pending`, and the host reads them when it has launched the next round.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.inference.cache import Cache, Chunk
-from dtgpt.inference.forward import Forward, Pending
-from dtgpt.inference.graphs import StepGraphs
-from dtgpt.inference.prompt_batches import BATCH_TOKENS, padded_length, padded_size
-from dtgpt.inference.scheduler import LONGEST_ROUND
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.inference.cache import Cache, Chunk, DecodeRows, Work
+from dtgpt.inference.scheduler import PromptChunk
+from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.sampling.scores import Scores
+from dtgpt.ops.linear import split_sums
+from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.sequences import Sampled, Variant
+from dtgpt.parallel.collectives import GroupCollectives
 from dtgpt.parallel.engine import reshard
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.stages import run_in_turn
+from dtgpt.util import seams
 from dtgpt.util.hardware import to_device
-from dtgpt.util.torch_private import without_split_k
 
-# Rows of steps that are so short that one graph holds all of a round: else the time between graphs would show.
-ROWS_OF_SHORT_STEPS = 8
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of a decode step: few shapes, thus few graphs
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of a decode step: few shapes, which are tuned and captured
+SAMPLED = (torch.int64, torch.float32, torch.int64, torch.float32)  # types of the fields of `Sampled`
+R = TypeVar("R", bound=tuple[Tensor, ...])  # two fields [..., M], and two [..., M, n] of the likeliest tokens
+
+
+class Decoders(NamedTuple):
+    """What serves the decode steps of the stages of a rank in their place."""
+
+    stages: Sequence[Callable[..., Tensor]]  # called with ids or activations `[1, B]`, and `DecodeRows`
+    next_rows: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (slots, tokens, positions) -> those of slots
+
+
+class DecodeKernels(Protocol):
+    """What a capability has for decode steps, at the seam `decoders`."""
+
+    def serve(self, stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool) -> Decoders | None:
+        """Return what serves these stages; None: their modules do. All ranks of the mesh take part. exact: for steps
+        with the bits of training's forward pass. Raise UserError where these cannot be."""
+
+    def check_exact(self, device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
+        """Raise UserError where generation cannot have the bits of training's forward pass."""
+
+    def check_blocks(self, config: ModelConfig) -> None:
+        """Raise UserError for a model whose blocks cannot have them."""
+
+    def exact_scores(
+        self, logits: Tensor, ids: Tensor, top_ids: Tensor, mesh: Mesh, config: ModelConfig
+    ) -> dict[str, Tensor]:
+        """Return "logprobs" of ids `[M]` and "top_logprobs" of top_ids `[M, n]` with those bits, from this rank's
+        columns of the logits `[M, V_local]`."""
+
+
+def decode_kernels() -> DecodeKernels:
+    """Return what there is for decode steps. Raise UserError where there is nothing."""
+    return seams.first("decoders", "exact=True needs kernels of its own, and this dtgpt has none; leave exact out")
 
 
 class Step:
@@ -36,139 +75,144 @@ class Step:
 
     All ranks call the same methods in the same order with the same arguments. Between the first of them and `detach`
     the stages serve inference alone.
-
-    `batch_tokens`: most tokens of a pass over several prompts, padding included; 0: each prompt has a pass of its own.
-    So it is wherever a batch could change a prompt's bits: on CPUs and in fp32, where libraries choose the order of
-    sums by the number of rows.
     """
 
+    batch_tokens = 0  # most tokens of a pass over several prompts; 0: each prompt has a pass of its own
+
     def __init__(
-        self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
-        vocab_size: int | None = None, graphs: bool = False, exact: bool = False,
-    ):  # fmt: skip
-        """vocab_size: ids that may be drawn; None: those of the model. graphs: replay prefill and decode steps as CUDA
-        graphs on a GPU; not for stages that are sharded over replicas. exact: as of `Forward`."""
-        self.stages, self.mesh, self.slots = stages, mesh, slots
+        self,
+        stages: list[Decoder],
+        mesh: Mesh,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        slots: int,
+        vocab_size: int | None = None,
+        exact: bool = False,
+    ):
+        """vocab_size: ids that may be drawn; None: those of the model. exact: compute log-probabilities with the bits
+        of training's forward pass. Raise UserError where nothing can."""
+        self.stages, self.mesh, self.config, self.dtype = stages, mesh, config, dtype
+        self.slots, self.exact, self.vocab_size = slots, exact, vocab_size or config.vocab_size
         self.cache = Cache(stages, config, mesh.plan, slots, dtype, mesh.device)
-        self.passes = Forward(stages, mesh, dtype, self.cache, vocab_size or config.vocab_size, exact)
-        self._graphs = StepGraphs() if graphs and mesh.device.type == "cuda" else None
-        batched = self._graphs is not None and dtype.itemsize == 2 and not mesh.plan.sequence_parallel
-        self.batch_tokens = BATCH_TOKENS if batched else 0
-        self._equal: dict[tuple[int, int], bool] = {}  # by batch size and length, whether bits are those of one prompt
+        self.decoders: Decoders | None = None
+        if exact or (mesh.device.type == "cuda" and seams.listed("decoders")):
+            self.decoders = decode_kernels().serve(stages, mesh, self.cache, exact)
         self._attached = False
-        if self._graphs is not None:
-            mesh.before_end.append(release_of(self._graphs))
+        self._head_rows = 0
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def group(self, chunks: Sequence[PromptChunk]) -> list[list[PromptChunk]]:
+        """Return the chunks to read together, two or more in each pass."""
+        return []
 
     @torch.no_grad()
     def read(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Fill the cache of each of `slots`, all different, with the tokens of a prompt, whose positions begin with
-        `first`. Several are read in one pass: they begin at 0 and have one padded length. Raise ValueError where they
-        have not."""
-        self._attach()
-        length, *others = {padded_length(len(ids), self.cache.state.positions) for ids in prompts}
-        if len(prompts) == 1 and (self._graphs is None or first or length is None):
-            return self.passes.fill(self._tensor(prompts[0]), Chunk(slots[0], first, len(prompts[0])))
-        if length is None or others:
-            raise ValueError(f"prompts of {[len(ids) for ids in prompts]} tokens cannot be read in one pass")
-        shape = padded_size(len(prompts), length, self.batch_tokens), length
-        if shape[0] < len(prompts) or not self._equal.get(shape, True):
-            return self._read_alone(slots, prompts, length)
-        self._read_padded(slots, prompts, shape)
-        if self._graphs is not None and shape[0] > 1 and shape not in self._equal:
-            self._equal[shape] = self._is_equal_alone(slots, prompts, length)
-
-    def _read_alone(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], length: int) -> None:
+        `first`."""
+        self.attach()
         for slot, ids in zip(slots, prompts, strict=True):
-            self._read_padded([slot], [ids], (1, length))
-
-    def _read_padded(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], shape: tuple[int, int]) -> None:
-        """Run one pass of `shape`, padded with zeros and with the scratch slot."""
-        size, length = shape
-        missing = size - len(prompts)
-        padded = [[*ids, *[0] * (length - len(ids))] for ids in prompts] + [[0] * length] * missing
-        places, lengths = [*slots, *[self.slots] * missing], [*map(len, prompts), *[0] * missing]
-        inputs = self._tensor(padded), self._tensor(places), self._tensor(lengths)
-        if self._graphs is None:
-            return self.passes.fill_padded(*inputs)
-
-        def idle() -> tuple[Tensor, ...]:
-            return torch.zeros_like(inputs[0]), torch.full_like(inputs[1], self.slots), torch.zeros_like(inputs[2])
-
-        def work(tokens: Tensor, slots: Tensor, lengths: Tensor) -> None:
-            with without_split_k(tokens.device) if self.batch_tokens and not self.passes.exact else nullcontext():
-                self.passes.fill_padded(tokens, slots, lengths)
-
-        self._graphs.run(("prefill", *shape), work, inputs, idle)
-
-    def _is_equal_alone(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], length: int) -> bool:
-        """Read prompts that were read together once more, each alone, and return whether each rank has the same bits.
-
-        Which kernels multiply is chosen by shape, so one look at each shape is enough; it waits for the device, as the
-        capture before it did. The last layer depends on all layers before it."""
-        together = self._last_layer(slots, length)
-        self._read_alone(slots, prompts, length)
-        alone = self._last_layer(slots, length)
-        return all(self.mesh.gather(torch.equal(together, alone)))
-
-    def _last_layer(self, slots: Sequence[int], length: int) -> Tensor:
-        """Return a copy of what the last layer's cache has of the slots, as bytes; empty on a rank without one."""
-        rows, last = self._tensor(slots), self.cache.layers[-1:]
-        kept = [memory[rows, :, :length].flatten() for layer in last for memory in (layer.keys, layer.values)]
-        return torch.cat(kept).view(torch.uint8) if kept else rows.new_empty(0)
+            self.chunk_logits(self.tensor(ids), Chunk(slot, first, len(ids)), head_rows=1)  # a head takes no zero rows
 
     @torch.no_grad()
-    def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending[Scores]:
-        """Read all of `ids` but the last one, and return the scores of all but the first one, with the ids and
-        log-probabilities of the `alternatives` likeliest tokens in place of each."""
-        self._attach()
-        tokens = self._tensor(ids)
-        chunk = Chunk(slot, first, len(ids) - 1)
-        return Pending(self.passes.score(tokens[:-1], tokens[1:], chunk, alternatives))
-
-    @torch.no_grad()
-    def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending[Sampled]:
+    def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> "Pending[Sampled]":
         """Draw the next `steps` tokens of each of `slots`, all different: results of shape `[B, steps]`."""
-        self._attach()
-        rows = self._tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
+        self.attach()
+        rows = self.tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
         if len(rows) > len(slots):
             self.cache.state.position[self.slots :].zero_()  # attention over the scratch slot stays short
-        drawn = self._decode(rows, steps, variant)
+        drawn = self.draw_steps(rows, steps, variant)
         return Pending(Sampled(*(values[: len(slots)] for values in drawn)))
 
-    def _decode(self, rows: Tensor, steps: int, variant: Variant) -> Sampled:
-        """Return the results `[B, steps]` of decode steps of padded rows."""
-        if self._graphs is None:
-            return self._steps(rows, steps, variant)
-        if steps == LONGEST_ROUND and len(rows) <= ROWS_OF_SHORT_STEPS:
-            return self._replay(self._graphs, rows, steps, variant)
-        replayed = (self._replay(self._graphs, rows, 1, variant) for _ in range(steps))
-        drawn = [Sampled(*(values.clone() for values in results)) for results in replayed]
-        return Sampled(*(torch.cat(values, dim=1) for values in zip(*drawn, strict=True)))
-
-    def _replay(self, graphs: StepGraphs, rows: Tensor, steps: int, variant: Variant) -> Sampled:
-        """Return the results in memory that the next replay overwrites."""
-
-        def idle() -> tuple[Tensor]:
-            return (torch.full_like(rows, self.slots),)
-
-        name = "decode", len(rows), steps, variant
-        return graphs.run(name, lambda slots: self._steps(slots, steps, variant), (rows,), idle)
-
-    def _steps(self, rows: Tensor, steps: int, variant: Variant) -> Sampled:
-        drawn = [self.passes.draw(rows, variant) for _ in range(steps)]
+    def draw_steps(self, rows: Tensor, steps: int, variant: Variant) -> Sampled:
+        """Return the results `[B, steps]` of decode steps of padded rows, int64 `[B]`."""
+        drawn = [self._draw(rows, variant) for _ in range(steps)]
         return Sampled(*(torch.stack(values, dim=1) for values in zip(*drawn, strict=True)))
+
+    def _draw(self, slots: Tensor, variant: Variant) -> Sampled:
+        """Feed the next token of each of `slots`, int64 `[B]`, draw the one after it, and record that as the slot's
+        next token.
+
+        The slots are the only input, and nothing here waits for the device: a CUDA graph can hold it.
+        """
+        state, config = self.cache.state, self.config
+        logits = self._row_logits(slots)
+        drawn = None
+        if logits is not None:
+            columns = gather_columns(logits, self.mesh, config.padded_vocab_size)
+            drawn = sample(columns, state.sequences, slots, self.vocab_size, variant, config.vocab_size)
+            if self.exact:
+                exact = decode_kernels().exact_scores(logits, drawn.tokens, drawn.top_ids, self.mesh, config)
+                drawn = drawn._replace(**exact)
+        drawn = self.from_last_stage(Sampled, SAMPLED, drawn, len(slots), variant.alternatives)
+        state.record(slots, drawn.tokens)
+        return drawn
+
+    def _row_logits(self, slots: Tensor) -> Tensor | None:
+        """Return this rank's columns of the logits `[B, V_local]` after the next token of each slot; None on a rank
+        that does not hold the head."""
+        state, decoders = self.cache.state, self.decoders
+        if decoders is None:
+            tokens, positions = state.token[slots], state.position[slots]
+            rows = DecodeRows(slots, positions)
+            return self.logits(Batch(tokens[None], positions=positions[None]), rows, len(slots))
+        tokens, positions = decoders.next_rows(slots, state.token, state.position)
+        logits = run_in_turn(decoders.stages, self.mesh, (tokens[None], DecodeRows(slots, positions)), self.dtype)
+        return None if logits is None else logits[0]
+
+    def chunk_logits(self, tokens: Tensor, chunk: Chunk, head_rows: int) -> Tensor | None:
+        """Fill the cache with the tokens `[T]` of a chunk, padded where tp ranks share them evenly. Return this rank's
+        columns of the logits `[head_rows, V_local]` of the first ones; None on a rank without the head."""
+        positions = torch.arange(chunk.first, chunk.first + chunk.length, device=self.mesh.device)
+        plan = self.mesh.plan
+        if plan.sequence_parallel and (padding := -len(tokens) % plan.tp):
+            tokens, positions = (F.pad(flat, (0, padding)) for flat in (tokens, positions))
+        return self.logits(Batch(tokens[None], positions=positions[None]), chunk, head_rows)
+
+    def logits(self, batch: Batch, work: Work, head_rows: int) -> Tensor | None:
+        """Return this rank's columns of the logits `[head_rows, V_local]` of the first rows of a batch's first sample;
+        None on a rank that does not hold the head."""
+        self.cache.expect(work)
+        self._head_rows = head_rows
+        with nullcontext() if self.exact else split_sums():
+            logits = run_in_turn(self.stages, self.mesh, batch, self.dtype)
+        self.cache.expect(None)
+        return None if logits is None else logits[0, :head_rows]
+
+    def attach(self) -> None:
+        """Give the stages the cache, and limit the head to the rows that a pass asks for."""
+        if self._attached:
+            return
+        self.cache.attach()
+        for stage in self.stages:
+            if stage.head is not None and not self.mesh.plan.sequence_parallel:  # a rank has a part of the rows there
+                self._hooks.append(stage.head.register_forward_pre_hook(self._select_rows, prepend=True))
+        self._attached = True
 
     def detach(self) -> None:
         """Leave the stages as they were, until the next command."""
         if self._attached:
-            self.passes.detach()
+            self.cache.detach()
+            while self._hooks:
+                self._hooks.pop().remove()
             reshard(*self.stages)
             self._attached = False
 
-    def _attach(self) -> None:
-        if not self._attached:
-            self.passes.attach()
-            self._attached = True
+    def _select_rows(self, head: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *more = inputs
+        return x[:1, : self._head_rows], *more
+
+    def from_last_stage(
+        self, kind: type[R], types: Sequence[torch.dtype], results: R | None, rows: int, alternatives: int
+    ) -> R:
+        """Return the results of the last stage, which alone has some, on every stage. types: of their fields."""
+        mesh = self.mesh
+        if mesh.plan.pp == 1 and results is not None:
+            return results
+        if results is None:
+            packed = torch.empty(rows, 2 + 2 * alternatives, dtype=torch.float64, device=mesh.device)
+        else:
+            packed = _pack(results)
+        return _unpack(kind, types, mesh.from_last_stage(packed))
 
     def _bucket(self, rows: int) -> int:
         """Return the number of rows of a decode step for `rows` sequences."""
@@ -176,16 +220,48 @@ class Step:
         multiple = self.mesh.plan.tp if self.mesh.plan.sequence_parallel else 1
         return -(-bucket // multiple) * multiple
 
-    def _tensor(self, numbers: Sequence) -> Tensor:
+    def tensor(self, numbers: Sequence) -> Tensor:
+        """Copy whole numbers to the device."""
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
 
 
-def release_of(graphs: StepGraphs) -> Callable[[], None]:
-    """Return a function that releases `graphs` if they still exist. It does not keep them alive."""
-    reference = weakref.ref(graphs)
+def gather_columns(logits: Tensor, mesh: Mesh, columns: int) -> Tensor:
+    """Return logits `[M, V]` from the `[M, V_local]` of each tp rank, V = `columns`, or from `[M, V]`."""
+    if mesh.tp_group is None or logits.shape[1] == columns:
+        return logits
+    if missing := -(-columns // mesh.plan.tp) - logits.shape[1]:  # the last rank may have fewer
+        logits = F.pad(logits, (0, missing))
+    return GroupCollectives(mesh.tp_group).gather(logits, 1)[:, :columns]
 
-    def release() -> None:
-        if (there := reference()) is not None:
-            there.release()
 
-    return release
+def _pack(results: tuple[Tensor, ...]) -> Tensor:
+    """Return two fields `[..., M]` and two `[..., M, n]` in one tensor `[..., M, 2 + 2 n]` of float64, which holds ids
+    and fp32 numbers alike: one message between ranks, and one copy to the host."""
+    first, second, *likeliest = results
+    return torch.cat([part.double() for part in (first[..., None], second[..., None], *likeliest)], dim=-1)
+
+
+def _unpack(kind: type[R], types: Sequence[torch.dtype], packed: Tensor) -> R:
+    """Return what `_pack` packed."""
+    parts = packed[..., 0], packed[..., 1], *packed[..., 2:].tensor_split(2, dim=-1)
+    return kind(*(part.to(dtype) for part, dtype in zip(parts, types, strict=True)))
+
+
+class Pending(Generic[R]):
+    """Results whose copy to the host is under way: the host reads them when the next round is launched."""
+
+    def __init__(self, results: R):
+        self._kind, self._types = type(results), [part.dtype for part in results]
+        self._packed = _pack(results)
+        self._done: torch.cuda.Event | None = None
+        if self._packed.is_cuda:
+            pinned = torch.empty(self._packed.shape, dtype=self._packed.dtype, pin_memory=True)
+            self._packed = pinned.copy_(self._packed, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def wait(self) -> R:
+        """Return the results on the CPU."""
+        if self._done is not None:
+            self._done.synchronize()
+        return _unpack(self._kind, self._types, self._packed)

@@ -7,11 +7,10 @@ from typing import Annotated
 import torch
 
 from dtgpt.commands.recipes import RecipeCommand
-from dtgpt.config.execution import choose_dtype
+from dtgpt.config.execution import MOST_SLOTS, choose_dtype
 from dtgpt.config.overrides import Options
 from dtgpt.config.plan_choice import AUTO, parse_alternatives
 from dtgpt.config.recipe import Recipe
-from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.planning.auto import AutoPlan, machine, with_choice
 from dtgpt.planning.gpus import Gpu, find_gpu, read_rates
@@ -55,7 +54,7 @@ class PlanOptions:
 
 
 def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
-    from dtgpt.inference.memory_report import describe_generation
+    from dtgpt.planning.generation import describe_generation
     from dtgpt.planning.report import describe_plan
 
     _check_options(own, given)

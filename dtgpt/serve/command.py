@@ -20,11 +20,11 @@ from dtgpt.commands.model_options import (
     VocabFile,
     open_as_asked,
 )
-from dtgpt.inference.finite import WEIGHTS, has_finite_weights
-from dtgpt.inference.memory import MOST_SLOTS
+from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.inference.model import Model, Need
 from dtgpt.serve.explanations import KEY
 from dtgpt.serve.limits import RequestLimits
+from dtgpt.serve.weights import WEIGHTS, has_finite_weights
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.hardware import memory_errors_as_user_errors

@@ -17,12 +17,9 @@ from starlette.routing import Route
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beams.search import Beams
-from dtgpt.inference.completion import Completion
-from dtgpt.inference.options import Options
-from dtgpt.inference.prompts import TooLong, check_length, encode
-from dtgpt.inference.sampling import MOST_SEQUENCES
-from dtgpt.inference.session import PromptJob
-from dtgpt.inference.text import segments
+from dtgpt.inference.options import MOST_SEQUENCES, Options
+from dtgpt.inference.prompts import TooLong, check_length, encode, segments
+from dtgpt.inference.request import Completion, PromptJob
 from dtgpt.models.config import ModelConfig
 from dtgpt.serve.body import read_json
 from dtgpt.serve.megatron_request import OPTION_KEYS, ApiRequest, read_request

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from dtgpt.inference.chat import ChatPrompts
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.serve.body import read_json
 from dtgpt.serve.openai_answer import ENCODER, CompletionAnswer, CompletionStream
 from dtgpt.serve.openai_chat import ChatAnswer, read_chat_request

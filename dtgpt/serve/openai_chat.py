@@ -4,9 +4,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.options import MOST_ALTERNATIVES
 from dtgpt.posttrain.chats.messages import ARGUMENTS, read_arguments, read_messages
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.serve.openai_answer import CompletionAnswer
 from dtgpt.serve.openai_keys import SWITCH, read_kind
 from dtgpt.serve.openai_request import CompletionRequest, read_request

@@ -8,8 +8,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dtgpt.inference.options import Options, plain
-from dtgpt.inference.sampling import MOST_SEQUENCES, check_whole, declared
+from dtgpt.inference.options import MOST_SEQUENCES, Options, check_whole, declared, plain
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.util.errors import UserError, shown, shown_name
 

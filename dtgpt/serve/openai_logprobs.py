@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.completion import Alternatives, Score
-from dtgpt.inference.text import TextStream
+from dtgpt.inference.prompts import TextStream
+from dtgpt.inference.request import Alternatives, Score
 from dtgpt.serve.openai_request import Prompt, text_of
 from dtgpt.util.errors import UserError
 

@@ -9,7 +9,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.model import Model
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import check_ids, check_length, encode
-from dtgpt.inference.session import PromptJob
+from dtgpt.inference.request import PromptJob
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_keys import OPTION_KEYS, TEXT, read_keys, read_kind
 from dtgpt.serve.problems import TOO_LONG, HttpProblem, bad_request

@@ -6,11 +6,11 @@ from functools import partial
 
 from dtgpt.inference.model import Model, Need
 from dtgpt.inference.session import Session
-from dtgpt.inference.warm_up import warm_up
 from dtgpt.serve.app import make_app
 from dtgpt.serve.http import HttpServer, allow_many_connections
 from dtgpt.serve.service import Service
 from dtgpt.serve.signals import EndBySignal, end_where_a_rank_is_silent
+from dtgpt.serve.warm_up import warm_up
 from dtgpt.util.console import say, say_error
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.model import Model
-from dtgpt.inference.session import PromptJob
+from dtgpt.inference.request import PromptJob
 from dtgpt.models.config import ModelConfig
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.log import log
@@ -132,7 +132,7 @@ class Service:
     ) -> Ticket:
         """Hand the jobs of a request to the worker; raise its problems. `prompts`: from the client, for the log of a
         server that writes prompts down, unless `quiet`."""
-        ticket = self.worker.submit([job._replace(client=CLIENT.get()) for job in jobs])
+        ticket = self.worker.submit([replace(job, client=CLIENT.get()) for job in jobs])
         request.scope[TICKET] = ticket
         if self.log_prompts and not quiet:
             log(f"prompts {json.dumps(list(prompts))}")

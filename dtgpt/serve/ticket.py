@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 
-from dtgpt.inference.completion import Completion
-from dtgpt.inference.session import PromptJob, SequenceUpdate
+from dtgpt.inference.request import Completion, PromptJob
+from dtgpt.inference.session import SequenceUpdate
 from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.problems import HttpProblem
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from dtgpt.inference.finite import LOGITS, WEIGHTS
-from dtgpt.inference.request import NOT_FINITE
-from dtgpt.inference.session import PromptJob, SequenceUpdate, Session
+from dtgpt.inference.request import LOGITS, NOT_FINITE, PromptJob
+from dtgpt.inference.session import SequenceUpdate, Session
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.problems import HttpProblem, bad_request, without_folders
 from dtgpt.serve.ticket import Ticket
+from dtgpt.serve.weights import WEIGHTS, has_finite_weights
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
@@ -251,7 +251,8 @@ class EngineWorker:
     def _doubt_weights(self, session: Session) -> None:
         """Take no new requests where logits are not finite because the weights are not."""
         if self._finite_weights is None:
-            self._finite_weights = session.engine.has_finite_weights()
+            engine = session.engine
+            self._finite_weights = has_finite_weights(engine.stages, engine.mesh, engine.config)
             if not self._finite_weights and self._state == "ready":
                 self._state = NOT_FINITE
 

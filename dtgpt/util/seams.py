@@ -13,6 +13,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from dtgpt.util.errors import UserError
+
 
 class CommandEntry(NamedTuple):
     """`dtgpt NAME`, and what the list of commands says of it."""
@@ -119,7 +121,12 @@ class Capability:
     sharings: tuple[str, ...] = ()  # of the tokens of a row by samples: a `models.layers.Sharing` for `Batch.copies`
     prompt_options: tuple[str, ...] = ()  # of `dtgpt generate`: a dataclass of options, with a function `chosen`
     searches: tuple[str, ...] = ()  # for sequences, in place of draws: an `inference.options.SearchKind`
-    decoders: tuple[str, ...] = ()  # what serves decode steps: an `inference.forward.DecodeKernels`
+    decoders: tuple[str, ...] = ()  # what serves decode steps: an `inference.step.DecodeKernels`
+    rank_steps: tuple[str, ...] = ()  # of generation on a GPU: a class that derives from `inference.step.Step`
+    scorers: tuple[str, ...] = ()  # of the tokens of prompts: an `inference.engine.PromptScorer`
+    logit_rules: tuple[str, ...] = ()  # before a token is chosen: a function like `inference.rules.edits.edit`
+    text_ends: tuple[str, ...] = ()  # what makes an `inference.session.TextEnd` for a prompt, or returns None
+    text_decoders: tuple[str, ...] = ()  # of tokens that depend on others: an `inference.prompts.TextDecoder`
     explanations: tuple[str, ...] = ()  # `Explanations`
     # What may serve an operation: a sequence of `ops.serve.Kernel`, by the operation's name.
     kernels: Mapping[str, str] = field(default_factory=dict)
@@ -151,6 +158,13 @@ def load(part: str) -> Any:
 def added(seam: str) -> dict[str, Any]:
     """Return the parts that capabilities add at a seam, by name."""
     return {name: part for capability in capabilities() for name, part in getattr(capability, seam).items()}
+
+
+def first(seam: str, missing: str) -> Any:
+    """Return the first object that capabilities add at a seam. Raise UserError with the sentence `missing` for none."""
+    for found in listed(seam):
+        return found
+    raise UserError(missing)
 
 
 def listed(seam: str, given: Any = None) -> list[Any]:

@@ -16,10 +16,10 @@ import torch
 import dtgpt
 from dtgpt.cli import main
 from dtgpt.commands.generate import GenerateOptions
-from dtgpt.commands.prompt_files.prompts import NOT_OPTIONS, read_prompts_file
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import NAMES
+from dtgpt.inference.prompt_sources.files import NOT_OPTIONS, read_prompts_file
 from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config

@@ -16,7 +16,7 @@ from dtgpt.checkpoint.open import open_source
 from dtgpt.cli import main
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.evaluation.wikitext import detokenize
-from dtgpt.inference.finite import LOGITS
+from dtgpt.inference.request import LOGITS
 from dtgpt.interop.inspect import model_digest
 from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import build_model
@@ -238,7 +238,7 @@ def test_logits_that_are_not_finite_are_no_score(folder, data, refused, monkeypa
 
 
 def _nan(logits, targets, vocab_size):
-    from dtgpt.ops.sampling.scores import token_scores
+    from dtgpt.inference.scores.tokens import token_scores
 
     return token_scores(logits * math.nan, targets, vocab_size)
 

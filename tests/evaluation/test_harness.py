@@ -17,7 +17,7 @@ import dtgpt
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.evaluation.harness_command import command, split_words
 from dtgpt.evaluation.harness_options import read_generation
-from dtgpt.inference.finite import NotFinite
+from dtgpt.inference.request import NotFinite
 from dtgpt.util.errors import UserError
 from tests.support.harness_tasks import TASKS, write_model, write_tasks
 from tests.support.ranks import pool

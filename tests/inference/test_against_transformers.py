@@ -5,14 +5,14 @@ import torch
 
 import dtgpt
 from dtgpt.inference.beams.search import Beams
-from dtgpt.inference.request import Request
-from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.options import Options
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.support.engines import CPU, drain, engine_of, events_of
 from tests.support.hugging_face import hugging_face_twin
+from tests.support.requests import make_request
 
 pytestmark = pytest.mark.slow(26)
 
@@ -50,9 +50,9 @@ def test_greedy_text(models, rules):
     model, twin = models
     free = [theirs(twin, prompt, eos_token_id=None, **rules).sequences[0, len(prompt) :].tolist() for prompt in PROMPTS]
     stops = [free[0][6], free[1][3]]
-    sampling = Sampling(temperature=0.0, max_new_tokens=NEW, stop_token_ids=tuple(stops), **rules)
+    sampling = Options(temperature=0.0, max_new_tokens=NEW, stop_token_ids=tuple(stops), **rules)
     with engine_of(model, slots=3) as engine:
-        handles = [engine.submit(Request(ids=prompt, sampling=sampling)) for prompt in PROMPTS]
+        handles = [engine.submit(make_request(ids=prompt, sampling=sampling)) for prompt in PROMPTS]
         events = drain(engine)
     for handle, prompt in zip(handles, PROMPTS, strict=True):
         sequence = theirs(twin, prompt, eos_token_id=stops, **rules).sequences[0, len(prompt) :].tolist()
@@ -84,8 +84,8 @@ def test_beams(models, width, length_penalty, rules):
                 twin, prompt, eos_token_id=stops or None, num_beams=width, num_return_sequences=returned,
                 length_penalty=length_penalty, early_stopping=early, output_scores=True, **rules,
             )  # fmt: skip
-            sampling = Sampling(max_new_tokens=NEW, stop_token_ids=tuple(stops), **rules)
-            events = events_of(model, Request(ids=prompt, sampling=sampling, search=beams, choices=returned))
+            sampling = Options(max_new_tokens=NEW, stop_token_ids=tuple(stops), **rules)
+            events = events_of(model, make_request(ids=prompt, sampling=sampling, search=beams, choices=returned))
             assert [event.choice for event in events] == list(range(returned))
             sequences = [up_to_end(ids, stops) for ids in found.sequences[:, len(prompt) :].tolist()]
             assert [event.ids for event in events] == sequences

@@ -8,8 +8,8 @@ import torch
 from dtgpt.config.plan import Plan
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.request import PROMPT, Request
-from dtgpt.inference.sampling import Sampling, SpecialIds
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import PROMPT, PromptJob, SpecialIds
 from dtgpt.inference.scheduler import Row, Scheduler
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -17,6 +17,7 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 from tests.support.engines import CPU, drain, engine_of, events_of
+from tests.support.requests import make_request
 
 CONFIG = GPT2Config(num_layers=1, hidden_size=32, num_heads=2, seq_length=24, vocab_size=61, init_std=0.4)
 PROMPT_IDS = [5, 9, 33]
@@ -27,9 +28,9 @@ def model() -> Decoder:
     return build_model(CONFIG, CPU, torch.float32, root_key(3))
 
 
-def asked(width: int = 3, **changes) -> Request:
-    sampling = changes.pop("sampling", Sampling(max_new_tokens=8))
-    return Request(ids=PROMPT_IDS, sampling=sampling, search=Beams(width=width), **changes)
+def asked(width: int = 3, **changes) -> PromptJob:
+    sampling = changes.pop("sampling", Options(max_new_tokens=8))
+    return make_request(ids=PROMPT_IDS, sampling=sampling, search=Beams(width=width), **changes)
 
 
 def test_one_event_has_all_of_a_sequence(model):
@@ -45,7 +46,7 @@ def test_the_end_of_text_ends_a_sequence_and_is_its_last_token(model):
     special = SpecialIds(ends=(free[3],))
     ended = [event for event in events_of(model, asked(special=special, choices=3)) if event.finish == "stop"]
     assert ended and all(event.ids.index(free[3]) == len(event.ids) - 1 for event in ended)
-    endless = asked(special=special, sampling=Sampling(max_new_tokens=8, ends=False))
+    endless = asked(special=special, sampling=Options(max_new_tokens=8, ends=False))
     assert events_of(model, endless)[0].ids == free
 
 
@@ -65,10 +66,10 @@ def test_a_search_is_cancelled_as_a_whole_and_leaves_its_slots(model):
 def test_where_rules_ban_every_token_sequences_end_as_they_are(model):
     """No token may come twice, and the prompt has 2 of 4."""
     small = build_model(replace(CONFIG, vocab_size=4), CPU, torch.float32, root_key(3))
-    sampling = Sampling(max_new_tokens=5, no_repeat_ngram_size=1)
+    sampling = Options(max_new_tokens=5, no_repeat_ngram_size=1)
 
     def found(ids: list[int]) -> list[tuple]:
-        request = Request(ids=ids, sampling=sampling, search=Beams(width=2), choices=2)
+        request = make_request(ids=ids, sampling=sampling, search=Beams(width=2), choices=2)
         return [(event.ids, event.finish) for event in events_of(small, request)]
 
     assert sorted(found([0, 1])) == [([2, 3], "length"), ([3, 2], "length")]
@@ -96,8 +97,8 @@ def test_a_search_takes_a_step_when_it_is_told_to_and_others_take_single_steps_b
     ({"width": 31}, "num_beams=31 cannot be searched over 61 tokens; use 1 to 30"),
     ({"choices": 4}, "num_beams=3 cannot give 4 sequences; use 4 or more beams"),
     ({"alternatives": 1}, "a beam search does not return likeliest tokens"),
-    ({"sampling": Sampling(max_new_tokens=2, stop_on_double_eol=True)}, "a beam search cannot stop at two newlines"),
-    ({"sampling": Sampling(max_new_tokens=0), "score_prompt": True}, "max_new_tokens=0 leaves nothing to search"),
+    ({"sampling": Options(max_new_tokens=2, stop_on_double_eol=True)}, "a beam search cannot stop at two newlines"),
+    ({"sampling": Options(max_new_tokens=0), "score_prompt": True}, "max_new_tokens=0 leaves nothing to search"),
 ])  # fmt: skip
 def test_what_cannot_be_searched_is_refused(model, changes, words):
     with engine_of(model, slots=4) as engine, pytest.raises(UserError, match=words):
@@ -110,7 +111,7 @@ def test_beams_on_a_gpu_are_those_of_the_cpu(model):
     cuda = torch.device("cuda")
     there = build_model(CONFIG, cuda, torch.float32, root_key(3))
     engine = Engine([there], Mesh(Plan().for_world(1), cuda), CONFIG, torch.float32, slots=6, graphs=True)
-    sampling = Sampling(max_new_tokens=12, min_new_tokens=3, no_repeat_ngram_size=2, stop_token_ids=(7, 8))
+    sampling = Options(max_new_tokens=12, min_new_tokens=3, no_repeat_ngram_size=2, stop_token_ids=(7, 8))
     requests = [asked(choices=3), asked(width=5, choices=5, sampling=sampling), asked(choices=1, sampling=sampling)]
     handles = [engine.submit(request) for request in requests]
     events = drain(engine)

@@ -9,15 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.config.plan import Plan
-from dtgpt.inference.cache import Cache, SlotState
-from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, slots_that_fit
-from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
+from dtgpt.inference.cache import Cache, Chunk, SlotState
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import SpecialIds, variant_of
 from dtgpt.inference.step import Step
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.attention.core import Backend
+from dtgpt.parallel.cache_sizes import bytes_per_slot, slots_that_fit
 from dtgpt.util.errors import UserError
 from tests.support import bodies_engine as bodies
 from tests.support.other_architecture import OtherConfig
@@ -53,18 +55,20 @@ def cached_log_probabilities(step, ids, borders, decoded, slot):
     """[T - 1, V] of the tokens after each of ids[:-1]: chunks between borders, then `decoded` single steps."""
     rows = []
     for first, stop in pairwise(borders):
-        results = step.score(slot, ids[first : stop + 1], first, alternatives=VOCABULARY).wait()
-        rows.append((results.top_ids, results.top_logprobs))
+        with torch.no_grad():
+            step.attach()
+            logits = step.chunk_logits(torch.tensor(ids[first:stop]), Chunk(slot, first, stop - first), stop - first)
+        rows.append(torch.log_softmax(logits[:, :VOCABULARY], dim=-1))
     prompt = len(ids) - decoded
-    sampling = Sampling(max_new_tokens=decoded, temperature=0)
+    sampling = Options(max_new_tokens=decoded, temperature=0)
     step.cache.state.set(slot, SlotState.encode(ids[:prompt], sampling, SpecialIds(), 0, 0))
     variant = variant_of([sampling], alternatives=VOCABULARY)
     for token in ids[prompt:]:
         results = step.decode([slot], 1, variant).wait()
-        rows.append((results.top_ids[0], results.top_logprobs[0]))
+        likeliest, logprobs = results.top_ids[0], results.top_logprobs[0]
+        rows.append(torch.empty(1, VOCABULARY).scatter_(1, likeliest, logprobs))
         step.cache.state.assign([slot], [token])
-    top_ids, logprobs = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    return torch.empty(len(ids) - 1, VOCABULARY).scatter_(1, top_ids, logprobs)
+    return torch.cat(rows)
 
 
 CASES = [(kind, backend) for kind in CONFIGS for backend in BACKENDS]
@@ -109,7 +113,7 @@ def test_slots_may_change_places():
 
 def test_attention_over_the_scratch_slot_stays_short():
     step = make_step(CONFIGS[GPT2Config], slots=3)
-    sampling = Sampling(max_new_tokens=9)
+    sampling = Options(max_new_tokens=9)
     for slot in range(3):
         step.cache.state.set(slot, SlotState.encode([5], sampling, SpecialIds(), 0, slot))
     for _ in range(3):

@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, Request
-from dtgpt.inference.sampling import Sampling, SpecialIds
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, SpecialIds
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.errors import UserError
 from tests.support import bodies_engine as bodies
 from tests.support.other_architecture import GroupedConfig, OtherConfig
 from tests.support.ranks import pool
+from tests.support.requests import make_request
 
 pytestmark = pytest.mark.slow(36)
 
@@ -30,7 +31,7 @@ TRAINING |= {"dp2_zero1": 2, "dp2_zero3": 2, "dp2_tp2_sp_zero3": 4, "tp2_pp2_sp"
 TWINS = {"single", "tp2_pp2", "pp2_zbv"}  # of the plans of inference, those for all architectures
 RARE = {"tp4", "tp4_sp", "tp2_pp2_sp"}  # as with two ranks of tp, or without pp
 PLANS = [(False, plan) for plan in INFERENCE] + [(True, plan) for plan in TRAINING]
-GREEDY = Sampling(max_new_tokens=6, temperature=0, ends=False)
+GREEDY = Options(max_new_tokens=6, temperature=0, ends=False)
 PROMPTS = [[5], [5, 90, 17], list(range(18)), [3, 4, 5, 6, 7, 8], [130]]
 
 
@@ -56,7 +57,7 @@ def engine_of(slots, config=CONFIG, **choices):
 def expected():
     """Greedy texts by architecture, and draws of one process."""
     requests = [
-        Request(ids=ids, sampling=sampling_of(index), choices=1 + index % 2) for index, ids in enumerate(PROMPTS)
+        make_request(ids=ids, sampling=sampling_of(index), choices=1 + index % 2) for index, ids in enumerate(PROMPTS)
     ]
     greedy = {name: [greedy_text(config, ids, 6) for ids in PROMPTS] for name, config in CONFIGS.items()}
     drawn = {(index, choice): ids for index, request in enumerate(requests)
@@ -73,7 +74,7 @@ def sampling_of(seed):
         {"no_repeat_ngram_size": 2},
         {"temperature": 0},
     ]
-    return Sampling(**{"max_new_tokens": 6, "seed": seed, "temperature": 1.5, "ends": False} | rules[seed % len(rules)])
+    return Options(**{"max_new_tokens": 6, "seed": seed, "temperature": 1.5, "ends": False} | rules[seed % len(rules)])
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_texts_are_the_same_under_every_plan(expected, plan, training):
     """More requests than slots, in memory of NaN, with stages of `dtgpt.load` and of training."""
     greedy, requests, drawn = expected
     world = (TRAINING if training else INFERENCE)[plan]
-    asked = [Request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
+    asked = [make_request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
     for architecture, config in CONFIGS.items():
         if architecture is GroupedConfig and "tp4" in plan:  # two heads of keys
             continue
@@ -103,14 +104,14 @@ def test_texts_are_the_same_under_every_plan(expected, plan, training):
 @pytest.mark.parametrize("training", [False, True])
 def test_a_vocabulary_that_tp_cuts_unevenly(training):
     config = GPT2Config(**SHAPE | {"num_heads": 3, "hidden_size": 24}, init_std=0.3)
-    asked = [Request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
+    asked = [make_request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
     events = pool().run(3, bodies.generate, config, "tp3", asked, 2, training)[0]
     assert bodies.texts(events) == {(i, 0): greedy_text(config, ids, 6) for i, ids in enumerate(PROMPTS)}
 
 
 @pytest.mark.compiler
 def test_compiled_stages_of_training_run_eagerly(expected):
-    asked = [Request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
+    asked = [make_request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
     stages, mesh = bodies.training_stages(CONFIG, "single", compile=True)
     with torch.compiler.set_stance("force_eager"):
         events = bodies.serve(Engine(stages, mesh, CONFIG, torch.float32, 2), asked)
@@ -121,7 +122,7 @@ def test_compiled_stages_of_training_run_eagerly(expected):
 @pytest.mark.parametrize("length", [1, 2, 9, LENGTH])
 def test_prompts_up_to_the_whole_length_are_scored(length, plan, world):
     ids = torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    request = Request(ids=ids, sampling=Sampling(max_new_tokens=0), score_prompt=True, alternatives=3)
+    request = make_request(ids=ids, sampling=Options(max_new_tokens=0), score_prompt=True, alternatives=3)
     scores, end = pool().run(world, bodies.generate, CONFIG, plan, [request], 1, False)[0]
     model = build_model(CONFIG, bodies.CPU, torch.float32, bodies.KEY)
     expected = torch.log_softmax(bodies.whole_logits(model, ids), dim=-1)[:-1]
@@ -139,7 +140,7 @@ def test_prompts_up_to_the_whole_length_are_scored(length, plan, world):
 
 
 def test_log_probabilities_and_likeliest_tokens_come_with_each_token():
-    request = Request(ids=[5, 90], sampling=GREEDY, alternatives=2)
+    request = make_request(ids=[5, 90], sampling=GREEDY, alternatives=2)
     events = alone(request)
     ids = [token for event in events for token in event.ids]
     model = build_model(CONFIG, bodies.CPU, torch.float32, bodies.KEY)
@@ -167,7 +168,7 @@ SPECIAL = SpecialIds(ends=(9,), newline=1, double_newline=2, colon=3)
     ],
 )
 def test_ends_by_ids(rules, prompt, tokens, length):
-    request = Request(ids=prompt, sampling=Sampling(**rules), special=SPECIAL)
+    request = make_request(ids=prompt, sampling=Options(**rules), special=SPECIAL)
     before = [prompt[-1], *tokens]
     ends = [index for index, token in enumerate(tokens) if request.ends_with(before[index], token, index)]
     assert (ends[0] + 1 if ends else None) == length
@@ -184,8 +185,8 @@ def test_tokens_of_a_round_end_a_sequence_where_one_by_one_they_do(data):
     }
     few = st.sampled_from([0, 1, 1, 2, 4, 9])  # so that pairs of newlines come
     some = st.lists(few, max_size=3)
-    sampling = Sampling(**data.draw(st.sampled_from(rules)), **more)
-    request, new = Request(ids=[5, *data.draw(some)], sampling=sampling, special=SPECIAL), data.draw(some)
+    sampling = Options(**data.draw(st.sampled_from(rules)), **more)
+    request, new = make_request(ids=[5, *data.draw(some)], sampling=sampling, special=SPECIAL), data.draw(some)
     values = st.sampled_from([-1.0] * 20 + [-math.inf, math.nan])
     drawn = data.draw(st.lists(st.tuples(few, values), min_size=1, max_size=6))
     ids, finish, count = [*request.ids, *new], None, 0
@@ -208,7 +209,7 @@ def test_a_sequence_ends_with_the_token_that_stops_it_and_its_slot_serves_the_ne
     text = greedy_text(CONFIG, PROMPTS[1], 6)
     stop = next(i for i in range(1, 6) if text[i] not in text[:i])
     sampling = replace(GREEDY, stop_token_ids=(text[stop],))
-    requests = [Request(ids=PROMPTS[1], sampling=sampling), Request(ids=PROMPTS[2], sampling=GREEDY)]
+    requests = [make_request(ids=PROMPTS[1], sampling=sampling), make_request(ids=PROMPTS[2], sampling=GREEDY)]
     events = bodies.generate(CONFIG, "single", requests, slots=1, training=False)
     assert bodies.texts(events) == {(0, 0): text[: stop + 1], (1, 0): greedy_text(CONFIG, PROMPTS[2], 6)}
     assert [event.finish for event in events if event.finish] == ["stop", "length"]
@@ -218,7 +219,7 @@ def test_an_engine_serves_again_after_release_and_the_stages_are_plain_in_betwee
     stages, mesh = bodies.inference_stages(CONFIG, "single")
     engine = Engine(stages, mesh, CONFIG, torch.float32, 2)
     before = bodies.whole_logits(stages[0], PROMPTS[2])
-    request = Request(ids=PROMPTS[1], sampling=GREEDY)
+    request = make_request(ids=PROMPTS[1], sampling=GREEDY)
     first = bodies.serve(engine, [request])
     assert torch.equal(bodies.whole_logits(stages[0], PROMPTS[2]), before)
     engine.submit(request)
@@ -234,8 +235,8 @@ def test_an_engine_serves_again_after_release_and_the_stages_are_plain_in_betwee
 def test_a_text_ends_where_no_token_is_left_that_repeats_no_ngram(n, more):
     """Over two ids, each n-gram can come once: the text ends, rather than to repeat id 0."""
     engine = engine_of(1, vocab_size=2)
-    sampling = Sampling(**{"max_new_tokens": 20, "ends": False, "no_repeat_ngram_size": n, **more})
-    engine.submit(Request(ids=[1], sampling=sampling))
+    sampling = Options(**{"max_new_tokens": 20, "ends": False, "no_repeat_ngram_size": n, **more})
+    engine.submit(make_request(ids=[1], sampling=sampling))
     events = [event for _ in range(9) for event in engine.step()]
     ids = [1, *(token for event in events for token in event.ids)]
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
@@ -251,21 +252,24 @@ def test_rules_that_leave_no_token_end_a_text():
     special = SpecialIds(newline=0, colon=1)
     rules = {"prevent_newline_after_colon": True, "no_repeat_ngram_size": 1}
     for sampling in (
-        Sampling(max_new_tokens=5, **rules),
-        Sampling(max_new_tokens=5, min_new_tokens=5, stop_token_ids=(0,), no_repeat_ngram_size=1),
+        Options(max_new_tokens=5, **rules),
+        Options(max_new_tokens=5, min_new_tokens=5, stop_token_ids=(0,), no_repeat_ngram_size=1),
     ):
         engine = engine_of(1, vocab_size=2)
-        engine.submit(Request(ids=[1], sampling=sampling, special=special))
+        engine.submit(make_request(ids=[1], sampling=sampling, special=special))
         (event,) = [event for _ in range(3) for event in engine.step()]
         assert (event.ids, event.finish) == ([], "length")
 
 
 def test_ids_of_padding_and_beyond_the_tokenizer_are_never_drawn():
     engine = engine_of(1, vocab_size=7)
-    engine.submit(Request(ids=[5], sampling=Sampling(max_new_tokens=20, temperature=50.0, ends=False)))
+    engine.submit(make_request(ids=[5], sampling=Options(max_new_tokens=20, temperature=50.0, ends=False)))
     drawn = [token for _ in range(9) for event in engine.step() for token in event.ids]
     assert len(drawn) == 20 and max(drawn) < 7
-    for wrong in (Request(ids=[7], sampling=GREEDY), Request(ids=[5], sampling=replace(GREEDY, logit_bias={7: 1.0}))):
+    for wrong in (
+        make_request(ids=[7], sampling=GREEDY),
+        make_request(ids=[5], sampling=replace(GREEDY, logit_bias={7: 1.0})),
+    ):
         with pytest.raises(UserError, match="0 to 6"):  # the logits of such an id are cut off
             engine.submit(wrong)
 
@@ -285,17 +289,17 @@ def test_ids_of_padding_and_beyond_the_tokenizer_are_never_drawn():
             "a prompt of 30 tokens does not fit into the model's 24 positions; use a shorter one",
         ),
         ({"choices": 3}, "3 choices of a prompt need as many slots of the cache, which has 2; use 1 to 2"),
-        ({"choices": 0}, "use 1 to 2"),
+        ({"choices": 0}, "num_return_sequences=0 is not valid; use a whole number from 1 to 128"),
         ({"sampling": replace(GREEDY, max_new_tokens=0)}, "max_new_tokens=0 generates nothing; use 1 or more"),
         ({"sampling": replace(GREEDY, temperature=math.nan)}, "temperature=nan"),
-        ({"alternatives": 65}, "alternatives=65 is not a number of tokens; use 0 to 64"),
-        ({"alternatives": -1}, "alternatives=-1"),
+        ({"alternatives": 65}, "top_logprobs=65 is not valid; use a whole number from 0 to 20"),
+        ({"alternatives": -1}, "top_logprobs=-1"),
     ],
 )  # fmt: skip
 def test_a_request_that_can_never_be_served_is_refused_in_one_sentence(changes, words):
     engine = engine_of(2)
     with pytest.raises(UserError) as error:
-        engine.submit(Request(**{"ids": [5], "sampling": GREEDY, **changes}))
+        engine.submit(make_request(**{"ids": [5], "sampling": GREEDY, **changes}))
     assert words in str(error.value) and "\n" not in str(error.value) and ";" in str(error.value)
     assert not engine.busy
 

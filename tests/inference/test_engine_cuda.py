@@ -15,8 +15,8 @@ import dtgpt
 from dtgpt.config.plan import Plan
 from dtgpt.inference.cache import SlotState
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.request import NO_SPECIAL_IDS, Request
-from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import NO_SPECIAL_IDS, PromptJob
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
@@ -26,6 +26,7 @@ from dtgpt.parallel.mesh import Mesh
 from tests.support.bodies_engine import kept_of, poison, texts
 from tests.support.engines import drain
 from tests.support.other_architecture import OtherConfig
+from tests.support.requests import make_request
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
@@ -36,11 +37,11 @@ LLAMA = LlamaConfig(
 )  # fmt: skip
 QWEN = replace(LLAMA, head_dim=128, qk_norm=True, norm_eps=1e-6, tied=True)
 SAMPLINGS = {
-    "greedy": Sampling(temperature=0.0),
-    "plain": Sampling(seed=1),
-    "top_k": Sampling(top_k=20, temperature=0.8, seed=2),
-    "top_p": Sampling(top_p=0.9, top_p_decay=0.99, top_p_bound=0.3, seed=3),
-    "edits": Sampling(frequency_penalty=0.5, no_repeat_ngram_size=2, logit_bias={7: 2.0}, min_new_tokens=5, seed=4),
+    "greedy": Options(temperature=0.0),
+    "plain": Options(seed=1),
+    "top_k": Options(top_k=20, temperature=0.8, seed=2),
+    "top_p": Options(top_p=0.9, top_p_decay=0.99, top_p_bound=0.3, seed=3),
+    "edits": Options(frequency_penalty=0.5, no_repeat_ngram_size=2, logit_bias={7: 2.0}, min_new_tokens=5, seed=4),
 }
 
 
@@ -51,15 +52,15 @@ def make(config, dtype: torch.dtype, slots: int = 16, graphs: bool = True) -> En
     return engine
 
 
-def requests(sampling: Sampling, count: int = 12) -> list[Request]:
+def requests(sampling: Options, count: int = 12) -> list[PromptJob]:
     generator = torch.Generator().manual_seed(0)
     lengths = [1, 2, 16, 17, 40, 128, 129, 200, 400, 470, 3, 64][:count]
     prompts = [torch.randint(0, 1000, (n,), generator=generator).tolist() for n in lengths]
     sampling = replace(sampling, max_new_tokens=30)
-    return [Request(ids=ids, sampling=sampling, prompt_index=i) for i, ids in enumerate(prompts)]
+    return [make_request(ids=ids, sampling=sampling, prompt_index=i) for i, ids in enumerate(prompts)]
 
 
-def serve(engine: Engine, asked: list[Request]) -> list[list[int]]:
+def serve(engine: Engine, asked: list[PromptJob]) -> list[list[int]]:
     handles = [engine.submit(request) for request in asked]
     found = texts(drain(engine))
     return [found[handle, 0] for handle in handles]
@@ -72,7 +73,7 @@ def serve(engine: Engine, asked: list[Request]) -> list[list[int]]:
 )
 def test_the_text_is_the_same_alone_and_in_company(config, name):
     engine, asked = make(config, torch.bfloat16), requests(SAMPLINGS[name])
-    assert engine._rank_step.passes._decoders is not None
+    assert engine._rank_step.decoders is not None
     together = serve(engine, asked)
     assert [serve(engine, [request])[0] for request in reversed(asked)][::-1] == together
     assert serve(make(config, torch.bfloat16, slots=3), asked) == together
@@ -155,7 +156,7 @@ def test_the_host_never_waits_in_a_round():
     step, slots = engine._rank_step, [0, 1, 2]
     for slot in slots:
         step.read([slot], [[1, 2, 3]])
-        step.cache.state.set(slot, SlotState.encode([1, 2, 3, 4], Sampling(), NO_SPECIAL_IDS, slot, 0))
+        step.cache.state.set(slot, SlotState.encode([1, 2, 3, 4], Options(), NO_SPECIAL_IDS, slot, 0))
     step.decode(slots, 8, Variant())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -14,8 +14,8 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.kernels import serve
 from dtgpt.inference.kernels.serve import KERNELS
-from dtgpt.inference.request import PROMPT, Request
-from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import PROMPT
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
@@ -39,6 +39,7 @@ from tests.support.families import OURS
 from tests.support.gpus import run_on_two_gpus
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
+from tests.support.requests import make_request
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GPT2 = GPT2Config(num_layers=3, hidden_size=256, num_heads=4, seq_length=256, vocab_size=1000, init_std=0.1)
@@ -98,11 +99,11 @@ def generated(engine: Engine) -> list[tuple[list[int], list[float], int]]:
     generator, found = torch.Generator().manual_seed(0), {}
     for index, length in enumerate((1, 2, 16, 17, 40, 64, 65, 127, 128, 129, 200, 255)):
         ids = torch.randint(0, 1000, (length,), generator=generator).tolist()
-        sampling = Sampling(
+        sampling = Options(
             max_new_tokens=config.seq_length - length, temperature=(0.0, 1.0, 0.7)[index % 3],
             top_p=0.9 if index % 4 == 3 else 1.0, ends=False, seed=index,
         )  # fmt: skip
-        request = Request(
+        request = make_request(
             ids=ids, sampling=sampling, prompt_index=index, score_prompt=index % 2 == 1, alternatives=2 * (index % 2)
         )
         found[engine.submit(request)] = (list(ids), [], length)

@@ -7,28 +7,28 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.commands.generated import converse
 from dtgpt.config.plan import Plan
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import scorer_of
 from dtgpt.inference.beams.search import Beams
-from dtgpt.inference.finite import LOGITS, NotFinite, has_finite_weights
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import NOT_FINITE, Event, Request
-from dtgpt.inference.sampling import Sampling, SpecialIds
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.prompt_sources.terminal import converse
+from dtgpt.inference.request import LOGITS, NOT_FINITE, Event, NotFinite, PromptJob, SpecialIds
+from dtgpt.inference.session import Session
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.serve.weights import has_finite_weights
 from tests.commands.test_cli import in_process
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support import bodies_inference as bodies
 from tests.support.engines import CPU, drain, engine_of
 from tests.support.ranks import pool
+from tests.support.requests import make_request
 
 CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=32, vocab_size=257, init_std=0.5)
 BYTES = make_tokenizer("bytes", [], 0)
@@ -60,7 +60,7 @@ def model(folder):
                                      {"ids": [1] * 7, "score_prompt": True}], ids=str)  # fmt: skip
 def test_a_request_ends_where_its_logits_are_not_finite_and_others_go_on(value, changes):
     model = broken_model(value)
-    good = Request(ids=[2], sampling=Sampling(max_new_tokens=4, temperature=0.0))
+    good = make_request(ids=[2], sampling=Options(max_new_tokens=4, temperature=0.0))
 
     def ids_of(events: list[Event], handle: int) -> list[int]:
         return [token for event in events if event.request == handle for token in event.ids]
@@ -69,7 +69,7 @@ def test_a_request_ends_where_its_logits_are_not_finite_and_others_go_on(value, 
         alone = engine.submit(good)
         expected = ids_of(drain(engine), alone)
         assert len(expected) == 4
-        bad = Request(**{"ids": [3, 4], "sampling": Sampling(max_new_tokens=9), **changes})
+        bad = make_request(**{"ids": [3, 4], "sampling": Options(max_new_tokens=9), **changes})
         handle, other = engine.submit(bad), engine.submit(good)
         events = drain(engine)
         assert {e.finish for e in events if e.request == handle} - {None} == {NOT_FINITE}

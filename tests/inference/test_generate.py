@@ -16,11 +16,10 @@ from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import scorer_of
-from dtgpt.inference.completion import Completion
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import ELSEWHERE, NAMES, read_options
 from dtgpt.inference.prompts import special_ids, tokenizer_of
-from dtgpt.inference.session import PromptJob
+from dtgpt.inference.request import Completion, PromptJob
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config

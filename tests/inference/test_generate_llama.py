@@ -15,15 +15,14 @@ from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference import model as models
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.commands import Read
-from dtgpt.inference.memory import bytes_per_slot
-from dtgpt.inference.request import Request
-from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import PromptJob
 from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel.cache_sizes import core_sizes
+from dtgpt.parallel.cache_sizes import bytes_per_slot, core_sizes
 from dtgpt.serve.app import make_app
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
@@ -32,6 +31,7 @@ from tests.support.engines import CPU, engine_of
 from tests.support.families import OURS
 from tests.support.llama_twins import twin_of
 from tests.support.ranks import pool
+from tests.support.requests import make_request
 from tests.support.runs import change, training
 from tests.support.server import client, served
 
@@ -62,13 +62,13 @@ def test_greedy_text_is_that_of_transformers(family, tmp_path):
         assert text == theirs[0, len(ids) :].tolist()
 
 
-def requests() -> list[Request]:
+def requests() -> list[PromptJob]:
     """Return greedy and drawn texts, several of one prompt, scores of a prompt, and a beam search."""
-    drawn = Sampling(temperature=0.8, top_k=20, max_new_tokens=NEW, seed=3)
-    asked = [Request(ids=ids, sampling=drawn, prompt_index=i) for i, ids in enumerate(PROMPTS)]
-    asked[1] = Request(ids=PROMPTS[1], sampling=drawn, choices=3)
-    asked[3] = Request(ids=PROMPTS[3], sampling=Sampling(temperature=0.0, max_new_tokens=NEW), score_prompt=True)
-    return [*asked, Request(ids=PROMPTS[4], sampling=Sampling(max_new_tokens=NEW), search=Beams(width=3))]
+    drawn = Options(temperature=0.8, top_k=20, max_new_tokens=NEW, seed=3)
+    asked = [make_request(ids=ids, sampling=drawn, prompt_index=i) for i, ids in enumerate(PROMPTS)]
+    asked[1] = make_request(ids=PROMPTS[1], sampling=drawn, choices=3)
+    asked[3] = make_request(ids=PROMPTS[3], sampling=Options(temperature=0.0, max_new_tokens=NEW), score_prompt=True)
+    return [*asked, make_request(ids=PROMPTS[4], sampling=Options(max_new_tokens=NEW), search=Beams(width=3))]
 
 
 @pytest.mark.parametrize(

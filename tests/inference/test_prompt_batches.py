@@ -2,14 +2,13 @@
 
 import os
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtgpt.inference.prompt_batches import (
+from dtgpt.inference.captured.prompt_batches import (
     BATCH_TOKENS,
     FEW_TOKENS,
     PROMPT_LENGTHS,
@@ -19,16 +18,17 @@ from dtgpt.inference.prompt_batches import (
     padded_size,
     passes_over,
 )
-from dtgpt.inference.request import Request
-from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.options import Options
 from dtgpt.inference.scheduler import PromptChunk
 from dtgpt.inference.step import Step
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.console import stderr_dropped
 from dtgpt.util.torch_private import without_split_k
 from tests.support import bodies_engine as bodies
+from tests.support.eager_graphs import let_read_together
 from tests.support.other_architecture import GroupedConfig, OtherConfig
 from tests.support.ranks import pool
+from tests.support.requests import make_request
 
 quick = settings(deadline=None, max_examples=200)
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 48, "vocab_size": 61}
@@ -92,9 +92,9 @@ def test_the_cache_of_a_prompt_is_that_of_the_prompt_alone(architecture, plan, w
 
 @pytest.mark.parametrize("plan, world", [("single", 1), ("tp2_pp2", 4)])
 def test_requests_that_arrive_together_are_read_together(plan, world):
-    sampling = Sampling(max_new_tokens=4, temperature=0.0, ends=False)
-    asked = [Request(ids=ids, sampling=sampling) for ids in PROMPTS]
-    asked.append(Request(ids=PROMPTS[0], sampling=sampling, score_prompt=True))
+    sampling = Options(max_new_tokens=4, temperature=0.0, ends=False)
+    asked = [make_request(ids=ids, sampling=sampling) for ids in PROMPTS]
+    asked.append(make_request(ids=PROMPTS[0], sampling=sampling, score_prompt=True))
     answers = pool().run(world, bodies.count_batches, CONFIG, plan, asked)
     assert [counts for _, counts in answers] == [[4]] * world  # not the one of 16 tokens, nor that with scores
     texts = bodies.texts(answers[0][0])
@@ -107,8 +107,8 @@ def step_with_graphs(change: Callable | None = None) -> tuple[Step, list[int]]:
     """Return a `Step` as on a GPU, with graphs that run eagerly, and the sizes of the passes that it made. `change`:
     called after each pass with its size and the cache."""
     stages, mesh = bodies.inference_stages(CONFIG, "single")
-    step = Step(stages, mesh, CONFIG, torch.float32, len(PROMPTS))
-    sizes, plain = [], step.passes.fill_padded
+    step = let_read_together(Step(stages, mesh, CONFIG, torch.float32, len(PROMPTS)), 256)
+    sizes, plain = [], step.fill_padded
 
     def read(tokens, slots, lengths):
         sizes.append(len(slots))
@@ -116,9 +116,7 @@ def step_with_graphs(change: Callable | None = None) -> tuple[Step, list[int]]:
         if change:
             change(len(slots), step.cache)
 
-    step.passes.fill_padded = read
-    step._graphs = mock.Mock(run=lambda name, work, inputs, idle: work(*inputs))
-    step.batch_tokens = 256
+    step.fill_padded = read  # type: ignore[method-assign]
     return step, sizes
 
 

@@ -6,11 +6,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtgpt.inference.beams.search import Beams
-from dtgpt.inference.request import PROMPT, Request
-from dtgpt.inference.sampling import Sampling, SpecialIds
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import PROMPT, PromptJob, SpecialIds
 from dtgpt.models.gpt2 import GPT2Config
 from tests.support.plays import Cancel, Outcome, Outcomes, Steps, Submit, play
 from tests.support.ranks import pool
+from tests.support.requests import make_request
 
 pytestmark = pytest.mark.slow(20)
 
@@ -21,7 +22,7 @@ TOLERANCE = 1e-4  # of log-probabilities, relative and absolute
 
 tokens = st.integers(0, CONFIG.vocab_size - 1)
 samplings = st.builds(
-    Sampling,
+    Options,
     max_new_tokens=st.integers(1, 12),
     min_new_tokens=st.integers(0, 1),
     temperature=st.sampled_from([0.0, 0.7, 1.0, 3.0]),
@@ -48,9 +49,9 @@ batches = st.sampled_from([0, 256])  # tokens of a pass over several prompts; 0:
 
 
 @st.composite
-def requests(draw) -> Request:
+def requests(draw) -> PromptJob:
     beams = draw(st.none() | searches)
-    return Request(
+    return make_request(
         ids=draw(st.lists(tokens, min_size=1, max_size=20)),
         sampling=draw(samplings),
         special=SPECIAL,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dtgpt.inference.cache import SlotState
-from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import SpecialIds, variant_of
 from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_STOPS, NONE, Variant, unpack
 from dtgpt.util.errors import UserError
 
@@ -55,12 +56,12 @@ HUGE = 10**400
 )
 def test_a_wrong_value_gets_a_sentence(options, sentence):
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
-        Sampling(**{"max_new_tokens": 9, **options}).validate(VOCABULARY, POSITIONS)
+        Options(**{"max_new_tokens": 9, **options}).validate(VOCABULARY, POSITIONS)
 
 
 def test_right_values_pass():
-    Sampling(max_new_tokens=0).validate(VOCABULARY, POSITIONS)
-    Sampling(
+    Options(max_new_tokens=0).validate(VOCABULARY, POSITIONS)
+    Options(
         max_new_tokens=POSITIONS, min_new_tokens=POSITIONS, temperature=0, top_k=2**31 - 1, top_p=1, top_p_decay=1,
         top_p_bound=1, frequency_penalty=-2, presence_penalty=2, logit_bias={0: -100, 49: 0.5},
         no_repeat_ngram_size=32, seed=2**64 - 1, stop_token_ids=(0, 49),
@@ -91,11 +92,11 @@ def test_right_values_pass():
     ],
 )
 def test_the_variant_is_what_the_options_need(options, expected):
-    assert variant_of([Sampling(), Sampling(**options)]) == expected
+    assert variant_of([Options(), Options(**options)]) == expected
 
 
 def test_the_variant_of_several_is_what_suffices_for_all():
-    samplings = [Sampling(top_k=3), Sampling(no_repeat_ngram_size=5), Sampling(min_new_tokens=2)]
+    samplings = [Options(top_k=3), Options(no_repeat_ngram_size=5), Options(min_new_tokens=2)]
     assert variant_of(samplings, alternatives=4) == Variant(True, True, 8, 4)
     assert variant_of([]) == Variant()
 
@@ -114,7 +115,7 @@ def test_the_variant_of_several_is_what_suffices_for_all():
     ],
 )
 def test_what_ends_a_sequence(options, special, endings, paired):
-    payload = SlotState.encode([1, 2], Sampling(**options), special, 0, 0)
+    payload = SlotState.encode([1, 2], Options(**options), special, 0, 0)
     found = unpack(payload[None, :-2])
     assert [token for token in found.endings[0].tolist() if token != NONE] == endings
     assert int(found.integers.paired_newline) == paired
@@ -122,7 +123,7 @@ def test_what_ends_a_sequence(options, special, endings, paired):
 
 def test_parameters_come_out_as_they_went_in():
     bias = {token: token / 7 for token in range(MOST_BIASES)}
-    sampling = Sampling(
+    sampling = Options(
         temperature=1 / 3, top_k=7, top_p=0.1, top_p_decay=0.7, top_p_bound=0.05, min_p=0.02,
         frequency_penalty=-0.3, presence_penalty=0.4, logit_bias=bias, no_repeat_ngram_size=3, min_new_tokens=2,
         stop_token_ids=tuple(range(MOST_STOPS)), stop_on_eol=True, prevent_newline_after_colon=True, seed=-1,
@@ -139,15 +140,15 @@ def test_parameters_come_out_as_they_went_in():
 
 def test_keys_differ_between_seeds_prompts_and_choices():
     def key(seed: int, prompt: int, choice: int) -> tuple:
-        return tuple(SlotState.encode([1], Sampling(seed=seed), IDS, prompt, choice)[1:3].tolist())
+        return tuple(SlotState.encode([1], Options(seed=seed), IDS, prompt, choice)[1:3].tolist())
 
     assert len({key(seed, prompt, choice) for seed in (0, 1, -1) for prompt in range(3) for choice in range(3)}) == 27
 
 
 def test_steps_are_recorded():
     state = SlotState(3, POSITIONS, "cpu")
-    state.set(0, SlotState.encode([1, 2, 3], Sampling(), IDS, 0, 0))
-    state.set(2, SlotState.encode([4], Sampling(), IDS, 1, 0))
+    state.set(0, SlotState.encode([1, 2, 3], Options(), IDS, 0, 0))
+    state.set(2, SlotState.encode([4], Options(), IDS, 1, 0))
     assert state.token.tolist() == [3, 0, 4, 0] and state.position.tolist() == [2, 0, 0, 0]
     slots = torch.tensor([2, 0, 3, 3])
     state.record(slots, torch.tensor([20, 21, 9, 9]))
@@ -159,7 +160,7 @@ def test_steps_are_recorded():
 
 def test_at_the_last_position_nothing_moves():
     state = SlotState(1, POSITIONS, "cpu")
-    state.set(0, SlotState.encode([1] * (POSITIONS - 1), Sampling(), IDS, 0, 0))
+    state.set(0, SlotState.encode([1] * (POSITIONS - 1), Options(), IDS, 0, 0))
     for token in (5, 6, 7):
         state.record(torch.tensor([0]), torch.tensor([token]))
     assert state.position[0] == POSITIONS - 1 and state.history[0].tolist() == [1] * (POSITIONS - 1) + [7]
@@ -168,7 +169,7 @@ def test_at_the_last_position_nothing_moves():
 def test_slots_are_copied_at_once_and_tokens_assigned():
     state = SlotState(3, POSITIONS, "cpu")
     for slot in range(3):
-        state.set(slot, SlotState.encode([slot] * (slot + 1), Sampling(top_k=slot + 2), IDS, 0, 0))
+        state.set(slot, SlotState.encode([slot] * (slot + 1), Options(top_k=slot + 2), IDS, 0, 0))
     state.record(torch.arange(3), torch.tensor([30, 31, 32]))
     before = [tensor.clone() for tensor in state.sequences]
     state.copy(torch.tensor([1, 0, 0]), torch.tensor([0, 1, 2]))

@@ -8,8 +8,8 @@ from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import special_ids
-from dtgpt.inference.sampling import SpecialIds
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.request import PromptJob, SpecialIds
+from dtgpt.inference.session import Session
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.vocabularies import KINDS, of_every_kind
 
@@ -188,10 +188,10 @@ def test_without_a_tokenizer_there_are_ids_alone():
 def test_a_job_searches_by_the_rules_of_its_options():
     assert job().options.search is None and job(num_return_sequences=3).rows == 3
     own = job(search=Beams(width=4, length_penalty=2.0, early_stopping=True))
-    assert own.rows == 4 and own.request(SpecialIds()).search == Beams(width=4, length_penalty=2.0, early_stopping=True)
+    assert own.rows == 4 and own.options.search == Beams(width=4, length_penalty=2.0, early_stopping=True)
     megatron = Beams(width=1, ended_bound=True)  # one beam is a search, too
     asked = job(search=megatron)
-    assert asked.rows == 1 and asked.request(SpecialIds()).search is megatron
+    assert asked.rows == 1 and asked.options.search is megatron
 
 
 def test_updates_hold_the_log_probabilities_the_reason_of_the_end_and_the_scores_of_the_prompt():

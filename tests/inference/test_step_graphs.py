@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtgpt.inference.graphs import WARM_UP, StepGraphs
+from dtgpt.inference.captured.graphs import WARM_UP, StepGraphs
 from dtgpt.util.errors import UserError
 
 

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtgpt.inference.text import StopSearch, TextStream, check_stop_strings, segments, token_of
+from dtgpt.inference.options import check_stop_strings
+from dtgpt.inference.prompts import TextStream, segments, token_of
+from dtgpt.inference.rules.stop_strings import StopSearch
 from dtgpt.util.errors import UserError
 from tests.support.vocabularies import KINDS, of_every_kind
 

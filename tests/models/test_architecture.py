@@ -10,8 +10,7 @@ from torch import nn
 
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.inference.request import Request
-from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.options import Options
 from dtgpt.models.binding import BoundModule
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
@@ -31,6 +30,7 @@ from tests.support.families import OURS
 from tests.support.mixed_blocks import MixedConfig
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
+from tests.support.requests import make_request
 from tests.support.windowed_blocks import WindowedConfig
 
 CPU = torch.device("cpu")
@@ -167,8 +167,8 @@ def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how
 def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training, model):
     config = replace((MODELS | OURS)[model], num_layers=5, vocab_size=61, dropout=0.0, init_std=0.3)
     model, prompts = build_model(config, CPU, torch.float32, bodies_engine.KEY), [[5], [3, 4, 5, 6, 7, 8], [9, 2]]
-    sampling = Sampling(max_new_tokens=6, temperature=0, ends=False)
-    asked = [Request(ids=ids, sampling=sampling, choices=1 + (len(ids) > 2)) for ids in prompts]
+    sampling = Options(max_new_tokens=6, temperature=0, ends=False)
+    asked = [make_request(ids=ids, sampling=sampling, choices=1 + (len(ids) > 2)) for ids in prompts]
     world = parse_plan(plan).world
     events = pool().run(world, bodies_engine.generate, config, plan, asked, 2, training)[0]
     for (request, _), text in bodies_engine.texts(events).items():

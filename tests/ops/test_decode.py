@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.activations import swiglu_reference as swiglu
-from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference, write_prompts
+from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
+from dtgpt.ops.attention.prompts import write_prompts
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.kernels.decode import blocks
 from dtgpt.ops.kernels.decode.blocks import embed, run_blocks, run_head

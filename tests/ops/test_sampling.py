@@ -1,4 +1,4 @@
-"""Sampling against its definition, row by row, and against exact distributions."""
+"""Options against its definition, row by row, and against exact distributions."""
 
 import math
 from dataclasses import replace
@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtgpt.inference.sampling import Sampling, SpecialIds
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import SpecialIds
+from dtgpt.inference.rules.edits import ban_repeated_ngrams
+from dtgpt.inference.scores import tokens as scores
+from dtgpt.inference.scores.tokens import token_scores
 from dtgpt.ops.random.philox import fold, root_key
-from dtgpt.ops.sampling import scores
-from dtgpt.ops.sampling.edits import ban_repeated_ngrams
 from dtgpt.ops.sampling.sample import sample
-from dtgpt.ops.sampling.scores import token_scores
 from dtgpt.ops.sampling.sequences import SIZES, Sampled, Sequences, Variant
 from tests.support.bodies_sampling import (
     Row,
@@ -45,7 +46,7 @@ def draw(rows: list[Row], variant: Variant | None = None, padding: int = 3) -> S
 
 
 @st.composite
-def sampling_of(draw, size: int) -> Sampling:
+def sampling_of(draw, size: int) -> Options:
     """Any combination of options for a vocabulary of this size; each is neutral often."""
     token = st.integers(0, size - 1)
 
@@ -54,7 +55,7 @@ def sampling_of(draw, size: int) -> Sampling:
 
     top_p = often(1.0, st.sampled_from([0.0, 0.1, 0.5, 0.75, 0.9, 0.999]))
     decay = often(0.0, st.sampled_from([0.5, 0.9, 1.0]))
-    return Sampling(
+    return Options(
         temperature=often(1.0, st.sampled_from([0.0, 0.5, 2.0])),
         top_k=often(0, st.integers(1, size + 2)),
         top_p=top_p,
@@ -130,7 +131,7 @@ def test_a_row_is_the_same_alone_and_in_company(data, rows):
 
 def test_a_large_vocabulary_is_the_same_alone_and_in_company():
     torch.manual_seed(0)
-    options = [Sampling(seed=7), Sampling(top_k=50, seed=7), Sampling(top_p=0.9, temperature=0.8), Sampling(seed=9)]
+    options = [Options(seed=7), Options(top_k=50, seed=7), Options(top_p=0.9, temperature=0.8), Options(seed=9)]
     rows = [Row(3 * torch.randn(5003), options[i % 4], prompt_index=i) for i in range(9)]
     together = draw(rows)
     for i, row in enumerate(rows):
@@ -143,7 +144,7 @@ def test_dtypes_and_no_alternatives():
     torch.manual_seed(0)
     logits = torch.randn(4, 33)
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
-        rows = [Row(line.to(dtype), Sampling(seed=i)) for i, line in enumerate(logits)]
+        rows = [Row(line.to(dtype), Options(seed=i)) for i, line in enumerate(logits)]
         found = draw(rows, Variant())
         assert found.tokens.tolist() == [oracle(row) for row in rows]
         assert found.tokens.dtype == torch.int64 and found.top_ids.dtype == torch.int64
@@ -159,7 +160,7 @@ def test_rows_that_are_not_finite_have_no_log_probability():
 def test_log_probabilities_are_over_all_columns_and_draws_over_fewer(beams):
     """As where a model has more tokens than its tokenizer."""
     torch.manual_seed(0)
-    rows = [Row(torch.randn(12), Sampling(seed=i, no_repeat_ngram_size=1), [i % 5]) for i in range(40)]
+    rows = [Row(torch.randn(12), Options(seed=i, no_repeat_ngram_size=1), [i % 5]) for i in range(40)]
     logits, expected = torch.stack([row.logits for row in rows]), torch.stack([row.logits for row in rows])
     expected = expected[:, :10].log_softmax(-1)
     variant = variant_for(rows, 10)._replace(beams=beams)
@@ -174,7 +175,7 @@ def test_log_probabilities_are_over_all_columns_and_draws_over_fewer(beams):
 def test_extreme_logits_give_a_token():
     inf = math.inf
     for line in ([-inf, -inf, 3.0], [1e30, -1e30, 0.0], [-inf, -inf, -inf], [-3e38, 3e38, 3e38]):
-        for option in (Sampling(), Sampling(top_p=0.5), Sampling(top_k=2, temperature=1e-4), Sampling(temperature=0)):
+        for option in (Options(), Options(top_p=0.5), Options(top_k=2, temperature=1e-4), Options(temperature=0)):
             assert draw([Row(torch.tensor(line), option)]).tokens[0] in range(3)
             if line[0] == -inf and line[2] > 0:
                 assert draw([Row(torch.tensor(line), option)]).tokens[0] == 2
@@ -204,25 +205,25 @@ def check_frequencies(tokens: Tensor, expected: np.ndarray) -> None:
 
 LOGITS = torch.tensor([2.0, 1.5, 1.5, 0.3, 0.0, -0.5, -1.0, 1.0])
 OPTIONS = {
-    "plain": Sampling(),
-    "temperature": Sampling(temperature=0.6),
-    "hot": Sampling(temperature=3.0),
-    "top_k": Sampling(top_k=4),
-    "top_k with a tie": Sampling(top_k=2),
-    "top_p": Sampling(top_p=0.8),
-    "top_p and temperature": Sampling(top_p=0.8, temperature=1.7),
-    "top_k and top_p": Sampling(top_k=5, top_p=0.7),
-    "decay": Sampling(top_p=0.95, top_p_decay=0.8),
-    "min_p": Sampling(min_p=0.3),
-    "min_p and the others": Sampling(min_p=0.25, top_k=6, top_p=0.9, temperature=0.8),
-    "bound": Sampling(top_p=0.95, top_p_decay=0.5, top_p_bound=0.6),
-    "penalties": Sampling(frequency_penalty=0.7, presence_penalty=-0.4),
-    "logit bias": Sampling(logit_bias={6: 2.5, 0: -100.0}),
-    "n-grams": Sampling(no_repeat_ngram_size=2),
-    "min tokens": Sampling(min_new_tokens=4, stop_token_ids=(0, 3)),
-    "end of text": Sampling(min_new_tokens=4),
-    "newlines": Sampling(min_new_tokens=4, stop_on_double_eol=True),
-    "colon": Sampling(prevent_newline_after_colon=True),
+    "plain": Options(),
+    "temperature": Options(temperature=0.6),
+    "hot": Options(temperature=3.0),
+    "top_k": Options(top_k=4),
+    "top_k with a tie": Options(top_k=2),
+    "top_p": Options(top_p=0.8),
+    "top_p and temperature": Options(top_p=0.8, temperature=1.7),
+    "top_k and top_p": Options(top_k=5, top_p=0.7),
+    "decay": Options(top_p=0.95, top_p_decay=0.8),
+    "min_p": Options(min_p=0.3),
+    "min_p and the others": Options(min_p=0.25, top_k=6, top_p=0.9, temperature=0.8),
+    "bound": Options(top_p=0.95, top_p_decay=0.5, top_p_bound=0.6),
+    "penalties": Options(frequency_penalty=0.7, presence_penalty=-0.4),
+    "logit bias": Options(logit_bias={6: 2.5, 0: -100.0}),
+    "n-grams": Options(no_repeat_ngram_size=2),
+    "min tokens": Options(min_new_tokens=4, stop_token_ids=(0, 3)),
+    "end of text": Options(min_new_tokens=4),
+    "newlines": Options(min_new_tokens=4, stop_on_double_eol=True),
+    "colon": Options(prevent_newline_after_colon=True),
 }
 
 
@@ -235,10 +236,10 @@ def test_draws_follow_the_exact_distribution(sampling):
 def test_choices_prompts_positions_and_seeds_are_independent():
     """Pairs of draws that differ in one of these have the product of two distributions."""
     logits = torch.tensor([0.5, 0.0, -0.5])
-    one = distribution(Row(logits, Sampling()))
-    base = many(Row(logits, Sampling(seed=3)))
-    later = many(Row(logits, Sampling(seed=3), generated=[0]))
-    other = many(Row(logits, Sampling(seed=4)))
+    one = distribution(Row(logits, Options()))
+    base = many(Row(logits, Options(seed=3)))
+    later = many(Row(logits, Options(seed=3), generated=[0]))
+    other = many(Row(logits, Options(seed=4)))
     for pair in ((base, later), (base, other), (base[:-1], base[1:])):
         check_frequencies(pair[0] * 3 + pair[1], np.outer(one, one).flatten())
 
@@ -247,13 +248,13 @@ def test_choices_prompts_positions_and_seeds_are_independent():
 def test_filters_of_megatron(case):
     """`serving.json`: the distribution that Megatron-LM's filters leave."""
     options = {name: case[name] for name in ("temperature", "top_k", "top_p") if name in case}
-    row = Row(torch.tensor(case["probabilities"]).log(), Sampling(seed=5, **options))
+    row = Row(torch.tensor(case["probabilities"]).log(), Options(seed=5, **options))
     np.testing.assert_allclose(distribution(row), case["distribution"], atol=1e-6)
     check_frequencies(many(row), distribution(row))
 
 
 def test_top_p_at_equality_keeps_one_more():
-    row = Row(torch.tensor([0.5, 0.25, 0.125, 0.125]).log2() * math.log(2), Sampling(top_p=0.75))
+    row = Row(torch.tensor([0.5, 0.25, 0.125, 0.125]).log2() * math.log(2), Options(top_p=0.75))
     assert set(many(row).tolist()) == {0, 1, 2}  # the sum before the third is 0.75
 
 
@@ -292,6 +293,6 @@ def test_scores_of_tokens(dtype):
 
 
 def test_the_layout_of_parameters_is_as_the_draws_above_assume():
-    state = state_of([Row(LOGITS, Sampling(seed=5), choice=3)], POSITIONS)
+    state = state_of([Row(LOGITS, Options(seed=5), choice=3)], POSITIONS)
     assert sum(SIZES) == state.parameters.shape[1]
     assert torch.equal(state.parameters[0, 1:3], fold(root_key(5), "text", 0, 3))

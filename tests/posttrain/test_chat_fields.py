@@ -9,9 +9,9 @@ from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.inference.chat import ChatPrompts
 from dtgpt.posttrain.chats.encode import encode_chat, renderer_of
 from dtgpt.posttrain.chats.messages import MARKS, read_chat, read_messages
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.posttrain.chats.template import ChatTemplate, Renderer
 from dtgpt.util.errors import UserError
 from tests.support.chats import CHATML, write_tokenizer

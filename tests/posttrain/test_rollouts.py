@@ -11,13 +11,13 @@ from dtgpt.checkpoint.open import open_config
 from dtgpt.compare.compare import compare
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.chat import ChatPrompts
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.ops.loss.cross_entropy import to_loss_and_gradient_
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.planning.gpus import find_gpu
 from dtgpt.planning.memory import memory_of
 from dtgpt.planning.report import describe_plan
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.posttrain.grpo.config import GrpoConfig
 from dtgpt.posttrain.grpo.rollouts import why_not_exact
 from dtgpt.posttrain.lora.config import LoraConfig

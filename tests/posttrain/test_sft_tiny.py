@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import dtgpt
-from dtgpt.inference.chat import ChatPrompts
 from dtgpt.posttrain.chats import examples
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.run.records import read_records
 from dtgpt.train import loop
 from dtgpt.train.loop import train

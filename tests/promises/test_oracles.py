@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtgpt.inference.rules.edits import penalize
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.families.gemma3 import Gemma3Config
 from dtgpt.models.llama import MLP, LlamaConfig
 from dtgpt.ops.fp8.products import Fp8Product
-from dtgpt.ops.sampling.edits import penalize
-from dtgpt.ops.sampling.reference import kept
+from dtgpt.ops.sampling.sample import kept
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.posttrain.chats.packed import BEGINS, COUNTS, packed_batch
 from dtgpt.posttrain.dpo.loss import Pairs, PreferenceLoss

@@ -12,7 +12,6 @@ import dtgpt
 from dtgpt.checkpoint.manifest import Checkpoint, read_state, step_folder
 from dtgpt.checkpoint.open import open_source
 from dtgpt.commands import compare, convert, eval, inspect, lm_eval, plan, train
-from dtgpt.commands.chat import command as chat_command
 from dtgpt.commands.generate import command as generate_command
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.evaluation.shared_model import open_shared
@@ -20,6 +19,7 @@ from dtgpt.inference.kernels.stages import parts_of, tells_weights
 from dtgpt.interop.inspect import model_digest
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.posttrain.chats.command import command as chat_command
 from dtgpt.serve.command import command as serve_command
 from dtgpt.train.start import load_recipe
 from dtgpt.util.errors import UserError

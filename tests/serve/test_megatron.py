@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -77,7 +78,7 @@ def test_a_stop_token_counts_for_beams_alone_and_replaces_the_end_of_text():
     def stops(**keys):
         asked = read_request({"prompts": ["ab"], "tokens_to_generate": 4, **keys})
         (job,) = make_jobs(asked, tokenizer(), tiny_model().config, seed=0)
-        return job.request(special_ids(tokenizer(), [256])).stop_ids
+        return replace(job, special=special_ids(tokenizer(), [256])).stop_ids
 
     assert stops() == stops(beam_width=2) == stops(stop_token=7) == [256]
     assert stops(beam_width=2, stop_token=7) == [7]

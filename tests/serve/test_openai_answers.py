@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
-from dtgpt.inference.completion import Score
 from dtgpt.inference.prompts import special_ids
+from dtgpt.inference.request import Score
 from dtgpt.inference.session import Session
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.serve.limits import RequestLimits

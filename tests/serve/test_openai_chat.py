@@ -8,13 +8,13 @@ import httpx
 import openai
 import pytest
 
-from dtgpt.commands.chat import RESET, Chat, talk
 from dtgpt.data.library_tokenizers.chat_template import template_of
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.inference.chat import ChatPrompts
 from dtgpt.inference.model import Need
 from dtgpt.inference.options import Options
-from dtgpt.inference.session import PromptJob
+from dtgpt.inference.request import PromptJob
+from dtgpt.posttrain.chats.command import RESET, Chat, talk
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.serve.openai_chat import _token
 from dtgpt.serve.openai_logprobs import TokenNames
 from dtgpt.serve.problems import bad_request

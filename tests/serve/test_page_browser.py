@@ -9,7 +9,7 @@ import pytest
 
 from dtgpt.config.recipe_file import recipe_module
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.inference.chat import ChatPrompts
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from tests.support.browser import chromium, contrast, rgb_of
 from tests.support.chats import write_tokenizer
 from tests.support.model_by_rules import model_by_rules

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from dtgpt.data.tokenizers.open import make_tokenizer
-from dtgpt.inference.finite import LOGITS, WEIGHTS
+from dtgpt.inference.request import LOGITS
 from dtgpt.serve import http as http_module
 from dtgpt.serve.access import names_of
 from dtgpt.serve.app import make_app
 from dtgpt.serve.http import HttpServer, bind
 from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.signals import end_where_a_rank_is_silent
+from dtgpt.serve.weights import WEIGHTS
 from dtgpt.util.errors import UserError
 from tests.support.server import client, http_client, live_server, served, tiny_model, wait_until
 
@@ -136,7 +137,7 @@ def test_a_request_whose_logits_are_not_finite_is_an_error_in_its_form(monkeypat
     """Of weights that are finite, such as an overflow in fp16: the server goes on."""
     model = tiny_model()
     break_position(model)
-    monkeypatch.setattr("dtgpt.inference.engine.has_finite_weights", lambda *_: True)
+    monkeypatch.setattr("dtgpt.serve.worker.has_finite_weights", lambda *_: True)
     with served(model) as service, client(make_app(service)) as http:
         bad, good = {"prompt": "abc", "max_tokens": 9}, {"prompt": "a", "max_tokens": 3}
         scored = {"max_tokens": 0, "echo": True, "logprobs": 1, "prompt": "abcdefgh", "ignore_eos": False}

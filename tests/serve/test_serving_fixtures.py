@@ -10,6 +10,7 @@ table of rules in `tests.support.megatron_rules`, which every recorded refusal m
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,12 +19,11 @@ import torch
 from dtgpt.data.library_tokenizers.files import from_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beams.search import BeamSearch
-from dtgpt.inference.prompts import special_ids
-from dtgpt.inference.request import Request
-from dtgpt.inference.session import PromptJob, Session
-from dtgpt.inference.text import segments
+from dtgpt.inference.prompts import segments, special_ids
+from dtgpt.inference.request import PromptJob
+from dtgpt.inference.session import Session
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.sampling.reference import likeliest
+from dtgpt.ops.sampling.sample import likeliest
 from dtgpt.serve.app import make_app
 from dtgpt.serve.megatron import answer, make_jobs
 from dtgpt.serve.megatron_request import read_request
@@ -204,7 +204,7 @@ def assert_same_beams(request: dict, model: Decoder, tokenizer: Tokenizer, ours:
     any. The engine must find what the search finds; where that is not what was recorded, a search that prefers the
     recorded sequences among equals must find those."""
     (job,) = jobs_of(request, model, tokenizer)
-    asked = job.request(special_ids(tokenizer, [tokenizer.end_of_text]))
+    asked = replace(job, special=special_ids(tokenizer, [tokenizer.end_of_text]))
     assert_same(ours, search(BeamSearch, asked, model, tokenizer, recorded))
     padded = pad_beams(ours, asked)
     if padded["segments"] != recorded["segments"]:
@@ -212,9 +212,9 @@ def assert_same_beams(request: dict, model: Decoder, tokenizer: Tokenizer, ours:
     assert_same(padded, recorded)
 
 
-def pad_beams(answer: dict, asked: Request) -> dict:
+def pad_beams(answer: dict, asked: PromptJob) -> dict:
     """An answer of beams as Megatron gives it, each filled up with ends of text."""
-    length = len(asked.ids) + asked.sampling.max_new_tokens
+    length = len(asked.ids) + asked.options.max_new_tokens
     missing = [length - len(own) for own in answer["segments"]]
     return answer | {
         "segments": [own + [END] * n for own, n in zip(answer["segments"], missing, strict=True)],
@@ -235,11 +235,11 @@ class Guided(BeamSearch):
         return -total - share * TOLERANCE * max(1, abs(total)), row, token
 
 
-def search(kind: type[BeamSearch], asked: Request, model: Decoder, tokenizer: Tokenizer, recorded: dict) -> dict:
+def search(kind: type[BeamSearch], asked: PromptJob, model: Decoder, tokenizer: Tokenizer, recorded: dict) -> dict:
     """The answer of a search on this host, over log-probabilities of whole sequences. Its candidates are the likeliest
     tokens, and all tokens as likely as the last one of these that are recorded."""
-    assert asked.search is not None
-    beams = kind(asked.search, asked.sampling.max_new_tokens, asked.stop_ids)
+    assert asked.options.search is not None
+    beams = kind(asked.options.search, asked.options.max_new_tokens, asked.stop_ids)
     if isinstance(beams, Guided):
         beams.wanted = [own[len(asked.ids) :] for own in recorded["segments"]]
         beams.decode = partial(segments, tokenizer)
@@ -248,7 +248,7 @@ def search(kind: type[BeamSearch], asked: Request, model: Decoder, tokenizer: To
     while rows:
         with torch.no_grad():
             logits = model(torch.tensor(rows))[:, -1, : model.config.vocab_size]
-        if asked.sampling.prevent_newline_after_colon:
+        if asked.options.prevent_newline_after_colon:
             logits[[ids[-1] == asked.special.colon for ids in rows], asked.special.newline] = -math.inf
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float64).float()
         candidates = []

@@ -4,13 +4,15 @@ import asyncio
 import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import special_ids
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.request import PromptJob
+from dtgpt.inference.session import Session
 from dtgpt.serve.app import make_app
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.signals import end_where_a_rank_is_silent
@@ -32,7 +34,7 @@ def job(index=0, prompt=b"abc", **options):
 
 
 def of(client, **options):
-    return job(**options)._replace(client=client)
+    return replace(job(**options), client=client)
 
 
 @pytest.fixture(scope="module")

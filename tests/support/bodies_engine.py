@@ -12,8 +12,8 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.cache import Cache
 from dtgpt.inference.commands import Read
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.request import Event, Request
-from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import Event, PromptJob
 from dtgpt.inference.step import Step
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -22,6 +22,7 @@ from dtgpt.parallel import inference
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from tests.support.engines import CPU, drain
+from tests.support.requests import make_request
 
 KEY = root_key(5)
 
@@ -61,7 +62,7 @@ def poison(cache: Cache) -> None:
         layer.values.fill_(torch.nan)
 
 
-def serve(engine: Engine, requests: list[Request]) -> list[Event]:
+def serve(engine: Engine, requests: list[PromptJob]) -> list[Event]:
     """Return all events of requests that arrive at once, on rank 0."""
     poison(engine._rank_step.cache)
     if engine.mesh.rank > 0:
@@ -74,7 +75,7 @@ def serve(engine: Engine, requests: list[Request]) -> list[Event]:
     return events
 
 
-def generate(config: ModelConfig, plan: str, requests: list[Request], slots: int, training: bool) -> list[Event]:
+def generate(config: ModelConfig, plan: str, requests: list[PromptJob], slots: int, training: bool) -> list[Event]:
     stages, mesh = (training_stages if training else inference_stages)(config, plan)
     return serve(Engine(stages, mesh, config, torch.float32, slots), requests)
 
@@ -125,7 +126,7 @@ def _serve_with_failure(config: ModelConfig, plan: str, rank: int) -> str:
 
     engine._rank_step.decode = fail  # type: ignore[method-assign]
     try:
-        serve(engine, [Request(ids=[5, 6], sampling=Sampling(max_new_tokens=8))])
+        serve(engine, [make_request(ids=[5, 6], sampling=Options(max_new_tokens=8))])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -134,9 +135,11 @@ def _serve_with_failure(config: ModelConfig, plan: str, rank: int) -> str:
 def read_prompts(config: ModelConfig, plan: str, prompts: list[list[int]], batch_tokens: int) -> list[Tensor]:
     """Return this rank's keys and values `[layers, 2, N_kv, P, D]` of each prompt, read by the commands of rank 0: in
     one pass, or one after the other where batch_tokens is 0."""
+    from tests.support.eager_graphs import with_prompts_together
+
     stages, mesh = inference_stages(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, len(prompts))
-    engine._rank_step.batch_tokens = batch_tokens
+    with_prompts_together(engine, batch_tokens)
     poison(engine._rank_step.cache)
     if mesh.rank > 0:
         engine.follow()
@@ -155,11 +158,13 @@ def kept_of(cache: Cache, slot: int) -> Tensor:
     return torch.stack([torch.stack([layer.keys[slot], layer.values[slot]]) for layer in cache.layers])
 
 
-def count_batches(config: ModelConfig, plan: str, requests: list[Request]) -> tuple[list[Event], list[int]]:
+def count_batches(config: ModelConfig, plan: str, requests: list[PromptJob]) -> tuple[list[Event], list[int]]:
     """Return the events of requests that arrive at once, and the number of prompts of each pass over several."""
+    from tests.support.eager_graphs import with_prompts_together
+
     stages, mesh = inference_stages(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, len(requests))
-    engine._rank_step.batch_tokens = 256
+    with_prompts_together(engine, 256)
     read, counts = engine._rank_step.read, []
 
     def counted(slots, prompts, first):

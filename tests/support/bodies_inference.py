@@ -5,8 +5,8 @@ from torch import Tensor
 
 import dtgpt
 from dtgpt.config.recipe import Recipe
-from dtgpt.inference.finite import has_finite_weights
 from dtgpt.inference.model import Need
+from dtgpt.serve.weights import has_finite_weights
 from dtgpt.train.setup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import gather

@@ -1,4 +1,4 @@
-"""Sampling from the definition, one row at a time, and what tests do on a CPU, in Triton's interpreter and on a GPU."""
+"""Options from the definition, one row at a time, and what tests do on a CPU, in Triton's interpreter and on a GPU."""
 
 import importlib
 import math
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from dtgpt.inference.cache import SlotState
-from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import SpecialIds, variant_of
+from dtgpt.inference.rules.edits import edit
 from dtgpt.ops.random.philox import fold, root_key, uniform
 from dtgpt.ops.sampling import sample as op
-from dtgpt.ops.sampling.edits import edit
-from dtgpt.ops.sampling.record import record_reference
-from dtgpt.ops.sampling.reference import kept, sample_reference
+from dtgpt.ops.sampling.sample import kept, record_reference, sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
 from tests.support.interpreter import first_kernels_of, let_kernels_loop
 
@@ -30,7 +30,7 @@ class Row:
     """A sequence and the logits of its next token."""
 
     logits: Tensor  # [V]
-    sampling: Sampling
+    sampling: Options
     prompt: list[int] = field(default_factory=lambda: [0])
     generated: list[int] = field(default_factory=list)
     special: SpecialIds = NO_IDS
@@ -117,7 +117,7 @@ def kept_ids(row: Row) -> list[int]:
     return [token for token in order if token in likely]
 
 
-def is_greedy(s: Sampling) -> bool:
+def is_greedy(s: Options) -> bool:
     return s.temperature == 0 or s.top_k == 1
 
 
@@ -181,7 +181,7 @@ def random_rows(size: int, seed: int, edits: bool, filters: bool = True) -> list
         more = EDITS[(place + seed) % len(EDITS)] if edits and size > 9 else {}
         ids = [choose.randrange(min(size, 3)) for _ in range(11)]
         special = SpecialIds((0,), ids[-1] if place % 3 else 8, 2, ids[-1])
-        rows.append(Row(logits, Sampling(seed=seed, **options, **more), ids[:3], ids[3:], special, place))
+        rows.append(Row(logits, Options(seed=seed, **options, **more), ids[:3], ids[3:], special, place))
     return rows
 
 
@@ -250,7 +250,7 @@ def check_broken_rows(device: str) -> None:
     negative = torch.tensor([-4194304], dtype=torch.int32).view(torch.float32)[0]  # 0xFFC00000
     for options in ({}, {"temperature": 0}, {"top_k": 7, "top_p": 0.9}, {"presence_penalty": 1.0}):
         for place, value in ((3, math.nan), (140, negative), (149, math.inf), (columns - 1, math.nan)):
-            rows = [Row(torch.randn(size + 30), Sampling(**options)) for _ in range(3)]
+            rows = [Row(torch.randn(size + 30), Options(**options)) for _ in range(3)]
             logits = torch.stack([row.logits for row in rows])
             logits[1, place], logits[:, columns:] = value, math.nan  # padding is never looked at
             state, slots = state_of(rows, 16, device), torch.arange(3, device=device)
@@ -262,7 +262,7 @@ def check_broken_rows(device: str) -> None:
 
 def check_record(device: str) -> None:
     """The fast path of `record` changes what the reference changes, also at the last position."""
-    rows = [Row(torch.zeros(9), Sampling(), [1] * length) for length in (3, 15, 16, 1)]
+    rows = [Row(torch.zeros(9), Options(), [1] * length) for length in (3, 15, 16, 1)]
     slots = torch.tensor([3, 1, 0, 2])
     expected, found = state_of(rows, 16), state_of(rows, 16, device)
     for first in (5, 50, 500):

@@ -46,15 +46,15 @@ CORE = {  # rooms, and their files as regular expressions
         r"data/tokenizers/(tokenizer|open)"
     ),
     "generate": (
-        r"inference/(engine|session|scheduler|request|commands|step|forward|cache|sampling|model|load|text|options|"
-        r"completion|prompts|memory|broadcast|finite|graphs|prompt_batches)|parallel/cache_sizes|ops/attention/cached|"
-        r"ops/decode/weights|ops/sampling/(sample|reference|edits|sequences|scores|record)"
+        r"inference/(engine|session|scheduler|request|commands|step|cache|model|load|options|prompts)|"
+        r"parallel/cache_sizes|ops/attention/cached|ops/decode/weights|"
+        r"ops/sampling/(sample|sequences)"
     ),
     "util": (
         r"util/(console|errors|field_types|rules|storage|hardware|peers|threads|timers|torch_private|seams)"
     ),
     "command": (
-        r"cli|capabilities|commands/(command|train|generate|generated|model_options)|__init__|__main__"
+        r"cli|capabilities|commands/(command|train|generate|model_options)|__init__|__main__"
     ),
 }  # fmt: skip
 # Words of identifiers that name what is no part of the core.

@@ -7,7 +7,7 @@ import torch
 
 from dtgpt.config.plan import Plan
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.request import Event, Request
+from dtgpt.inference.request import Event, PromptJob
 from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.mesh import Mesh
 
@@ -30,7 +30,7 @@ def drain(engine: Engine) -> list[Event]:
     return events
 
 
-def events_of(model: Decoder, request: Request, slots: int = 8) -> list[Event]:
+def events_of(model: Decoder, request: PromptJob, slots: int = 8) -> list[Event]:
     """The events of a request that is alone."""
     with engine_of(model, slots) as engine:
         engine.submit(request)

@@ -7,15 +7,16 @@ from typing import NamedTuple
 import torch
 
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.request import PROMPT, Event, Request
+from dtgpt.inference.request import PROMPT, Event, PromptJob
 from dtgpt.inference.scheduler import Scheduler
 from dtgpt.models.config import ModelConfig
 from tests.support.bodies_engine import inference_stages, poison
+from tests.support.eager_graphs import with_prompts_together
 from tests.support.engines import drain
 
 
 class Submit(NamedTuple):
-    request: Request
+    request: PromptJob
 
 
 class Cancel(NamedTuple):
@@ -50,7 +51,7 @@ def play(
     stages, mesh = inference_stages(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, slots)
     poison(engine._rank_step.cache)
-    engine._rank_step.batch_tokens = batch_tokens
+    with_prompts_together(engine, batch_tokens)
     engine._scheduler = Scheduler(slots, *sizes, idle_tokens=batch_tokens)
     if mesh.rank > 0:
         engine.follow()

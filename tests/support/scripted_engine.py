@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from dtgpt.inference.request import PROMPT, Event, Request
+from dtgpt.inference.request import PROMPT, Event, PromptJob
 
-Script = Callable[[Request, int], list[int]]  # (request, choice) -> endless or long enough ids
+Script = Callable[[PromptJob, int], list[int]]  # (request, choice) -> endless or long enough ids
 
 
 class ScriptedEngine:
@@ -13,7 +13,7 @@ class ScriptedEngine:
 
     def __init__(self, script: Script, slots: int = 4, steps: int = 3):
         self.script, self.slots, self.steps = script, slots, steps
-        self.requests: list[Request] = []
+        self.requests: list[PromptJob] = []
         self.waiting: list[int] = []
         self.running: dict[tuple[int, int], int] = {}  # (handle, choice) -> tokens so far
         self.ended: list[Event] = []
@@ -24,7 +24,7 @@ class ScriptedEngine:
     def busy(self) -> bool:
         return bool(self.waiting or self.running or self.ended)
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: PromptJob) -> int:
         self.requests.append(request)
         self.waiting.append(len(self.requests) - 1)
         return len(self.requests) - 1
@@ -42,7 +42,7 @@ class ScriptedEngine:
         while self.waiting and len(self.running) + self.requests[self.waiting[0]].choices <= self.slots:
             handle = self.waiting.pop(0)
             request = self.requests[handle]
-            if request.score_prompt:
+            if request.options.prompt_logprobs:
                 scores = [-1.0] * (len(request.ids) - 1)
                 events.append(Event(handle, PROMPT, request.ids[1:], scores, [], greedy=(True,) * len(scores)))
             self.running |= {(handle, choice): 0 for choice in range(request.choices)}
@@ -54,14 +54,14 @@ class ScriptedEngine:
         request, done = self.requests[row[0]], self.running[row]
         script, new, finish = self.script(request, row[1]), [], None
         while finish is None and len(new) < self.steps:
-            if done + len(new) == request.sampling.max_new_tokens:
+            if done + len(new) == request.options.max_new_tokens:
                 finish = "length"
                 break
             new.append(script[done + len(new)])
             before = script[done + len(new) - 2] if done + len(new) > 1 else request.ids[-1]
             if request.ends_with(before, new[-1], done + len(new) - 1):
                 finish = "stop"
-        if finish is None and done + len(new) == request.sampling.max_new_tokens:
+        if finish is None and done + len(new) == request.options.max_new_tokens:
             finish = "length"
         self.running[row] += len(new)
         if finish:

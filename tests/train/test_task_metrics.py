@@ -8,7 +8,7 @@ import torch
 from dtgpt.charts.plot import main_figures
 from dtgpt.evaluation.command import command
 from dtgpt.evaluation.in_training import TaskEvaluation
-from dtgpt.inference.finite import LOGITS
+from dtgpt.inference.request import LOGITS
 from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError

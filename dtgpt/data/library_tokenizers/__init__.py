@@ -2,4 +2,7 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(tokenizers=("dtgpt.data.library_tokenizers.format:LIBRARY_FILES",))
+CAPABILITY = Capability(
+    tokenizers=("dtgpt.data.library_tokenizers.format:LIBRARY_FILES",),
+    text_decoders=("dtgpt.data.library_tokenizers.stream:DecodeWindow",),
+)

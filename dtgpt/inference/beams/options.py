@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from dtgpt.inference.beams.search import Beams
-from dtgpt.inference.sampling import MOST_SEQUENCES, declared
+from dtgpt.inference.options import MOST_SEQUENCES, Search, declared
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
@@ -30,7 +29,7 @@ class BeamKind:
 
     options = declared(BeamOptions)
 
-    def make(self, given: Mapping[str, Any], options: Any) -> Beams | None:
+    def make(self, given: Mapping[str, Any], options: Any) -> Search | None:
         """Return the search that the options `given` by name ask for; None: no search. options: the others. Raise
         UserError where one is wrong, or does not go with the others."""
         for name, value in given.items():
@@ -44,6 +43,8 @@ class BeamKind:
         for name in WITHOUT:
             if getattr(options, name):
                 raise UserError(f"a beam search does not take {name}; leave it out, or use num_beams=1")
+        from dtgpt.inference.beams.search import Beams  # which needs the engine, that needs these options
+
         return Beams(width=asked.num_beams, length_penalty=asked.length_penalty, early_stopping=asked.early_stopping)
 
 

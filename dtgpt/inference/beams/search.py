@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dtgpt.inference.commands import Assign, Copy
-from dtgpt.inference.request import Candidates, Event, Request, SearchedRows
+from dtgpt.inference.options import Candidates, SearchedRows
+from dtgpt.inference.request import Event, PromptJob
 from dtgpt.util.errors import UserError, shown
 
 
@@ -39,17 +40,17 @@ class Beams:
         """What a row is called in messages, the option that asks for the search, and the one that does not."""
         return "beam", f"num_beams={self.width}", "num_beams=1"
 
-    def validate(self, request: Request, vocab_size: int) -> None:
+    def validate(self, request: PromptJob, vocab_size: int) -> None:
         """Raise UserError, one sentence, for a request that cannot be searched like this."""
         self.check(vocab_size, request.choices)
-        if request.sampling.max_new_tokens == 0:
+        if request.options.max_new_tokens == 0:
             raise UserError("max_new_tokens=0 leaves nothing to search; use 1 or more")
-        if request.alternatives:
-            raise UserError("a beam search does not return likeliest tokens; use alternatives=0, or no beams")
-        if request.sampling.stop_on_double_eol:
+        if request.options.top_logprobs:
+            raise UserError("a beam search does not return likeliest tokens; use top_logprobs=0, or no beams")
+        if request.options.stop_on_double_eol:
             raise UserError("a beam search cannot stop at two newlines; leave stop_on_double_eol out, or use no beams")
 
-    def begin(self, request: Request, slots: list[int]) -> SearchedRows:
+    def begin(self, request: PromptJob, slots: list[int]) -> SearchedRows:
         """Return the search for a request whose first slot has read the prompt."""
         return BeamSlots(self, request, slots)
 
@@ -193,9 +194,9 @@ class BeamSlots:
     """A search in slots of the cache, one for each row, which are copied as the search chooses. `slots[i]` is that of
     the request's choice i, of which some may be idle."""
 
-    def __init__(self, beams: Beams, asked: Request, slots: list[int]):
+    def __init__(self, beams: Beams, asked: PromptJob, slots: list[int]):
         self.asked, self.slots = asked, slots
-        self.search = BeamSearch(beams, asked.sampling.max_new_tokens, asked.stop_ids)
+        self.search = BeamSearch(beams, asked.options.max_new_tokens, asked.stop_ids)
         self._choices = [0]  # of the rows of the search, in their order
 
     @property

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.inference.cache import Cache
-from dtgpt.inference.forward import DecodeKernels, Decoders
 from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of, tells_weights
+from dtgpt.inference.step import DecodeKernels, Decoders
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -16,7 +17,7 @@ from dtgpt.models.inventory import attention_cores, inventory
 from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
 from dtgpt.ops.kernels.decode.blocks import next_rows
 from dtgpt.ops.kernels.devices import has_triton
-from dtgpt.ops.sampling.scores import as_in_training
+from dtgpt.ops.loss.cross_entropy import losses_of, over_group, real_columns, row_losses, row_terms
 from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
@@ -73,10 +74,32 @@ class _Kernels:
 KERNELS: DecodeKernels = _Kernels()
 
 
+def as_in_training(
+    logits: Tensor,
+    ids: Tensor,
+    top_ids: Tensor,
+    vocab_size: int,
+    start: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """Return the log-probabilities "logprobs" of ids `[M]` and "top_logprobs" of top_ids `[M, alternatives]` under
+    logits `[M, V]`, V >= vocab_size, with the bits of the loss in training. group: the ranks that have the other
+    columns, where logits `[M, V_local]` are those from `start` on."""
+    logits, chosen = logits.contiguous(), [column.contiguous() for column in (ids, *top_ids.unbind(1))]
+    real = real_columns(logits.shape[1], vocab_size, start)
+    if group is None:
+        first, *others = (-row_losses(logits, column, real) for column in chosen)
+    else:
+        terms = torch.cat([row_terms(logits, column, start, real) for column in chosen], dim=1)
+        first, *others = (-losses_of(*over_group(terms, group))).chunk(len(chosen))
+    return {"logprobs": first, "top_logprobs": torch.stack(others, 1) if others else top_ids.float()}
+
+
 def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -> list[FusedStage] | None:
     """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32 unless
     `exact`, with parameters that are cut for training, with adapters, or with blocks, a rule of attention or an
-    activation that they do not know. All ranks of the mesh take part. exact: as `ExactStage`s."""
+    activation that they do not know. All ranks of the mesh take part. exact: with the bits of training's
+    forward pass."""
     modules = [module for stage in stages for module in parts_of(stage)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     sizes_known = (2, 4) if exact else (2,)  # bytes of an element

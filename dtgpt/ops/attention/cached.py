@@ -18,9 +18,15 @@ from dtgpt.ops.serve import Operation
 
 
 def attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
     rule: AttentionRule = PLAIN_RULE,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Write k and v `[B, N_kv, D]` at (slot, position) of keys and values `[slots, N_kv, P, D]`, and return the
     attention `[B, N, D]` of q `[B, N, D]`: row i attends to its slot's positions 0..positions[i], or to those of the
     rule's window, which is at least P.
@@ -38,7 +44,7 @@ def attend_rows(
 def attend_rows_reference(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, rule: AttentionRule = PLAIN_RULE
 ) -> Tensor:
-    """Return what `attend_rows` does with k and v that are in the cache already, in plain torch: the test oracle."""
+    """Return the attention `[B, N, D]` of q where k and v are in the cache, in plain torch: the oracle."""
     length = keys.shape[2] if q.is_cuda else int(positions.max()) + 1
     behind = torch.arange(length, device=q.device) > positions[:, None]
     # Hidden values are set to zero as well, since their probability of zero times NaN would be NaN.
@@ -53,32 +59,17 @@ def attend_rows_reference(
 ATTEND_ROWS = Operation("attend_rows", attend_rows_reference, "attention of one query to its slot of a cache")
 
 
-def write_prompts_reference(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write k and v `[B, T, N_kv, D]` at the positions 0..T - 1 of keys and values `[slots, N_kv, P, D]`. slots: int64
-    `[B]`; of rows that share a slot one remains."""
-    for kept, new in ((keys, k), (values, v)):
-        kept[:, :, : new.shape[1]].index_copy_(0, slots, new.transpose(1, 2))
-
-
-write_prompts = Operation("write_prompts", write_prompts_reference, "keys[slots, :, :T], values[slots, :, :T] = k, v")
-
-
-def write_rings(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor) -> None:
-    """Write the last positions, as many as there are places, of the first `lengths` tokens of k and v `[B, T, N_kv, D]`
-    to the rings keys and values `[slots, N_kv, P, D]`. slots, lengths: int64 `[B]`; of rows that share a slot one
-    remains."""
-    places, rows = keys.shape[2], torch.arange(len(k), device=k.device)
-    place, newest = torch.arange(min(places, k.shape[1]), device=k.device), lengths[:, None] - 1
-    # The newest position that belongs to each place; where there is none, what is written is never read.
-    position = (newest - (newest - place) % places).clamp(min=0)
-    for kept, new in ((keys, k), (values, v)):
-        kept[:, :, : len(place)].index_copy_(0, slots, new[rows[:, None], position].transpose(1, 2))
-
-
 def attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot: int, first: int, backend: Backend = "auto",
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot: int,
+    first: int,
+    backend: Backend = "auto",
     rule: AttentionRule = PLAIN_RULE,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Write k and v `[1, T, N_kv, D]` at the positions from `first` on of one slot of keys and values
     `[slots, N_kv, P, D]`, and return the causal attention `[1, T, N, D]` of q `[1, T, N, D]` over the positions
     0..first + T - 1, read in place where the slot has all of them."""
@@ -93,7 +84,7 @@ def attend_chunk(
 def _attend_ring_chunk(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, first: int, backend: Backend, rule: AttentionRule
 ) -> Tensor:
-    """Return what `attend_chunk` does for a slot `[N_kv, P, D]` that is a ring."""
+    """Return the attention of `attend_chunk` over a slot `[N_kv, P, D]` that is a ring."""
     places, last = keys.shape[1], first + q.shape[1]
     if rule.window is None or rule.window > places:
         raise ValueError(f"{last} positions do not fit into a slot of {places} with a window of {rule.window}")

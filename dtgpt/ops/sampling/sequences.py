@@ -110,6 +110,9 @@ def unpack(rows: Tensor) -> Parameters:
     """Return the parameters of rows int64 `[B, PARAMETERS]`."""
     integers, floats, bias_ids, bias_values, endings = rows.split(SIZES, dim=1)
     return Parameters(
-        Integers(*integers.unbind(1)), Floats(*floats.view(torch.float64).unbind(1)), bias_ids,
-        bias_values.view(torch.float64), endings,
-    )  # fmt: skip
+        Integers(*integers.unbind(1)),
+        Floats(*floats.view(torch.float64).unbind(1)),
+        bias_ids,
+        bias_values.view(torch.float64),
+        endings,
+    )

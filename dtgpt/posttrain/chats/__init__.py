@@ -5,7 +5,7 @@ from dtgpt.util.seams import Capability, CommandEntry
 CAPABILITY = Capability(
     commands={
         "chat": CommandEntry(
-            "dtgpt.commands.chat:command",
+            "dtgpt.posttrain.chats.command:command",
             "dtgpt chat MODEL [--system TEXT]\n    talk to a model whose tokenizer has a chat template",
             place=70,
         ),

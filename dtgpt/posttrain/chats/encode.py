@@ -122,7 +122,7 @@ class Chats(MessageFormat):
             "give the folder of a model that has one as --tokenizer, or a template's file as --chat-template",
         )
         try:
-            vocabulary.encode_spans(renderer.render(PROBE).text, [])
+            encode_spans(vocabulary, renderer.render(PROBE).text, [])
         except ChatError:
             pass  # other chats may go with the template
         finally:

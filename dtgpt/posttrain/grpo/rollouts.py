@@ -19,21 +19,20 @@ import torch
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.broadcast import broadcast_json
-from dtgpt.inference.chat import ChatPrompts
-from dtgpt.inference.completion import Completion
+from dtgpt.inference.commands import broadcast_json
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.forward import decode_kernels
-from dtgpt.inference.memory import free_memory, slots_that_fit
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.request import Completion, NotFinite, PromptJob
+from dtgpt.inference.session import Session
+from dtgpt.inference.step import decode_kernels
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.cache_sizes import free_memory, slots_that_fit
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.chats.messages import read_messages
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.posttrain.grpo.answers import Answer, figures_of, shared_rows, weighted_rows
 from dtgpt.posttrain.grpo.config import GrpoConfig, draws_alone, shares_prompts
 from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed, call_method

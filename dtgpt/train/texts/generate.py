@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 
 from dtgpt.data.dataset import Beginning
-from dtgpt.inference.broadcast import broadcast_json
+from dtgpt.inference.commands import broadcast_json
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.request import NotFinite, PromptJob
+from dtgpt.inference.session import Session
 from dtgpt.train.objective import never
 from dtgpt.train.trainer import Trainer
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.finite import LOGITS
+from dtgpt.inference.request import LOGITS
 from dtgpt.train.texts.generate import fit_prompt, generate_text
 from tests.support import bodies_train as bodies
 from tests.support.ranks import pool

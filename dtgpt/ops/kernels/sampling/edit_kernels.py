@@ -1,4 +1,4 @@
-"""Triton kernel of the rules of `dtgpt.ops.sampling.edits`. Needs Triton.
+"""Triton kernel of the rules of `dtgpt.inference.rules.edits`. Needs Triton.
 
 A rule concerns few ids, so one program a row changes those in a copy of the logits, in the order of the rules.
 """

@@ -1,4 +1,4 @@
-"""The Triton kernel of `dtgpt.ops.sampling.record`. Needs Triton."""
+"""The Triton kernel of `dtgpt.ops.sampling.sample`. Needs Triton."""
 
 import triton
 import triton.language as tl

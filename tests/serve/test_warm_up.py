@@ -2,9 +2,11 @@
 
 import pytest
 
+from dtgpt.inference.captured.step import CapturedStep
 from dtgpt.inference.model import Need
 from dtgpt.inference.step import Step
-from dtgpt.inference.warm_up import warm_up
+from dtgpt.serve.warm_up import warm_up
+from tests.support.eager_graphs import with_prompts_together
 from tests.support.server import bytes_tokenizer, generator_of, tiny_model
 
 
@@ -61,18 +63,18 @@ def test_few_rows_take_whole_rounds_too(monkeypatch):
 
 
 def test_prompts_are_read_in_batches_of_every_size(monkeypatch):
-    batches, read = set(), Step.read
+    batches, read = set(), CapturedStep.read
 
     def seen(step, slots, prompts, first):
         batches.add((len(prompts), len(prompts[0])))
         read(step, slots, prompts, first)
 
     def work(session, _):
-        session.engine._rank_step.batch_tokens = 512
+        with_prompts_together(session.engine, 512)
         session.engine._forget()
         warm_up(session, 20, 64, graphs=True)
 
-    monkeypatch.setattr(Step, "read", seen)
+    monkeypatch.setattr(CapturedStep, "read", seen)
     generator_of(tiny_model(), bytes_tokenizer(), 20).run(lambda: (Need(20, 1), None), work)
     assert batches >= {(16, 16), (8, 32), (16, 32), (4, 62), (8, 62)}
 

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from dtgpt.inference.options import Options
-from dtgpt.inference.prompt_batches import PROMPT_LENGTHS, batch_sizes
-from dtgpt.inference.sampling import MOST_SEQUENCES
+from dtgpt.inference.captured.prompt_batches import PROMPT_LENGTHS, batch_sizes
+from dtgpt.inference.captured.step import ROWS_OF_SHORT_STEPS
+from dtgpt.inference.options import MOST_SEQUENCES, Options
+from dtgpt.inference.request import PromptJob
 from dtgpt.inference.scheduler import LONGEST_ROUND
-from dtgpt.inference.session import PromptJob, Session
-from dtgpt.inference.step import BUCKETS, ROWS_OF_SHORT_STEPS
+from dtgpt.inference.session import Session
+from dtgpt.inference.step import BUCKETS
 
 SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"top_k": 40})  # of most requests; graphs of others are made on demand
 

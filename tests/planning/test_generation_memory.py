@@ -10,9 +10,9 @@ import torch
 from dtgpt.cli import main
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.memory_report import weight_bytes
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.parallel.cache_sizes import slot_bytes
+from dtgpt.planning.generation import weight_bytes
 from tests.support import bodies_engine
 from tests.support.ranks import pool
 from tests.support.runs import change

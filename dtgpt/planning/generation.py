@@ -1,8 +1,7 @@
-"""The memory of generation under a plan, without a GPU: weights and slots, as `dtgpt plan --inference-slots` shows."""
+"""The memory of generation under a plan, without a GPU: weights and slots, for `dtgpt plan --inference-slots`."""
 
 from dtgpt.config.execution import Settings
-from dtgpt.inference.memory import SHARE
-from dtgpt.parallel.cache_sizes import slot_bytes
+from dtgpt.parallel.cache_sizes import SHARE, slot_bytes
 from dtgpt.planning.gpus import Gpu
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.util.console import byte_size, counted
@@ -29,8 +28,10 @@ def describe_generation(settings: Settings, slots: int, gpu: Gpu) -> str:
         )
     fits = "fits" if most <= SHARE * gpu.size else "DOES NOT FIT"
     sequences = counted(slots, "sequence")
-    return "\n".join([
-        f"generation of {sequences} of up to {config.seq_length} tokens at the same time; one more slot is scratch",
-        *lines,
-        f"{fits}: {byte_size(most)} on the fullest rank, {gpu.name} has {byte_size(gpu.size)}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"generation of {sequences} of up to {config.seq_length} tokens at the same time; one more slot is scratch",
+            *lines,
+            f"{fits}: {byte_size(most)} on the fullest rank, {gpu.name} has {byte_size(gpu.size)}",
+        ]
+    )

@@ -8,14 +8,14 @@ from typing import Annotated, ClassVar
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.commands.command import Command
 from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
-from dtgpt.commands.generated import Keyboard
 from dtgpt.commands.model_options import open_as_asked
 from dtgpt.data.library_tokenizers.chat_template import keep_template, template_of
-from dtgpt.inference.chat import ChatPrompts
-from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.model import Model, Need
 from dtgpt.inference.options import read_options
-from dtgpt.inference.session import PromptJob, Session
+from dtgpt.inference.prompt_sources.terminal import Keyboard
+from dtgpt.inference.request import NotFinite, PromptJob
+from dtgpt.inference.session import Session
+from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.posttrain.chats.template import Message
 from dtgpt.util.console import say_error, write
 from dtgpt.util.errors import UserError
@@ -31,9 +31,12 @@ class ChatOptions(Execution, SamplingWords):  # fields are listed from the last 
     reads. /reset begins a new chat, Ctrl-C ends an answer, Ctrl-D the program."""
 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
-        "max_new_tokens": "sampling", "stop_token_ids": "end of an answer", "stop_strings": "end of an answer",
-        "plan": "execution", "tokenizer": "tokenizer",
-    }  # fmt: skip
+        "max_new_tokens": "sampling",
+        "stop_token_ids": "end of an answer",
+        "stop_strings": "end of an answer",
+        "plan": "execution",
+        "tokenizer": "tokenizer",
+    }
 
     system: Annotated[str, "message of the system with which each chat begins; empty: none"] = ""
     max_new_tokens: Annotated[
@@ -57,16 +60,11 @@ class Chat:
         """Write the answer to a text as it is generated; an answer that `stopped` ends stays in the chat as it is.
         Raises UserError where the chat cannot be answered."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        number = session.submit(self._make(self._prompts.encode(messages)))
-        pieces, asked = list[str](), False
+        job, pieces = self._make(self._prompts.encode(messages)), list[str]()
         try:
-            while session.busy:
-                for update in session.finite_step():
-                    pieces.append(update.text)
-                    write(update.text)
-                if stopped() and not asked:
-                    session.engine.cancel(number)
-                    asked = True
+            for update in session.stream(job, stopped):
+                pieces.append(update.text)
+                write(update.text)
         finally:
             write("\n")
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]

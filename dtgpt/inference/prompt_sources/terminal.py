@@ -1,44 +1,19 @@
-"""Generated texts on the terminal."""
+"""A user's keyboard, and texts that continue what is typed there."""
 
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
-from dtgpt.inference.completion import Completion
-from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.session import PromptJob, Session
-from dtgpt.util.console import say_error, write
+from dtgpt.commands.generate import NEW_TOKENS, make_job, show
+from dtgpt.inference.model import Model, Need
+from dtgpt.inference.options import read_options
+from dtgpt.inference.request import NotFinite, PromptJob
+from dtgpt.inference.session import Session
+from dtgpt.util.console import say_error
 from dtgpt.util.errors import UserError
-
-
-def show(session: Session, prompt: str, job: PromptJob, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Write a prompt and its continuation to stdout as it is generated, or several when all are complete. `stopped`:
-    whether to end with what there is."""
-    number, several = session.submit(job), job.rows > 1
-    if not several:
-        write(prompt)
-    asked, found = False, list[Completion]()
-    try:
-        while session.busy:
-            for update in session.finite_step():
-                found += update.completions or []
-                if not several:
-                    write(update.text)
-            if stopped() and not asked:
-                session.engine.cancel(number)
-                asked = True
-    finally:
-        if not several:
-            write("\n")
-    if several:
-        for place, one in enumerate(found, 1):
-            scored = "" if one.score is None else f", score {one.score:.4f}"
-            write(f"--- {place} of {len(found)}{scored}\n{prompt}{one.text or ''}\n")
-    if any(one.finish_reason == "length" and len(one.ids) < job.options.max_new_tokens for one in found):
-        say_error("the text ends early: the options, such as --no-repeat-ngram-size, left no token to draw")
 
 
 class Keyboard:
@@ -89,3 +64,20 @@ def converse(session: Session, keyboard: Keyboard, make: Callable[[str, int], Pr
             show(session, prompt, job, keyboard.stopped)
         except NotFinite as error:
             say_error(f"dtgpt: {error}")
+
+
+def converse_with(model: Model, base: dict[str, Any], options: Any) -> None:
+    """Continue what is typed, with the options `base` by name."""
+
+    def prepare() -> tuple[Need, None]:
+        model.tokenizer  # noqa: B018  # which says why there is none
+        shortest = PromptJob([0], read_options(base, 1, model.config, NEW_TOKENS))
+        model.check(shortest)  # options that are wrong for any prompt
+        return Need(shortest.rows, shortest.rows), None
+
+    def work(session: Session, _: None) -> None:
+        model.describe()
+        with Keyboard() as keyboard:
+            converse(session, keyboard, lambda prompt, turn: make_job(model, prompt, base, turn))
+
+    model.run(prepare, work)

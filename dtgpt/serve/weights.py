@@ -1,24 +1,16 @@
-"""Logits that are not finite, as those of a run that has diverged or of a damaged file: nothing is drawn or scored."""
+"""Weights that are not finite, as those of a run that has diverged or of a damaged file: a server does not begin with
+them, and doubts them where logits are not finite."""
 
 from collections.abc import Sequence
 
+from dtgpt.inference.request import REMEDY
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.source import has_vocabulary, is_finite, without_padding
 from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.errors import UserError
 
-REMEDY = "dtgpt inspect names weights that are not finite: use an earlier checkpoint, or another --precision"
-LOGITS = f"the model's logits are not finite, so that no token can be drawn or scored; {REMEDY}"
 WEIGHTS = f"the model's weights are not finite, so that it cannot be served; {REMEDY}"
-
-
-class NotFinite(UserError):
-    """Logits that are NaN or infinite. The engine and the other ranks can go on."""
-
-    def __init__(self) -> None:
-        super().__init__(LOGITS)
 
 
 def has_finite_weights(stages: Sequence[Decoder], mesh: Mesh, config: ModelConfig) -> bool:

@@ -1,5 +1,0 @@
-"""Files of prompts for `dtgpt generate`, and files of its results."""
-
-from dtgpt.util.seams import Capability
-
-CAPABILITY = Capability(prompt_options=("dtgpt.commands.prompt_files.options:FileOptions",))

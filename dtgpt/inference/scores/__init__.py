@@ -1,0 +1,5 @@
+"""Log-probabilities of the tokens of a prompt."""
+
+from dtgpt.util.seams import Capability
+
+CAPABILITY = Capability(scorers=("dtgpt.inference.scores.prompts:SCORER",))

@@ -1,0 +1,85 @@
+"""Log-probabilities of the tokens of prompts, as the engine asks for them: prompts are read by a command of their own.
+
+A chunk of a prompt is scored as it is read. The head computes logits of all its tokens, which are gathered and scored
+a few rows at a time.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtgpt.inference.cache import Chunk
+from dtgpt.inference.request import PROMPT, Event, Score, alternatives_of
+from dtgpt.inference.scores.tokens import Scores, token_scores
+from dtgpt.inference.step import Pending, Step, decode_kernels, gather_columns
+
+SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
+TYPES = (torch.float32, torch.bool, torch.int64, torch.float32)  # of the fields of `Scores`
+
+
+class ReadAndScore(NamedTuple):
+    """Read a chunk of a prompt, all of `ids` but the last one, and score all but the first one, with the ids and
+    log-probabilities of the `alternatives` likeliest tokens in place of each."""
+
+    slot: int
+    first: int
+    ids: Sequence[int]
+    alternatives: int
+
+    @torch.no_grad()
+    def execute(self, step: Step) -> Pending[Scores]:
+        """Do what is commanded on this rank."""
+        step.attach()
+        tokens = step.tensor(self.ids)
+        count = len(tokens) - 1
+        logits = step.chunk_logits(tokens[:-1], Chunk(self.slot, self.first, count), head_rows=count)
+        scores = None if logits is None else _scores(step, logits, tokens[1:], self.alternatives)
+        return Pending(step.from_last_stage(Scores, TYPES, scores, count, self.alternatives))
+
+
+def _scores(step: Step, logits: Tensor, targets: Tensor, alternatives: int) -> Scores:
+    """Return the scores of targets `[T]` under this rank's columns of logits `[T, V_local]`."""
+    pieces, config, mesh = [], step.config, step.mesh
+    for first in range(0, len(targets), SCORED_ROWS):
+        own, wanted = logits[first : first + SCORED_ROWS], targets[first : first + SCORED_ROWS]
+        columns = gather_columns(own, mesh, config.padded_vocab_size)
+        scores = token_scores(columns, wanted, config.vocab_size, alternatives)
+        if step.exact:
+            scores = scores._replace(**decode_kernels().exact_scores(own, wanted, scores.top_ids, mesh, config))
+        pieces.append(scores)
+    return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+
+
+class _Scorer:
+    command = ReadAndScore
+
+    def event(self, handle: int, ids: Sequence[int], alternatives: int, chunks: Sequence[Scores]) -> Event | None:
+        if any(chunk.logprobs.isnan().any() for chunk in chunks):
+            return None
+        return Event(
+            request=handle,
+            choice=PROMPT,
+            ids=list(ids[1:]),
+            logprobs=[value for chunk in chunks for value in chunk.logprobs.tolist()],
+            alternatives=[row for chunk in chunks for row in alternatives_of(chunk, alternatives)],
+            greedy=tuple(flag for chunk in chunks for flag in chunk.greedy.tolist()),
+        )
+
+    def score(self, ids: list[int], event: Event, alternatives: int) -> Score:
+        return Score(
+            ids=ids,
+            logprobs=event.logprobs,
+            greedy=list(event.greedy),
+            alternatives=event.alternatives if alternatives else [],
+        )
+
+    def all_of(self, model: Any, prompts: Any, top_logprobs: int, split_special_tokens: bool) -> Any:
+        options = {"max_new_tokens": 0, "prompt_logprobs": True, "top_logprobs": top_logprobs}
+        options["split_special_tokens"] = split_special_tokens
+        found = model.generate(prompts, details=True, **options)
+        return found.prompt if hasattr(found, "prompt") else [one.prompt for one in found]
+
+
+SCORER = _Scorer()

@@ -1,0 +1,26 @@
+"""Requests to the engine, by what differs from one to the next."""
+
+from dataclasses import replace
+
+from dtgpt.inference.options import Options, Search
+from dtgpt.inference.request import NO_SPECIAL_IDS, PromptJob, SpecialIds
+
+
+def make_request(
+    ids: list[int],
+    sampling: Options,
+    choices: int = 1,
+    score_prompt: bool = False,
+    alternatives: int = 0,
+    search: Search | None = None,
+    **changes: int | str | SpecialIds,
+) -> PromptJob:
+    """Return a request that goes on from ids. changes: other fields of it."""
+    options = replace(
+        sampling,
+        num_return_sequences=choices,
+        prompt_logprobs=score_prompt,
+        top_logprobs=alternatives,
+        search=search,
+    )
+    return PromptJob(ids, options, **{"special": NO_SPECIAL_IDS, **changes})  # type: ignore[arg-type]
