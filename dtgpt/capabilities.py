@@ -20,7 +20,15 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.data.prepare", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron")),
     ("dtgpt.posttrain.lora", ()),
     ("dtgpt.posttrain.dpo", ("dtgpt.data.megatron", "dtgpt.posttrain.chats")),
-    ("dtgpt.posttrain.chats", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron", "dtgpt.data.prepare")),
+    (
+        "dtgpt.posttrain.chats",
+        (
+            "dtgpt.data.library_tokenizers",
+            "dtgpt.data.megatron",
+            "dtgpt.data.prepare",
+            "dtgpt.inference.prompt_sources",
+        ),
+    ),
     ("dtgpt.data.megatron", ()),
     ("dtgpt.data.library_tokenizers", ()),
     (
