@@ -178,6 +178,7 @@ class DataConfig:
 
 
 def tenth_of_lr(config: "OptimizerConfig") -> str:
+    """Return the usual `min_lr`, as it is written."""
     return f"{config.lr / 10:.3g}"
 
 
