@@ -2,8 +2,8 @@
 works as before."""
 
 # The module that describes the capability, and those of the capabilities whose modules it imports. Sections of recipes
-# stand in this order, in `--help` too, and formats are asked in it: pairs of answers are chats,
-# too, and these are token files; that of library_tokenizers takes every file.
+# stand in this order, in `--help` too, and formats are asked in it: pairs of answers are chats, too, and these are
+# token files; that of library_tokenizers takes every file.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
@@ -55,6 +55,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.parallel.context_parallel",
             "dtgpt.parallel.shared_memory",
             "dtgpt.posttrain.lora",
+            "dtgpt.tools",
         ),
     ),
     (
@@ -72,7 +73,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.train.texts",
         ),
     ),
-    ("dtgpt.receipts", ("dtgpt.compare", "dtgpt.posttrain.grpo")),
+    ("dtgpt.receipts", ("dtgpt.compare", "dtgpt.posttrain.grpo", "dtgpt.tools")),
     ("dtgpt.optim.fp16", ()),
     (
         "dtgpt.evaluation",
@@ -83,6 +84,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.interop",
             "dtgpt.parallel.context_parallel",
             "dtgpt.posttrain.lora",
+            "dtgpt.tools",
         ),
     ),
     ("dtgpt.inference.beams", ()),
@@ -94,6 +96,6 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "dtgpt.serve",
         ("dtgpt.data.library_tokenizers", "dtgpt.inference.beams", "dtgpt.inference.captured", "dtgpt.posttrain.chats"),
     ),
-    ("dtgpt.inference.prompt_sources", ()),
+    ("dtgpt.inference.prompt_sources", ("dtgpt.tools",)),
     ("dtgpt.tools", ()),
 )

@@ -10,8 +10,6 @@ from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.checkpoint.open import check_recipe, open_config
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import RecipeFile
-from dtgpt.commands.recipes import RecipeCommand
-from dtgpt.commands.results import check_output, write_results
 from dtgpt.config.overrides import Options, as_words, take
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
@@ -20,6 +18,8 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.tools.recipe import recipe_names
+from dtgpt.tools.recipes import RecipeCommand
+from dtgpt.tools.results import check_output, write_results
 from dtgpt.train.start import checked, load_recipe, settle
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError

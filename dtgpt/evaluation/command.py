@@ -21,8 +21,6 @@ from dtgpt.commands.model_options import (
     VocabFile,
     open_as_asked,
 )
-from dtgpt.commands.progress import ProgressLines
-from dtgpt.commands.results import check_output, write_results
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation.catalog import Asked, asked_for, prepare
 from dtgpt.evaluation.files import DataFile
@@ -34,6 +32,8 @@ from dtgpt.inference.model import Model
 from dtgpt.interop.inspect import model_digest
 from dtgpt.models.source import Source
 from dtgpt.posttrain.lora.checkpoint import Merged
+from dtgpt.tools.progress import ProgressLines
+from dtgpt.tools.results import check_output, write_results
 from dtgpt.util.console import counted, duration, say
 from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import device_name, memory_errors_as_user_errors

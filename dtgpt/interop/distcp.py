@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.load import disjoint
+from dtgpt.data.library_tokenizers.unpickler import StandIn
 from dtgpt.interop.foreign import reading
+from dtgpt.interop.pickles import check_distinct, open_bare_pickle, open_embedded
 from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part
 from dtgpt.util.errors import UserError, shown, shown_name
-from dtgpt.util.pickles import check_distinct, open_bare_pickle, open_embedded
 from dtgpt.util.storage import open_regular
-from dtgpt.util.unpickler import StandIn
 
 METADATA = ".metadata"
 FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)  # within the folder

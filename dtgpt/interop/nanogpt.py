@@ -10,10 +10,10 @@ from torch import Tensor
 from dtgpt.interop.foreign import as_parameter, check_tensors, checked, plain_names, untied
 from dtgpt.interop.hf.gpt2 import GPT_2, reorder_qkv
 from dtgpt.interop.keys import Key, Keys, check_keys, is_flag, whole_number
+from dtgpt.interop.pickles import Checksums, open_pickle
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.models.source import Part, Source, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
-from dtgpt.util.pickles import Checksums, open_pickle
 
 # Outputs of nanoGPT for GPT-2's vocabulary, and the tokens in that.
 PADDED, TRUE = GPT2_124M.padded_vocab_size, GPT2_124M.vocab_size

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import torch
 
-from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.config.execution import MOST_SLOTS, choose_dtype
 from dtgpt.config.overrides import Options
 from dtgpt.config.plan_choice import AUTO, parse_alternatives
@@ -14,6 +13,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.planning.auto import AutoPlan, machine, with_choice
 from dtgpt.planning.gpus import Gpu, find_gpu, read_rates
+from dtgpt.tools.recipes import RecipeCommand
 from dtgpt.train.start import checked, settle, with_steps
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown

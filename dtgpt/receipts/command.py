@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import RecipeFile
-from dtgpt.commands.results import check_output, write_results
+from dtgpt.tools.results import check_output, write_results
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, changed_fields
 

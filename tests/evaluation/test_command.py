@@ -312,7 +312,7 @@ def test_results_on_a_full_disk_leave_no_half_a_file(refused, folder, data, tmp_
     def full(path, value):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dtgpt.commands.results.write_json", full)
+    monkeypatch.setattr("dtgpt.tools.results.write_json", full)
     monkeypatch.chdir(tmp_path)
     said = bodies.refused_evaluation([str(folder), "--task", "lambada", "--data", str(data / "lambada.jsonl")])
     assert "free space there" in said and not list(tmp_path.iterdir())

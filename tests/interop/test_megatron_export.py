@@ -7,10 +7,10 @@ import torch
 
 from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
+from dtgpt.interop.pickles import open_pickle
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.models.source import parameter_shapes
 from dtgpt.util.errors import UserError
-from dtgpt.util.pickles import open_pickle
 from tests.support.megatron_trees import (
     CONFIG,
     LAYERS,

@@ -10,10 +10,10 @@ from dtgpt.checkpoint.open import open_source
 from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.llama import check_export
 from dtgpt.interop.megatron.model import Megatron
+from dtgpt.interop.pickles import open_pickle
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import cut
 from dtgpt.util.errors import UserError
-from dtgpt.util.pickles import open_pickle
 from tests.commands.test_cli import in_process
 from tests.support.archives import unpack
 from tests.support.megatron_llama_trees import CONFIG, D, F, H, make_weights, write_tree

@@ -12,12 +12,12 @@ import torch
 import dtgpt
 from dtgpt.checkpoint.load import load_weights
 from dtgpt.checkpoint.open import open_source
+from dtgpt.data.library_tokenizers.unpickler import StandIn
 from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
+from dtgpt.interop.pickles import open_pickle
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.errors import UserError
-from dtgpt.util.pickles import open_pickle
-from dtgpt.util.unpickler import StandIn
 from tests.commands.test_cli import in_process
 from tests.support.archives import unpack
 from tests.support.megatron_trees import check, make_weights, write_tree

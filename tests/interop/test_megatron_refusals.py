@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from dtgpt.data.library_tokenizers.unpickler import StandIn
 from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
+from dtgpt.interop.pickles import open_pickle
 from dtgpt.models.source import parameter_shapes
 from dtgpt.util.errors import UserError
-from dtgpt.util.pickles import open_pickle
-from dtgpt.util.unpickler import StandIn
 from tests.support.megatron_trees import CONFIG, H, InMemory, check, make_weights, write_tree
 
 

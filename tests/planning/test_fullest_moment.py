@@ -12,9 +12,8 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import Context
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.serve import split_backward
-from dtgpt.optim.muon import MuonConfig
+from dtgpt.optim.muon import MuonConfig, matrices
 from dtgpt.optim.muon import memory as muon_memory
-from dtgpt.parallel import matrices
 from dtgpt.parallel.build import recomputed
 from dtgpt.planning.activations import block_activations, block_work
 from dtgpt.planning.memory import MIB, padding

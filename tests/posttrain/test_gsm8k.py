@@ -67,7 +67,9 @@ def test_what_is_not_in_its_form_is_a_sentence(path, tmp_path, recipe):
     other.write_text("[]")
     with pytest.raises(UserError, match=r"other\.jsonl has no question"):
         Gsm8k(path=str(other)).prepare()
-    with pytest.raises(UserError, match=r"missing\.jsonl cannot be read \(No such file.*github\.com/openai/grade-school-math"):
+    with pytest.raises(
+        UserError, match=r"missing\.jsonl cannot be read \(No such file.*github\.com/openai/grade-school-math"
+    ):
         Gsm8k(path=str(tmp_path / "missing.jsonl")).prepare()
     run = change(recipe, model={"dropout": 0.0}, grpo=Gsm8k(group=4, max_new_tokens=4))
     with pytest.raises(UserError, match=r"grpo\.path names no file of questions"), open_trainer(run):

@@ -23,13 +23,13 @@ import pytest
 from dtgpt import cli
 from dtgpt.commands import train
 from dtgpt.commands.command import Command
-from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.compare import command as compare
 from dtgpt.config.overrides import take
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.evaluation import harness_command
 from dtgpt.inference.model import Model
 from dtgpt.inference.options import OPTIONS
+from dtgpt.tools.recipes import RecipeCommand
 from dtgpt.train.start import load_recipe
 from dtgpt.translate import command as translate
 from dtgpt.translate.programs import KNOWN

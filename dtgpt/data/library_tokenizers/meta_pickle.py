@@ -11,7 +11,7 @@ from dtgpt.util.storage import read_regular
 def read_meta(path: Path) -> Char:
     """Return the tokenizer that a meta.pkl describes. Raise NoCharacters where it names none, as that of other data
     may, and UserError where it is damaged. Nothing in it is run."""
-    from dtgpt.util.unpickler import read_pickle  # imports torch, which prepares no data otherwise
+    from dtgpt.data.library_tokenizers.unpickler import read_pickle  # imports torch, which prepares no data otherwise
 
     remedy = "copy or make it again, or remove it and give --data.tokenizer ids (losses without bits/byte and samples)"
     try:

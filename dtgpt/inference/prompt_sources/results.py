@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.commands.generate import make_job
-from dtgpt.commands.progress import ProgressLines
 from dtgpt.inference.model import Model, Need, need_of
 from dtgpt.inference.prompt_sources.files import Line, read_prompts_file
 from dtgpt.inference.request import Completion, PromptJob
 from dtgpt.inference.session import Session
+from dtgpt.tools.progress import ProgressLines
 from dtgpt.util.console import counted, duration
 from dtgpt.util.errors import UserError, remedy
 

@@ -6,13 +6,13 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor
 
+from dtgpt.data.library_tokenizers.unpickler import StandIn
 from dtgpt.interop.foreign import checked
 from dtgpt.interop.keys import EPSILON, Key, among, check_keys, read_key, whole_number
 from dtgpt.interop.megatron.architecture import Order, StoredShapes, Values, check_agreement, check_fields_written
 from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.util.errors import UserError
-from dtgpt.util.unpickler import StandIn
 
 TITLE = "GPT-2"
 HAS = "learned positions, LayerNorm, biases, plain attention, a GELU MLP of 4 times the hidden size and tied embeddings"

@@ -31,11 +31,11 @@ from dtgpt.interop.megatron.config import (
 from dtgpt.interop.megatron.flattened import read_as_shaped
 from dtgpt.interop.megatron.names import ANGLES
 from dtgpt.interop.megatron.tree import LARGEST_COUNT, consumed_samples, read_args
+from dtgpt.interop.pickles import open_pickle
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
-from dtgpt.util.pickles import open_pickle
 
 COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state/"
 OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")

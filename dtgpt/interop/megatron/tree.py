@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.data.library_tokenizers.unpickler import StandIn
 from dtgpt.interop.distcp import METADATA
 from dtgpt.interop.foreign import check_stored, reading
 from dtgpt.interop.keys import Key, Keys, among, check_keys
@@ -24,10 +25,9 @@ from dtgpt.interop.marks import TRACKER
 from dtgpt.interop.megatron.architecture import MegatronArchitecture, Order
 from dtgpt.interop.megatron.config import STRUCTURE, choose_architecture, count_layers, name_tensor
 from dtgpt.interop.megatron.names import ANGLES, TIED_COPIES, UNTIED, is_mcore
+from dtgpt.interop.pickles import Checksums, check_distinct, open_pickle
 from dtgpt.util.errors import UserError, shown, shown_name
-from dtgpt.util.pickles import Checksums, check_distinct, open_pickle
 from dtgpt.util.storage import read_regular
-from dtgpt.util.unpickler import StandIn
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")

@@ -9,8 +9,8 @@ from itertools import groupby
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import MATRICES, STACKS, Role
+from dtgpt.optim.muon.matrices import owners_of, rounds_of
 from dtgpt.optim.muon.newton_schulz import flops
-from dtgpt.parallel.matrices import owners_of, rounds_of
 
 
 def is_orthogonalized(shape: Shape, role: Role | None) -> bool:

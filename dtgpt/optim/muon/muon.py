@@ -20,10 +20,10 @@ from dtgpt.models.inventory import Rows, Shape, inventory
 from dtgpt.models.roles import Role
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.optimizer import checked
+from dtgpt.optim.muon.matrices import Matrices, Pending
 from dtgpt.optim.muon.memory import is_orthogonalized, update_bytes
 from dtgpt.optim.muon.newton_schulz import COEFFICIENTS, flops, orthogonalize
 from dtgpt.parallel.layout import slices
-from dtgpt.parallel.matrices import Matrices, Pending
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.util.field_types import Bounds, Pattern
 

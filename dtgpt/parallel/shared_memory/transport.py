@@ -4,13 +4,13 @@ multiprocessors from what runs beside it."""
 import torch.distributed as dist
 
 from dtgpt.ops.kernels.decode.exchange import SOURCE, STRUCTS, Exchange, bytes_of
+from dtgpt.ops.kernels.extension import library
 from dtgpt.parallel.collectives import GPUS_OF_HOST, Transport
 from dtgpt.parallel.shared_memory.arena import AllRanks, may_share, share
 from dtgpt.parallel.shared_memory.collectives import open_collectives
 from dtgpt.parallel.shared_memory.edges import open_edges
 from dtgpt.parallel.shared_memory.pushed_shards import push_shards
 from dtgpt.parallel.shared_memory.reduce import open_sums
-from dtgpt.util.extension import library
 
 
 def make_exchange(everyone: AllRanks, group: dist.ProcessGroup) -> Exchange | None:

@@ -11,8 +11,8 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.optim.muon import MuonConfig
+from dtgpt.optim.muon.matrices import owners_of
 from dtgpt.optim.muon.normuon import EPS, NorMuonConfig
-from dtgpt.parallel.matrices import owners_of
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer
 from dtgpt.train.start import override

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.kernels.decode import exchange
+from dtgpt.ops.kernels.extension import library
 from dtgpt.parallel.shared_memory.arena import Area
 from dtgpt.parallel.shared_memory.barrier import FLAG, Barrier
 from dtgpt.parallel.shared_memory.collectives import KernelCollectives, area_bytes
 from dtgpt.parallel.shared_memory.gather import CopyGather
 from dtgpt.parallel.shared_memory.message import Messages
 from dtgpt.parallel.shared_memory.scatter import CopyScatter, add
-from dtgpt.util.extension import library
 
 pytestmark = pytest.mark.cuda
 RANKS, PART, PROGRAMS = 2, 1 << 17, 4

@@ -18,7 +18,7 @@ from torch import Tensor
 from dtgpt.ops.decode.weights import BlockWeights, Rotary
 from dtgpt.ops.kernels.decode.exchange import Exchange, Fields
 from dtgpt.ops.kernels.devices import has_hopper, multiprocessors, why_below, why_no_build
-from dtgpt.util.extension import library
+from dtgpt.ops.kernels.extension import library
 from dtgpt.util.hardware import HOPPER
 
 SOURCE = Path(__file__).with_name("rows.cu")

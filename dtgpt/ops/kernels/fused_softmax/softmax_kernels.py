@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtgpt.ops.kernels.extension import library
 from dtgpt.ops.random.dropout import HALF, keep_scale, threshold
-from dtgpt.util.extension import library
 
 LONGEST = 16384  # columns of a row that a block holds in registers
 OCTET = 8  # columns that a thread reads at once

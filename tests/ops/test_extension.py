@@ -10,9 +10,9 @@ import torch
 
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
+from dtgpt.ops.kernels import extension
 from dtgpt.ops.kernels.decode import exchange, rows
 from dtgpt.ops.kernels.fused_softmax import softmax_kernels
-from dtgpt.util import extension
 
 pytestmark = pytest.mark.slow(8)
 

@@ -15,9 +15,9 @@ from argparse import Namespace
 import pytest
 import torch
 
+from dtgpt.data.library_tokenizers.unpickler import MAKERS, StandIn, _Unpickler, read_pickle
+from dtgpt.interop.pickles import open_pickle
 from dtgpt.util.errors import UserError
-from dtgpt.util.pickles import open_pickle
-from dtgpt.util.unpickler import MAKERS, StandIn, _Unpickler, read_pickle
 from tests.interop.test_interop_foreign import checkpoint
 
 TOUCH = "__import__('pathlib').Path('MARK').touch()"
@@ -127,7 +127,7 @@ def test_steps_that_plain_pickles_do_not_have_are_refused(program):
 
 
 def test_a_pickle_of_too_many_steps_is_refused(monkeypatch):
-    monkeypatch.setattr("dtgpt.util.unpickler.MOST_READS", 1000)
+    monkeypatch.setattr("dtgpt.data.library_tokenizers.unpickler.MOST_READS", 1000)
     for protocol in (2, 4):
         with pytest.raises(ValueError, match="needs more than 1000 reads"):
             read_pickle(io.BytesIO(pickle.dumps([None] * 2000, protocol)))

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.data.library_tokenizers.unpickler import StandIn, read_pickle
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import open_regular
-from dtgpt.util.unpickler import StandIn, read_pickle
 
 ZIP_MAGIC, LOCAL_HEADER = b"PK\x03\x04", 30  # with which an entry of an archive begins, and bytes before its name
 TAIL = 4096  # bytes
