@@ -22,8 +22,8 @@ from dtgpt.capabilities import CAPABILITIES
 from tests.support.core import PACKAGE, ROOT, files, room_of
 
 RECORD = ROOT / "tests" / "promises" / "core_tests.json"
-# Of a capability, and kept: the pool of processes in which tests run ranks.
-RIG = {"dtgpt.compare.fuzz.pool"}
+# Of a capability, and kept: the pool of processes in which tests run ranks, and what it asks of torch.
+RIG = {"dtgpt.compare.fuzz.pool", "dtgpt.compare.torch_private"}
 # Tests of the whole repository: of its pages, of its faults, of what imports what.
 OF_ALL = "promises"
 LINES = re.compile(r"^CAPABILITIES.*?^\)", re.DOTALL | re.MULTILINE)
