@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, remedy
 from dtgpt.util.storage import (
@@ -48,7 +49,8 @@ class CachedFile(Protocol):
 
 
 class WholeFile:
-    """One that is read at once, so that nothing which becomes of the file later is seen."""
+    """One that is read at once, so that nothing which becomes of the file later is seen. It needs memory for all of it
+    in each process; a capability may open files that are read piece by piece (`cached_files`)."""
 
     def __init__(self, path: Path):
         with open_regular(path) as file:
@@ -65,10 +67,12 @@ Opener = Callable[[Path], CachedFile]
 
 
 def load_or_make(
-    folder: Path, what: str, make: Callable[[], Contents], open_file: Opener = WholeFile
+    folder: Path, what: str, make: Callable[[], Contents], open_file: Opener | None = None
 ) -> dict[str, Any]:
-    """Return the arrays of `folder`, whose files `open_file` opens; if it is missing or damaged, write what `make`
-    returns first. Messages call the arrays `what`. Raises UserError if they cannot be written."""
+    """Return the arrays of `folder`, whose files `open_file` opens, or what a capability opens them with; if it is
+    missing or damaged, write what `make` returns first. Messages call the arrays `what`. Raises UserError if they
+    cannot be written."""
+    open_file = open_file or next(iter(seams.listed("cached_files")), WholeFile)
     found = _load(folder, open_file)
     if found is not None:
         return found

@@ -118,8 +118,8 @@ class TextDataset(Dataset):
         return len(self.valid)
 
     def num_samples(self, part: Literal["train"] | Part, seq_length: int) -> int:
-        tokens = {"train": self.train, "valid": self.valid, "test": self.valid[:0]}[part]
-        return max(len(tokens) - 1, 0) // seq_length
+        tokens = {"train": len(self.train), "valid": len(self.valid), "test": 0}[part]
+        return max(tokens - 1, 0) // seq_length
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         return training_batch(self.train, key, sample_ids, seq_length)

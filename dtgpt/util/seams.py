@@ -115,6 +115,7 @@ class Capability:
     # What makes tokens of lines of messages: a `data.prepare.encode.MessageFormat`, by the option that asks for it.
     encoders: Mapping[str, str] = field(default_factory=dict)
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
+    cached_files: tuple[str, ...] = ()  # opens files of the cache that need not be in memory: a `data.cache.Opener`
     state_bytes: tuple[str, ...] = ()  # of a rank, before it allocates: a function of its settings and its number
     plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes
     alternatives: Mapping[str, str] = field(default_factory=dict)  # of a plan: what can `parse` them, and `choose` one

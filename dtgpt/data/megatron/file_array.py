@@ -154,6 +154,11 @@ class FileArray:
 Array = FileArray | np.ndarray
 
 
+def open_cached(path: Path) -> OpenFile:
+    """Open a file of the cache, of which each access reads what it asks for."""
+    return OpenFile(path, AGAIN)
+
+
 def open_npy(file: OpenFile) -> FileArray:
     """Open the array that `numpy.save` wrote. Raises ValueError for another file."""
     header = BytesIO(file.read(0, min(file.size, NPY_HEADER)))
@@ -185,4 +190,4 @@ def cached_index(
         return build()
     text = json.dumps({"format": INDEX_FORMAT, **settings}, sort_keys=True, default=int)
     folder = cache / f"index-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return load_or_make(folder, "the index of samples", build, lambda path: OpenFile(path, AGAIN))
+    return load_or_make(folder, "the index of samples", build, open_cached)
