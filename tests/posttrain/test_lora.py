@@ -203,7 +203,7 @@ def test_a_merged_model_is_that_of_its_parts_in_every_form(lora, kind, tmp_path)
         train_and_save(replace(lora, lora=replace(LORA, alpha=8.0)), run, STEPS)
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(UserError, match="has use_dora=True; dtgpt reads adapters of LORA without it"):
+    with pytest.raises(UserError, match="has use_dora=true; dtgpt reads adapters of LORA without it"):
         dtgpt.load(lora.init_from, adapter=tmp_path / "peft")
     for given, wrong in (
         ({"layer_replication": [[1, 2], [0, 1]]}, "layer_replication=.* without it"),

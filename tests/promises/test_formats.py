@@ -29,9 +29,10 @@ CONFIG = GPT2Config(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, voc
 MODULES = [module for module, _ in CAPABILITIES]
 RECIPE = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 # What a run on a text may load of formats that it does not use: what tells them apart by a path.
-LIGHT = r"(formats?|paths|marks|source)"
+# What says whether a path is of its format; the BPE that such a run has; what opens cached tokens.
+LIGHT = r"(formats?|paths|marks|source|ids|base|byte_level|file_array)"
 HEAVY = (
-    r"dtgpt\.(util\.(unpickler|pickles)|interop\..*|data\.(library_tokenizers|megatron)\..*|posttrain\.chats\..*|"
+    r"dtgpt\.(interop\..*|data\.(library_tokenizers|megatron)\..*|posttrain\.chats\..*|"
     r"data\.prepare\.(inputs|parquet|encode|job)|posttrain\.lora\.source)"
 )
 PLAIN = """

@@ -28,5 +28,5 @@ def test_a_name_is_that_of_its_class():
 def test_the_loop_imports_no_optimizer_or_state_that_a_run_may_not_have():
     loaded = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout.split()
     assert "dtgpt.optim.update" in loaded
-    extra = ("muon", "muon_memory", "normuon", "fp8.scales", "z_scores.detector")
+    extra = ("muon.muon", "muon.memory", "muon.normuon", "fp8.scales", "z_scores.detector")
     assert not {f"dtgpt.optim.{name}" for name in extra} & set(loaded)
