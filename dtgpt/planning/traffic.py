@@ -146,7 +146,7 @@ def _over_dp(here: Rank) -> list[Collective]:
 
 def _of_optimizer(here: Rank) -> list[Collective]:
     """Return what the ranks of a stage send on average where the optimizer needs whole matrices: each matrix to its
-    owner, from one rank for each part, and back to all that hold it (`dtgpt.optim.muon.matrices`)."""
+    owner, from one rank for each part, and back to all that hold it."""
     settings, plan, optimizer = here.settings, here.settings.plan, here.settings.optimizer
     ranks, parts = plan.ranks_of_stage, plan.shard * plan.tp
     if optimizer is None or ranks == 1:
