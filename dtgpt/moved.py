@@ -49,6 +49,8 @@ FOLDERS = {
     ("dtgpt.util", "dtgpt.ops.kernels"): "extension",
     ("dtgpt.util", "dtgpt.data.library_tokenizers"): "unpickler",
     ("dtgpt.util", "dtgpt.interop"): "pickles",
+    ("dtgpt.interop.hf", "dtgpt.interop.hf"): "activation>architecture groups>architecture",
+    ("dtgpt.commands", "dtgpt"): "tools",
     ("dtgpt.parallel", "dtgpt.parallel.exact_sums"): "exact>sums exact_buckets>buckets",
     ("dtgpt.interop", "dtgpt.checkpoint"): "open ends>tokenizer tokenizer",
     (

@@ -236,8 +236,8 @@ class ResolvedPlan(Plan):
         least, most = STAGES_OF_RANK[self.schedule]
         if not least <= per_rank <= most:
             raise UserError(
-                f"the schedule {self.schedule} has {counted(least, 'stage')} a rank{' or more' * (most > least)}, not "
-                f"{per_rank}; use interleaved{max(2, per_rank)}, or 1f1b, or leave stages_per_rank out"
+                f"the schedule {self.schedule} takes {counted(least, 'stage')} a rank{' or more' * (most > least)}, "
+                f"not {per_rank}; use interleaved{max(2, per_rank)}, or 1f1b, or leave stages_per_rank out"
             )
         if stages > layers:
             fewer = f"pp{layers // per_rank}, or " if layers // per_rank > 1 else ""

@@ -10,7 +10,8 @@ from importlib import import_module
 import pytest
 
 from dtgpt.capabilities import CAPABILITIES
-from tests.support.core import ROOT, files, imports, room_of
+from tests.support.core import files, imports, room_of
+from tests.support.deleted import delete
 
 PLAIN = """
 from dtgpt.config.recipe import Recipe
@@ -24,33 +25,17 @@ def recipe():
         log=LogConfig(interval=1, eval_samples=4, sample_tokens=4),
     )
 """
-REMOVED = tuple(name for name, _ in CAPABILITIES)
-BEGIN = """
-import os, sys
+PROGRAM = """
+import sys
 from dtgpt.cli import main
-from dtgpt.util import seams
 from dtgpt.util.errors import UserError
-
-class Removed:
-    def __init__(self, folders):
-        self.folders = folders
-
-    def find_spec(self, name, path, target=None):
-        if f"{name}.".startswith(self.folders):
-            raise ImportError(f"{name} is removed")
-
-def remove(folders, left):
-    sys.meta_path.insert(0, Removed(tuple(f"{folder}." for folder in folders)))
-    seams.use(left)
 
 def call(*words):
     try:
         main(list(words))
     except SystemExit as end:
         print("exit", end.code, flush=True)
-"""
-PROGRAM = f"""{BEGIN}
-remove({REMOVED}, ())
+
 call("--help")
 call("train", "plain.py")
 call("train", "plain.py", "--resume", "auto", "--steps", "3")
@@ -101,8 +86,11 @@ def test_a_capability_imports_the_others_that_it_says():
 
 @pytest.mark.slow(8)
 def test_the_core_trains_resumes_and_generates_without_any_capability(tmp_path):
+    tree = tmp_path / "core"
+    tree.mkdir()
+    delete(tree, [name for name, _ in CAPABILITIES])
     (tmp_path / "plain.py").write_text(PLAIN)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DTGPT_CACHE": str(tmp_path / "cache")}
+    environment = {**os.environ, "PYTHONPATH": str(tree), "DTGPT_CACHE": str(tmp_path / "cache")}
     program = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     codes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("exit ")]

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from dtgpt.capabilities import CAPABILITIES
 from tests.support.core import PACKAGE, ROOT, files, room_of
+from tests.support.source_tree import module_of
 
 RECORD = ROOT / "tests" / "promises" / "core_tests.json"
 # Of a capability, and kept: the pool of processes in which tests run ranks, and what it asks of torch.
@@ -69,7 +70,7 @@ def _holds_others(name: str, deleted: set[str]) -> bool:
 
 def _tests_of(deleted: set[str]) -> list[Path]:
     """Return the files of tests that import what is deleted, at once or through others."""
-    paths = {_dotted(path): path for path in (ROOT / "tests").rglob("*.py")}
+    paths = {module_of(str(path.relative_to(ROOT))): path for path in (ROOT / "tests").rglob("*.py")}
     imported = {name: set(_imports(ast.parse(path.read_text()))) for name, path in paths.items()}
     found: set[str] = set()
     wrong = deleted
@@ -84,10 +85,6 @@ def _tests_what_is_gone(path: Path, deleted: set[str]) -> bool:
     package = "dtgpt." + ".".join(path.relative_to(ROOT / "tests").parts[:-1])
     modules = {name for name in files() if name.startswith(f"{package}.")} - RIG
     return bool(modules) and modules <= deleted
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:

@@ -5,7 +5,7 @@ a few rows at a time.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,12 +74,6 @@ class _Scorer:
             greedy=list(event.greedy),
             alternatives=event.alternatives if alternatives else [],
         )
-
-    def all_of(self, model: Any, prompts: Any, top_logprobs: int, split_special_tokens: bool) -> Any:
-        options = {"max_new_tokens": 0, "prompt_logprobs": True, "top_logprobs": top_logprobs}
-        options["split_special_tokens"] = split_special_tokens
-        found = model.generate(prompts, details=True, **options)
-        return found.prompt if hasattr(found, "prompt") else [one.prompt for one in found]
 
 
 SCORER = _Scorer()
