@@ -28,6 +28,9 @@ RIG = {"dtgpt.compare.fuzz.pool", "dtgpt.compare.torch_private"}
 # Tests of the whole repository: of its pages, of its faults, of what imports what.
 OF_ALL = "promises"
 LINES = re.compile(r"^CAPABILITIES.*?^\)", re.DOTALL | re.MULTILINE)
+# How a test ended, by its name: spaces stand in the brackets of a case alone, and a reason, which a wide terminal
+# shows, may hold brackets too.
+ENDS = re.compile(r"^(PASSED|FAILED|ERROR) (tests[^\s\[]+(?:\[.*?\])?)(?= - |$)", re.MULTILINE)
 
 
 def delete(target: Path, removed: Iterable[str]) -> set[str]:
@@ -106,7 +109,7 @@ def run_core_tests(target: Path, *words: str) -> dict[str, str]:
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-m", "quick", "-p", "no:cacheprovider", "--tb=line"]
     command += [f"--ignore=tests/{OF_ALL}", "tests", *words]
     done = subprocess.run(command, cwd=target, env=environment, capture_output=True, text=True)
-    ends = re.findall(r"^(PASSED|FAILED|ERROR) (tests\S+(?: .*?\])?)", done.stdout, re.MULTILINE)
+    ends = ENDS.findall(done.stdout)
     if not ends:
         raise AssertionError(done.stdout[-4000:] + done.stderr[-4000:])
     return {name: end for end, name in ends}
