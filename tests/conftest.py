@@ -20,7 +20,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.hardware import child_environment, why_no_compiler
-from tests.support import changed, cpu_seconds, recorded_map, refusals
+from tests.support import changed, covered_lines, cpu_seconds, recorded_map, refusals
 from tests.support.budgets import asks_for_all, budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures
 
@@ -59,6 +59,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("dtgpt")
     group.addoption("--changed", nargs="?", const="", metavar="COMMIT", help=changed.HELP)
     group.addoption("--cpu-seconds", metavar="FILE", help=cpu_seconds.HELP)
+    group.addoption("--record-lines", metavar="FILE", help=covered_lines.HELP)
     group.addoption("--record-map", action="store_true", help=recorded_map.HELP)
     group.addoption("--record-refusals", metavar="FILE", help=refusals.HELP)
 

@@ -18,6 +18,7 @@ from typing import Any
 ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
 SKIPPED = (".git", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "build", "runs")  # not sources
 FOREIGN = -1
+VAIN = 20_000  # lines that a function may run in a process without a new one: then it is followed no longer
 IMPORT = 1 << 31  # in place of a test's number: the import of the file with this checksum
 # These open sources to compile them, or to show lines of a traceback.
 READERS = ("importlib", "linecache", "tokenize", "_pytest")
@@ -35,7 +36,7 @@ def import_number(file: str) -> int:
 class CallLog:
     """What one pytest worker and all of its descendants write to the files of a folder."""
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, with_lines: bool = False):
         self.folder = folder
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
         self._pairs = os.open(f"{folder}/pairs", flags)
@@ -48,6 +49,9 @@ class CallLog:
         self._kept: list[CodeType] = []  # else another object could get the id
         self._known: set[int] = set()
         self._imports: list[tuple[int, int]] = []  # thread, number
+        self._lines = os.open(f"{folder}/lines", flags) if with_lines else None
+        self._missing: dict[int, set[int]] = {}  # by id of a code object: its lines that have not run yet
+        self._vain: dict[int, int] = {}  # and how many ran since the last new one
 
     def begin(self, number: int) -> None:
         """Let what is called from now on belong to a test, or 0: to none."""
@@ -65,7 +69,7 @@ class CallLog:
         number = self._current()
         last = self._last.get(id(code))
         if last in (number, FOREIGN) or ROOT is None:  # None: the interpreter ends
-            return None
+            return self._follow if self._missing.get(id(code)) else None
         own = code.co_filename.startswith(ROOT)
         if last is None:
             self._kept.append(code)
@@ -74,9 +78,29 @@ class CallLog:
             file = code.co_filename[len(ROOT) :]
             if code.co_name != "<module>":
                 self.note(number, f"{file}:{code.co_qualname.partition('.<locals>')[0]}")
+                if self._lines is not None and file.startswith("dtgpt/"):
+                    self._missing.setdefault(id(code), lines_of(code))
+                    return self._follow if self._missing[id(code)] else None
             elif frame.f_globals.get("__name__") != "__main__":
                 return self._begin_import(frame, file)
         return None
+
+    def _follow(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Note lines of a function that run for the first time in this process."""
+        code = frame.f_code
+        missing = self._missing[id(code)]
+        if event == "line" and missing:
+            self._vain[id(code)] = self._vain.get(id(code), 0) + 1
+            if frame.f_lineno in missing:
+                missing.discard(frame.f_lineno)
+                self._vain[id(code)] = 0
+                os.write(self._lines, f"{code.co_filename[len(ROOT) :]}:{frame.f_lineno}\n".encode())
+            elif self._vain[id(code)] > VAIN:
+                missing.clear()
+        if not missing:
+            frame.f_trace_lines = False
+            return None
+        return self._follow
 
     def _begin_import(self, frame: FrameType, file: str) -> Any:
         del self._last[id(frame.f_code)]  # imported again, it is to be seen again
@@ -141,17 +165,23 @@ class CallLog:
         self.note(self._current(), f"{kind} {name}")
 
 
-def write_hook(folder: str, root: str = ROOT) -> None:
+def lines_of(code: CodeType) -> set[int]:
+    """Return the numbers of the lines of a function, without its first, that Python can run: without those of functions
+    in it."""
+    return {line for _, _, line in code.co_lines() if line is not None and line != code.co_firstlineno}
+
+
+def write_hook(folder: str, root: str = ROOT, with_lines: bool = False) -> None:
     """Make `folder` an entry of PYTHONPATH with which Python processes write to it from their start on. root: of the
-    tree whose functions are of interest, with a slash."""
+    tree whose functions are of interest, with a slash. with_lines: which lines of `dtgpt/` run, too."""
     Path(folder, "calls_of_tests.py").write_bytes(Path(__file__).read_bytes())
-    text = f"import calls_of_tests\n\ncalls_of_tests.ROOT = {root!r}\ncalls_of_tests.start({folder!r})\n"
+    text = f"import calls_of_tests\n\ncalls_of_tests.ROOT = {root!r}\ncalls_of_tests.start({folder!r}, {with_lines})\n"
     Path(folder, "sitecustomize.py").write_text(text)
 
 
-def start(folder: str) -> CallLog:
+def start(folder: str, with_lines: bool = False) -> CallLog:
     """Begin to write in this process and in what it forks."""
-    log = CallLog(folder)
+    log = CallLog(folder, with_lines)
     sys.addaudithook(log.audit)
     threading.settrace(log.trace)
     sys.settrace(log.trace)

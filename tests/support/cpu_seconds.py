@@ -1,4 +1,4 @@
-"""Seconds that tests take on CPUs, those of all their processes counted. `--cpu-seconds FILE` writes them.
+"""Seconds that tests take on CPUs, those of all their processes counted. `--cpu-seconds=FILE` writes them.
 
 Pools and programs of tests are children of a fork server, for which pytest does not wait, so that `time` does not see
 them. Here the descendants that live are asked (/proc), and those whose parent has ended come to this process

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import call_log
+from tests.support import call_log, covered_lines
 from tests.support.budgets import asks_for_all
 from tests.support.cpu_seconds import clock
 
@@ -104,12 +104,12 @@ def _numbers(text: str) -> Iterator[int]:
 class Recorder:
     """In the process that runs tests: number the tests, and let descendants know which one runs."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, with_lines: bool = False):
         self.folder = Path(tempfile.mkdtemp(prefix="worker-", dir=folder))
-        call_log.write_hook(str(self.folder))
+        call_log.write_hook(str(self.folder), with_lines=with_lines)
         path = [str(self.folder), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
-        self._log = call_log.start(str(self.folder))
+        self._log = call_log.start(str(self.folder), with_lines)
         self._numbers: dict[str, int] = {}
         self._now = 0
         clock()
@@ -200,24 +200,27 @@ def _lines(path: Path) -> Iterator[Any]:
 
 def configure(config: Any) -> None:
     """Begin to record where pytest was asked to: each process that runs tests in a folder of its own."""
-    if not config.option.record_map:
+    if not (config.option.record_map or config.option.record_lines):
         return
     if FOLDER not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="dtgpt-calls-")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        config.pluginmanager.register(Recorder(Path(os.environ[FOLDER])))
+        config.pluginmanager.register(Recorder(Path(os.environ[FOLDER]), config.option.record_lines is not None))
 
 
 def finish(config: Any) -> None:
     """Write the record, in the process that has started the others."""
-    if not config.option.record_map or hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") or not (config.option.record_map or config.option.record_lines):
         return
     folder = Path(os.environ.pop(FOLDER))
-    newer, older = read_workers(folder, head()), load_record(RECORD) or Record()
-    newer = older.merge(newer, asks_for_all(config) and config.option.markexpr == "not long")
-    newer.save(RECORD)
+    if config.option.record_lines:
+        covered_lines.write(folder, Path(config.option.record_lines))
+    if config.option.record_map:
+        newer, older = read_workers(folder, head()), load_record(RECORD) or Record()
+        newer = older.merge(newer, asks_for_all(config) and config.option.markexpr == "not long")
+        newer.save(RECORD)
+        print(f"\n{RECORD.relative_to(ROOT)}: {len(newer.seconds)} tests, {len(newer.used)} functions and files")
     shutil.rmtree(folder)
-    print(f"\n{RECORD.relative_to(ROOT)}: {len(newer.seconds)} tests, {len(newer.used)} functions and files")
 
 
 def head() -> str:
