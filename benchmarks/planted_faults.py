@@ -1,49 +1,43 @@
-"""Faults of one line, planted on purpose in a copy of the sources: which tests find them?
+"""Faults of one line, planted on purpose in a clone of HEAD: which tests find them?
 
-    python benchmarks/planted_faults.py results.jsonl                # all that are not in the file yet: an hour
+    python benchmarks/planted_faults.py results.jsonl                # all that are not in the file yet: half an hour
     python benchmarks/planted_faults.py results.jsonl --only ramp    # whose names contain the word
-    python benchmarks/planted_faults.py results.jsonl --table        # as in docs/planted_faults.md
+    python benchmarks/planted_faults.py drawn.jsonl --drawn 50       # and 50 changes of functions, drawn by --seed
+    python benchmarks/planted_faults.py after.jsonl --again drawn.jsonl    # those of a file that were found, again
+    python benchmarks/planted_faults.py results.jsonl --table        # what was found, as a table of Markdown
     python benchmarks/planted_faults.py gate.jsonl --gate            # does dtgpt compare name the module? 15 minutes
 
-For each fault run the quick tests (`pytest -m quick`) up to the first that fails, and random cases (`dtgpt compare
---random`) up to the first that is wrong. Where neither finds it, run the whole suite.
+Each fault is a change, and runs the tests that the change concerns: `pytest --changed=HEAD` up to the first that fails,
+the quickest files first. So the record of tests has to be there (`pytest -n 3 --record-map`).
 """
 
 import argparse
 import json
 import os
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
+from drawn_faults import draw_faults
 from faults import FAULTS, Fault
 from located_faults import LOCATED, LocatedFault
 
 ROOT = Path(__file__).resolve().parents[1]
-SEED, CASES = 2026, 20
 LIST = "tests/promises/test_planted_faults.py"  # which finds all of them: it looks for the lines
+LIMIT = 900  # seconds of the tests of a fault
+HANGS = "the tests did not end"
+CRASHES = "pytest ended"
 
 
-class Found(NamedTuple):
-    """What found a fault: the name of a test or the number of a case, empty where nothing did."""
-
-    fault: str
-    quick: str
-    random: str
-    whole: str = ""
-
-
-def copy_sources(folder: Path) -> None:
-    """Copy the files that git knows to `folder`."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+def clone(folder: Path) -> None:
+    """Clone HEAD to `folder`, with the record of tests of this tree."""
+    subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(folder)], check=True)
+    record = Path("tests", "recorded_map.xz")
+    if (ROOT / record).exists():
+        (folder / record).write_bytes((ROOT / record).read_bytes())
 
 
 def plant(fault: Fault, folder: Path) -> None:
@@ -60,41 +54,27 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def first_failure(folder: Path, mark: str) -> str:
-    """Return the first test of a mark that fails, empty where none does."""
-    options = ["tests", "-q", "-x", "-n", "2", "-m", mark, "-p", "no:cacheprovider", f"--ignore={LIST}"]
-    done = run(["-m", "pytest", *options], folder)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if done.returncode and not lines:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    return lines[0].split(" - ")[0].split(" ", 1)[1] if lines else ""
-
-
-def first_wrong_case(folder: Path) -> str:
-    """Return the first random case that is wrong, empty where none is."""
-    done = run([str(Path(__file__).relative_to(ROOT)), "-", "--cases"], folder)
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    return done.stdout.strip()
-
-
-def print_first_wrong_case() -> None:
-    """Run the random cases of this tree and print the first that is wrong."""
-    from dtgpt.compare.fuzz.case import Setting, plain, write_text
-    from dtgpt.compare.fuzz.drawing import draw_case
-    from dtgpt.compare.fuzz.pool import Pool
-    from dtgpt.compare.fuzz.run import RANKS_ON_CPU, Runner
-    from dtgpt.config.recipe_file import call_recipe, load_module
-
-    with tempfile.TemporaryDirectory() as folder, Pool("cpu") as pool:
-        recipe = call_recipe(load_module(ROOT / "recipes" / "gpt2_tiny.py").recipe)
-        base = plain(replace(recipe, device="cpu"))
-        runner = Runner(Setting(base, {}, write_text(Path(folder) / "documents.jsonl")), pool)
-        for index in range(CASES):
-            outcome = runner.run(draw_case(SEED, index, RANKS_ON_CPU))
-            if outcome.is_bad:
-                print(f"case {index}: {outcome.sentence}")
-                return
+def first_failure(folder: Path) -> str:
+    """Return the first of the tests that a change concerns that fails, empty where none does."""
+    words = ["-m", "pytest", "-q", "-x", "-n", "2", "-p", "no:cacheprovider", "--changed=HEAD", f"--ignore={LIST}"]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    with tempfile.TemporaryFile("w+") as output:
+        program = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = program.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+            return HANGS
+        output.seek(0)
+        lines = output.read().splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if failed:
+        return failed[0].split(" - ")[0].split(" ", 1)[1]
+    return "" if status in (0, 5) else f"{CRASHES}: {' '.join(lines[-3:])[-300:]}"  # 5: no test was chosen
 
 
 def first_fault(located: LocatedFault, folder: Path) -> dict[str, str]:
@@ -125,9 +105,7 @@ def locate_faults(file: Path, only: str) -> None:
             continue
         with tempfile.TemporaryDirectory(prefix="dtgpt-fault-") as temporary:
             folder = Path(temporary)
-            copy_sources(folder)
-            for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=-", "-c", "user.email=-", "commit", "-qm-"]):
-                subprocess.run(["git", *words], cwd=folder, check=True)
+            clone(folder)
             plant(located.fault, folder)
             found = {"fault": name, "wanted": located.module, **first_fault(located, folder)}
         print(json.dumps(found), flush=True)
@@ -149,44 +127,54 @@ def located_table(file: Path) -> str:
     return "\n".join(rows)
 
 
-def table(results: list[Found]) -> str:
+def table(results: list[dict]) -> str:
     """Return the results as a table of Markdown."""
-    rows = ["| fault | quick tests | random cases | whole suite |", "|---|---|---|---|"]
+    rows = ["| fault | the test that finds it first |", "|---|---|"]
     for found in results:
-        whole = found.whole or ("-" if not (found.quick or found.random) else "")
-        rows.append(f"| {found.fault} | {found.quick or '-'} | {found.random or '-'} | {whole} |")
+        test = found["found"].removeprefix("tests/")
+        rows.append(f"| {found['name']} | {f'`{test}`' if '::' in test else test or '-'} |")
     return "\n".join(rows)
+
+
+def read_results(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def plant_each(faults: Iterable[Fault], file: Path) -> None:
+    """Plant each fault that is not in the file yet, and write which test has found it."""
+    known = {found["name"] for found in read_results(file)}
+    for fault in (each for each in faults if each.name not in known):
+        with tempfile.TemporaryDirectory(prefix="dtgpt-fault-", ignore_cleanup_errors=True) as folder:
+            clone(Path(folder))
+            plant(fault, Path(folder))
+            result = fault._asdict() | {"found": first_failure(Path(folder))}
+        print(f"{fault.name}: {result['found'] or 'found by none'}", flush=True)
+        with file.open("a") as output:
+            output.write(json.dumps(result) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("results")
+    parser.add_argument("results", type=Path)
     parser.add_argument("--only", default="", help="plant faults whose names contain this")
+    parser.add_argument(
+        "--drawn", type=int, default=0, metavar="N", help="draw N faults in place of those of faults.py"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the faults that are drawn")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="plant what was found according to this file")
     parser.add_argument("--table", action="store_true", help="print the table of the results")
     parser.add_argument("--gate", action="store_true", help="plant what dtgpt compare is to locate")
-    parser.add_argument("--cases", action="store_true", help="run the random cases of this tree, without a fault")
     args = parser.parse_args()
-    if args.gate and args.table:
-        return print(located_table(Path(args.results)))
     if args.gate:
-        return locate_faults(Path(args.results), args.only)
-    if args.cases:
-        return print_first_wrong_case()
-    file = Path(args.results)
-    results = [Found(*json.loads(line).values()) for line in file.read_text().splitlines()] if file.exists() else []
+        return print(located_table(args.results)) if args.table else locate_faults(args.results, args.only)
     if args.table:
-        return print(table(results))
-    known = {found.fault for found in results}
-    for fault in (each for each in FAULTS if args.only in each.name and each.name not in known):
-        with tempfile.TemporaryDirectory(prefix="dtgpt-fault-") as folder:
-            copy_sources(Path(folder))
-            plant(fault, Path(folder))
-            quick, random = first_failure(Path(folder), "quick"), first_wrong_case(Path(folder))
-            whole = "" if quick or random else first_failure(Path(folder), "not long")
-        found = Found(fault.name, quick, random, whole)
-        print(json.dumps(found._asdict()), flush=True)
-        with file.open("a") as output:
-            output.write(json.dumps(found._asdict()) + "\n")
+        return print(table(read_results(args.results)))
+    faults: Iterable[Fault] = FAULTS
+    if args.drawn:
+        faults = draw_faults(args.drawn, args.seed)
+    if args.again:
+        faults = [Fault(*map(each.get, Fault._fields)) for each in read_results(args.again) if each["found"]]
+    plant_each([fault for fault in faults if args.only in fault.name], args.results)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from dtgpt.util.hardware import child_environment
-from tests.support import call_log, cpu_seconds
+from tests.support import call_log, covered_lines, cpu_seconds
 from tests.support.budgets import REFERENCE
 from tests.support.recorded_map import load_record
 
 SUPPORT = Path(__file__).parents[1] / "support"
-OWN = "__init__ budgets call_log changed cpu_seconds recorded_map source_tree source_units"  # they need no dtgpt
+# They need no dtgpt.
+OWN = "__init__ budgets call_log changed covered_lines cpu_seconds recorded_map source_tree source_units"
 CONFTEST = """
 import pytest
 from tests.support import changed, cpu_seconds, recorded_map
@@ -22,6 +23,7 @@ from tests.support import changed, cpu_seconds, recorded_map
 def pytest_addoption(parser):
     parser.addoption("--changed", nargs="?", const="")
     parser.addoption("--cpu-seconds")
+    parser.addoption("--record-lines")
     parser.addoption("--record-map", action="store_true")
 
 def pytest_configure(config):
@@ -47,7 +49,11 @@ SUMS = """
 def add(a, b): return a + b
 def share(): return 1
 def forked(): return 2
-def pooled(): return 3
+def pooled():
+    kind = 3
+    if not kind:
+        return 0
+    return kind
 def started(): return 4
 def later(): return 5
 def made(): return 6
@@ -106,7 +112,7 @@ def test_each_process_of_a_test_is_recorded_and_a_change_runs_what_executed_it(t
         (tmp_path / "tests" / "support" / f"{name}.py").write_bytes((SUPPORT / f"{name}.py").read_bytes())
     for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=-", "-c", "user.email=-", "commit", "-qm-"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    pytest_of(tmp_path, "-n", "2", "--record-map", "--cpu-seconds", "seconds.txt")
+    pytest_of(tmp_path, "-n", "2", "--record-map", "--cpu-seconds=seconds.txt", "--record-lines=lines.json")
     used = load_record(tmp_path / "tests" / "recorded_map.xz").used
 
     def tests_of(words: str) -> set[str]:
@@ -121,11 +127,24 @@ def test_each_process_of_a_test_is_recorded_and_a_change_runs_what_executed_it(t
     seconds = (tmp_path / "seconds.txt").read_text()
     assert re.search(r"(?m)^ +\d+\.\d  tests/test_sums.py$", seconds), seconds
 
-    path = tmp_path / "dtgpt" / "sums.py"
-    path.write_text(SUMS.replace("return 3", "return 4"))
+    path, text = tmp_path / "dtgpt" / "sums.py", SUMS.splitlines()
+    ran = covered_lines.read(str(tmp_path / "lines.json"))
+    inner = {text.index(f"    {line}") + 1 for line in ("kind = 3", "if not kind:", "return kind")}
+    assert ran == {"dtgpt/sums.py": inner} and covered_lines.lines_of(path) == {*inner, max(inner) - 1}
+
+    path.write_text(SUMS.replace("kind = 3", "kind = 4"))
     said = pytest_of(tmp_path, "-n", "2", "--changed", "-v")
     assert set(re.findall(r"PASSED tests/test_sums.py::test_(\w+)", said)) == {"pool", "alone"}
     assert "changed since" in said and "by the record of" in said and "chosen: 2 of 9 recorded tests" in said
+
+
+def test_a_file_that_loses_lines_is_named(tmp_path):
+    file = "dtgpt/config/plan.py"
+    lines = sorted(covered_lines.lines_of(covered_lines.ROOT / file))
+    few = int(len(lines) * covered_lines.LIMIT / 100)
+    assert covered_lines.losses({file: set(lines)}, {file: set(lines[few:])}) == []
+    (line,) = covered_lines.losses({file: set(lines)}, {file: set(lines[few + 1 :])})
+    assert line.startswith(f"{file}: {few + 1} of {len(lines)} lines run no longer: {lines[0]}, ")
 
 
 def test_what_a_process_calls_after_a_test_has_begun_belongs_to_this_test(tmp_path):
@@ -156,10 +175,13 @@ if not child:
     os._exit(0)  # before its own child ends
 os.waitpid(child, 0)
 while clock().now() - before < 0.55: time.sleep(0.05)
-time.sleep(0.6)
+def zombies():
+    return [line for line in os.popen(f"ps -o stat= --ppid {os.getpid()}").read().split() if line.startswith("Z")]
+
+end = time.monotonic() + 20
+while (left := zombies()) and time.monotonic() < end: time.sleep(0.1)
+assert not left, left
 assert clock().now() - before < 0.9
-children = [line for line in os.popen(f"ps -o stat= --ppid {os.getpid()}").read().split() if line.startswith("Z")]
-assert not children, children
 """
 
 

@@ -36,6 +36,7 @@ class Choice:
     files: dict[str, str] = field(default_factory=dict)  # all tests of a file, also those that the record lacks
     known: set[str] = field(default_factory=set)  # tests in the record; others are chosen where imports reach
     reached: set[str] = field(default_factory=set)  # files of tests whose imports reach a change
+    seconds: dict[str, float] = field(default_factory=dict)  # of the tests in the record
     lines: list[str] = field(default_factory=list)
 
     def reason(self, test: str) -> str | None:
@@ -51,7 +52,7 @@ class Selection:
     def __init__(self, tree: Tree, record: Record, changes: list[tuple[str | None, str | None]]):
         self.tree, self.record, self.changes = tree, record, changes
         self.graph = Graph(tree)
-        self.choice = Choice(known=set(record.seconds))
+        self.choice = Choice(known=set(record.seconds), seconds=record.seconds)
         self._then = {new: old for old, new in tree.changes(record.commit) if old and new} if record.commit else {}
         self._later = self._changed_later()
         self._used_in: dict[str, list[str]] = defaultdict(list)  # words of the functions of a file
@@ -271,7 +272,8 @@ def configure(config: Any) -> None:
         return
     if CHOICE in os.environ and hasattr(config, "workerinput"):
         content = json.loads(Path(os.environ[CHOICE]).read_text())
-        config.stash[KEY] = Choice(content["tests"], content["files"], set(content["known"]), set(content["reached"]))
+        sets = {name: set(content[name]) for name in ("known", "reached")}
+        config.stash[KEY] = Choice(**content | sets)
         return
     try:
         choice = config.stash[KEY] = choose(ROOT, config.option.changed, load_record(RECORD))
@@ -295,3 +297,7 @@ def deselect(config: Any, items: list[Any]) -> None:
         items[:] = [item for item in items if choice.reason(item.nodeid) is not None]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
+        seconds = Counter[str]()
+        for item in items:
+            seconds[item.nodeid.partition("::")[0]] += choice.seconds.get(item.nodeid, LIMIT)
+        items.sort(key=lambda item: seconds[item.nodeid.partition("::")[0]])  # a fault shows early; files stay whole
