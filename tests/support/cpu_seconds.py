@@ -104,7 +104,7 @@ def configure(config: Any) -> None:
     """Begin to measure where pytest was asked to, in each process that runs tests."""
     if not config.option.cpu_seconds:
         return
-    if FOLDER not in os.environ:
+    if not hasattr(config, "workerinput"):  # that of another run, of which this one is a test, stays as it is
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="dtgpt-cpu-")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         clock()

@@ -202,7 +202,7 @@ def configure(config: Any) -> None:
     """Begin to record where pytest was asked to: each process that runs tests in a folder of its own."""
     if not (config.option.record_map or config.option.record_lines):
         return
-    if FOLDER not in os.environ:
+    if not hasattr(config, "workerinput"):  # that of another run, of which this one is a test, stays as it is
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="dtgpt-calls-")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.register(Recorder(Path(os.environ[FOLDER]), config.option.record_lines is not None))
