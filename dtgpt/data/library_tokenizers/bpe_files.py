@@ -10,7 +10,7 @@ across its borders, what lies between them goes the same way as it does alone.)
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -71,23 +71,29 @@ def check_merges(
     """
     words = {name: value for name, value in model.items() if isinstance(value, str)}
     prefix, suffix = (words.get(name, "") for name in ("continuing_subword_prefix", "end_of_word_suffix"))
-    made = set()
-    for pair in merges:
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-            return  # not a merge at all, as the library will say
-        made.add(pair[0] + pair[1].removeprefix(prefix))
-        missing = next((token for token in (*pair, pair[0] + pair[1].removeprefix(prefix)) if token not in ids), None)
-        if missing is not None:
-            raise UserError(
-                f"{source} merges {shown(pair[0])} and {shown(pair[1])}, but {vocab} has no token {shown(missing)}, so "
-                "that one was cut off or they are of two tokenizers; fetch them again"
-            )
-    apart = {*specials, words.get("unk_token")}
+    # By sets: there are half a million merges in some files.
+    if not ({*map(type, merges)} <= {list} and {*map(len, merges)} <= {2}):
+        return  # not merges at all, as the library will say
+    if not {*map(type, chain.from_iterable(merges))} <= {str}:
+        return
+    unions = [left + right.removeprefix(prefix) for left, right in merges]
+    made = set(unions)
+    if not ids.keys() >= made.union(chain.from_iterable(merges)):
+        (left, right), missing = next(
+            (pair, token)
+            for pair, union in zip(merges, unions, strict=True)
+            for token in (*pair, union)
+            if token not in ids
+        )
+        raise UserError(
+            f"{source} merges {shown(left)} and {shown(right)}, but {vocab} has no token {shown(missing)}, so "
+            "that one was cut off or they are of two tokenizers; fetch them again"
+        )
+    apart = {*specials, words.get("unk_token"), *made}
     lost = [
         token
         for token in ids
-        if token not in made
-        and token not in apart
+        if token not in apart
         and len(token.removesuffix(suffix).removeprefix(prefix)) > 1
         and any(token[:i] in ids and token[i:] in ids for i in range(1, len(token)))
         and not LIKE_SPECIAL.fullmatch(token)

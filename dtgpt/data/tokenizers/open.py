@@ -4,6 +4,7 @@ capability knows.
 The core has two kinds that need no library. Vocabularies, and whatever learns one, come from the formats that
 capabilities list as `tokenizers`, asked in their order."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.storage import read_json, read_regular
 
 FILES = "a tokenizer.json, a SentencePiece or tiktoken file, or vocab.json and merges.txt"  # which a user may give
+OTHERS = re.compile(rb'\s*\{\s*"version"')  # how other libraries' files begin: no name that `Tokenizer.save` writes
 SAVED = frozenset({"bytes", "characters"})  # one is in what `Tokenizer.save` writes of a tokenizer of the core
 LARGEST = 1 << 28  # bytes of a vocabulary's file
 
@@ -113,8 +115,11 @@ def _is_saved(file: Path) -> bool:
     if file.suffix != ".json" or not file.is_file():
         return False
     try:
+        with file.open("rb") as opened:
+            if OTHERS.match(opened.read(100)):  # a large one takes seconds to parse
+                return False
         saved = read_json(file, "", LARGEST)
-    except UserError:
+    except (OSError, UserError):
         return False
     return isinstance(saved, dict) and not saved.keys().isdisjoint(SAVED.union(*(form.saved for form in formats())))
 
