@@ -15,7 +15,7 @@ from tests.support.kernel_table import CAPABILITIES, gpu_of
 H200, A100 = Gpu("NVIDIA H200", (9, 0), 139.8), Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 79.2)
 V100, P100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 15.8), Gpu("Tesla P100-PCIE-16GB", (6, 0), 15.9)
 GOOD = Facts(
-    versions="dtgpt 0.1.0, torch 2.11.0, CUDA 12.8, Python 3.12.3", torch_version=(2, 11), has_cuda=True,
+    versions="dtgpt 0.2.0, torch 2.11.0, CUDA 12.8, Python 3.12.3", torch_version=(2, 11), has_cuda=True,
     has_driver=True, gpus=[H200], architectures=["sm_70", "sm_90", "compute_120"], shm=64.0,
     nvcc="/usr/local/cuda/bin/nvcc",
 )  # fmt: skip
