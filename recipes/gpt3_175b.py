@@ -3,7 +3,7 @@
 hardware   16 nodes of 8 GPUs of 80 GB with fast links within a node, or a multiple of that; see docs/cluster.md
 plan       dtgpt plan recipes/gpt3_175b.py --world 128 --gpu 80
 command    sbatch --nodes 16 recipes/slurm.sbatch recipes/gpt3_175b.py --data.path your.jsonl
-expect     16 stages of 6 blocks and less than 60 GiB on each rank, as planned. Neither the full run nor a step of this
+expect     16 stages of 6 blocks and 43 GiB on each rank, as planned. Neither the full run nor a step of this
            size was tried.
 
 Dropout is 0.1, Megatron-LM's default. The batch grows from 16 to 1536 samples over the first 5,859,375, as in versions

@@ -4,7 +4,7 @@ hardware   2048 nodes of 8 GPUs of 80 GB, or fewer under another plan: docs/scal
 plan       dtgpt plan recipes/llama31_405b.py --world 16384 --gpu H100
 one rank   dtgpt plan recipes/llama31_405b.py --world 16384 --rank 5000 --gpu H100
 command    sbatch --nodes 2048 recipes/slurm.sbatch recipes/llama31_405b.py --data.path tokens_text_document
-expect     30 GiB on each rank and a bubble of 19 %, as planned. Neither the full run nor a step of this size was
+expect     28 GiB on each rank and a bubble of 19 %, as planned. Neither the full run nor a step of this size was
            tried.
 
 8000 steps of warmup to 8e-5, then a cosine to a hundredth of that over 1,200,000 steps. The paper begins with batches

@@ -11,7 +11,7 @@ expect     on one H200 67,000 tokens/s, 61.1 % MFU and 38.3 GiB with --micro_bat
            32.5 GiB as it is. The full run was not tried.
 
 Meta pruned the model from Llama 3.1 8B and has not published how it was trained. Batch and optimizer are those of
-TinyLlama 1.1B (Zhang et al. 2024): 2 million tokens a step, 4e-4 to 4e-5. docs/llama.md tells how to prepare a text
+TinyLlama 1.1B (Zhang et al. 2024): 2 million tokens a step, 4e-4 to 4e-5. docs/models.md tells how to prepare a text
 with the model's tokenizer.
 """
 

@@ -10,7 +10,7 @@ short run  python recipes/qwen3_0_6b.py --steps 50 --optimizer.warmup 5 --log.in
 expect     22.2 GiB on one H200. The full run was not tried.
 
 Samples of 4096 tokens as in the first stage of Qwen3's training (Yang et al. 2025); its batch and learning rates are
-not published. Those here are of TinyLlama 1.1B (Zhang et al. 2024), with half of its batch. docs/llama.md tells how to
+not published. Those here are of TinyLlama 1.1B (Zhang et al. 2024), with half of its batch. docs/models.md tells how to
 prepare a text with the model's tokenizer.
 """
 

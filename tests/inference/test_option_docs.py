@@ -3,6 +3,7 @@ them."""
 
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -40,12 +41,14 @@ def of_generation() -> list[str]:
 
 
 def of_serving() -> list[str]:
-    rows = ["| key | option of generation | default | values |", "|---|---|---|---|"]
     own = {"max_tokens": "16, or what the positions leave", "seed": "drawn"}
+    rows = ["| key | option of generation | default |", "|---|---|---|"]
     for key, option in OPTION_KEYS.items():
-        default_ = own.get(key, default(option).lower())
-        rows.append(f"| `{key}` | `{option.name}` | {default_} | {values(option)} |")
-    return rows
+        if key != option.name or key in own:
+            rows.append(f"| `{key}` | `{option.name}` | {own.get(key, default(option).lower())} |")
+    same = [f"`{key}`" for key, option in OPTION_KEYS.items() if key == option.name and key not in own]
+    text = textwrap.wrap("Of the same name and default: " + ", ".join(same) + ".", 120, break_on_hyphens=False)
+    return [*rows, "", *text]
 
 
 PAGES = {"generation.md": of_generation, "serving.md": of_serving}

@@ -1,6 +1,7 @@
 """Options of Megatron-LM's pretrain_gpt.py: each is explained, and the table in the docs is the one that explains."""
 
 import re
+import textwrap
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -8,7 +9,6 @@ from typing import get_args, get_type_hints
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.commands.command import with_dashes
 from dtgpt.config.overrides import leaves, read_words, take, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import kinds
@@ -19,7 +19,7 @@ from dtgpt.train.start import override
 from dtgpt.translate import llmc, nanogpt
 from dtgpt.translate.megatron_table import OPTIONS, entries_of
 from dtgpt.translate.megatron_tools import PROGRAMS
-from dtgpt.translate.options import GivenOption, explain, flat
+from dtgpt.translate.options import Answer, GivenOption, explain, flat
 from dtgpt.util.errors import UserError
 from dtgpt.util.seams import load
 from tests.support.other_architecture import OtherConfig
@@ -43,28 +43,33 @@ SCRIPTS = """
 --tokenizer-type GPT2BPETokenizer --seed 1234 --num-experts 8 --moe-router-topk 2 --fp8-format hybrid --wandb-project x
 """
 
-OLDER = ("checkpoint/util.py", "checkpoint_util.py")  # names that checkpoint/convert.py had
+VALUE = r"(?:[A-Z]+|[\w.]+(?=[,;:]|$| --))"  # of an option in a sentence
 SAME = ("--seq-length", "--micro-batch-size", "--global-batch-size", "--seed", "--rampup-batch-size", "--train-samples")
 
 
-SECTIONS = OPTIONS | {
-    f"{program}: dtgpt {command}": table for program, (command, table) in PROGRAMS.items() if program not in OLDER
-}
+def same_name(keys: str, answer: Answer) -> str:
+    """Return the option of dtgpt if it has the same name, but for its section; else an empty text."""
+    name, _, word = keys.partition(" ")
+    own = re.fullmatch(r"--([a-z_.0-9]+)( \S+)?", answer.sentence(word))
+    return own[1] if own and own[1].rpartition(".")[2] == name.replace("-", "_") else ""
 
 
 def table() -> str:
-    """Return the tables of docs/megatron.md."""
-    lines = []
-    for section, entries in SECTIONS.items():
-        lines += ["", f"## {section}", "", "| Megatron-LM | dtgpt |", "|---|---|"]
-        for keys, answer in entries.items():
+    """Return the tables of docs/megatron.md: options of pretrain_gpt.py that have an equivalent."""
+    lines, same = [], []
+    for section, entries in OPTIONS.items():
+        translated = {keys: answer for keys, answer in entries.items() if answer.kind == "translated"}
+        same += [f"`--{name}`" for keys, answer in translated.items() if (name := same_name(keys, answer))]
+        translated = {keys: answer for keys, answer in translated.items() if not same_name(keys, answer)}
+        lines += ["", f"## {section}", "", "| Megatron-LM | dtgpt |", "|---|---|"] if translated else []
+        for keys, answer in translated.items():
             word = keys.split(", ")[0].partition(" ")[2]
             text = answer.sentence(word).replace(" | ", " \\| ")
-            text = text if section in OPTIONS else with_dashes(text)
-            here = re.sub(r"(?<!\S)(--[a-z]\S*?(?: [A-Z]+)?)(?=[,;:]? |[,;:]?$)", r"`\1`", text)
+            here = re.sub(rf"(?<!\S)(--[a-z]\S*?(?: {VALUE})?)(?=[,;:]? |[,;:]?$)", r"`\1`", text)
             there = ", ".join(f"`--{key}`" for key in keys.split(", "))
             lines.append(f"| {there} | {here} |")
-    return "\n".join(lines) + "\n"
+    text = "The same name, but for the section: " + ", ".join(dict.fromkeys(same)) + "."
+    return "\n".join(["", *textwrap.wrap(text, 120, break_on_hyphens=False), *lines]) + "\n"
 
 
 def test_the_table_in_the_docs_is_the_one_that_explains():

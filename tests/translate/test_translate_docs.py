@@ -1,5 +1,5 @@
-"""The tables of nanoGPT's and llm.c's options in docs/translate.md are those that translate. `python -m
-tests.translate.test_translate_docs` writes them."""
+"""The tables of nanoGPT's and llm.c's options in docs/translate.md are those that translate: the options that have an
+equivalent. `python -m tests.translate.test_translate_docs` writes them."""
 
 import re
 from pathlib import Path
@@ -22,11 +22,13 @@ def table() -> str:
     for title, (dashes, entries) in sections.items():
         lines += ["", f"## {title}", "", "| option | dtgpt |", "|---|---|"]
         for keys, answer in entries.items():
+            if answer.kind != "translated":
+                continue
             names = [f"`{dashes}{key}`" for key in keys.split(", ")]
             if dashes == "-":
                 names += [f"`--{SAME[name]}`" for key in keys.split(", ") if (name := key.split()[0]) in SAME]
             text = answer.sentence(keys.split(", ")[0].partition(" ")[2])
-            text = re.sub(r"(?<![\w/])--[a-z_.0-9]+(?: [A-Z]+\b)?", r"`\g<0>`", text)
+            text = re.sub(r"(?<![\w/])--[a-z_.0-9]+(?: (?:[A-Z]+\b|\w+(?=[,;:]|$| --)))?", r"`\g<0>`", text)
             lines.append(f"| {', '.join(names)} | {text} |")
     return "\n".join(lines) + "\n"
 
