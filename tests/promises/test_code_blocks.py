@@ -48,8 +48,8 @@ BLOCKS = [
     for match in FENCE.finditer(text)
 ]
 # First words of commands that only their own programs could read.
-OTHERS = ("apptainer", "conda", "curl", "docker", "hf", "kubectl", "lm_eval", "mkdocs", "mypy", "python3", "ruff", "salloc",
-          "sleep", "tensorboard", "touch")  # fmt: skip
+OTHERS = ("apptainer", "conda", "curl", "docker", "hf", "kubectl", "lm_eval", "mkdocs", "mypy", "python3", "ruff",
+          "salloc", "sleep", "tensorboard", "touch")  # fmt: skip
 OWN_LOOP = "own_loop.py"  # the program of docs/library.md
 BASH = r"""
 PATH=/nowhere
