@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +11,15 @@ from torch._subclasses import FakeTensorMode
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
+from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import Context
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.planning.activations import block_activations, core_bytes
 from dtgpt.planning.gpus import find_gpu
-from dtgpt.planning.memory import memory_of
 from dtgpt.planning.parameters import parameters_of, stages_in_flight
 from dtgpt.planning.report import describe_plan
 from dtgpt.planning.traffic import bubble, collectives_of
@@ -27,6 +29,11 @@ from tests.support import bodies_dryrun
 from tests.support.ranks import pool
 
 CPU = torch.device("cpu")
+GPT2 = GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=257, dropout=0.1)
+LLAMA = LlamaConfig(
+    num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=12, ffn_hidden_size=44, seq_length=16,
+    vocab_size=257, qk_norm=True,
+)  # fmt: skip
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
@@ -80,24 +87,38 @@ def test_the_keep_decisions_of_flash_are_counted(recipe, length):
     assert counted[0] - counted[1] == kept.nbytes > 3 * 2 * length * length / 8
 
 
-MESSAGES = ["dp2", "dp2_zero1", "dp2_zero2", "dp2_zero3", "tp2", "tp2_sp", "dp2_tp2_sp_zero2", "tp2_sp_pp2"]
-MESSAGES += ["dp2_pp2", "dp2_pp2_zero3", "dp2_pp2_zbv_zero1", "dp2_pp2_interleaved_zero1"]
+def check_messages(cases: list[Recipe], world: int) -> None:
+    seen = pool().run(world, bodies_dryrun.messages, cases)
+    for at, case in enumerate(cases):
+        settings = case.settings(parse_plan(case.plan).for_world(world), CPU)
+        for rank in range(world):
+            expected = Counter()
+            for c in collectives_of(settings, rank):
+                if c.kind != "send":
+                    expected[c.kind.replace("-", "_")] += c.count
+            assert {kind: seen[rank][at].get(kind, 0) for kind in expected} == expected, (case.plan, case.model, rank)
 
 
-@pytest.mark.slow(25)
-@pytest.mark.parametrize("plan", MESSAGES)
-def test_the_messages_are_those_that_are_sent(recipe, plan):
-    recipe = replace(planned(recipe, plan), model=replace(recipe.model, num_layers=4))
-    known = parse_plan(plan)
-    known = known.for_world(known.world)
-    seen = pool().run(known.world, bodies_dryrun.messages, recipe)
-    for rank in range(known.world):
-        expected: dict[str, int] = {}
-        for c in collectives_of(recipe.settings(known, CPU), rank):
-            if c.kind != "send":
-                kind = c.kind.replace("-", "_")
-                expected[kind] = expected.get(kind, 0) + c.count
-        assert {kind: seen[rank].get(kind, 0) for kind in expected} == expected, rank
+FULL = {"recompute": "full"}
+SENT = {  # processes: (model, plan, further changes of the recipe)
+    2: [
+        *((GPT2, plan, {}) for plan in ("dp2", "dp2_zero1", "dp2_zero2", "dp2_zero3", "tp2", "tp2_sp")),
+        (GPT2, "tp2", FULL), (replace(GPT2, dropout=0.0), "tp2_sp", FULL),
+        *((LLAMA, plan, {}) for plan in ("tp2", "tp2_sp", "dp2_zero3")),
+    ],
+    4: [
+        *((GPT2, plan, {}) for plan in ("dp2_tp2_sp_zero2", "tp2_sp_pp2", "dp2_pp2", "dp2_pp2_zero3")),
+        *((replace(GPT2, num_layers=4), plan, {}) for plan in ("dp2_pp2_zbv_zero1", "dp2_pp2_interleaved_zero1")),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow(6)
+@pytest.mark.parametrize("world", SENT)
+def test_the_messages_are_those_that_are_sent(recipe, world):
+    """Also by blocks that run again, which send again."""
+    cases = [replace(recipe, model=model, plan=plan, micro_batch_size=2, **more) for model, plan, more in SENT[world]]
+    check_messages(cases, world)
 
 
 @pytest.mark.parametrize("plan, samples, width", [("zero3", 2, 2), ("zero1", 2, 2), ("zero1", 4, 4), ("zero2", 4, 2)])
@@ -109,28 +130,6 @@ def test_copy_engines_scatter_gradients_in_the_type_that_backward_made(recipe, p
         settings = replace(recipe, global_batch_size=samples * world // 2).planned(world)
         (found,) = [c.bytes for c in collectives_of(settings, 0) if c.kind == "reduce-scatter"]
         assert found == expected * times * sum(p.by_tp for p in parameters_of(settings.model, settings.plan, 0))
-
-
-@pytest.mark.slow(8)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("plan", ["tp2", "tp2_sp"])
-def test_blocks_that_run_again_send_again(recipe, plan, dropout):
-    recipe = replace(planned(recipe, plan), recompute="full", model=replace(recipe.model, dropout=dropout))
-    seen = pool().run(2, bodies_dryrun.messages, recipe)
-    for rank in range(2):
-        expected: dict[str, int] = {}
-        for c in collectives_of(recipe.planned(2), rank):
-            kind = c.kind.replace("-", "_")
-            expected[kind] = expected.get(kind, 0) + c.count
-        assert {kind: seen[rank].get(kind, 0) for kind in expected} == expected, rank
-
-
-@pytest.mark.parametrize("plan", ["dp2_zero3", "tp2", "pp2"])
-def test_the_weights_on_each_rank_are_what_the_plan_says(recipe, plan):
-    recipe = planned(recipe, plan)
-    seen = pool().run(2, bodies_dryrun.memory_of_weights, recipe)
-    settings = recipe.settings(parse_plan(plan).for_world(2), CPU)
-    assert seen == [memory_of(settings, rank).weights for rank in range(2)]
 
 
 def test_activations_in_flight_grow_towards_the_first_stage():
