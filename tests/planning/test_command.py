@@ -71,7 +71,11 @@ TRAIN = ["train", str(TINY), "--plan"]
         # As in training, auto chooses where no alternative before it fits all processes.
         (["--plan", "tp2 | auto", "--world", "2"], "plan    tp2:", "plans of"),
         (["--plan", "tp4 | auto", "--world", "2", "--gpu", "H100"], "plans of 2 processes", "plan    tp4:"),
-        (["--plan", "tp2 | auto", "--world", "2", "3"], "refused: tp2 | auto on 3 processes: --plan 'tp2 | auto'", None),
+        (
+            ["--plan", "tp2 | auto", "--world", "2", "3"],
+            "refused: tp2 | auto on 3 processes: --plan 'tp2 | auto'",
+            None,
+        ),
         (["--plan", "auto", "--world", "2", "--device", "cpu"], "time of a step on this machine", "H200"),
     ],
 )
