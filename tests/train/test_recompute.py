@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtgpt.compare.record import Record
 from dtgpt.config.plan_choice import parse_plan
+from dtgpt.config.recipe import Recipe
 from dtgpt.models import layers
 from dtgpt.models.layers import AttentionCore
 from dtgpt.ops.attention.core import PLAIN_RULE, causal_attention, operations
@@ -20,6 +21,10 @@ from tests.support.runs import change, record, training
 pytestmark = pytest.mark.slow(5)
 
 STEPS = 2
+
+
+def small(recipe: Recipe, **changes) -> Recipe:
+    return change(recipe, micro_batch_size=2, global_batch_size=4, steps=STEPS, **changes)
 
 
 def run(plan: str, *recipes) -> list[Record]:
@@ -43,14 +48,14 @@ def check_same(expected: Record, *others: Record) -> None:
 def test_what_is_computed_again_is_the_same_to_the_last_bit(recipe, plan, precision):
     """Also where backward is parted in two, and where weights are gathered for it."""
     layers = 4 if plan == "pp2_zbv" else 2
-    recipe = change(recipe, micro_batch_size=2, global_batch_size=4, steps=STEPS, precision=precision, model={"num_layers": layers})
+    recipe = small(recipe, precision=precision, model={"num_layers": layers})
     check_same(*run(plan, *(replace(recipe, recompute=again) for again in ("none", "selective", "full"))))
 
 
 @pytest.mark.parametrize("plan", ["single", "cp2", "tp2_sp", pytest.param("dp2_zero3", marks=pytest.mark.long), "pp2"])
 @pytest.mark.parametrize("compiled", ["off", pytest.param("on", marks=pytest.mark.long)])
 def test_around_attention_changes_no_bit(recipe, plan, compiled):
-    recipe = change(recipe, micro_batch_size=2, global_batch_size=4, steps=STEPS, compile=compiled, model={"dropout": 0.0})
+    recipe = small(recipe, compile=compiled, model={"dropout": 0.0})
     check_same(*run(plan, recipe, replace(recipe, recompute="around_attention")))
 
 
@@ -105,7 +110,7 @@ def again(step) -> list[bool]:
 @pytest.mark.parametrize("plan", ["pp2", "pp2_interleaved", "dp2_zero3"])
 def test_the_first_blocks_alone_under_a_plan(recipe, plan):
     sizes = {"num_layers": 4, "dropout": 0.0}
-    recipe = change(recipe, micro_batch_size=2, global_batch_size=4, steps=STEPS, recompute="around_attention", model=sizes)
+    recipe = small(recipe, recompute="around_attention", model=sizes)
     check_same(*run(plan, recipe, replace(recipe, recompute_blocks=1)))
 
 
