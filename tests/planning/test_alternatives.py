@@ -26,16 +26,10 @@ def recipe(recipe) -> Recipe:
         ("tp4_zero1 | tp2_zero1 | tp2", 8, "tp4_zero1", "dp2_tp4_zero1"),
         ("tp4_zero1|tp2_zero1|tp2", 6, "tp2_zero1", "dp3_tp2_zero1"),
         ("tp4_zero1 | tp2", 7, "tp2", "dp3_tp2"),  # 6 of 7: tp4 fits only 4
-        ("tp4_zero1 | tp2", 4, "tp4_zero1", "tp4"),
-        ("tp4_zero1 | tp2", 3, "tp2", "tp2"),
         ("dp8 | dp", 8, "dp", "dp6"),  # 12 micro-batches cannot be shared among 8
         ("dp4 | dp2 | single", 3, "dp2", "dp2"),
-        ("dp4 | dp2 | single", 1, "single", "single"),
-        ("dp4 | dp2 | single", 9, "dp4", "dp4"),
         ("single | dp", 5, "dp", "dp4"),
-        ("single | dp", 1, "single", "single"),
         ("wide | tp2", 5, "wide", "tp4_sp"),
-        ("wide | tp2", 2, "tp2", "tp2"),
         ("tp3 | dp", 3, "dp", "dp3"),  # tp=3 does not divide the heads
         ("pp4 | pp2", 16, "pp4", "dp3_pp4"),  # 4 replicas would leave the schedule too few micro-batches
         ("zero3 | dp", 4096, "zero3", "dp12_zero3"),

@@ -176,34 +176,26 @@ def test_a_model_that_is_too_large_does_not_fit(recipe):
 @pytest.mark.parametrize(
     "gpu, words",
     [
-        ("3090", "did you mean RTX3090? use one of B200, "),
-        ("4090", "did you mean RTX4090?"),
-        ("1025", "GiB, up to 1024, such as --gpu 80"),
-        ("H20O", "did you mean H200?"),
-        ("80TB", "use one of B200, "),
+        ("3090", "did you mean RTX3090? use one of B200, "), ("4090", "did you mean RTX4090?"),
+        ("1025", "GiB, up to 1024, such as --gpu 80"), ("H20O", "did you mean H200?"), ("80TB", "use one of B200, "),
         *((gpu, "use one of B200, ") for gpu in ("-1", "nan", "inf", "", "0", "?", "9" * 1000)),
     ],
-)
-def test_an_unknown_gpu_is_refused(recipe, gpu, words):
+)  # fmt: skip
+def test_an_unknown_gpu_is_refused(gpu, words):
     with pytest.raises(UserError) as error:
-        report_of(planned(recipe, "single"), None, gpu)
+        find_gpu(gpu)
     assert words in str(error.value) and str(error.value).startswith("--gpu ") and len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize(
-    "gpu, words",
-    [
-        ("80", "the device has 80.00 GiB"),
-        ("80GiB", "the device has 80.00 GiB"),
-        ("0.5 gib", "the device has 512.0 MiB"),
-        ("85.89934592GB", "the device has 80.00 GiB"),
-        ("RTX 3090", "RTX3090 has 23.60 GiB"),
-        ("nvidia geforce rtx-3090", "RTX3090 has 23.60 GiB"),
+def test_a_gpu_is_a_name_or_a_size(recipe):
+    settings = planned(recipe, "single").planned(None)
+    for gpu, words in (
+        ("80", "the device has 80.00 GiB"), ("80GiB", "the device has 80.00 GiB"),
+        ("0.5 gib", "the device has 512.0 MiB"), ("85.89934592GB", "the device has 80.00 GiB"),
+        ("RTX 3090", "RTX3090 has 23.60 GiB"), ("nvidia geforce rtx-3090", "RTX3090 has 23.60 GiB"),
         ("a100-40gb", "A100-40GB has 39.40 GiB"),
-    ],
-)
-def test_a_gpu_is_a_name_or_a_size(recipe, gpu, words):
-    assert report_of(planned(recipe, "single"), None, gpu).endswith(words)
+    ):  # fmt: skip
+        assert describe_plan(settings, recipe.name, [], find_gpu(gpu)).endswith(words)
 
 
 @pytest.mark.parametrize(
