@@ -17,8 +17,9 @@ def trained(recipe: Recipe, **changes) -> Path:
     """Return a new run of the recipe, as `train` by one process leaves it. Of recipes that differ in their folder alone
     one is trained: what they read must be the same."""
     recipe = change(recipe, **changes)
-    here = str(Path(recipe.runs).parent)
-    key = repr(recipe).replace(here, "")
+    key = repr(recipe)
+    for path in filter(None, (recipe.runs, recipe.data.path)):
+        key = key.replace(str(Path(path).parent), "")
     if key not in _made:
         assert train(recipe) == 0
         run = max(Path(recipe.runs).glob(f"{recipe.name}-*"))

@@ -2,8 +2,6 @@
 
 import json
 import math
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -68,11 +66,10 @@ def test_a_resumed_run_has_the_records_of_an_uninterrupted_one_bitwise(recipe, t
     assert records(newest_run(parts)) == records(newest_run(recipe))
 
 
-def test_a_run_of_fewer_steps_goes_on_with_the_interval_also_under_another_plan(recipe, tmp_path):
+def test_a_run_of_fewer_steps_goes_on_with_the_interval_also_under_another_plan(recipe):
     """With the same records but for that of the step that was the last."""
     whole = records(trained(recipe))
-    parts = trained(recipe, steps=7, runs=str(tmp_path / "parts" / "runs"))
-    other = Path(shutil.copytree(parts, tmp_path / "other"))
+    parts, other = trained(recipe, steps=7), trained(recipe, steps=7)
     train(change(recipe, resume=str(parts)))
     assert [r for r in records(parts) if r["step"] != 7] == whole
     assert pool().run(2, train, change(recipe, plan="dp2", resume=str(other))) == [0, 0]

@@ -25,7 +25,8 @@ def llama(recipe):
         num_layers=4, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=12, ffn_hidden_size=44, seq_length=16,
         vocab_size=257, dropout=0.1, qk_norm=True,
     )  # fmt: skip
-    return change(replace(recipe, model=model), micro_batch_size=2, steps=4, log={"eval_interval": 4})
+    recipe = replace(recipe, model=model, micro_batch_size=2, global_batch_size=4, steps=4)
+    return change(recipe, log={"eval_interval": 4})
 
 
 def test_a_plan_reads_what_another_wrote(llama, tmp_path):

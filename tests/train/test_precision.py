@@ -98,7 +98,7 @@ def test_all_ranks_skip_a_step_in_which_one_overflows(recipe, plan):
 
 def searching(recipe) -> Recipe:
     """Steps large enough that gradients grow: the scale falls from the first, then falls again."""
-    scale = {"initial": 2.0**24, "hysteresis": 1, "window": 4}
+    scale = {"initial": 2.0**22, "hysteresis": 1, "window": 1}
     return change(recipe, precision="fp16", global_batch_size=16, optimizer={"lr": 3e-2, "warmup": 0}, loss_scale=scale)
 
 
@@ -119,13 +119,13 @@ def one_process() -> dict:
 def test_every_plan_and_micro_batch_skips_the_same_steps_while_the_scale_searches(
     recipe, one_process, plan, micro_batch_size
 ):
-    recipe, steps = searching(recipe), 14
+    recipe, steps = searching(recipe), 12
     if not one_process:
         one_process["skipped"] = skipped_after_each_step(replace(recipe, micro_batch_size=16), steps)
     recipe = replace(recipe, plan=plan, micro_batch_size=micro_batch_size)
     expected = one_process["skipped"]
     taken = [step for step in range(1, steps) if expected[step] == expected[step - 1]]
-    assert taken[0] > 3 and expected[-1] > expected[taken[0]]  # it falls, fits, and falls again
+    assert taken[0] > 2 and expected[-1] > expected[taken[0]]  # it falls, fits, grows and falls again
     if plan == "dp":
         assert skipped_after_each_step(recipe, steps) == expected
         return

@@ -41,8 +41,8 @@ def check_same(expected: Record, *others: Record) -> None:
 @pytest.mark.parametrize(
     "plan, precision",
     [
-        ("single", "fp32"), ("single", "bf16"), pytest.param("tp2_sp", "fp32", marks=pytest.mark.long),
-        ("pp2", "bf16"), ("dp2_zero3", "bf16"), ("pp2_zbv", "fp32"),
+        ("single", "fp32"), ("dp2_zero3", "bf16"), ("pp2_zbv", "bf16"),
+        pytest.param("tp2_sp", "fp32", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_what_is_computed_again_is_the_same_to_the_last_bit(recipe, plan, precision):
@@ -52,7 +52,7 @@ def test_what_is_computed_again_is_the_same_to_the_last_bit(recipe, plan, precis
     check_same(*run(plan, *(replace(recipe, recompute=again) for again in ("none", "selective", "full"))))
 
 
-@pytest.mark.parametrize("plan", ["single", "cp2", "tp2_sp", pytest.param("dp2_zero3", marks=pytest.mark.long), "pp2"])
+@pytest.mark.parametrize("plan", ["single", "cp2", "tp2_sp"])
 @pytest.mark.parametrize("compiled", ["off", pytest.param("on", marks=pytest.mark.long)])
 def test_around_attention_changes_no_bit(recipe, plan, compiled):
     recipe = small(recipe, compile=compiled, model={"dropout": 0.0})
@@ -107,11 +107,11 @@ def again(step) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("plan", ["pp2", "pp2_interleaved", "dp2_zero3"])
+@pytest.mark.parametrize("plan", ["pp2_interleaved", "dp2_zero3"])
 def test_the_first_blocks_alone_under_a_plan(recipe, plan):
     sizes = {"num_layers": 4, "dropout": 0.0}
-    recipe = small(recipe, recompute="around_attention", model=sizes)
-    check_same(*run(plan, recipe, replace(recipe, recompute_blocks=1)))
+    every = small(recipe, recompute="around_attention", model=sizes)
+    check_same(*run(plan, replace(every, recompute="none"), every, replace(every, recompute_blocks=1)))
 
 
 def test_blocks_are_refused_where_nothing_or_all_is_computed_again(recipe):

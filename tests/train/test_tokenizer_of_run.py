@@ -114,13 +114,6 @@ def test_an_id_that_a_vocabulary_does_not_know_is_named(tmp_path, kind, wrong):
         known.decode([5, wrong])
 
 
-def test_a_tokenizer_without_end_of_text_is_refused_for_training(recipe, tmp_path):
-    path = tokenizer_json(tmp_path, end="[STOP]")
-    data = {"path": "x.bin", "tokenizer": "auto", "tokenizer_file": str(path)}
-    with pytest.raises(UserError, match=r"names no end of text.*eos_token in a tokenizer_config\.json"):
-        train(change(recipe, data=data))
-
-
 def test_two_tokenizers_for_the_same_data_are_refused(recipe):
     data = {"path": "x.bin", "tokenizer_file": "a.model"}
     with pytest.raises(UserError, match=r"a\.model and data\.tokenizer=gpt2 both name a tokenizer"):

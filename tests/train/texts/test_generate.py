@@ -21,8 +21,9 @@ RARE = ("pp2_interleaved", "tp2_sp_pp2", "dp2_tp2_zero1")
 
 @pytest.fixture
 def recipe(recipe):
-    log = {"sample_tokens": 8, "prompt": "7 and"}
-    return change(recipe, log=log, model={"num_layers": 4, "seq_length": 32}, micro_batch_size=2)
+    log = {"sample_tokens": 6, "prompt": "7 and"}
+    model = {"num_layers": 4, "seq_length": 32}
+    return change(recipe, log=log, model=model, micro_batch_size=2, global_batch_size=4)
 
 
 @pytest.fixture(scope="module")
