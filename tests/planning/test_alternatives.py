@@ -100,16 +100,11 @@ def test_each_alternative_that_is_not_chosen_has_its_reason(recipe):
     assert batch.explain()[0].startswith("tp2 fits 2 of 6 processes: global_batch_size=10 cannot be split")
 
 
-@pytest.mark.parametrize(
-    "plan, world, words",
-    [
-        ("tp4 | tp2", 1, "'tp4 | tp2' fits 1 process or fewer; tp4: the plan tp4 needs tp=4 = 4 .* start 4 "),
-        ("tp3 | tp48", 50, "tp3: model.num_heads=4 cannot be split over tp=3"),
-    ],
-)
-def test_where_nothing_fits_one_sentence_gives_the_reason_of_the_first(recipe, plan, world, words):
-    with pytest.raises(UserError, match=words):
-        replace(recipe, plan=plan).choose_plan(world)
+def test_where_nothing_fits_one_sentence_gives_the_reason_of_the_first(recipe):
+    with pytest.raises(UserError, match=r"'tp4 \| tp2' fits 1 process or fewer; tp4: the plan tp4 .* start 4 "):
+        replace(recipe, plan="tp4 | tp2").choose_plan(1)
+    with pytest.raises(UserError, match=r"tp3: model\.num_heads=4 cannot be split over tp=3"):
+        replace(recipe, plan="tp3 | tp48").choose_plan(50)
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,8 @@ def test_events_of_the_device_are_read_when_it_has_passed_them(monkeypatch):
     assert len(made) == 8  # those that were read are used again
 
 
-@pytest.mark.parametrize("plan", ["single", "zero2"])
-def test_losses_are_the_same_bits_with_and_without_timers(recipe, plan):
-    recipe = change(recipe, steps=4, plan=plan, micro_batch_size=2, log={"interval": 2, "sample_tokens": 0})
+def test_losses_are_the_same_bits_with_and_without_timers(recipe):
+    recipe = change(recipe, steps=4, plan="zero2", micro_batch_size=2, log={"interval": 2, "sample_tokens": 0})
     found = {}
     for on in (False, True):
         assert train(change(recipe, log={"timers": on})) == 0
