@@ -23,7 +23,7 @@ from tests.support.bodies_checkpoint import change_state
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 
-pytestmark = pytest.mark.slow(4)
+pytestmark = pytest.mark.slow(2)
 
 WEIGHTS, OPTIMIZER, STATE = "weights-00000-000.safetensors", "optimizer-00000-000.safetensors", "state.json"
 MESH = Mesh(ResolvedPlan(dp=1), torch.device("cpu"))

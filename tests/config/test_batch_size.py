@@ -14,7 +14,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(4)
+pytestmark = pytest.mark.slow(3)
 
 RAMP = "4 4 40"
 

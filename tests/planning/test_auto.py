@@ -9,7 +9,7 @@ from dtgpt.cli import main
 from dtgpt.run.records import read_records
 from tests.support.programs import TORCHRUN, run_program
 
-pytestmark = pytest.mark.slow(6)
+pytestmark = pytest.mark.slow(5)
 
 TINY = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 SMALL = ["--model.num_layers", "2", "--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_length", "16"]

@@ -13,7 +13,7 @@ from dtgpt.cli import main
 from dtgpt.run.records import read_records
 from tests.support.programs import TORCHRUN, run_program
 
-pytestmark = pytest.mark.slow(9)
+pytestmark = pytest.mark.slow(6)
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "gpt2_tiny.py"

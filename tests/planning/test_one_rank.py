@@ -17,7 +17,7 @@ from tests.support import bodies_dryrun, one_rank
 from tests.support.one_rank import build_rank, differences
 from tests.support.ranks import pool
 
-pytestmark = pytest.mark.slow(12)
+pytestmark = pytest.mark.slow(7)
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TINY = str(RECIPES / "gpt2_tiny.py")

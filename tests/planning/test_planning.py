@@ -111,7 +111,7 @@ SENT = {  # processes: (model, plan, further changes of the recipe)
 }  # fmt: skip
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("world", SENT)
 def test_the_messages_are_those_that_are_sent(recipe, world):
     """Also by blocks that run again, which send again."""

@@ -8,7 +8,7 @@ from tests.planning.test_planning import check_messages
 from tests.support.families import OURS
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(3)
 def test_the_messages_are_those_that_are_sent(recipe):
     cases = ("olmo3", "tp2", "none"), ("olmo3", "tp2_sp", "full"), ("gpt_oss", "tp2_sp", "none")
     recipe = replace(recipe, micro_batch_size=2)

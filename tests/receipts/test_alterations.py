@@ -11,7 +11,7 @@ from tests.support.altered_runs import ALTERATIONS
 from tests.support.audits import audited, tiny, train_with_receipts
 
 BY_TWO = "a gradient", "a weight and its receipt"  # by ranks that each hold a part, whose findings are joined
-pytestmark = pytest.mark.slow(8)
+pytestmark = pytest.mark.slow(7)
 
 
 @pytest.fixture(scope="module")

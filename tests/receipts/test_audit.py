@@ -23,7 +23,7 @@ from tests.support.audits import audited, recipe_of_sums, tiny, train_with_recei
 from tests.support.runs import newest_run
 from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(12)
 EXACT = {"reduce": "exact"}
 
 

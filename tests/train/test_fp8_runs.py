@@ -22,7 +22,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, on_cuda, record
 from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(6)
+pytestmark = pytest.mark.slow(4)
 
 
 @pytest.fixture

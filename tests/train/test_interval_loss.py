@@ -21,7 +21,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(10)
+pytestmark = pytest.mark.slow(5)
 
 TIMED = ("tokens_per_second", "seconds_per_step", "eta_seconds", "memory_gib", "tokens_per_second_per_device",
          "tflops_per_device")  # fmt: skip

@@ -18,7 +18,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
 from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(7)
+pytestmark = pytest.mark.slow(6)
 
 LAST = "samples/step_00000006.txt"
 

@@ -16,7 +16,7 @@ from tests.support.bodies_train import train_until
 from tests.support.ranks import each, pool
 from tests.support.runs import change, losses, newest_run, record
 
-pytestmark = pytest.mark.slow(6)
+pytestmark = pytest.mark.slow(5)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tests.support.chats import write_tokenizer
 from tests.support.ranks import each, pool
 from tests.support.runs import change, losses, newest_run
 
-pytestmark = pytest.mark.slow(6)
+pytestmark = pytest.mark.slow(3)
 
 END, BATCH, LENGTH = 256, 8, 16  # of the tokens of bytes, and of the recipe
 

@@ -28,7 +28,7 @@ def smoothed(recipe):
     return change(SmoothingRecipe(**values, smoothing=SmoothingConfig(share=0.25)), micro_batch_size=2)
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow(2)
 def test_an_objective_in_one_file_follows_one_process_under_every_plan(smoothed):
     losses, held_out, totals = train_smoothed(smoothed, STEPS)
     assert losses[-1] < losses[0] and totals[0] == 8 * 16

@@ -16,7 +16,7 @@ from tests.support.prepared import write_lines
 from tests.support.runs import change, newest_run
 from tests.support.vocabularies import tokenizer_json
 
-pytestmark = pytest.mark.slow(6)
+pytestmark = pytest.mark.slow(3)
 
 TEXTS = [f"the quick brown fox number {i} jumps over Grüße" for i in range(300)]
 VARIED = [f"{text} {i * 7919 % 1000}abc{i}" for i, text in enumerate(TEXTS)]

@@ -19,10 +19,10 @@ from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, rate_of, training
 from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(8)
+pytestmark = pytest.mark.slow(6)
 
 STEPS = 14
-HUGE = {"initial": 2.0**26, "hysteresis": 1, "window": 4}  # some steps are skipped until gradients fit
+HUGE = {"initial": 2.0**26, "hysteresis": 1, "window": 2}  # some steps are skipped until gradients fit
 
 
 def steps_of(run) -> list[dict]:
@@ -69,7 +69,7 @@ def test_the_records_tell_the_scale_and_the_steps_that_were_skipped(huge):
     assert [r["grad_norm"] for r in records[:3]] == [None] * 3 and records[-1]["grad_norm"] > 0
     for (before, old), (after, new) in pairwise(zip(counts, scales, strict=True)):
         assert new / old == 0.5 if after > before else new / old in (0.5, 1, 2)  # a taken step may lower it, too
-    assert 3 < counts[-1] < STEPS - 3
+    assert 3 < counts[-1] < STEPS - 3 and any(new == 2 * old for old, new in pairwise(scales))
 
 
 def test_a_resumed_fp16_run_goes_on_with_its_scale(huge, tmp_path):
@@ -98,7 +98,7 @@ def test_all_ranks_skip_a_step_in_which_one_overflows(recipe, plan):
 
 def searching(recipe) -> Recipe:
     """Steps large enough that gradients grow: the scale falls from the first, then falls again."""
-    scale = {"initial": 2.0**22, "hysteresis": 1, "window": 1}
+    scale = {"initial": 2.0**22, "hysteresis": 1, "window": 2}
     return change(recipe, precision="fp16", global_batch_size=16, optimizer={"lr": 3e-2, "warmup": 0}, loss_scale=scale)
 
 
@@ -124,8 +124,7 @@ def test_every_plan_and_micro_batch_skips_the_same_steps_while_the_scale_searche
         one_process["skipped"] = skipped_after_each_step(replace(recipe, micro_batch_size=16), steps)
     recipe = replace(recipe, plan=plan, micro_batch_size=micro_batch_size)
     expected = one_process["skipped"]
-    taken = [step for step in range(1, steps) if expected[step] == expected[step - 1]]
-    assert taken[0] > 2 and expected[-1] > expected[taken[0]]  # it falls, fits, grows and falls again
+    assert 3 < expected[-1] < steps - 3
     if plan == "dp":
         assert skipped_after_each_step(recipe, steps) == expected
         return

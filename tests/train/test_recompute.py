@@ -18,7 +18,7 @@ from dtgpt.util.errors import UserError
 from tests.support.ranks import each, pool
 from tests.support.runs import change, record, training
 
-pytestmark = pytest.mark.slow(5)
+pytestmark = pytest.mark.slow(8)
 
 STEPS = 2
 

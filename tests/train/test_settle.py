@@ -26,7 +26,7 @@ from tests.support.ranks import each, pool
 from tests.support.runs import change
 from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(4)
+pytestmark = pytest.mark.slow(3)
 
 FILE = """
 from dtgpt.models.gpt2 import GPT2Config

@@ -17,7 +17,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, on_cuda, training
 from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(5)
+pytestmark = pytest.mark.slow(4)
 
 ENDINGS = ["makes one.", "makes two of them.", "is", "makes three or more."]
 

@@ -15,7 +15,7 @@ from dtgpt.util.timers import Timers
 from tests.support.ranks import each, pool
 from tests.support.runs import change, losses, newest_run, on_cuda
 
-pytestmark = pytest.mark.slow(2)
+pytestmark = pytest.mark.slow(3)
 
 PARTS = ("forward_backward_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "data_seconds")
 

@@ -24,7 +24,7 @@ from tests.support.prepared import write_lines
 from tests.support.runs import change, newest_run
 from tests.support.vocabularies import sentencepiece_model, tokenizer_json
 
-pytestmark = pytest.mark.slow(3)
+pytestmark = pytest.mark.slow(2)
 
 TEXTS = [f"the quick brown fox number {i} jumps over Grüße 🎈" for i in range(120)]
 

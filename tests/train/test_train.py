@@ -23,7 +23,7 @@ from dtgpt.util.errors import UserError
 from tests.support.runs import change, constant, losses, newest_run, training
 from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(8)
+pytestmark = pytest.mark.slow(7)
 
 
 @pytest.mark.picture
@@ -56,7 +56,7 @@ def test_the_loss_falls(recipe):
     curve = losses(run)
     assert curve[40] < 0.6 * curve[1]
     held_out = [r["validation_loss"] for r in read_records(run / "metrics.jsonl") if "validation_loss" in r]
-    assert held_out[-1] < 0.8 * held_out[0]
+    assert held_out[-1] < 0.9 * held_out[0]
 
 
 def test_a_single_batch_is_learnt_by_heart(recipe):
