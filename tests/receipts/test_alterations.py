@@ -10,7 +10,7 @@ from dtgpt.receipts.audit import audit
 from tests.support.altered_runs import ALTERATIONS
 from tests.support.audits import audited, tiny, train_with_receipts
 
-BY_TWO = "a gradient", "a weight and its receipt"  # by ranks that each hold a part, whose findings are joined
+BY_TWO = {"a gradient": "dp2", "a weight and its receipt": "pp2"}  # each rank holds a part, whose findings are joined
 pytestmark = pytest.mark.slow(7)
 
 
@@ -43,10 +43,12 @@ def test_is_found(run, name):
         first = next((problem for problem in problems if altered.named in problem["said"]), problems[0])
     else:
         assert audit(run, None, 1, "single", None, None)["status"] == 0, "the files show it already"
-        plan = "dp2" if name in BY_TWO else "single"
+        plan = BY_TWO.get(name, "single")
         first = audit(run, altered.step_to_audit, 1, plan, None, None)["steps"]["first_difference"]
     assert (first["kind"], first["step"]) == (altered.kind, altered.step), first
     assert altered.named in first["said"], first
+    if name == "a weight and its receipt":
+        assert ", by " in first["said"], "only the second rank holds it"
 
 
 def test_nothing_is_found_where_nothing_is_altered(run):
