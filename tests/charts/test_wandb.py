@@ -59,3 +59,12 @@ def test_what_cannot_serve_is_refused_before_a_run_begins(recipe, monkeypatch, t
     with pytest.raises(UserError, match=words):
         train(change(recipe, log={"wandb": mode}))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_service_that_cannot_start_is_one_sentence(recipe, monkeypatch):
+    def refuse(**_):
+        raise ValueError("no route")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(errors=Service.errors, init=refuse))
+    with pytest.raises(UserError, match=r"wandb cannot start \(no route\)"):
+        train(recipe)

@@ -23,9 +23,10 @@ from tests.support.bodies_checkpoint import change_state
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 
-pytestmark = pytest.mark.slow(9)
+pytestmark = pytest.mark.slow(2)
 
 WEIGHTS, OPTIMIZER, STATE = "weights-00000-000.safetensors", "optimizer-00000-000.safetensors", "state.json"
+MESH = Mesh(ResolvedPlan(dp=1), torch.device("cpu"))
 OLD, NEW = "step_00000002", "step_00000004"
 templates: dict[str, tuple[Path, dict[int, float]]] = {}  # of this pytest worker: a run, and the losses of a longer one
 
@@ -97,9 +98,14 @@ DAMAGES = [
 @pytest.mark.parametrize("damage, name", DAMAGES, ids=[f"{d.__name__}-{n.split('-')[0]}" for d, n in DAMAGES])
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(recipe, run, capsys, damage, name):
     damage(run / "checkpoints" / NEW / name)
-    assert train(change(recipe, resume=str(run), steps=6)) == 0
+    capsys.readouterr()
+    assert find_checkpoint(MESH, run).folder.name == OLD
     err = capsys.readouterr().err
     assert f"{NEW}/{name} is damaged (" in err and "going on from the checkpoint before it" in err
+    if (damage, name) not in ((flip, WEIGHTS), (Path.unlink, OPTIMIZER), (cut, STATE)):
+        return
+    assert train(change(recipe, resume=str(run), steps=6)) == 0
+    err = capsys.readouterr().err
     assert f"newer than step 2 is called aside-{NEW}" in err
     assert losses(run) == templates["run"][1]
     names = {p.name for p in (run / "checkpoints").iterdir()}
@@ -126,14 +132,15 @@ def test_a_chosen_checkpoint_that_is_damaged_is_not_replaced_by_another(recipe, 
 
 def test_what_one_rank_finds_sends_all_back(recipe, run):
     """Each rank reads some of the files."""
-    recipe = change(recipe, resume=str(run), plan="dp2", steps=6)
+    recipe = change(recipe, resume=str(run), plan="dp2", steps=5, log={"eval_interval": 0})
     for name in (WEIGHTS, OPTIMIZER):
         copy = run.with_name(f"copy-{name[0]}")
         shutil.copytree(run, copy)
         flip(copy / "checkpoints" / NEW / name)
         assert pool().run(2, train, change(recipe, resume=str(copy))) == [0, 0]
         assert (copy / "checkpoints" / f"aside-{NEW}").is_dir()
-        assert losses(copy) == pytest.approx(templates["run"][1], rel=1e-5)
+        expected = {step: loss for step, loss in templates["run"][1].items() if step < 6}
+        assert losses(copy) == pytest.approx(expected, rel=1e-5)
 
 
 opened: list[str] | None = None
@@ -158,7 +165,7 @@ HOSTILE = ["../victim.safetensors", "../../../victim.safetensors", "ABSOLUTE",
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_state_that_names_another_file_is_refused_before_that_is_read(recipe, run, tmp_path, capsys, name):
+def test_a_state_that_names_another_file_is_refused_before_that_is_read(run, tmp_path, capsys, name):
     """Its digest is right."""
     newest = run / "checkpoints" / NEW
     name = str(tmp_path / "victim.safetensors") if name == "ABSOLUTE" else name
@@ -168,18 +175,18 @@ def test_a_state_that_names_another_file_is_refused_before_that_is_read(recipe, 
         victim.write_bytes(content)
     files = json.loads((newest / STATE).read_text())["files"]
     change_state(newest, {"files": {name: files[WEIGHTS], OPTIMIZER: files[OPTIMIZER]}})
+    capsys.readouterr()
     with watched() as names:
-        assert train(change(recipe, resume=str(run), steps=6)) == 0
+        assert find_checkpoint(MESH, run).folder.name == OLD
     err = capsys.readouterr().err
     assert f"{NEW}/{STATE} is damaged" in err and "is not the name of a file of a checkpoint" in err
     assert any(OLD in n for n in names) and not any("victim" in n for n in names)
     assert {p for p in names if f"/{NEW}/" in p and "partial" not in p} <= {str(newest / STATE)}
-    assert losses(run) == templates["run"][1]
     assert all(victim.read_bytes() == content for victim in victims)
 
 
 def reopened(folder: Path) -> Saved:
-    return Saved(find_checkpoint(Mesh(ResolvedPlan(dp=1), torch.device("cpu")), folder.parents[1], folder))
+    return Saved(find_checkpoint(MESH, folder.parents[1], folder))
 
 
 NAMES = ["embedding.wpe.weight", "blocks.1.mlp.fc.weight"]

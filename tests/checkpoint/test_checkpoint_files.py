@@ -27,7 +27,7 @@ from dtgpt.checkpoint.shard_file import (
 from dtgpt.parallel.layout import chunk, slices
 from dtgpt.util.storage import write_text
 
-CASES = 60
+CASES = 40
 
 
 def random_part(rng, shape):
@@ -100,7 +100,7 @@ def test_a_rank_that_holds_nothing_of_a_tensor_reads_nothing(tmp_path):
         read_part(SimpleNamespace(folder=tmp_path, pieces=lambda name: []), "w", (1, 4), part, target)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_other_readers_of_safetensors_read_our_files(tmp_path, seed):
     rng = random.Random(seed)
     tensors = random_tensors(rng)
@@ -254,23 +254,15 @@ def test_a_header_that_lies_is_refused_with_its_path(tmp_path, lie):
     assert str(error.value).startswith(f"{tmp_path / 'x.safetensors'} is damaged")
 
 
-@pytest.mark.parametrize("length", [0, 1, 10**6, LARGEST_HEADER, LARGEST_HEADER + 1, 2**63, 2**64 - 1])
-def test_a_length_that_the_file_does_not_have_is_refused_before_it_is_read(tmp_path, length):
+def test_a_length_that_the_file_does_not_have_or_a_file_that_was_cut_short_is_refused_before_it_is_read(tmp_path):
     with_header(tmp_path / "x", lambda table, where: None)
     content = (tmp_path / "x").read_bytes()
-    (tmp_path / "x").write_bytes(length.to_bytes(8, "little") + content[8:])
-    with pytest.raises(Damaged):
-        read_header(tmp_path / "x")
-
-
-@pytest.mark.parametrize("size", range(0, 300, 7))
-def test_a_file_that_was_cut_short_is_refused(tmp_path, size):
-    with_header(tmp_path / "x", lambda table, where: None)
-    content = (tmp_path / "x").read_bytes()
-    assert size < len(content)
-    (tmp_path / "x").write_bytes(content[:size])
-    with pytest.raises(Damaged):
-        read_header(tmp_path / "x")
+    lengths = 0, 1, 10**6, LARGEST_HEADER, LARGEST_HEADER + 1, 2**63, 2**64 - 1
+    wrong = [length.to_bytes(8, "little") + content[8:] for length in lengths]
+    for each in wrong + [content[:size] for size in range(0, len(content), 7)]:
+        (tmp_path / "x").write_bytes(each)
+        with pytest.raises(Damaged):
+            read_header(tmp_path / "x")
 
 
 def test_what_is_no_file_is_refused(tmp_path):

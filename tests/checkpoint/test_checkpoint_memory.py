@@ -13,7 +13,7 @@ from tests.support.bodies_checkpoint import memory_of_loading, save_at_once
 from tests.support.ranks import pool
 from tests.support.runs import change
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.slow(5)]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.slow(3)]
 BOUND = 1.3
 
 
@@ -25,26 +25,26 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def recipe(recipe):
-    """50 MB of weights, of which each of 8 ranks owns 1/8, as of the moments."""
-    shape = {"num_layers": 8, "hidden_size": 320, "num_heads": 4, "vocab_size": 8192}
+    """30 MB of weights, of which each of 4 ranks owns 1/4, as of the moments."""
+    shape = {"num_layers": 4, "hidden_size": 320, "num_heads": 4, "vocab_size": 8192}
     return change(recipe, model=shape, micro_batch_size=2)
 
 
 CASES = [  # with narrow copies, without, and with a reader that takes too much
-    ("tp4_pp2", "bf16", False),
-    ("dp2_tp2_pp2_zero3", "fp32", False),
-    ("dp2_tp2_pp2_zero1", "fp32", True),
+    ("tp2_pp2", "bf16", False),
+    ("dp2_tp2_zero3", "fp32", False),
+    ("dp2_tp2_zero1", "fp32", True),
 ]
 
 
-@pytest.mark.parametrize("plan, precision, greedy", CASES, ids=["tp4_pp2 bf16", "zero3", "the watch sees more"])
+@pytest.mark.parametrize("plan, precision, greedy", CASES, ids=["tp2_pp2 bf16", "zero3", "the watch sees more"])
 def test_a_rank_that_loads_takes_little_more_than_it_owns(recipe, written, plan, precision, greedy):
     folder = written / "step_00000000"
     if not folder.exists():
         pool().run(1, save_at_once, change(recipe, plan="single"), written)
-    answers = pool().run(8, memory_of_loading, change(recipe, plan=plan, precision=precision), folder, greedy)
+    answers = pool().run(4, memory_of_loading, change(recipe, plan=plan, precision=precision), folder, greedy)
     whole = 4 * recipe.model.num_parameters * (3.5 if precision == "bf16" else 3)
     for owned, _ in answers:
-        assert 0.9 * whole / 8 < owned < whole / 5  # the tied table is on both stages
+        assert 0.9 * whole / 4 < owned < whole / 2.3  # the tied table is on both stages
     ratios = [(owned + growth) / owned for owned, growth in answers]
     assert (max(ratios) < BOUND) == (not greedy), ratios

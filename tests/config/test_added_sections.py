@@ -47,7 +47,7 @@ call("train", "plain.py", "--resume", "auto", "--steps", "3")
 """
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(3)
 def test_a_file_adds_a_section_and_a_command(tmp_path):
     (tmp_path / "plain.py").write_text(PLAIN)
     places = os.pathsep.join((str(ROOT), str(tmp_path)))

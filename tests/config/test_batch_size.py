@@ -12,8 +12,9 @@ from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
+from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(8)
+pytestmark = pytest.mark.slow(3)
 
 RAMP = "4 4 40"
 
@@ -21,7 +22,8 @@ RAMP = "4 4 40"
 @pytest.fixture
 def recipe(recipe):
     """4 samples a step up to 13 samples, 8 up to 26, 12 up to 40, then 16."""
-    return change(recipe, micro_batch_size=2, global_batch_size=16, rampup_batch_size=RAMP, steps=8)
+    recipe = change(recipe, micro_batch_size=2, global_batch_size=16, rampup_batch_size=RAMP, steps=8)
+    return change(recipe, log={"eval_interval": 8, "sample_tokens": 0})
 
 
 def naive(consumed: int, start: int, increment: int, samples: int, whole: int) -> int:
@@ -59,21 +61,12 @@ def test_a_schedule_of_samples_goes_on_amid_the_ramp(recipe, seen):
     assert rates[0] == recipe.optimizer.lr and len(rates) == 2
 
 
-@pytest.fixture(scope="module")
-def one_process() -> dict:
-    """The losses of one process, made once."""
-    return {}
-
-
 @pytest.mark.parametrize(
     "plan", ["pp2_gpipe", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("dp2", "dp2_zero2", "tp2", "pp2"))]
 )
-def test_every_plan_follows_the_ramp_of_one_process(recipe, one_process, plan):
+def test_every_plan_follows_the_ramp_of_one_process(recipe, plan):
     recipe = replace(recipe, micro_batch_size=1)
-    if not one_process:
-        train(replace(recipe, plan="single"))
-        one_process["losses"] = losses(newest_run(recipe))
-    whole = one_process["losses"]
+    whole = losses(trained(recipe, plan="single"))
     parted = replace(recipe, plan=plan, runs=f"{recipe.runs}-{plan}")
     assert pool().run(2, train, parted) == [0, 0]
     assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-5)
@@ -91,18 +84,13 @@ def test_progress_tells_the_batch_while_it_grows(recipe, capsys):
 
 
 def test_the_micro_batch_does_not_matter(recipe):
-    train(recipe)
-    whole = losses(newest_run(recipe))
-    train(replace(recipe, micro_batch_size=4))
-    assert losses(newest_run(recipe)) == pytest.approx(whole, rel=1e-5)
+    assert losses(trained(recipe, micro_batch_size=4)) == pytest.approx(losses(trained(recipe)), rel=1e-5)
 
 
 def test_a_run_resumed_amid_the_ramp_is_the_same_bitwise(recipe, tmp_path):
-    recipe = change(recipe, optimizer={"decay_steps": 8})
-    train(recipe)
-    whole = newest_run(recipe)
+    whole = trained(recipe)
     halves = replace(recipe, runs=str(tmp_path / "halves"))
-    train(replace(halves, steps=3))
+    train(change(halves, steps=3, optimizer={"decay_steps": 8}))
     train(replace(halves, resume="auto"))
     assert losses(newest_run(halves)) == losses(whole)
     state = json.loads((whole / "checkpoints" / "step_00000008" / "state.json").read_text())

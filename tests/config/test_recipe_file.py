@@ -37,28 +37,13 @@ WRONG = {
     "nothing": ("pass", "recipe() returns NoneType"),
     "text for a number": ("return tiny(steps='ten')", "steps='ten': a whole number"),
     "bool for a number": ("return tiny(steps=True)", "steps=True: a whole number"),
-    "float for a number": (
-        "return tiny(micro_batch_size=8.0)",
-        "micro_batch_size=8.0: a whole number",
-    ),
+    "float for a number": ("return tiny(micro_batch_size=8.0)", "micro_batch_size=8.0: a whole number"),
     "no model": ("return tiny(model=None)", "model=None: ModelConfig(...)"),
-    "a dict": (
-        "return tiny(optimizer={'lr': 1})",
-        "optimizer={'lr': 1}: OptimizerConfig(...)",
-    ),
-    "inside": (
-        "return tiny(optimizer=OptimizerConfig(lr='1e-3'))",
-        "optimizer.lr='1e-3': a finite number",
-    ),
-    "nan": (
-        "return tiny(optimizer=OptimizerConfig(lr=float('nan')))",
-        "optimizer.lr=nan: a finite number",
-    ),
+    "a dict": ("return tiny(optimizer={'lr': 1})", "optimizer={'lr': 1}: OptimizerConfig(...)"),
+    "inside": ("return tiny(optimizer=OptimizerConfig(lr='1e-3'))", "optimizer.lr='1e-3': a finite number"),
+    "nan": ("return tiny(optimizer=OptimizerConfig(lr=float('nan')))", "optimizer.lr=nan: a finite number"),
     "choice": ("return tiny(device='tpu')", "device='tpu': one of auto, cpu, cuda"),
-    "choice of a list": (
-        "return tiny(graph=['on'])",
-        "graph=['on']: one of auto, on, off",
-    ),
+    "choice of a list": ("return tiny(graph=['on'])", "graph=['on']: one of auto, on, off"),
     "number for a text": ("return tiny(plan=2)", "plan=2: text"),
     "long": ("return tiny(runs=[0] * 10**6)", "runs=[0, 0, 0, 0, 0, 0, ...]: text"),
     "missing": ("return Recipe(name='x')", "TypeError: Recipe.__init__() missing"),

@@ -26,16 +26,10 @@ def recipe(recipe) -> Recipe:
         ("tp4_zero1 | tp2_zero1 | tp2", 8, "tp4_zero1", "dp2_tp4_zero1"),
         ("tp4_zero1|tp2_zero1|tp2", 6, "tp2_zero1", "dp3_tp2_zero1"),
         ("tp4_zero1 | tp2", 7, "tp2", "dp3_tp2"),  # 6 of 7: tp4 fits only 4
-        ("tp4_zero1 | tp2", 4, "tp4_zero1", "tp4"),
-        ("tp4_zero1 | tp2", 3, "tp2", "tp2"),
         ("dp8 | dp", 8, "dp", "dp6"),  # 12 micro-batches cannot be shared among 8
         ("dp4 | dp2 | single", 3, "dp2", "dp2"),
-        ("dp4 | dp2 | single", 1, "single", "single"),
-        ("dp4 | dp2 | single", 9, "dp4", "dp4"),
         ("single | dp", 5, "dp", "dp4"),
-        ("single | dp", 1, "single", "single"),
         ("wide | tp2", 5, "wide", "tp4_sp"),
-        ("wide | tp2", 2, "tp2", "tp2"),
         ("tp3 | dp", 3, "dp", "dp3"),  # tp=3 does not divide the heads
         ("pp4 | pp2", 16, "pp4", "dp3_pp4"),  # 4 replicas would leave the schedule too few micro-batches
         ("zero3 | dp", 4096, "zero3", "dp12_zero3"),
@@ -106,16 +100,11 @@ def test_each_alternative_that_is_not_chosen_has_its_reason(recipe):
     assert batch.explain()[0].startswith("tp2 fits 2 of 6 processes: global_batch_size=10 cannot be split")
 
 
-@pytest.mark.parametrize(
-    "plan, world, words",
-    [
-        ("tp4 | tp2", 1, "'tp4 | tp2' fits 1 process or fewer; tp4: the plan tp4 needs tp=4 = 4 .* start 4 "),
-        ("tp3 | tp48", 50, "tp3: model.num_heads=4 cannot be split over tp=3"),
-    ],
-)
-def test_where_nothing_fits_one_sentence_gives_the_reason_of_the_first(recipe, plan, world, words):
-    with pytest.raises(UserError, match=words):
-        replace(recipe, plan=plan).choose_plan(world)
+def test_where_nothing_fits_one_sentence_gives_the_reason_of_the_first(recipe):
+    with pytest.raises(UserError, match=r"'tp4 \| tp2' fits 1 process or fewer; tp4: the plan tp4 .* start 4 "):
+        replace(recipe, plan="tp4 | tp2").choose_plan(1)
+    with pytest.raises(UserError, match=r"tp3: model\.num_heads=4 cannot be split over tp=3"):
+        replace(recipe, plan="tp3 | tp48").choose_plan(50)
 
 
 @pytest.mark.parametrize(

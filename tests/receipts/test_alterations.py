@@ -10,7 +10,8 @@ from dtgpt.receipts.audit import audit
 from tests.support.altered_runs import ALTERATIONS
 from tests.support.audits import audited, tiny, train_with_receipts
 
-pytestmark = pytest.mark.slow(50)
+BY_TWO = {"a gradient": "dp2", "a weight and its receipt": "pp2"}  # each rank holds a part, whose findings are joined
+pytestmark = pytest.mark.slow(7)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +43,16 @@ def test_is_found(run, name):
         first = next((problem for problem in problems if altered.named in problem["said"]), problems[0])
     else:
         assert audit(run, None, 1, "single", None, None)["status"] == 0, "the files show it already"
-        first = audit(run, altered.step_to_audit, 1, "dp2", None, None)["steps"]["first_difference"]
+        plan = BY_TWO.get(name, "single")
+        first = audit(run, altered.step_to_audit, 1, plan, None, None)["steps"]["first_difference"]
     assert (first["kind"], first["step"]) == (altered.kind, altered.step), first
     assert altered.named in first["said"], first
+    if name == "a weight and its receipt":
+        assert ", by " in first["said"], "only the second rank holds it"
 
 
 def test_nothing_is_found_where_nothing_is_altered(run):
     assert audit(run, None, 1, "single", None, None) == {"version": 1, "run": str(run), "problems": [], "status": 0}
     for plan in ("single", "dp2", "pp2"):
-        found = audit(run, 4, 3, plan, None, None)
+        found = audit(run, 4, 2, plan, None, None)
         assert (found["status"], found["steps"]["verdict"], found["steps"]["checkpoint"]) == (0, "equal", 2)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,11 +19,12 @@ from dtgpt.receipts.config import ReceiptsConfig
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support.altered_runs import checkpoint
-from tests.support.audits import audited, recipe_of_sums, tiny, train_with_receipts
-from tests.support.ranks import pool
+from tests.support.audits import audited, recipe_of_sums, tiny, train_with_receipts, with_receipts
 from tests.support.runs import newest_run
+from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(60)
+pytestmark = pytest.mark.slow(12)
+EXACT = {"reduce": "exact"}
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,11 @@ def recipe(tmp_path):
     return tiny(tmp_path)
 
 
+def run_of(recipe, steps=6, **options) -> Path:
+    """Return a run of one process, which is made once."""
+    return trained(with_receipts(recipe, steps, **options))
+
+
 def check(run, step=None, steps=1, plan="single"):
     return audit(run, step, steps, plan, None, None)
 
@@ -45,49 +52,43 @@ def lines(run):
     return [{k: v for k, v in line.items() if k != "before"} for line in found if "receipts" not in line]
 
 
-@pytest.mark.parametrize("plan, world", [("dp2", 2), ("zero3", 2), ("pp2", 2)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_lines_do_not_depend_on_the_plan(recipe, plan, world, precision):
-    options = {"reduce": "exact", "precision": precision}
-    one = train_with_receipts(recipe, 4, **options)
-    other = train_with_receipts(recipe, 4, plan, world, **options)
-    assert lines(one) == lines(other)
+@pytest.mark.parametrize("plan, precision", [("dp2", "fp32"), ("zero3", "bf16"), ("pp2", "bf16")])
+def test_lines_do_not_depend_on_the_plan(recipe, plan, precision):
+    other = train_with_receipts(recipe, 4, plan, 2, **EXACT, precision=precision)
+    assert lines(run_of(recipe, 4, **EXACT, precision=precision)) == lines(other)
     assert check(other, 3, 2)["steps"]["verdict"] == "equal"
 
 
 def test_muon(recipe):
-    run = train_with_receipts(recipe, 4, reduce="exact", optimizer=MuonConfig(lr=1e-2))
+    run = train_with_receipts(recipe, 4, **EXACT, optimizer=MuonConfig(lr=1e-2))
     assert check(run)["status"] == 0
     assert check(run, 4, plan="zero2")["steps"]["verdict"] == "equal"
 
 
-@pytest.mark.parametrize("plan", ["dp2", "tp2", "cp2"])
-def test_other_sums_are_within_rounding(recipe, plan):
-    run = train_with_receipts(recipe, 4)
-    found = check(run, 3, 2, plan)["steps"]
-    assert (found["verdict"], found["exact"], len(found["why_not_exact"])) == ("rounding", False, 1)
-    shifted = checkpoint(run, 4)
-    shutil.rmtree(shifted)
+def test_other_sums_are_within_rounding(recipe):
+    run = run_of(recipe)
+    for plan in ("dp2", "tp2", "cp2"):
+        found = check(run, 3, 2, plan)["steps"]
+        assert (found["verdict"], found["exact"], len(found["why_not_exact"])) == ("rounding", False, 1), plan
+    shutil.rmtree(checkpoint(run, 4))
     text = (run / FILE).read_text()
     loss = json.loads(next(line for line in text.splitlines() if '"step": 3' in line))["loss"]
     (run / FILE).write_text(text.replace(repr(loss), repr(loss * 1.001)))
-    found = check(run, 3, 1, plan)["steps"]["first_difference"]
+    found = check(run, 3, 1, "tp2")["steps"]["first_difference"]
     assert (found["kind"], found["step"], found["verdict"]) == ("loss", 3, "fault")
 
 
 def test_a_run_goes_on_with_the_lines_of_one_that_did_not_stop(recipe):
-    whole = train_with_receipts(recipe, 7, reduce="exact")
-    run = train_with_receipts(recipe, 7, reduce="exact", exit_interval=3)
+    run = train_with_receipts(recipe, 6, **EXACT, exit_interval=3)
     assert [line.get("step") for line in lines(run)][-1] is None  # that of the checkpoint at the end
-    options = {"reduce": "exact", "resume": str(run), "plan": "dp2", "world": 2}
-    train_with_receipts(recipe, 7, **options)
+    train_with_receipts(recipe, 6, **EXACT, resume=str(run), plan="dp2", world=2)
     kept = [line for line in lines(run) if line.get("checkpoint") != 3]
-    assert kept == lines(whole)
+    assert kept == lines(run_of(recipe, **EXACT))
     assert check(run)["status"] == 0
     assert check(run, 4, 2)["steps"]["verdict"] == "equal"
 
 
-@pytest.mark.parametrize("interval", [50, 4, 3])
+@pytest.mark.parametrize("interval", [50, 3])
 def test_mean_losses_are_those_of_the_intervals_of_a_run(recipe, interval):
     """The first step and the last one are recorded, too, within an interval that neither of them ends."""
     log = LogConfig(interval=interval, eval_interval=0, sample_tokens=0)
@@ -101,7 +102,7 @@ def test_mean_losses_are_those_of_the_intervals_of_a_run(recipe, interval):
 
 
 def test_lines_that_a_killed_process_did_not_write_are_those_of_its_checkpoint(recipe):
-    run = train_with_receipts(recipe, 6)
+    run = run_of(recipe)
     whole = (run / FILE).read_bytes()
     kept = whole.splitlines(keepends=True)
     torn = next(i for i, line in enumerate(kept) if line.startswith(b'{"step": 4'))
@@ -115,20 +116,19 @@ def test_lines_that_a_killed_process_did_not_write_are_those_of_its_checkpoint(r
 
 
 def test_a_run_is_cut_back_to_an_older_checkpoint(recipe):
-    run = train_with_receipts(recipe, 6)
+    run = run_of(recipe)
     train_with_receipts(recipe, 6, resume=str(checkpoint(run, 2)))
     assert [line["step"] for line in lines(run) if "step" in line] == [1, 2, 3, 4, 5, 6]
     assert sum(line.is_start for line in read_lines(run)) == 2
     assert check(run)["status"] == 0
 
 
-@pytest.mark.parametrize("plan, world", [("single", 1), ("dp2", 2)])
-def test_answers_and_rewards_are_kept_and_given_back(tmp_path, plan, world):
+def test_answers_and_rewards_are_kept_and_given_back(tmp_path):
     recipe = recipe_of_sums(tmp_path, steps=3)
-    run = train_with_receipts(recipe, 3, plan, world, micro_batch_size=recipe.micro_batch_size, reduce="exact")
+    run = train_with_receipts(recipe, 3, "dp2", 2, micro_batch_size=recipe.micro_batch_size, **EXACT)
     assert len((run / ANSWERS).read_text().splitlines()) == 3
     assert check(run)["status"] == 0
-    assert check(run, 3, plan="single")["steps"]["verdict"] == "equal"
+    assert check(run, 3)["steps"]["verdict"] == "equal"
     kept = [json.loads(line) for line in (run / ANSWERS).read_text().splitlines()]
     kept[2]["answers"][0][-1] += 1.0  # a reward
     (run / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -145,24 +145,20 @@ def test_bad_input_is_one_sentence(recipe, tmp_path):
     with pytest.raises(UserError, match=r"plan dp3 has 3 replicas, and a step of .* 4 micro-batches"):
         check(run, 3, plan="dp3")
     text = tmp_path / "text.txt"
-    kept = text.read_text()
-    text.write_text(kept.replace("7", "8"))
-    with pytest.raises(AssertionError, match=r"is not what .* was trained on"):
+    text.write_text(text.read_text().replace("7", "8"))
+    with pytest.raises(UserError, match=r"is not what .* was trained on"):
         check(run, 3)
     text.unlink()
-    with pytest.raises((UserError, AssertionError), match=r"is not here"):
+    with pytest.raises(UserError, match=r"is not here"):
         check(run, 3)
     (run / FILE).unlink()
     with pytest.raises(UserError, match=r"has no receipts.jsonl; train with --receipts.on"):
         check(run)
 
 
-def test_options(recipe):
+def test_receipts_are_written_where_they_are_on(recipe):
     assert apply_overrides(recipe, ["--receipts.on"]).receipts == ReceiptsConfig(on=True)
     with pytest.raises(UserError, match=r"receipts.parts=4 has no effect without receipts; add --receipts.on"):
         replace(recipe, receipts=ReceiptsConfig(parts=4)).validate()
-
-
-def test_a_run_without_receipts_writes_none(recipe):
-    assert pool().run(1, train, replace(recipe, steps=1)) == [0]
+    assert train(replace(recipe, steps=1)) == 0
     assert not (newest_run(recipe) / FILE).exists()

@@ -47,20 +47,25 @@ def recipe_of_sums(folder: Path, steps: int) -> Recipe:
     return replace(recipe, grpo=Sums(group=4, max_new_tokens=3), micro_batch_size=4)
 
 
-def train_with_receipts(
-    recipe, steps: int, plan: str = "single", world: int = 1, parts: int = 2, **values: Any
-) -> Path:
-    """Train, with a checkpoint of every other step, and return the run."""
-    recipe = replace(recipe, **{
+def with_receipts(recipe: Recipe, steps: int, plan: str = "single", parts: int = 2, **values: Any) -> Recipe:
+    """Return a recipe of runs with receipts, and a checkpoint of every other step."""
+    return replace(recipe, **{
         "steps": steps, "plan": plan, "micro_batch_size": 2,
         "receipts": ReceiptsConfig(on=True, parts=parts), "checkpoint": CheckpointConfig(interval=2, keep_last=0),
         "log": LogConfig(interval=1, eval_interval=0, sample_tokens=0), **values,
     })  # fmt: skip
-    assert pool().run(world, train, recipe) == [0] * world
+
+
+def train_with_receipts(
+    recipe: Recipe, steps: int, plan: str = "single", world: int = 1, parts: int = 2, **values: Any
+) -> Path:
+    """Train, with a checkpoint of every other step, and return the run."""
+    recipe = with_receipts(recipe, steps, plan, parts, **values)
+    assert (pool().run(world, train, recipe) if world > 1 else [train(recipe)]) == [0] * world
     return newest_run(recipe)
 
 
 def audited(world: int, words: list[str]) -> dict[str, Any]:
     """Compute steps again as `start_processes` does."""
-    assert pool().run(world, work, words) == [0] * world
+    assert (pool().run(world, work, words) if world > 1 else [work(words)]) == [0] * world
     return json.loads(Path(words[3]).read_text())

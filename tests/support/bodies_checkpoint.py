@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -147,24 +147,31 @@ def save_while_a_rank_is_silent(recipe: Recipe, folder: Path, rank: int) -> list
     return refused
 
 
-def save_without_inodes(recipe: Recipe, folder: Path, rank: int) -> tuple[str, float]:
-    """What a saver that `must` save raises where `rank` can make no file at all, and after how many seconds."""
+def save_without_inodes(recipe: Recipe, folder: Path) -> list[tuple[str, float]]:
+    """For each rank that can make no file at all, what a saver that `must` save raises, and after how many seconds."""
 
     def full(path, *_):
         raise OSError(28, "No space left on device", str(path))
 
-    with open_trainer(recipe) as run, saving_into(recipe, run, folder, timeout=600.0) as saving:
+    with open_trainer(recipe) as run:
         run.train_step()
-        if dist.get_rank() == rank:
-            stack = mock.patch.multiple(save, write_text=full), mock.patch.multiple(host, write_file=full)
-        else:
-            stack = nullcontext(), nullcontext()
-        begin = time.monotonic()
-        with stack[0], stack[1]:
-            try:
-                saving.save(Report(), must=True)
-            except Exception as error:
-                return f"{type(error).__name__}: {error}", time.monotonic() - begin
+        return [
+            _save_without_inodes(recipe, run, folder.with_name(f"{folder.name}-{rank}"), rank, full)
+            for rank in range(run.mesh.world)
+        ]
+
+
+def _save_without_inodes(recipe: Recipe, run: Trainer, folder: Path, rank: int, full: Any) -> tuple[str, float]:
+    mine, begin = dist.get_rank() == rank, time.monotonic()
+    with (
+        saving_into(recipe, run, folder, timeout=600.0) as saving,
+        mock.patch.object(save, "write_text", full if mine else save.write_text),
+        mock.patch.object(host, "write_file", full if mine else host.write_file),
+    ):
+        try:
+            saving.save(Report(), must=True)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - begin
     return "saved", 0.0
 
 

@@ -1,8 +1,8 @@
-"""What ranks do in test_planning.py."""
+"""What ranks do in the tests of planning."""
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtgpt.config.recipe import Recipe
 from dtgpt.train.setup import open_trainer
 from tests.support.one_rank import BuiltRank, describe_built
 
@@ -30,13 +30,16 @@ class Messages(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def messages(recipe) -> dict[str, int]:
-    """How often each kind of collective runs while one rank computes the gradients of a step."""
-    with open_trainer(recipe) as training:
-        training.train_step()
-        with Messages() as seen:
-            training.gradients()
-        return seen.counts
+def messages(recipes: list[Recipe]) -> list[dict[str, int]]:
+    """Of each recipe, how often each kind of collective runs while one rank computes the gradients of a step."""
+    found = []
+    for recipe in recipes:
+        with open_trainer(recipe) as training:
+            training.train_step()
+            with Messages() as seen:
+                training.gradients()
+        found.append(seen.counts)
+    return found
 
 
 def exchanged(recipe) -> tuple[int, int]:
@@ -46,13 +49,10 @@ def exchanged(recipe) -> tuple[int, int]:
         return seen.counts["all_to_all"], seen.exchanged
 
 
-def memory_of_weights(recipe) -> int:
-    """Bytes of weights on this rank."""
-    with open_trainer(recipe) as training:
-        return sum(shard.local.numel() * torch.float32.itemsize for shard in training.shards)
-
-
-def built(recipe) -> BuiltRank:
-    """What this rank of a real process group holds."""
-    with open_trainer(recipe) as training:
-        return describe_built(training.stages, training.shards, training.optimizer.rule, training.settings)
+def built(recipes: list[Recipe]) -> list[BuiltRank]:
+    """What this rank of a real process group holds of each recipe."""
+    found = []
+    for recipe in recipes:
+        with open_trainer(recipe) as training:
+            found.append(describe_built(training.stages, training.shards, training.optimizer.rule, training.settings))
+    return found

@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -32,6 +32,12 @@ def train_until(recipe: Recipe, step: int, rank: int) -> int:
 
     with mock.patch.object(Trainer, "train_step", step_then_signal):
         return train(recipe)
+
+
+def train_whole_and_in_parts(recipe: Recipe, parts: Recipe, stop: int) -> list[int]:
+    """The exit codes of a run, of one in another folder that rank 0 ends at step `stop`, and of its resume."""
+    codes = [train(recipe), train_until(parts, stop, 0)]
+    return [*codes, train(replace(parts, resume="auto"))]
 
 
 def steps_with_an_overflow(recipe: Recipe) -> tuple[list[dict[str, float]], list[bool], int]:
@@ -121,9 +127,10 @@ def train_while_the_folder_goes(recipe: Recipe, step: int) -> str:
             return str(error)
 
 
-def texts_between_steps(recipe: Recipe, sampling: bool) -> tuple[list[str], list[float], list[bool]]:
-    """Texts before the first and after each of two steps, the losses of the steps, and whether each attention core has
-    a cache in the end."""
+def texts_between_steps(case: tuple[Recipe, bool]) -> tuple[list[str], list[float], list[bool]]:
+    """Of a recipe, and whether to generate: texts before the first and after each of two steps, the losses of the
+    steps, and whether each attention core has a cache in the end."""
+    recipe, sampling = case
     from dtgpt.train.texts.generate import generate_text
 
     with open_trainer(recipe) as run:

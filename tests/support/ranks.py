@@ -5,7 +5,7 @@ import faulthandler
 import functools
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -70,6 +70,11 @@ def call(body: bytes, environment: dict[str, str], timeout: float) -> Any:
         raise AssertionError(f"UserError: {error}") from error
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def each(function: Callable, cases: Sequence, *args: Any) -> list:
+    """As the body of one call: what `function(case, *args)` returns of each case, one after the other in one group."""
+    return [function(case, *args) for case in cases]
 
 
 @functools.cache

@@ -17,7 +17,7 @@ def saved(recipe, **checkpoint) -> list[int]:
     return [step_of(folder) for folder in list_checkpoints(newest_run(recipe) / "checkpoints")]
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 def test_a_checkpoint_is_saved_when_interval_or_minutes_is_due(recipe):
     assert saved(recipe, interval=0) == [6]
     assert saved(recipe, interval=4) == [4, 6]

@@ -11,25 +11,20 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.records import read_records
-from dtgpt.train.interval_loss import IntervalLoss
+from dtgpt.train.interval_loss import IntervalLoss, check_interval
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import change_state
-from tests.support.bodies_train import train_until
+from tests.support.bodies_train import train_whole_and_in_parts
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
+from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(26)
+pytestmark = pytest.mark.slow(5)
 
-TIMED = (
-    "tokens_per_second",
-    "seconds_per_step",
-    "eta_seconds",
-    "memory_gib",
-    "tokens_per_second_per_device",
-    "tflops_per_device",
-)
+TIMED = ("tokens_per_second", "seconds_per_step", "eta_seconds", "memory_gib", "tokens_per_second_per_device",
+         "tflops_per_device")  # fmt: skip
 
 
 @pytest.fixture
@@ -43,8 +38,7 @@ def records(run) -> list[dict]:
 
 
 def single_steps(recipe) -> dict[int, float]:
-    train(change(recipe, log={"interval": 1}, name="single"))
-    return losses(max(newest_run(recipe).parent.glob("single-*")))
+    return losses(trained(change(recipe, log={"interval": 1}, name="single")))
 
 
 def test_a_record_has_the_mean_of_its_interval_and_the_loss_of_its_step(recipe, capsys):
@@ -60,54 +54,35 @@ def test_a_record_has_the_mean_of_its_interval_and_the_loss_of_its_step(recipe, 
 
 @pytest.mark.parametrize(
     "plan, stop",
-    [
-        ("single", 2),
-        ("single", 5),
-        ("dp2", 5),
-        ("pp2", 5),
-        *(pytest.param(plan, 5, marks=pytest.mark.long) for plan in ("tp2", "dp2_zero2", "dp3")),
-    ],
+    [("single", 2), ("dp2", 5), ("pp2", 5)]
+    + [pytest.param(plan, 5, marks=pytest.mark.long) for plan in ("tp2", "dp2_zero2", "dp3")],
 )
 def test_a_resumed_run_has_the_records_of_an_uninterrupted_one_bitwise(recipe, tmp_path, plan, stop):
-    """Stopped by a signal within an interval."""
-    recipe = change(recipe, plan=plan, global_batch_size=12 if plan == "dp3" else 8, steps=8, log={"interval": 3})
-    world = parse_plan(plan).world
-    assert pool().run(world, train, recipe) == [0] * world
-    whole = newest_run(recipe)
-    halves = change(recipe, runs=str(tmp_path / "halves"))
-    assert pool().run(world, train_until, halves, stop, 0) == [128 + 15] * world
-    run = newest_run(halves)
-    assert pool().run(world, train, change(halves, resume=str(run))) == [0] * world
-    assert records(run) == records(whole)
+    """Stopped by a signal within an interval: the first one, or the one after."""
+    recipe = change(recipe, plan=plan, global_batch_size=12 if plan == "dp3" else 8, steps=6, log={"interval": 3})
+    world, parts = parse_plan(plan).world, change(recipe, runs=str(tmp_path / "parts"))
+    codes = pool().run(world, train_whole_and_in_parts, recipe, parts, stop)
+    assert codes == [[0, 128 + 15, 0]] * world
+    assert records(newest_run(parts)) == records(newest_run(recipe))
 
 
-def test_a_run_of_fewer_steps_that_goes_on_has_the_same_records_too(recipe, tmp_path):
-    """But for that of the step that was the last."""
-    train(recipe)
-    whole = records(newest_run(recipe))
-    train(change(recipe, steps=7, runs=str(tmp_path / "halves")))
-    run = tmp_path / "halves" / "test-001"
-    train(change(recipe, resume=str(run)))
-    assert [r for r in records(run) if r["step"] != 7] == whole
-
-
-def test_another_plan_goes_on_with_the_interval(recipe):
-    train(recipe)
-    whole = losses(newest_run(recipe))
-    assert pool().run(2, train_until, change(recipe, plan="dp2"), 8, 0) == [128 + 15] * 2
-    run = newest_run(recipe)
-    assert train(change(recipe, plan="single", resume=str(run))) == 0
-    assert losses(run) == {step: pytest.approx(loss, rel=1e-5) for step, loss in whole.items()}
+def test_a_run_of_fewer_steps_goes_on_with_the_interval_also_under_another_plan(recipe):
+    """With the same records but for that of the step that was the last."""
+    whole = records(trained(recipe))
+    parts, other = trained(recipe, steps=7), trained(recipe, steps=7)
+    train(change(recipe, resume=str(parts)))
+    assert [r for r in records(parts) if r["step"] != 7] == whole
+    assert pool().run(2, train, change(recipe, plan="dp2", resume=str(other))) == [0, 0]
+    expected = {r["step"]: pytest.approx(r["loss"], rel=1e-5) for r in whole}
+    assert {step: loss for step, loss in losses(other).items() if step != 7} == expected
 
 
 def test_a_checkpoint_of_an_older_version_begins_an_interval(recipe):
-    train(change(recipe, steps=7))
-    run = newest_run(recipe)
+    run = trained(recipe, steps=7)
     folder = run / "checkpoints" / "step_00000007"
     state = json.loads((folder / "state.json").read_text())
     assert state["interval_loss"]["steps"] == 2
     del state["interval_loss"]
-    (folder / "state.json").write_text("{}")
     (folder / "state.json").write_text(json.dumps(state))
     change_state(folder, {})
     train(change(recipe, resume=str(run)))
@@ -115,23 +90,22 @@ def test_a_checkpoint_of_an_older_version_begins_an_interval(recipe):
     assert losses(run)[10] == pytest.approx(sum(steps[i] for i in (8, 9, 10)) / 3, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "saved",
-    [5, {}, {"sum": "a", "copies": 1, "steps": 1}, {"sum": 1.0, "copies": 0, "steps": 1}]
-    + [{"sum": 1.0, "copies": 1, "steps": n} for n in (-1, True, 1.5, "1")],
-)
-def test_a_state_whose_interval_is_none_is_refused(recipe, saved, capsys):
+def test_a_state_whose_interval_is_none_is_refused(recipe, capsys):
     """The run goes on from the checkpoint before it; where there is none, it is refused."""
-    train(change(recipe, steps=2, checkpoint={"interval": 1}))
-    run = newest_run(recipe)
-    change_state(run / "checkpoints" / "step_00000002", {"interval_loss": saved})
+    run = trained(recipe, steps=2, checkpoint={"interval": 1})
+    change_state(run / "checkpoints" / "step_00000002", {"interval_loss": 5})
     train(change(recipe, steps=3, resume=str(run)))
     told = capsys.readouterr().err
     assert "step_00000002/state.json is damaged" in told and "going on from the checkpoint before it" in told
     assert list(losses(run)) == [1, 3]
-    change_state(run / "checkpoints" / "step_00000003", {"interval_loss": saved})
+    change_state(run / "checkpoints" / "step_00000003", {"interval_loss": 5})
     with pytest.raises(UserError, match=r"state\.json is damaged"):
         train(change(recipe, steps=4, resume=str(run / "checkpoints" / "step_00000003")))
+    check_interval({"interval_loss": {"sum": 1.0, "copies": 1, "steps": 0}})
+    wrong = [5, {}, {"sum": "a", "copies": 1, "steps": 1}, {"sum": 1.0, "copies": 0, "steps": 1}]
+    for saved in wrong + [{"sum": 1.0, "copies": 1, "steps": n} for n in (-1, True, 1.5, "1")]:
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            check_interval({"interval_loss": saved})
 
 
 def test_a_loss_between_two_records_that_is_no_number_is_noticed(recipe, monkeypatch):

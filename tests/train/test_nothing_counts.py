@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import LossScaleConfig
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.job import prepare
@@ -20,10 +19,10 @@ from dtgpt.util.errors import UserError
 from tests.support.bodies_grpo import Low
 from tests.support.bodies_train import steps_and_changes
 from tests.support.chats import write_tokenizer
-from tests.support.ranks import pool
+from tests.support.ranks import each, pool
 from tests.support.runs import change, losses, newest_run
 
-pytestmark = pytest.mark.slow(12)
+pytestmark = pytest.mark.slow(3)
 
 END, BATCH, LENGTH = 256, 8, 16  # of the tokens of bytes, and of the recipe
 
@@ -48,7 +47,7 @@ def masked(recipe, tmp_path):
     return change(recipe, model={"dropout": 0.0}, steps=4, data=data, log=log)
 
 
-PLANS = {"single": 4, "dp2_zero3": 2, "tp2_sp": 8, "pp2": 2, "cp2": 4}
+PLANS = {"dp2_zero3": 2, "tp2_sp": 8, "pp2": 2, "cp2": 4}  # with their micro-batches
 
 
 def test_a_step_without_a_counted_token_is_none_under_every_plan(masked, tmp_path):
@@ -58,14 +57,13 @@ def test_a_step_without_a_counted_token_is_none_under_every_plan(masked, tmp_pat
     np.delete(tokens, slice(BATCH * LENGTH, 2 * BATCH * LENGTH)).tofile(path)
     less = steps_and_changes(change(masked, data={"path": path}), 3)
     assert less.moved == [True] * 3 and less.updates == 3
-    for plan, size in PLANS.items():
-        given = replace(masked, plan=plan, micro_batch_size=size)
-        found = pool().run(parse_plan(plan).world, steps_and_changes, given, 4)
-        for rank in found:
-            assert rank.moved == [True, False, True, True] and rank.updates == 3, plan
-            assert rank.losses[1] == 0 and rank.rates[2] == less.rates[1]
-            others = [rank.losses[step] for step in (0, 2, 3)]
-            assert others == (less.losses if plan == "single" else pytest.approx(less.losses, abs=1e-5)), plan
+    cases = [replace(masked, plan=plan, micro_batch_size=size) for plan, size in PLANS.items()]
+    (first, second) = pool().run(2, each, steps_and_changes, cases, 4)
+    for plan, found in zip(["single", *PLANS, *PLANS], [steps_and_changes(masked, 4), *first, *second], strict=True):
+        assert found.moved == [True, False, True, True] and found.updates == 3, plan
+        assert found.losses[1] == 0 and found.rates[2] == less.rates[1]
+        others = [found.losses[step] for step in (0, 2, 3)]
+        assert others == (less.losses if plan == "single" else pytest.approx(less.losses, abs=1e-5)), plan
 
 
 @pytest.mark.cuda
@@ -94,11 +92,7 @@ def test_neither_the_loss_scale_nor_outliers_take_note_of_it(masked, changes):
 def test_an_empty_step_leaves_a_scale_as_it_is():
     from dtgpt.optim.fp16.loss_scale import LossScaler
 
-    scaler, no, yes = (
-        LossScaler(torch.device("cpu"), LossScaleConfig(window=2)),
-        torch.tensor(False),
-        torch.tensor(True),
-    )
+    scaler, no, yes = LossScaler(torch.device("cpu"), LossScaleConfig(window=2)), *map(torch.tensor, (False, True))
     scaler.follow(no, no)
     before = scaler.state()
     scaler.follow(no, no, yes)
@@ -226,11 +220,10 @@ def test_equal_rewards_have_no_advantage_at_all():
         assert found[:3].tolist() == [0.0] * 3 and (found[3:] != 0).all()
 
 
-@pytest.mark.parametrize("plan", ["single", "dp2"])
-def test_a_step_of_groups_without_signal_is_none(recipe, plan):
+def test_a_step_of_groups_without_signal_is_none(recipe):
     grpo = change(
-        recipe, model={"dropout": 0.0}, grpo=Same(group=4, max_new_tokens=6), steps=3, plan=plan,
+        recipe, model={"dropout": 0.0}, grpo=Same(group=4, max_new_tokens=6), steps=3, plan="dp2",
         log={"sample_tokens": 0, "eval_interval": 0},
     )  # fmt: skip
-    for found in pool().run(parse_plan(plan).world, steps_and_changes, grpo, 3):
+    for found in pool().run(2, steps_and_changes, grpo, 3):
         assert found.moved == [True, False, False] and found.updates == 1

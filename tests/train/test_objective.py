@@ -16,7 +16,7 @@ from dtgpt.train.loop import train
 from dtgpt.train.objective import LanguageModel, objective_of
 from dtgpt.util.errors import UserError
 from tests.support.example_objective import SmoothingConfig, SmoothingRecipe, in_use, train_smoothed
-from tests.support.ranks import pool
+from tests.support.ranks import each, pool
 from tests.support.runs import change, newest_run
 
 STEPS = 3
@@ -28,14 +28,15 @@ def smoothed(recipe):
     return change(SmoothingRecipe(**values, smoothing=SmoothingConfig(share=0.25)), micro_batch_size=2)
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow(2)
 def test_an_objective_in_one_file_follows_one_process_under_every_plan(smoothed):
     losses, held_out, totals = train_smoothed(smoothed, STEPS)
     assert losses[-1] < losses[0] and totals[0] == 8 * 16
     plain = train_smoothed(replace(smoothed, smoothing=SmoothingConfig(share=1e-9)), 1)
     assert plain[0][0] != losses[0]
-    for plan in ("dp2", "tp2", "pp2", "cp2"):
-        for found in pool().run(2, train_smoothed, replace(smoothed, plan=plan), STEPS):
+    plans = "dp2", "tp2", "pp2", "cp2"
+    for ranks in pool().run(2, each, train_smoothed, [replace(smoothed, plan=plan) for plan in plans], STEPS):
+        for plan, found in zip(plans, ranks, strict=True):
             assert found[0] == pytest.approx(losses, abs=2e-6), plan
             assert found[1] == pytest.approx(held_out, abs=2e-6), plan
             assert found[2] == pytest.approx(totals, rel=1e-5), plan

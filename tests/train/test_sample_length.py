@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.config.plan_choice import parse_plan
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.planning.memory import memory_of
@@ -14,14 +13,14 @@ from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support import bodies_architecture
-from tests.support.ranks import pool
+from tests.support.ranks import each, pool
 from tests.support.runs import newest_run
 
 LLAMA = LlamaConfig(
     num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, seq_length=8,
     vocab_size=257, dropout=0.1,
 )  # fmt: skip
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture
@@ -31,35 +30,27 @@ def short(recipe):
     return replace(recipe, model=model, seq_length=8, micro_batch_size=2, global_batch_size=8, plan="single")
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return {}
+@pytest.mark.slow(3)
+def test_every_plan_follows_one_process(short):
+    short = replace(short, global_batch_size=4)
+    expected, reference = bodies_architecture.train_other(short, STEPS)[:2]
+    cases = [replace(short, plan=plan) for plan in ("dp2_zero3", "tp2_sp", "pp2_zbv")]
+    for losses, weights, *_ in pool().run(2, each, bodies_architecture.train_other, cases, STEPS)[0]:
+        assert losses == pytest.approx(expected, rel=1e-6)
+        for name, whole in weights.items():
+            torch.testing.assert_close(whole, reference[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow(5)
-@pytest.mark.parametrize("plan", ["dp2_zero3", "tp2_sp", "tp2_pp2", "pp2_zbv"])
-def test_every_plan_follows_one_process(short, reference, plan):
-    if not reference:
-        reference["losses"], reference["weights"] = bodies_architecture.train_other(short, STEPS)[:2]
-    results = pool().run(parse_plan(plan).world, bodies_architecture.train_other, replace(short, plan=plan), STEPS)
-    losses, weights = results[0][:2]
-    assert losses == pytest.approx(reference["losses"], rel=1e-6)
-    for name, whole in weights.items():
-        torch.testing.assert_close(whole, reference["weights"][name], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow(5)
-@pytest.mark.parametrize("plan", ["single", "tp2_sp", "pp2"])
-def test_positions_that_no_sample_has_change_no_bit(recipe, plan):
+@pytest.mark.slow(2)
+def test_positions_that_no_sample_has_change_no_bit(recipe):
     """Of a model that does not learn them: samples, masks, messages and sums are those of a model without them."""
-    made = replace(recipe, model=LLAMA, micro_batch_size=2, global_batch_size=8, plan=plan)
+    made = replace(recipe, model=LLAMA, micro_batch_size=2, global_batch_size=4)
     longer = replace(made, model=replace(LLAMA, seq_length=32), seq_length=8)
-    world = parse_plan(plan).world
-    (losses, weights, *_), (expected, whole, *_) = (
-        pool().run(world, bodies_architecture.train_other, each, STEPS)[0] for each in (longer, made)
-    )
-    assert losses == expected
-    assert all(torch.equal(weights[name], whole[name]) for name in whole)
+    cases = [replace(recipe, plan=plan) for plan in ("tp2_sp", "pp2") for recipe in (made, longer)]
+    found = pool().run(2, each, bodies_architecture.train_other, cases, STEPS)[0]
+    for (losses, weights, *_), (expected, whole, *_) in (found[:2], found[2:]):
+        assert losses == expected
+        assert all(torch.equal(weights[name], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize("plan", ["tp2_sp", "pp2", "dp2_zero3"])

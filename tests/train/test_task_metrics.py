@@ -15,8 +15,9 @@ from dtgpt.util.errors import UserError
 from tests.support import bodies_train as bodies
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, on_cuda, training
+from tests.support.trained import trained
 
-pytestmark = pytest.mark.slow(10)
+pytestmark = pytest.mark.slow(4)
 
 ENDINGS = ["makes one.", "makes two of them.", "is", "makes three or more."]
 
@@ -33,7 +34,7 @@ def files(tmp_path):
 def recipe(recipe, files):
     tasks = f"hellaswag:{files}/hs.jsonl 'lambada:{files}/my lambada.txt'"
     log = {"eval_tasks": tasks, "eval_interval": 2, "sample_tokens": 0, "eval_tasks_interval": None}
-    return change(recipe, steps=5, log=log, model={"num_layers": 4, "seq_length": 32}, micro_batch_size=2)
+    return change(recipe, steps=3, log=log, model={"num_layers": 2, "seq_length": 32}, micro_batch_size=2)
 
 
 def measured(trainer, interrupted=lambda: False):
@@ -61,18 +62,18 @@ def test_a_run_measures_its_tasks_and_loses_no_bit(recipe, files, capsys):
     assert train(recipe) == 0
     run, out = newest_run(recipe), capsys.readouterr().out
     found = figures(run)
-    assert list(found) == [2, 4, 5]
-    assert list(found[5]) == [
+    assert list(found) == [2, 3]
+    assert list(found[3]) == [
         "hellaswag/acc_norm", "hellaswag/acc", "lambada/acc", "lambada/correct", "lambada/ppl"
     ]  # fmt: skip
-    assert f"step 4: hellaswag: acc_norm {found[4]['hellaswag/acc_norm']:.4f}  acc" in out
+    assert f"step 2: hellaswag: acc_norm {found[2]['hellaswag/acc_norm']:.4f}  acc" in out
     output = files / "eval.json"
     words = ["--task", "lambada", "hellaswag", "--data", f"{files}/my lambada.txt", f"{files}/hs.jsonl"]
     assert command([str(run), *words, "--output", str(output), "--device", "cpu"]) == 0
     for result in json.loads(output.read_text())["results"]:
         for name, value in result["metrics"].items():
             if not name.endswith("_stderr"):
-                assert found[5][f"{result['task']}/{name}"] == pytest.approx(value, rel=1e-5)
+                assert found[3][f"{result['task']}/{name}"] == pytest.approx(value, rel=1e-5)
     assert train(change(recipe, log={"eval_tasks": None})) == 0
     assert losses(newest_run(recipe)) == losses(run)
     assert not figures(newest_run(recipe))
@@ -80,23 +81,22 @@ def test_a_run_measures_its_tasks_and_loses_no_bit(recipe, files, capsys):
 
 def test_a_plan_has_the_same_figures(recipe):
     recipe = change(recipe, log={"eval_tasks_interval": 0})
-    assert train(recipe) == 0
-    alone = figures(newest_run(recipe))
-    assert list(alone) == [5]
+    alone = figures(trained(recipe))
+    assert list(alone) == [3]
     assert pool().run(4, bodies.train_until, change(recipe, plan="tp2_sp_pp2"), -1, 0) == [0] * 4
-    assert figures(newest_run(recipe))[5] == pytest.approx(alone[5], rel=1e-3)
+    assert figures(newest_run(recipe))[3] == pytest.approx(alone[3], rel=1e-3)
 
 
 def test_a_run_that_was_killed_before_its_tasks_measures_them_when_it_goes_on(recipe, capsys):
-    assert train(recipe) == 0
-    run = newest_run(recipe)
-    expected = figures(run)[5]
+    recipe = change(recipe, log={"eval_tasks_interval": 0})
+    run = trained(recipe)
+    expected = figures(run)[3]
     kept = [line for line in (run / "metrics.jsonl").read_text().splitlines() if "hellaswag" not in line]
     (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept))
     capsys.readouterr()
     assert train(change(recipe, resume=str(run))) == 0
     assert "left to do: tasks" in capsys.readouterr().out
-    assert figures(run)[5] == expected
+    assert figures(run)[3] == expected
     assert train(change(recipe, resume=str(run))) == 0
     assert "nothing is left to do" in capsys.readouterr().out
 
