@@ -2,7 +2,7 @@
 
     python benchmarks/planted_faults.py results.jsonl                # all that are not in the file yet: an hour
     python benchmarks/planted_faults.py results.jsonl --only ramp    # whose names contain the word
-    python benchmarks/planted_faults.py results.jsonl --table        # as in docs/planted_faults.md
+    python benchmarks/planted_faults.py results.jsonl --table        # as in benchmarks/notes/planted_faults.md
     python benchmarks/planted_faults.py gate.jsonl --gate            # does dtgpt compare name the module? 15 minutes
 
 For each fault run the quick tests (`pytest -m quick`) up to the first that fails, and random cases (`dtgpt compare
