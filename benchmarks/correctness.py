@@ -1,8 +1,9 @@
-"""Measure how far each plan is from one process: losses, gradients and weights, for the table of docs/correctness.md.
+"""Measure how far each plan is from one process: losses, gradients and weights, for the tables of docs/correctness.md.
 
     python benchmarks/correctness.py RESULTS.jsonl                        # plans of 2 ranks on 2 GPUs
     python benchmarks/correctness.py RESULTS.jsonl --device cpu --ranks 4 # plans of 4 ranks through gloo
-    python benchmarks/correctness.py RESULTS.jsonl --table                # rows of the table, from the results
+    python benchmarks/correctness.py RESULTS.jsonl --table                # a row for each plan, from the results
+    python benchmarks/correctness.py RESULTS.jsonl --summary              # the rows of docs/correctness.md
     python benchmarks/correctness.py RESULTS.jsonl --picture docs/correctness.png
 
 A case is what `dtgpt compare` does for one plan, and has the command that repeats it. Here all cases run in processes
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from correctness_report import PICTURE, draw, table
+from correctness_report import PICTURE, draw, summary, table
 from torch import Tensor
 
 from dtgpt.compare.fuzz.pool import Pool, PoolJob
@@ -247,10 +248,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="end after so many, with what was measured")
     parser.add_argument("--only", nargs="*", default=[], help="measure cases whose options contain all of these words")
     parser.add_argument("--table", action="store_true", help="print the table of the results")
+    parser.add_argument("--summary", action="store_true", help="print the largest differences of all plans")
     parser.add_argument("--picture", type=Path, help="draw the picture of the results")
     args = parser.parse_args()
-    if args.table:
-        print(table(list(done(args.results).values())))
+    if args.table or args.summary:
+        print((summary if args.summary else table)(list(done(args.results).values())))
     elif args.picture:
         draw(list(done(args.results).values()), args.picture)
     else:

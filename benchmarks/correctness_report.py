@@ -1,5 +1,6 @@
-"""The table and the picture of docs/correctness.md, from the results of correctness.py."""
+"""The tables and the picture of docs/correctness.md, from the results of correctness.py."""
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ HEIGHTS = {"fp32": 4e-7, "bf16": 3e-3}  # of the labels, above the curves
 FIGURES = ("loss", "first_gradient", "last_gradient", "weight", "travel")
 HEAD = ("plan", "model", "precision", "steps", "captured", "recompute", "loss", "first gradient", "last gradient",
         "weight", "of the way", "command")  # fmt: skip
+SUMMARY = ("precision", "runs", *HEAD[6:11])
 Result = dict[str, Any]
 
 
@@ -28,6 +30,25 @@ def table(results: list[Result]) -> str:
     for same in rows.values():
         lines += [f"| {' | '.join(row)} |" for row in merged(same)]
     return "\n".join(lines)
+
+
+def summary(results: list[Result]) -> str:
+    """Return the rows of docs/correctness.md: for each precision the largest figures of all plans and models, and those
+    of one process that rounds in another way."""
+    groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for result in sorted(results, key=lambda r: (r["precision"] != "fp32", r["label"])):
+        if is_row(result) and result["label"] != "one process":
+            groups[result["precision"], result["label"]].append(result)
+    lines = [f"| {' | '.join(SUMMARY)} |", "|---" * len(SUMMARY) + "|"]
+    for (precision, label), some in groups.items():
+        runs = label or f"{len({result['plan'] for result in some})} plans"
+        cells = [precision, runs, *(short(max(r.get(key, math.inf) for r in some)) for key in FIGURES)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def short(value: float) -> str:
+    return f"{value:.0e}".replace("e-0", "e-").replace("e+00", "")
 
 
 def is_row(result: Result) -> bool:
@@ -55,8 +76,7 @@ def row(same: list[Result]) -> list[str]:
     captured = words({result["graph"] for result in same}, {"auto": "-" if on_cpu(first) else "yes", "off": "no"})
     recompute = words({result["recompute"] for result in same}, {"none": "none", "full": "full"})
     plan = first["label"] or f"`{first['plan']}`"
-    found = [first["problem"], *[""] * 4] if "problem" in first else [f"{first[key]:.0e}" for key in FIGURES]
-    found = [value.replace("e-0", "e-").replace("e+00", "") for value in found]
+    found = [first["problem"], *[""] * 4] if "problem" in first else [short(first[key]) for key in FIGURES]
     known = [plan, first["family"], first["precision"], str(first["steps"]), captured, recompute]
     return [*known, *found, command(first)]
 

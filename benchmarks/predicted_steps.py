@@ -1,4 +1,4 @@
-"""Recompute the table of docs/planning.md: measured steps of measured_steps.json beside those that dtgpt plan predicts.
+"""Recompute the table of docs/planning.md, case by case: steps of measured_steps.json, and what dtgpt plan predicts.
 
 python benchmarks/predicted_steps.py            # no GPU
 """
@@ -39,9 +39,16 @@ def name_of(case: dict) -> str:
 
 
 def row(case: dict, measured: float, expected: float) -> str:
-    """Return the row of docs/planning.md."""
+    """Return the row of a case."""
     error = f"{expected / measured - 1:+.1%}"
     return f"| {name_of(case)} | {measured * 1e3:,.1f} | {expected * 1e3:,.1f} | {error} | {case['source']} |"
+
+
+def summary(gpu: str, fit: bool, errors: list[float]) -> str:
+    """Return the row of docs/planning.md for the cases of a GPU that gave constants, or for its others."""
+    sizes = [abs(error) for error in errors]
+    which = "gave the constants" if fit else "held out"
+    return f"| {gpu}, {which} | {len(sizes)} | {statistics.median(sizes):.1%} | {max(sizes):.1%} |".replace("%", " %")
 
 
 def published(cases: list[dict]) -> None:
@@ -67,13 +74,13 @@ def main() -> None:
     cases = recorded["cases"]
     for gpu, fit in (("H200", True), ("H200", False), ("H100", False)):
         print(f"\n{gpu}, {'constants come from these' if fit else 'held out'}\n\n{HEADS}")
-        sizes = []
+        errors = []
         for case in cases:
             if case["gpu"] == gpu and case.get("fit", False) == fit:
                 measured, expected = predicted(case)
-                sizes.append(abs(expected / measured - 1))
+                errors.append(expected / measured - 1)
                 print(row(case, measured, expected))
-        print(f"\n{len(sizes)} cases: median {statistics.median(sizes):.1%}, largest {max(sizes):.1%}")
+        print(f"\n{summary(gpu, fit, errors)}")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ REACHED = Rates(
     products=0.745,  # 737 TFLOP/s: steps.md, 345M 47.6 ms for 34.8 TFLOP, Llama 3.2 1B 165 ms for 121.5
     products_fp8=0.63,  # 1,247 TFLOP/s: fp8.md, twelve products of a block, 0.993 ms for 1.24 TFLOP; 24.0 ms in a step
     products_fp32=0.75,  # not measured
-    attention=0.4,  # 396 TFLOP/s in long samples: Llama 3.2 1B at T=32768, docs/long_context.md; 413 to 427 alone
+    attention=0.4,  # 396 TFLOP/s in long samples: Llama 3.2 1B at T=32768, docs/benchmarks.md; 413 to 427 alone
     memory=0.777,  # 3.73 TB/s: steps.md, operations between the matrices of the 345M and of Llama 3.2 1B
     link=0.83,  # 374 GB/s: plans.md, copy engines
     link_kernels=0.44,  # 200 GB/s: plans.md, kernels that gather and scatter 16 MB

@@ -22,7 +22,7 @@ HALF_LENGTH = 610  # tokens of a sample at which attention reaches half of its r
 MASKED = 1.21  # attention with dropout, which draws and reads masks: steps.md, 2.5 of 11.7 ms of the 345M
 SPLIT = 1.45  # blocks under ZBVZeroBubble: PyTorch's own operations; notes/plans.md, 125.0 ms where 1F1B takes 96.3
 QUANTISED = 4  # bytes moved for each element that becomes 8 bits in both orders
-# Bytes of a score [T, T] moved in 16 bits, both ways: by the fused softmax (docs/fused_softmax.md, 0.417 + 0.530 ms for
+# Bytes of a score [T, T] moved in 16 bits, both ways: by the fused softmax (docs/benchmarks.md, 0.417 + 0.530 ms for
 # 537 million), by one of plain PyTorch, and by the six products around either.
 SOFTMAX, PLAIN_SOFTMAX, AROUND = 6.6, 20.0, 12.0
 # Bytes of a score, and kernels, where plain PyTorch draws a mask: counted in `_apply` of `dtgpt.ops.random.dropout`.

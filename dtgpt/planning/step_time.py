@@ -25,7 +25,7 @@ COPIED = {"zero": 20, "replicas": 7}  # bytes moved for each gradient beside its
 # Seconds of the host for each block and micro-batch without CUDA graphs: notes/plans.md, uncaptured steps of the 345M;
 # compiled blocks steps.md.
 HOST = {"compiled": 3.4e-3, "plain": 4.3e-3, "zero": 10.6e-3, "tp": 14.4e-3, "pp": 6.5e-3}
-WHOLE_REACHES = 0.4  # of the rate of products, in an update of whole matrices: docs/optimizers.md, 28 ms of the 345M
+WHOLE_REACHES = 0.4  # of the rate of products, in an update of whole matrices: docs/benchmarks.md, 28 ms of the 345M
 
 
 @dataclass(frozen=True)

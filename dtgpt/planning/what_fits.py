@@ -18,7 +18,7 @@ from dtgpt.util.console import byte_size
 from dtgpt.util.errors import UserError
 
 # Of the device: CUDA's context, NCCL's buffers and what the allocator holds for one stream and cannot give another take
-# the rest. A captured step of 0.898 ran out of memory (docs/long_context.md).
+# the rest. A captured step of 0.898 ran out of memory (benchmarks/notes/planning.md).
 HEADROOM = 0.89
 # Up to so much of the device, blocks keep activations although the step fits without: nearer to its end, less is sure.
 FILLED = 0.8

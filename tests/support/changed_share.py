@@ -3,7 +3,7 @@
     python -m tests.support.changed_share commits 100    # the share of the recorded CPU seconds, commit by commit
     python -m tests.support.changed_share faults         # is the test among them that found a planted fault?
 
-Faults are those of `benchmarks/faults.py`, with the tests that docs/planted_faults.md names.
+Faults are those of `benchmarks/faults.py`, with the tests that benchmarks/notes/planted_faults.md names.
 """
 
 import re
@@ -57,8 +57,8 @@ def print_faults(record: Record) -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from faults import FAULTS
 
-    rows = re.findall(r"(?m)^\| ([^|]+) \| `([^`|]+::[^`]+)`", (ROOT / "docs" / "planted_faults.md").read_text())
-    finders = dict(rows)
+    page = (ROOT / "benchmarks/notes/planted_faults.md").read_text()
+    finders = dict(re.findall(r"(?m)^\| ([^|]+) \| `([^`|]+::[^`]+)`", page))
     found: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         extract("HEAD", folder)
