@@ -72,6 +72,11 @@ def call(body: bytes, environment: dict[str, str], timeout: float) -> Any:
         faulthandler.cancel_dump_traceback_later()
 
 
+def several(calls: list[tuple]) -> list:
+    """What each function returns on this rank, in turn: one group for several bodies, which takes a while to make."""
+    return [function(*args) for function, *args in calls]
+
+
 @functools.cache
 def pool() -> RankPool:
     """The pool of this pytest worker."""
