@@ -188,8 +188,8 @@ def test_names_of_special_tokens_are_not_in_texts(folder, tmp_path):
         own = HarnessModel.create_from_arg_obj({"model": str(path), "device": "cpu"})
         return [model.generate_until(requests, disable_tqdm=True) for model in (own, hf)]
 
-    stops: list[tuple[str, list[str]]] = [("the river", []), (" garden", [" e"]), ("1984", ["zz"])]
-    asked = [(context, {"until": until, "max_gen_toks": 24}) for context, until in stops]
+    stops: dict[str, list[str]] = {"the river": [], " garden": [" e"], "1984": ["zz"], "a river " * 40: []}
+    asked = [(context, {"until": until, "max_gen_toks": 24}) for context, until in stops.items()]
     requests = [Instance("generate_until", {}, arguments, i) for i, arguments in enumerate(asked)]
     plain, stripped = texts(False), texts(True)
     assert plain[0] == plain[1] and stripped[0] == stripped[1]
