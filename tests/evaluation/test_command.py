@@ -25,7 +25,7 @@ from dtgpt.ops.random.philox import root_key
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support import bodies_evaluation as bodies
 from tests.support.hugging_face import hugging_face_twin
-from tests.support.ranks import pool
+from tests.support.ranks import pool, several
 
 pytestmark = pytest.mark.slow(3)
 
@@ -41,7 +41,7 @@ ITEMS = [
     }
     for number in range(9)
 ]  # fmt: skip
-PLANS = {"tp2": 2, "pp2": 2, "dp2": 2, "tp2_pp2": 4}
+PLANS = {2: ("pp2", "dp2"), 4: ("tp2_pp2",)}
 
 
 @pytest.fixture(scope="module")
@@ -162,25 +162,17 @@ def test_figures_are_those_of_an_independent_script(model, data, evaluate):
     assert (found["hellaswag"]["acc"], found["hellaswag"]["acc_norm"]) == oracle.hellaswag()
 
 
-@pytest.mark.parametrize("words, step", [([], 32), (["--overlapping-eval", CONFIG.seq_length], CONFIG.seq_length)])
-def test_windows_of_the_default_overlap_and_of_none(model, data, evaluate, words, step):
-    (result,) = evaluate("--task", "WIKITEXT103", "--data", data / "wiki.txt", *words)[0]["results"]
-    assert result["metrics"]["loss"] == pytest.approx(Oracle(model).wikitext(step)[0], rel=1e-6)
-    assert result["overlapping_eval"] == step and f"{step} tokens from one to the next" in result["procedure"]
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_every_plan_has_the_same_figures(folder, data, tmp_path, plan):
-    words = [str(folder), *map(str, three(data)), "--strict", "--overlapping_eval", "5", "--device", "cpu"]
-    alone, together = tmp_path / "alone.json", tmp_path / "together.json"
-    bodies.evaluate([*words, "--output", str(alone)])
-    assert pool().run(PLANS[plan], bodies.evaluate, [*words, "--output", str(together), "--plan", plan]) == (
-        [0] * PLANS[plan]
-    )
-    expected, found = (json.loads(path.read_text()) for path in (alone, together))
-    assert found["plan"] == plan and found["processes"] == PLANS[plan]
-    for task, figures in metrics(expected).items():
-        assert metrics(found)[task] == pytest.approx(figures, rel=1e-6)
+@pytest.mark.parametrize("world", PLANS)
+def test_every_plan_has_the_same_figures(folder, data, tmp_path, world):
+    words = [str(folder), *map(str, three(data)), "--strict", "--overlapping_eval", "5", "--device", "cpu", "--output"]
+    bodies.evaluate([*words, f"{tmp_path}/single.json"])
+    calls = [(bodies.evaluate, [*words, f"{tmp_path}/{plan}.json", "--plan", plan]) for plan in PLANS[world]]
+    assert pool().run(world, several, calls) == [[0] * len(calls)] * world
+    expected, *rest = (json.loads((tmp_path / f"{plan}.json").read_text()) for plan in ("single", *PLANS[world]))
+    for plan, found in zip(PLANS[world], rest, strict=True):
+        assert found["plan"] == plan and found["processes"] == world
+        for task, figures in metrics(expected).items():
+            assert metrics(found)[task] == pytest.approx(figures, rel=1e-6)
 
 
 def test_without_a_plan_processes_are_replicas(folder, data, tmp_path):
@@ -201,6 +193,8 @@ def test_what_is_printed_and_written(folder, data, evaluate):
     first, second = (one["line"] for one in results["results"][:2])
     assert lines[:3] == ["-" * (len(first) + 1), first, "-" * (len(first) + 1)] and lines[4] == second
     assert results["results"][2]["line"] is None
+    assert results["results"][1]["overlapping_eval"] == 32  # the default
+    assert "32 tokens from one to the next" in results["results"][1]["procedure"]
     assert first.startswith(" validation results on LAMBADA | number correct: ")
     figure = results["results"][2]["metrics"]["acc_norm"]
     assert any(line.split()[:3] == ["hellaswag", "acc_norm", f"{figure:.4f}"] for line in lines)

@@ -54,17 +54,10 @@ def test_a_ping_waits_for_the_answer_of_every_rank():
 
 
 EXAMPLES = (
-    Read([3, 1], [[5, 6, 7], [8]]),
-    Read([0], [list(range(100))], first=4),
-    Begin(1, torch.tensor([-1, 2**62])),
-    Copy([1], [2], 3, []),
-    Copy([1, 2], [4, 5], 3, [[1, 2], [3, 4]]),
-    Assign([7], [9]),
-    Assign([], []),
-    Decode([0, 2], 8, Variant(filters=True, ngram=4, alternatives=2)),
-    Ping(),
-    Release(),
-)
+    Read([3, 1], [[5, 6, 7], [8]]), Read([0], [list(range(100))], first=4), Begin(1, torch.tensor([-1, 2**62])),
+    Copy([1], [2], 3, []), Copy([1, 2], [4, 5], 3, [[1, 2], [3, 4]]), Assign([7], [9]), Assign([], []),
+    Decode([0, 2], 8, Variant(filters=True, ngram=4, alternatives=2)), Ping(), Release(),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", EXAMPLES, ids=lambda command: type(command).__name__)

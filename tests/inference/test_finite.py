@@ -27,7 +27,7 @@ from tests.commands.test_cli import in_process
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support import bodies_inference as bodies
 from tests.support.engines import CPU, drain, engine_of
-from tests.support.ranks import pool
+from tests.support.ranks import pool, several
 from tests.support.requests import make_request
 
 CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=32, vocab_size=257, init_std=0.5)
@@ -55,9 +55,10 @@ def model(folder):
 
 
 @pytest.mark.slow(1)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("changes", [{}, {"choices": 2}, {"search": Beams(width=2)}, {"ids": [1] * 6},
-                                     {"ids": [1] * 7, "score_prompt": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("value, changes", [
+    (math.nan, {}), (math.inf, {}), (-math.inf, {"choices": 2}), (math.nan, {"search": Beams(width=2)}),
+    (math.inf, {"ids": [1] * 6}), (math.nan, {"ids": [1] * 7, "score_prompt": True}),
+], ids=str)  # fmt: skip
 def test_a_request_ends_where_its_logits_are_not_finite_and_others_go_on(value, changes):
     model = broken_model(value)
     good = make_request(ids=[2], sampling=Options(max_new_tokens=4, temperature=0.0))
@@ -101,9 +102,9 @@ def test_scores_and_streams_raise_it_too(model):
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize("plan", ["tp2", "pp2"])
-def test_all_ranks_raise_it_and_go_on(folder, plan):
-    assert pool().run(2, bodies.not_finite, folder, plan) == [[LOGITS] * 3 + [3]] * 2
+def test_all_ranks_raise_it_and_go_on(folder):
+    calls = [(bodies.not_finite, folder, plan) for plan in ("tp2", "pp2")]
+    assert pool().run(2, several, calls) == [[[LOGITS] * 3 + [3]] * 2] * 2
 
 
 def test_weights_are_told_apart_from_what_pads_them(tmp_path):

@@ -172,24 +172,6 @@ def test_stop_strings_end_the_text_and_a_stream_is_the_text(model):
     assert list(model.generate([120], stream=True, **options)) == model.generate([120], **options)
 
 
-def test_a_stream_that_nobody_reads_to_its_end_leaves_the_model_usable(model):
-    expected = model.generate("x", max_new_tokens=20)
-    pieces = model.generate("x", stream=True, max_new_tokens=20)
-    next(pieces)
-    pieces.close()
-    assert model.generate("x", max_new_tokens=20) == expected
-    assert model(torch.tensor([[1, 2]])).shape == (1, 2, 300)
-
-
-def test_a_stream_that_another_call_has_overtaken_says_so(model):
-    pieces = model.generate("x", stream=True, max_new_tokens=20, ends=False)
-    next(pieces)
-    assert model.generate("x", max_new_tokens=3, ends=False)
-    with pytest.raises(UserError, match="read it to its end, or close it first"):
-        list(pieces)
-    assert model.generate("x", max_new_tokens=3, ends=False)
-
-
 def test_two_streams_at_once_do_not_mix(model):
     options = {"max_new_tokens": 20, "ends": False}
     expected = model.generate("yz", **options)
@@ -291,7 +273,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(options=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
 def test_any_value_of_any_option_is_taken_or_refused_in_one_sentence(model, options):
     try:

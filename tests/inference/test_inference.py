@@ -19,23 +19,24 @@ from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import scatter
 from tests.support import bodies_inference as bodies
 from tests.support.programs import TORCHRUN, run_program
-from tests.support.ranks import pool
+from tests.support.ranks import pool, several
 from tests.support.runs import change, newest_run
 from tests.support.sources import TOLERANCE, load_model
 
-pytestmark = pytest.mark.slow(31)
+pytestmark = pytest.mark.slow(16)
 
 CPU = torch.device("cpu")
 LENGTH, VOCABULARY, PROMPT = 16, 1030, [5, 900, 17]
-WORLDS = {"single": 1, "tp2": 2, "tp4": 4, "tp4_sp": 4, "pp2": 2, "pp2_interleaved": 2, "pp2_zbv": 2, "tp2_pp2": 4}
-WORLDS |= {"tp2_pp2_sp": 4, "dp2_zero3": 2, "dp2_tp2": 4, None: 2}
-RARE = {"tp4", "tp4_sp"}  # as with two ranks
+# Settings of training that a plan of inference leaves out are in these: see the notes below. None: as many ranks of tp.
+WORLDS = {None: 2, "pp2_interleaved": 2, "pp2_zbv": 2, "tp2_pp2_sp": 4, "dp2_zero3": 2, "dp2_tp2": 4, "tp4_sp": 4}
+RARE = {"tp4_sp"}  # as with two ranks
+SHARES = {"tp4_sp": 0.3, "tp2_pp2_sp": 0.45, "dp2_tp2": 0.6}  # of the elements, that a rank holds
 
 
 def inputs():
     """Batches of 1 and 3, shorter than the model and as long."""
     generator = torch.Generator().manual_seed(3)
-    shapes = [(1, 1), (3, 1), (3, 10), (1, LENGTH), (3, LENGTH)]
+    shapes = [(1, 1), (3, 10), (3, LENGTH)]
     return [torch.randint(VOCABULARY, shape, generator=generator) for shape in shapes]
 
 
@@ -73,43 +74,56 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("plan", [pytest.param(p, marks=[pytest.mark.long] * (p in RARE)) for p in WORLDS])
-def test_every_rank_has_the_logits_and_the_samples_of_transformers(theirs, folder, plan):
+STREAM = {"max_new_tokens": 9, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def alone(theirs, folder):
+    """What one process generates, without any group."""
+    model = dtgpt.load(str(folder), device="cpu", precision="fp32")
+    assert far(model(inputs()[1]), theirs, inputs()[1]) < TOLERANCE and model.mesh.plan == ResolvedPlan()
+    assert not torch.distributed.is_initialized()
     greedy = theirs.generate(torch.tensor([PROMPT]), max_length=LENGTH, do_sample=False, pad_token_id=0)
-    alone = dtgpt.load(folder, plan="single", device="cpu")
-    samples = [alone.generate(**words) for words in ASKED]
+    samples, stream = [model.generate(**words) for words in ASKED], model.generate(PROMPT, **STREAM)
     assert samples[0] == greedy[0, len(PROMPT) : LENGTH].tolist()
     assert len({tuple(s[:5]) for s in samples[:4]}) == 4 and [len(s) for s in samples[4][2]] == [2, 2]
-    expected = theirs(inputs()[2]).logits.log_softmax(-1)
-    for logits, ours, scores in pool().run(WORLDS[plan], bodies.logits_and_samples, folder, plan, inputs(), ASKED):
-        assert [far(x, theirs, tokens) < TOLERANCE for x, tokens in zip(logits, inputs(), strict=True)] == [True] * 5
+    whole, part = bodies.streamed(folder, None, PROMPT, STREAM, 2)
+    assert (whole, part) == (stream, stream[:2])
+    return samples, stream
+
+
+@pytest.mark.parametrize("plan", [pytest.param(p, marks=[pytest.mark.long] * (p in RARE)) for p in WORLDS])
+def test_every_rank_has_the_logits_and_the_samples_of_transformers(theirs, folder, alone, plan):
+    """In fp32; in bf16 logits are roughly the same, and weights have no masters. A rank holds its own part alone."""
+    expected, counts = theirs(inputs()[1]).logits.log_softmax(-1), []
+    calls = [(bodies.logits_and_samples, folder, plan, inputs(), ASKED), (bodies.held, folder, plan, inputs()[1])]
+    for (logits, ours, scores, count), (narrow, dtypes) in pool().run(WORLDS[plan], several, calls):
+        assert all(far(x, theirs, tokens) < TOLERANCE for x, tokens in zip(logits, inputs(), strict=True))
         assert {x.dtype for x in logits} == {torch.float32}
-        assert ours == samples
-        for score, ids, rows in zip(scores, inputs()[2], expected, strict=True):
+        assert ours == alone[0]
+        for score, ids, rows in zip(scores, inputs()[1], expected, strict=True):
             assert score.ids == ids.tolist()
             assert score.logprobs == pytest.approx(rows[:-1].gather(1, ids[1:, None])[:, 0].tolist(), abs=1e-4)
             assert score.greedy == (rows[:-1].argmax(-1) == ids[1:]).tolist()
+        assert narrow.dtype == torch.bfloat16 and 1e-4 < far(narrow, theirs, inputs()[1]) < 0.05
+        assert dtypes == {torch.bfloat16}
+        counts.append(count)
+    whole = open_source(folder).config.num_parameters
+    assert max(counts) < SHARES.get(plan, 2) * whole and sum(counts) >= whole
 
 
-def test_logits_of_a_vocabulary_that_tp_cuts_unevenly(tmp_path):
+def test_logits_of_few_tokens_which_tp_cuts_unevenly(tmp_path):
     model, tokens = their_model(131, n_embd=24, n_head=3), torch.arange(12).view(2, 6)
     model.save_pretrained(tmp_path)
-    assert [far(x, model, tokens) < TOLERANCE for x in pool().run(3, bodies.logits, tmp_path, "tp3", tokens)] == [
-        True
-    ] * 3
+    for logits in (bodies.logits([tmp_path], None, tokens), *pool().run(3, bodies.logits, [tmp_path], "tp3", tokens)):
+        assert far(logits[0], model, tokens) < TOLERANCE
 
 
-@pytest.mark.parametrize("plan", ["single", "pp2"])
-def test_a_stream_is_the_text_on_every_rank_and_may_be_left(folder, plan):
-    options = {"max_new_tokens": 9, "seed": 3}
-    expected = dtgpt.load(folder, plan="single", device="cpu").generate(PROMPT, **options)
-    for rank, (whole, part) in enumerate(pool().run(WORLDS[plan], bodies.streamed, folder, plan, PROMPT, options, 2)):
-        assert whole == expected
-        assert part == (expected[:2] if rank == 0 else expected[: len(part)]) and 2 <= len(part) < 9
-
-
-def test_processes_that_are_out_of_step_say_so(folder):
-    (first, again), (other, *others) = pool().run(2, bodies.after_a_failure, folder, "pp2", PROMPT)
+def test_a_stream_is_the_text_on_every_rank_and_may_be_left_and_processes_out_of_step_say_so(folder, alone):
+    calls = [(bodies.streamed, folder, "pp2", PROMPT, STREAM, 2), (bodies.after_a_failure, folder, "pp2", PROMPT)]
+    (mine, (first, again)), ((whole, part), (other, *others)) = pool().run(2, several, calls)
+    assert mine == (alone[1], alone[1][:2])
+    assert whole == alone[1] and part == whole[: len(part)] and 2 <= len(part) < 9
     assert first == "the disk is full" and "start all of them again" in other
     assert again.startswith("a process has failed in a call before this one; start all") and others == [again]
 
@@ -124,15 +138,6 @@ def test_what_of_a_plan_concerns_training_alone_is_ignored_with_a_note(plan, wor
     assert (left.zero, left.sequence_parallel, left.world) == (0, False, WORLDS[plan])
 
 
-@pytest.mark.parametrize("plan", ["single", "tp2"])
-def test_a_model_of_few_tokens_is_loaded(tmp_path, plan):
-    small = their_model(131)
-    small.save_pretrained(tmp_path / "gpt2")
-    tokens = torch.randint(131, (2, 9), generator=torch.Generator().manual_seed(1))
-    for logits in pool().run(WORLDS[plan], bodies.logits, tmp_path / "gpt2", plan, tokens):
-        assert far(logits, small, tokens) < TOLERANCE
-
-
 @pytest.fixture
 def recipe(recipe):
     """Of a run whose tokenizer has fewer tokens than the model."""
@@ -141,33 +146,16 @@ def recipe(recipe):
     return change(recipe, model=shape, micro_batch_size=2, steps=2, checkpoint={"interval": 1}, log=quiet)
 
 
-@pytest.mark.parametrize("written, plan", [("single", "tp4"), ("tp2", "pp2"), ("dp2_zero3", "tp2")])
-def test_a_run_and_any_of_its_checkpoints_load_under_another_plan(recipe, written, plan):
-    pool().run(WORLDS[written], train, change(recipe, plan=written))
+def test_a_run_and_any_of_its_checkpoints_load_under_other_plans(recipe):
+    pool().run(2, train, change(recipe, plan="dp2_zero3"))
     run, tokens = newest_run(recipe), torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
-    first = run / "checkpoints" / "step_00000001"
-    expected = {}
-    for path in (run, first):
-        expected[path] = load_model(open_source(path), CPU)(tokens)[..., :VOCABULARY]
-        for logits in pool().run(WORLDS[plan], bodies.logits, path, plan, tokens):
+    paths = [run, run / "checkpoints" / "step_00000001"]
+    expected = [load_model(open_source(path), CPU)(tokens)[..., :VOCABULARY] for path in paths]
+    for plans in pool().run(2, several, [(bodies.logits, paths, plan, tokens) for plan in ("tp2", "pp2")]):
+        for logits, wanted in ((own, wanted) for found in plans for own, wanted in zip(found, expected, strict=True)):
             assert logits.shape == (3, 9, VOCABULARY)
-            assert (logits - expected[path]).abs().max() < TOLERANCE * expected[path].abs().max()
-    assert (expected[run] - expected[first]).abs().max() > 100 * TOLERANCE * expected[run].abs().max()
-
-
-@pytest.mark.parametrize("plan", ["single", "tp4_sp", "tp2_pp2", "dp2_zero3", "pp2_zbv"])
-def test_in_bf16_logits_are_roughly_the_same_and_weights_have_no_masters(theirs, folder, plan):
-    tokens = inputs()[2]
-    for logits, dtypes, _ in pool().run(WORLDS[plan], bodies.held, folder, plan, "bf16", tokens):
-        assert logits.dtype == torch.bfloat16 and 1e-4 < far(logits, theirs, tokens) < 0.05
-        assert dtypes == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("plan, share", [("tp4", 0.3), ("tp2_pp2", 0.45), ("dp2_tp2", 0.6)])
-def test_a_rank_holds_its_own_part_alone(folder, plan, share):
-    whole = open_source(folder).config.num_parameters
-    counts = [count for *_, count in pool().run(WORLDS[plan], bodies.held, folder, plan, "fp32", inputs()[0])]
-    assert max(counts) < share * whole and sum(counts) >= whole
+            assert (logits - wanted).abs().max() < TOLERANCE * wanted.abs().max()
+    assert (expected[0] - expected[1]).abs().max() > 100 * TOLERANCE * expected[0].abs().max()
 
 
 PROGRAM = """
@@ -185,27 +173,13 @@ def test_a_program_that_torchrun_started_needs_no_process_group_of_its_own(their
         assert far(torch.load(tmp_path / f"{rank}.pt"), theirs, torch.arange(5)[None]) < TOLERANCE
 
 
-def test_a_process_alone_loads_without_any_group(theirs, folder):
-    model = dtgpt.load(str(folder), device="cpu", precision="fp32")
-    assert far(model(inputs()[2]), theirs, inputs()[2]) < TOLERANCE and model.mesh.plan == ResolvedPlan()
-    assert not torch.distributed.is_initialized()
-
-
 def check_sentence(said, *words):
     assert "\n" not in said and all(word in said for word in words), said
     assert ";" in said or ": " in said, said  # a remedy
 
 
-@pytest.mark.parametrize("plan", ["single", "tp2_pp2", "tp4_sp"])
-def test_inputs_that_the_model_cannot_see_are_refused_on_every_rank(folder, plan):
-    wrong = [torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, LENGTH + 1, dtype=torch.int64)]
-    for empty, long in pool().run(WORLDS[plan], bodies.refused_inputs, folder, plan, wrong, []):
-        check_sentence(empty, "0 tokens", f"1 to {LENGTH}")
-        check_sentence(long, f"{LENGTH + 1} tokens", f"1 to {LENGTH}")
-
-
-@pytest.mark.parametrize("plan", ["single", "tp2"])
-def test_a_wrong_prompt_or_option_is_the_same_sentence_on_every_rank(folder, plan):
+@pytest.mark.parametrize("plan, world", [("single", 1), ("tp2", 2), ("pp2", 2)])
+def test_wrong_inputs_prompts_and_options_are_the_same_sentence_on_every_rank(folder, plan, world):
     long = list(range(LENGTH + 9))
     wrong = [
         ({"prompts": []}, ["prompt is empty"]), ({"prompts": [[5], []]}, ["prompt is empty"]),
@@ -231,44 +205,49 @@ def test_a_wrong_prompt_or_option_is_the_same_sentence_on_every_rank(folder, pla
         ({"prompts": PROMPT, "stream": True, "details": True}, ["stream=True", "leave details"]),
         ({"prompts": [PROMPT], "stream": True}, ["stream=True", "one prompt"]),
     ]  # fmt: skip
-    for found in pool().run(WORLDS[plan], bodies.refused_inputs, folder, plan, [], [options for options, _ in wrong]):
+    inputs = [torch.zeros(1, length, dtype=torch.int64) for length in (0, LENGTH + 1)]
+    given = folder, plan, inputs, [options for options, _ in wrong]
+    ranks = pool().run(world, bodies.refused_inputs, *given) if world > 1 else [bodies.refused_inputs(*given)]
+    for empty, long, *found in ranks:
+        check_sentence(empty, "0 tokens", f"1 to {LENGTH}")
+        check_sentence(long, f"{LENGTH + 1} tokens", f"1 to {LENGTH}")
         for said, (_, words) in zip(found, wrong, strict=True):
             check_sentence(said, *words)
 
 
-@pytest.mark.parametrize(
-    "world, plan, words",
-    [
-        (1, "tp2", ["tp2", "1 was started"]),
-        (2, "tp4", ["tp4", "2 were started"]),
-        (2, "single", ["single", "2 were started"]),
-        (4, "dp2_pp4", ["needs dp=2 x pp=4 = 8 processes", "4 were started"]),
-        (3, "tp3", ["num_heads=4", "tp=3"]),
-        (3, None, ["num_heads=4", "tp=3"]),
-        (2, "pp2_interleaved4", ["num_layers=4", "8 stages"]),
-        (2, "dp2_sp", ["sequence parallelism"]),
-        (1, "tq2", ["'tq2'", "did you mean tp2?"]),
-    ],
-)
-def test_a_plan_that_does_not_fit_is_one_sentence_on_every_rank(folder, world, plan, words):
-    for said in pool().run(world, bodies.refusal, folder, plan):
-        check_sentence(said, *words)
+PLANS_OF = {
+    1: {"tp2": ["tp2", "1 was started"], "tq2": ["'tq2'", "did you mean tp2?"]},
+    2: {"tp4": ["tp4", "2 were started"], "single": ["single", "2 were started"],
+        "pp2_interleaved4": ["num_layers=4", "8 stages"], "dp2_sp": ["sequence parallelism"]},
+    3: {"dp2_pp4": ["needs dp=2 x pp=4 = 8 processes", "3 were started"], "tp3": ["num_heads=4", "tp=3"],
+        None: ["num_heads=4", "tp=3"]},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", ["single", "tp2"])
-def test_a_path_without_a_model_is_one_sentence_on_every_rank(tmp_path, plan):
-    (tmp_path / "notes.txt").write_text("no model")
-    for name, words in (("nothing", "does not exist"), ("", "holds no model"), ("notes.txt", "holds no model")):
-        for said in pool().run(WORLDS[plan], bodies.refusal, tmp_path / name, plan):
-            check_sentence(said, f"{tmp_path / name} {words}")
+def sentences(calls, world):
+    """What each of these loads says on each rank."""
+    calls = [(bodies.refusal, *call) for call in calls]
+    return pool().run(world, several, calls) if world > 1 else [several(calls)]
 
 
-def test_a_damaged_checkpoint_is_named_on_every_rank(recipe):
+@pytest.mark.parametrize("world", PLANS_OF)
+def test_a_plan_that_does_not_fit_is_one_sentence_on_every_rank(folder, world):
+    for rank in sentences([(folder, plan) for plan in PLANS_OF[world]], world):
+        for said, words in zip(rank, PLANS_OF[world].values(), strict=True):
+            check_sentence(said, *words)
+
+
+@pytest.mark.parametrize("plan, world", [(None, 1), ("tp2", 2)])
+def test_a_path_without_a_model_or_a_damaged_one_is_one_sentence_on_every_rank(tmp_path, recipe, plan, world):
     train(recipe)
     (file,) = (newest_run(recipe) / "checkpoints" / "step_00000002").glob("weights*")
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
-    for said in pool().run(2, bodies.refusal, file.parent, "tp2"):
-        check_sentence(said, f"{file} is damaged")
+    (tmp_path / "notes.txt").write_text("no model")
+    wrong = {tmp_path / "nothing": "does not exist", tmp_path / "": "holds no model",
+             tmp_path / "notes.txt": "holds no model", file.parent: f"{file} is damaged"}  # fmt: skip
+    for rank in sentences([(path, plan) for path in wrong], world):
+        for said, (path, words) in zip(rank, wrong.items(), strict=True):
+            check_sentence(said, words if path == file.parent else f"{path} {words}")
 
 
 @pytest.mark.parametrize("setting", [{"device": "tpu"}, {"precision": "fp8"}, {"exact": "off"}])

@@ -22,17 +22,21 @@ from dtgpt.inference.options import Options
 from dtgpt.inference.scheduler import PromptChunk
 from dtgpt.inference.step import Step
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.util.console import stderr_dropped
 from dtgpt.util.torch_private import without_split_k
 from tests.support import bodies_engine as bodies
 from tests.support.eager_graphs import let_read_together
-from tests.support.other_architecture import GroupedConfig, OtherConfig
-from tests.support.ranks import pool
+from tests.support.other_architecture import OtherConfig
+from tests.support.ranks import pool, several
 from tests.support.requests import make_request
 
-quick = settings(deadline=None, max_examples=200)
+quick = settings(deadline=None, max_examples=80)
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 48, "vocab_size": 61}
-CONFIGS = {config: config(**SHAPE, init_std=0.3) for config in (GPT2Config, OtherConfig, GroupedConfig)}
+GROUPED = {"num_kv_heads": 2, "head_dim": 8, "ffn_hidden_size": 48}
+CONFIGS = {config: config(**SHAPE, init_std=0.3, **more) for config, more in (
+    (GPT2Config, {}), (OtherConfig, {}), (LlamaConfig, GROUPED),
+)}  # fmt: skip
 CONFIG = CONFIGS[GPT2Config]
 PROMPTS = [[(7 * i + 3 * j) % 61 for j in range(length)] for i, length in enumerate((20, 17, 32, 31, 25))]
 
@@ -77,17 +81,15 @@ def test_a_prompt_longer_than_the_model_is_padded_to_nothing():
     assert padded_length(2049, 4096) is None
 
 
-@pytest.mark.slow(5)
-@pytest.mark.parametrize("architecture", CONFIGS)
-@pytest.mark.parametrize("plan, world", [("single", 1), ("tp2", 2), ("tp2_pp2", 4)])
-def test_the_cache_of_a_prompt_is_that_of_the_prompt_alone(architecture, plan, world):
-    """Up to rounding, on a CPU. Commands of rank 0 reach all ranks."""
-    config = CONFIGS[architecture]
-    together = pool().run(world, bodies.read_prompts, config, plan, PROMPTS, 256)
-    alone = pool().run(world, bodies.read_prompts, config, plan, PROMPTS, 0)
-    for rank in range(world):
-        for found, wanted in zip(together[rank], alone[rank], strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6 * max(1.0, float(wanted.abs().max())))
+@pytest.mark.slow(4)
+@pytest.mark.parametrize("plan, world", [("single", 1), ("tp2_pp2", 4)])
+def test_the_cache_of_a_prompt_is_that_of_the_prompt_alone(plan, world):
+    """Up to rounding, on a CPU. Commands of rank 0 reach all ranks, and stages the positions of all prompts."""
+    calls = [(bodies.read_prompts, config, plan, PROMPTS, most) for config in CONFIGS.values() for most in (256, 0)]
+    for caches in pool().run(world, several, calls):
+        for together, alone in zip(caches[::2], caches[1::2], strict=True):
+            for found, wanted in zip(together, alone, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6 * max(1.0, float(wanted.abs().max())))
 
 
 @pytest.mark.parametrize("plan, world", [("single", 1), ("tp2_pp2", 4)])

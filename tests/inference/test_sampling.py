@@ -17,43 +17,40 @@ IDS = SpecialIds(ends=(49,), newline=10, double_newline=11, colon=12)
 HUGE = 10**400
 
 
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        ({"max_new_tokens": 17}, "max_new_tokens=17 is not valid; use a whole number from 0 to 16"),
-        ({"max_new_tokens": True}, "max_new_tokens=True is not valid; use a whole number from 0 to 16"),
-        ({"max_new_tokens": 2.0}, "max_new_tokens=2.0 is not valid; use a whole number from 0 to 16"),
-        ({"max_new_tokens": None}, "max_new_tokens=None is not valid; use a whole number from 0 to 16"),
-        ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 is above max_new_tokens=3; use at most that"),
-        ({"min_new_tokens": -1}, "min_new_tokens=-1 is not valid; use a whole number from 0 to 16"),
-        ({"temperature": -0.5}, "temperature=-0.5 is not valid; use a number from 0 to 100"),
-        ({"temperature": math.nan}, "temperature=nan is not valid; use a number from 0 to 100"),
-        ({"temperature": math.inf}, "temperature=inf is not valid; use a number from 0 to 100"),
-        ({"temperature": HUGE}, "temperature=<integer of 1329 bits> is not valid; use a number from 0 to 100"),
-        ({"temperature": "1"}, "temperature='1' is not valid; use a number from 0 to 100"),
-        ({"temperature": False}, "temperature=False is not valid; use a number from 0 to 100"),
-        ({"top_k": 2.5}, "top_k=2.5 is not valid; use a whole number from 0 to 2147483647"),
-        ({"top_p": 1.5}, "top_p=1.5 is not valid; use a number from 0 to 1"),
-        ({"top_p_decay": -1}, "top_p_decay=-1 is not valid; use a number from 0 to 1"),
-        ({"min_p": 1.01}, "min_p=1.01 is not valid; use a number from 0 to 1"),
-        ({"top_p": 0.5, "top_p_bound": 0.6}, "top_p_bound=0.6 is above top_p=0.5; use at most that"),
-        ({"frequency_penalty": 2.5}, "frequency_penalty=2.5 is not valid; use a number from -2 to 2"),
-        ({"presence_penalty": -3}, "presence_penalty=-3 is not valid; use a number from -2 to 2"),
-        ({"no_repeat_ngram_size": 33}, "no_repeat_ngram_size=33 is not valid; use a whole number from 0 to 32"),
-        ({"seed": 2**64}, "seed=18446744073709551616 is not valid; use a whole number from"),
-        ({"seed": 1.0}, "seed=1.0 is not valid; use a whole number from"),
-        ({"logit_bias": [1]}, "logit_bias=[1] is not a mapping; map token ids to numbers"),
-        ({"logit_bias": {50: 1}}, "a token of logit_bias=50 is not valid; use a whole number from 0 to 49"),
-        ({"logit_bias": {"3": 1}}, "a token of logit_bias='3' is not valid; use a whole number from 0 to 49"),
-        ({"logit_bias": {3: 101}}, "logit_bias of token 3=101 is not valid; use a number from -100 to 100"),
-        ({"logit_bias": dict.fromkeys(range(301), 0)}, "logit_bias has 301 tokens; give 300 at most"),
-        ({"stop_token_ids": 3}, "stop_token_ids=3 is not a list; give a list of token ids"),
-        ({"stop_token_ids": (-1,)}, "a token of stop_token_ids=-1 is not valid; use a whole number from 0 to 49"),
-        ({"stop_token_ids": (1,) * 65}, "stop_token_ids has 65 tokens; give 64 at most"),
-        ({"ends": 1}, "ends=1 is not a switch; use true or false"),
-        ({"stop_on_eol": None}, "stop_on_eol=None is not a switch; use true or false"),
-    ],
-)
+@pytest.mark.parametrize("options, sentence", [
+    ({"max_new_tokens": 17}, "max_new_tokens=17 is not valid; use a whole number from 0 to 16"),
+    ({"max_new_tokens": True}, "max_new_tokens=True is not valid; use a whole number from 0 to 16"),
+    ({"max_new_tokens": 2.0}, "max_new_tokens=2.0 is not valid; use a whole number from 0 to 16"),
+    ({"max_new_tokens": None}, "max_new_tokens=None is not valid; use a whole number from 0 to 16"),
+    ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 is above max_new_tokens=3; use at most that"),
+    ({"min_new_tokens": -1}, "min_new_tokens=-1 is not valid; use a whole number from 0 to 16"),
+    ({"temperature": -0.5}, "temperature=-0.5 is not valid; use a number from 0 to 100"),
+    ({"temperature": math.nan}, "temperature=nan is not valid; use a number from 0 to 100"),
+    ({"temperature": math.inf}, "temperature=inf is not valid; use a number from 0 to 100"),
+    ({"temperature": HUGE}, "temperature=<integer of 1329 bits> is not valid; use a number from 0 to 100"),
+    ({"temperature": "1"}, "temperature='1' is not valid; use a number from 0 to 100"),
+    ({"temperature": False}, "temperature=False is not valid; use a number from 0 to 100"),
+    ({"top_k": 2.5}, "top_k=2.5 is not valid; use a whole number from 0 to 2147483647"),
+    ({"top_p": 1.5}, "top_p=1.5 is not valid; use a number from 0 to 1"),
+    ({"top_p_decay": -1}, "top_p_decay=-1 is not valid; use a number from 0 to 1"),
+    ({"min_p": 1.01}, "min_p=1.01 is not valid; use a number from 0 to 1"),
+    ({"top_p": 0.5, "top_p_bound": 0.6}, "top_p_bound=0.6 is above top_p=0.5; use at most that"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty=2.5 is not valid; use a number from -2 to 2"),
+    ({"presence_penalty": -3}, "presence_penalty=-3 is not valid; use a number from -2 to 2"),
+    ({"no_repeat_ngram_size": 33}, "no_repeat_ngram_size=33 is not valid; use a whole number from 0 to 32"),
+    ({"seed": 2**64}, "seed=18446744073709551616 is not valid; use a whole number from"),
+    ({"seed": 1.0}, "seed=1.0 is not valid; use a whole number from"),
+    ({"logit_bias": [1]}, "logit_bias=[1] is not a mapping; map token ids to numbers"),
+    ({"logit_bias": {50: 1}}, "a token of logit_bias=50 is not valid; use a whole number from 0 to 49"),
+    ({"logit_bias": {"3": 1}}, "a token of logit_bias='3' is not valid; use a whole number from 0 to 49"),
+    ({"logit_bias": {3: 101}}, "logit_bias of token 3=101 is not valid; use a number from -100 to 100"),
+    ({"logit_bias": dict.fromkeys(range(301), 0)}, "logit_bias has 301 tokens; give 300 at most"),
+    ({"stop_token_ids": 3}, "stop_token_ids=3 is not a list; give a list of token ids"),
+    ({"stop_token_ids": (-1,)}, "a token of stop_token_ids=-1 is not valid; use a whole number from 0 to 49"),
+    ({"stop_token_ids": (1,) * 65}, "stop_token_ids has 65 tokens; give 64 at most"),
+    ({"ends": 1}, "ends=1 is not a switch; use true or false"),
+    ({"stop_on_eol": None}, "stop_on_eol=None is not a switch; use true or false"),
+])  # fmt: skip
 def test_a_wrong_value_gets_a_sentence(options, sentence):
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
         Options(**{"max_new_tokens": 9, **options}).validate(VOCABULARY, POSITIONS)
@@ -68,29 +65,17 @@ def test_right_values_pass():
     ).validate(VOCABULARY, POSITIONS)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options, expected",
-    [
-        ({}, Variant()),
-        ({"temperature": 0, "top_k": 5, "top_p": 0.5}, Variant()),
-        ({"temperature": 1e-9, "top_p": 0.5}, Variant()),
-        ({"top_k": 1}, Variant()),
-        ({"top_k": 2}, Variant(filters=True)),
-        ({"top_p": 0.0}, Variant()),
-        ({"top_p": 0.0, "top_p_decay": 0.5}, Variant()),
-        ({"top_p": 0.9}, Variant(filters=True)),
-        ({"min_p": 0.1}, Variant(filters=True)),
-        ({"top_p": 1.0, "top_p_decay": 0.5}, Variant(filters=True)),
-        ({"min_new_tokens": 1}, Variant(edits=True)),
-        ({"logit_bias": {1: 1}}, Variant(edits=True)),
-        ({"presence_penalty": 1}, Variant(edits=True)),
-        ({"frequency_penalty": 1}, Variant(edits=True)),
-        ({"prevent_newline_after_colon": True}, Variant(edits=True)),
-        ({"no_repeat_ngram_size": 1}, Variant(ngram=1)),
-        ({"no_repeat_ngram_size": 3}, Variant(ngram=4)),
-        ({"stop_on_eol": True, "stop_token_ids": (3,), "seed": 5}, Variant()),
-    ],
-)
+@pytest.mark.parametrize("options, expected", [
+    ({}, Variant()), ({"temperature": 0, "top_k": 5, "top_p": 0.5}, Variant()),
+    ({"temperature": 1e-9, "top_p": 0.5}, Variant()), ({"top_k": 1}, Variant()), ({"top_k": 2}, Variant(filters=True)),
+    ({"top_p": 0.0}, Variant()), ({"top_p": 0.0, "top_p_decay": 0.5}, Variant()),
+    ({"top_p": 0.9}, Variant(filters=True)), ({"min_p": 0.1}, Variant(filters=True)),
+    ({"top_p": 1.0, "top_p_decay": 0.5}, Variant(filters=True)), ({"min_new_tokens": 1}, Variant(edits=True)),
+    ({"logit_bias": {1: 1}}, Variant(edits=True)), ({"presence_penalty": 1}, Variant(edits=True)),
+    ({"frequency_penalty": 1}, Variant(edits=True)), ({"prevent_newline_after_colon": True}, Variant(edits=True)),
+    ({"no_repeat_ngram_size": 1}, Variant(ngram=1)), ({"no_repeat_ngram_size": 3}, Variant(ngram=4)),
+    ({"stop_on_eol": True, "stop_token_ids": (3,), "seed": 5}, Variant()),
+])  # fmt: skip
 def test_the_variant_is_what_the_options_need(options, expected):
     assert variant_of([Options(), Options(**options)]) == expected
 
@@ -101,19 +86,13 @@ def test_the_variant_of_several_is_what_suffices_for_all():
     assert variant_of([]) == Variant()
 
 
-@pytest.mark.parametrize(
-    "options, special, endings, paired",
-    [
-        ({}, IDS, [49], NONE),
-        ({}, SpecialIds(), [], NONE),
-        ({"ends": False}, IDS, [], NONE),
-        ({"stop_token_ids": (3, 4)}, IDS, [3, 4, 49], NONE),
-        ({"stop_on_eol": True}, IDS, [10, 11], NONE),
-        ({"stop_on_eol": True, "stop_token_ids": (3,)}, SpecialIds((49,), 10), [3, 10], NONE),
-        ({"stop_on_eol": True, "stop_on_double_eol": True}, IDS, [11], 10),
-        ({"stop_on_double_eol": True}, SpecialIds((49,)), [], NONE),
-    ],
-)
+@pytest.mark.parametrize("options, special, endings, paired", [
+    ({}, IDS, [49], NONE), ({}, SpecialIds(), [], NONE), ({"ends": False}, IDS, [], NONE),
+    ({"stop_token_ids": (3, 4)}, IDS, [3, 4, 49], NONE), ({"stop_on_eol": True}, IDS, [10, 11], NONE),
+    ({"stop_on_eol": True, "stop_token_ids": (3,)}, SpecialIds((49,), 10), [3, 10], NONE),
+    ({"stop_on_eol": True, "stop_on_double_eol": True}, IDS, [11], 10),
+    ({"stop_on_double_eol": True}, SpecialIds((49,)), [], NONE),
+])  # fmt: skip
 def test_what_ends_a_sequence(options, special, endings, paired):
     payload = SlotState.encode([1, 2], Options(**options), special, 0, 0)
     found = unpack(payload[None, :-2])

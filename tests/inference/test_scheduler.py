@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dtgpt.inference.scheduler import PromptChunk, Round, Row, Scheduler, Start
 
-quick = settings(deadline=None, max_examples=300)
+quick = settings(deadline=None, max_examples=150)
 
 
 def test_a_request_is_prefilled_then_runs_in_rounds_up_to_its_last_token():
@@ -223,11 +223,11 @@ def simulate(slots: int, seconds: int, clients: dict[str, tuple[int, int, int]])
     return tokens
 
 
-@pytest.mark.parametrize("greedy", [(8, 1, 50), (64, 1, 50), (16, 4, 50), (64, 1, 400)])
+@pytest.mark.parametrize("greedy", [(8, 1, 50), (16, 4, 50), (64, 1, 400)])
 def test_a_client_of_many_connections_does_not_starve_another(greedy):
     """Slots are shared by tokens, whatever the number, the width and the length of requests."""
-    alone = simulate(4, 4000, {"modest": (1, 1, 20)})
-    tokens = simulate(4, 4000, {"greedy": greedy, "modest": (1, 1, 20)})
+    alone = simulate(4, 2000, {"modest": (1, 1, 20)})
+    tokens = simulate(4, 2000, {"greedy": greedy, "modest": (1, 1, 20)})
     assert tokens["modest"] > alone["modest"] / (greedy[2] / 20 + 3), (alone, tokens)
     equal = simulate(4, 4000, {"one": greedy, "two": (4, 1, 20), "three": (4, 1, 20)})
     assert min(equal.values()) > 0.8 * max(equal.values()), equal

@@ -66,7 +66,7 @@ def tokenizers(tmp_path_factory):
 
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(data=st.data(), steps=st.integers(2, 9), text=st.text(ALPHABET, min_size=1, max_size=30))
 def test_a_sequence_is_the_same_however_many_tokens_come_at_once(tokenizers, kind, data, steps, text):
     """Stop strings are parts of the text, so that matches begin and end within tokens and events."""
@@ -131,7 +131,7 @@ def test_line_ends_that_end_a_text_are_in_it_with_and_without_a_token_for_them(r
         assert (found.text, found.finish_reason) == (expected, "stop")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=12), steps=st.integers(1, 5), data=st.data(),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from dtgpt.inference.rules.stop_strings import StopSearch
 from dtgpt.util.errors import UserError
 from tests.support.vocabularies import KINDS, of_every_kind
 
-PROPERTY = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TEXT = st.text(alphabet="the quick fox 12é€🎈\n\ufffd", max_size=12)
 
 

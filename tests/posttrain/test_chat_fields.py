@@ -1,6 +1,7 @@
 """All that a row has reaches the chat template, as in transformers, or is told or refused; marks keep answers out."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def test_marks_of_every_name_keep_an_answer_out(name, loss, tmp_path):
         assert not any(out in piece for piece in text.replace("]", "[").split("[")[1::2])
 
 
-@pytest.mark.parametrize(("messages", "row", "wrong"), [
+WRONG = [
     ([user(), answer(train="no")], {}, "message 1 has train='no', a mark of whether its loss counts; use 0 or 1"),
     ([user(), answer(loss=0.3)], {}, "message 1 has loss=0.3, .*; use 0 or 1"),
     ([user(), answer(train=True, weight=0)], {}, "message 1 has weight=0 and train=True, of which one keeps it out"),
@@ -176,12 +177,19 @@ def test_marks_of_every_name_keep_an_answer_out(name, loss, tmp_path):
     ([user(), answer()], {"chat_template_kwargs": "x"}, "chat_template_kwargs='x' is not an object"),
     ([user(), answer()], {"chat_template_kwargs": {"tools": [{}]}}, "chat_template_kwargs has tools, which is no var"),
     ([user(), answer()], {"chat_template_kwargs": {"add_generation_prompt": True}}, "has add_generation_prompt"),
-    ([user(), answer(weight=0)], {}, "holds no chat in which anything counts"),
-])  # fmt: skip
-def test_what_is_neither_read_nor_rendered_is_refused(messages, row, wrong, tmp_path):
-    with pytest.raises(UserError, match=wrong):
-        run(tmp_path, [{"messages": messages, **row}], CHATML)
-    assert not list(tmp_path.glob("x*"))
+]  # fmt: skip
+
+
+def test_what_is_neither_read_nor_rendered_is_told(tmp_path):
+    rows = [{"messages": messages, **row} for messages, row, _ in WRONG]
+    summary, texts = run(tmp_path, [*rows, ROWS[0]], CHATML, broken=str(tmp_path / "broken"))
+    assert (len(texts), summary.broken) == (1, len(WRONG))
+    told = map(json.loads, (tmp_path / "broken").read_text().splitlines())
+    for found, (_, _, wrong) in zip(told, WRONG, strict=True):
+        assert re.search(wrong, found["reason"]), found
+    with pytest.raises(UserError, match="holds no chat in which anything counts"):
+        run(tmp_path / "none", [{"messages": [user(), answer(weight=0)]}], CHATML)
+    assert not list((tmp_path / "none").glob("x*"))
 
 
 def test_tools_of_openais_pairs_are_refused(tmp_path):

@@ -52,23 +52,19 @@ def test_only_a_regular_file_is_read(data, saved, target):
         read_reference(saved.parent, data)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda header, values: (header, values + bytes(1 << 17)), r"more than \d+ bytes"),
-        (lambda header, values: (b"[" * 60_000, values), "nested too deeply"),
-        (lambda header, values: (b'{"answers": ' + b"9" * 4400 + b"}", values), "too many digits"),
-        (lambda header, values: ([header], values), "list indices"),
-        (
-            lambda header, values: (
-                {"answers": header["answers"], "pairs": header["pairs"]},
-                values[:-8] + b"\xff" * 8,
-            ),
-            "it has no digest, and values that are no log-probabilities",
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda header, values: (header, values + bytes(1 << 17)), r"more than \d+ bytes"),
+    (lambda header, values: (b"[" * 60_000, values), "nested too deeply"),
+    (lambda header, values: (b'{"answers": ' + b"9" * 4400 + b"}", values), "too many digits"),
+    (lambda header, values: ([header], values), "list indices"),
+    (
+        lambda header, values: (
+            {"answers": header["answers"], "pairs": header["pairs"]}, values[:-8] + b"\xff" * 8,
         ),
-        (lambda header, values: (header, b"\xff" * len(values)), "its content was changed"),
-    ],
-)
+        "it has no digest, and values that are no log-probabilities",
+    ),
+    (lambda header, values: (header, b"\xff" * len(values)), "its content was changed"),
+])  # fmt: skip
 def test_what_was_changed_is_told(data, saved, change, words):
     rewrite(saved, change)
     with pytest.raises(UserError, match=f"cannot be read .*{words}"):

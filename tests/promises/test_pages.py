@@ -16,12 +16,11 @@ PAGES = sorted(DOCS.glob("*.md"))
 MOST_WORDS = 45_000
 # Speed depends on machine and version. It stands in docs/benchmarks.md, with its commands.
 SPEED = re.compile(r"\d[\d.,]*k? ?tok(?:en)?s?/s\b|\d[\d.,]* ?ms\b(?!-)|\bMFU(?: of)? \d|\d ?% (?:of )?MFU")
-MERGE = pytest.mark.xfail(reason="until all pages are rewritten", strict=False)
 
 
-@MERGE
 def test_the_pages_can_be_read_in_a_day():
-    assert sum(len(page.read_text().split()) for page in PAGES) <= MOST_WORDS
+    words = [word for page in PAGES for word in page.read_text().split() if re.search(r"\w", word)]  # no bars of tables
+    assert len(words) <= MOST_WORDS
 
 
 def test_readme_is_short_and_begins_with_two_commands():
@@ -31,7 +30,6 @@ def test_readme_is_short_and_begins_with_two_commands():
     assert first.endswith("python recipes/gpt2_tiny.py") and "python -m pytest" in second
 
 
-@MERGE
 def test_speed_stands_on_the_page_of_benchmarks():
     found = {page.name: SPEED.findall(page.read_text()) for page in PAGES if page.name != "benchmarks.md"}
     assert {name: figures for name, figures in found.items() if figures} == {}

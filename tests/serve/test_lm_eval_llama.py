@@ -5,9 +5,10 @@ import pytest
 import torch
 
 import dtgpt
+from dtgpt.data.tokenizers.open import open_tokenizer
 from tests.support.chats import NAMES, write_tokenizer
 from tests.support.huggingface_llamas import their_model
-from tests.support.server import live_server, served
+from tests.support.server import http_client, live_server, served, tiny_model
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
@@ -82,3 +83,21 @@ def test_the_remote_tokenizer_ends_no_run_at_an_empty_context(address, monkeypat
     assert (own.prefix_token_id, own.eot_token_id) == (NAMES.index("<s>"), NAMES.index("</s>"))
     texts = own.generate_until(asked("generate_until", [(context, dict(GREEDY)) for context in ("Hello", "")]))
     assert len(texts) == 2 and all(texts)
+
+
+def test_chats_have_the_answers_that_another_client_gets(tmp_path, monkeypatch):
+    """By its `local-chat-completions`."""
+    from lm_eval.models.openai_completions import LocalChatCompletion
+
+    monkeypatch.setenv("NO_PROXY", "*")
+    model = tiny_model(seq_length=256, vocab_size=320, init_std=0.3)
+    tokenizer = open_tokenizer(str(write_tokenizer(tmp_path)))
+    chats = [[{"role": "user", "content": question}] for question in ("Hello", "Who wrote été?")]
+    keys = {"max_tokens": GREEDY["max_gen_toks"], "temperature": 0, "stop": GREEDY["until"], "model": "tiny"}
+    with served(model, tokenizer) as service, live_server(service) as address, http_client(address) as client:
+        url = f"{address}/v1/chat/completions"
+        own = LocalChatCompletion(base_url=url, model="tiny", max_length=256, max_retries=1)
+        given = [(own.apply_chat_template(chat), dict(GREEDY)) for chat in chats]
+        texts = own.generate_until(asked("generate_until", given))
+        answers = [client.post("/v1/chat/completions", json={"messages": chat, **keys}).json() for chat in chats]
+    assert texts == [answer["choices"][0]["message"]["content"] for answer in answers]

@@ -54,6 +54,20 @@ def test_null_stands_for_the_default_of_every_key():
     assert read(prompt="x", user={"any": 1}, suffix="", repetition_penalty=1, stop="a", skip_special_tokens=False).jobs
 
 
+@pytest.mark.parametrize("wrong, words", [
+    ({"max_tokens": 0}, "add echo=true"), ({"prompt": []}, "prompt is empty"), ({"prompt": [300]}, "use 0 to 256"),
+    ({"best_of": 1, "n": 2}, "below n=2"), ({"best_of": 2, "stream": True}, "cannot be streamed"),
+    ({"min_tokens": 5, "max_tokens": 2}, "min_tokens=5 is above max_tokens=2"),
+    ({"stop_token_ids": [999]}, "use a whole number from 0 to 256"),
+    ({"logit_bias": {"999": 1}}, "use a whole number from 0 to 256"),
+    ({"temperature": -1}, "temperature=-1 is not valid; use a number from 0 to 100"),
+    ({"suffix": "end"}, "does not support suffix='end'"),
+], ids=str)  # fmt: skip
+def test_a_wrong_value_names_its_key(wrong, words):
+    found = problem(**{"prompt": "x", **wrong})
+    assert found.param == next(iter(wrong)) and words in found.message
+
+
 @pytest.mark.parametrize("wrong", [
     {"prompt": 5}, {"prompt": {"a": 1}}, {"prompt": [True]}, {"prompt": [1, "a"]}, {"prompt": [[1], "a"]},
     {"prompt": [None]}, {"prompt": [[1.0]]}, {"prompt": [-1]}, {"prompt": [[257]]},

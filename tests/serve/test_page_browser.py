@@ -16,6 +16,7 @@ from tests.support.model_by_rules import model_by_rules
 from tests.support.server import live_server, served, tiny_model, wait_until
 
 expect = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright").expect
+pytestmark = pytest.mark.slow(30)
 
 PROMPT = "Say: "
 STORY = "<b>caf\u00e9</b> \U0001f600 is open."  # a markup that must stay text, characters of several tokens
@@ -128,8 +129,9 @@ def written(page) -> str:
 
 
 @DEVICES
-def test_enter_completes_a_prompt(visit, device):
+def test_enter_completes_a_prompt_and_tokens_have_their_probability(visit, device):
     page = visit(**device)
+    assert page.get_by_role("radio").count() == 0  # a model without a template offers no chat
     assert page.title() == "tiny \u2013 dtgpt" and page.get_by_role("heading").inner_text() == "tiny"
     assert page.evaluate("document.activeElement.id") == "text"
     ask(page, temperature=0)
@@ -137,10 +139,20 @@ def test_enter_completes_a_prompt(visit, device):
     assert written(page) == STORY and page.locator(".question").text_content() == PROMPT
     assert page.locator("main b").count() == 0  # the markup is text
     count = len(STORY.encode()) + 1
-    assert re.fullmatch(
-        rf"{count} tokens in \d+\.\d s, ended by itself, seed \d+.*", page.inner_text(".facts"), re.DOTALL
-    )
+    facts = rf"{count} tokens in \d+\.\d s, ended by itself, seed \d+.*"
+    assert re.fullmatch(facts, page.inner_text(".facts"), re.DOTALL)
     assert page.input_value("#text") == PROMPT  # to be changed and sent again
+    assert not page.is_visible(".tokens")
+    page.check("#show-tokens")
+    assert page.is_visible(".tokens") and not page.is_visible(".answer")
+    tokens = page.locator(".tokens > span")
+    assert tokens.count() == count
+    likely = f"{100 * math.exp(CHOSEN) / TOTAL:.0f} %"
+    assert tokens.nth(1).inner_text().split("\n") == ["b", likely]
+    assert tokens.nth(len("<b>caf")).inner_text().split("\n")[0] == "bytes:\\xc3"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.uncheck("#show-tokens")
+    assert page.is_visible(".answer")
 
 
 def test_shift_and_enter_begin_a_line(visit):
@@ -148,6 +160,9 @@ def test_shift_and_enter_begin_a_line(visit):
     page.fill("#text", "Say:")
     page.press("#text", "Shift+Enter")
     assert page.input_value("#text") == "Say:\n" and page.locator("article").count() == 0
+    ask(page, "", max_tokens=4, temperature=0)  # a prompt may be empty
+    ended(page)
+    assert written(page) == "haha"
 
 
 def test_stop_frees_the_slots_and_keeps_the_text(visit, service):
@@ -186,42 +201,19 @@ def test_going_on_completes_a_character_that_was_cut(visit):
     assert page.locator(".question").last.text_content() + written(page) == PROMPT + STORY
 
 
-@DEVICES
-def test_tokens_have_their_probability(visit, device):
-    page = visit(**device)
-    ask(page, temperature=0)
-    ended(page)
-    assert not page.is_visible(".tokens")
-    page.check("#show-tokens")
-    assert page.is_visible(".tokens") and not page.is_visible(".answer")
-    tokens = page.locator(".tokens > span")
-    assert tokens.count() == len(STORY.encode()) + 1
-    likely = f"{100 * math.exp(CHOSEN) / TOTAL:.0f} %"
-    assert tokens.nth(1).inner_text().split("\n") == ["b", likely]
-    assert tokens.nth(len("<b>caf")).inner_text().split("\n")[0] == "bytes:\\xc3"
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    page.uncheck("#show-tokens")
-    assert page.is_visible(".answer")
-
-
-@pytest.mark.parametrize("prompt, reason", [
-    (PROMPT + STORY, "it ended its answer at once"),
-    (BLANKS, "its 5 tokens are blanks or the like; raise Length in the settings"),
-])  # fmt: skip
-def test_an_empty_answer_is_told(visit, prompt, reason):
+def test_an_empty_answer_is_told(visit):
     page = visit()
-    ask(page, prompt, temperature=0, max_tokens=5)
-    ended(page)
-    assert written(page) == f"The model gave no text: {reason}."
-    page.check("#show-tokens")
-    assert page.is_visible(".answer") and page.is_visible(".tokens")
-
-
-def test_a_prompt_may_be_empty(visit):
-    page = visit()
-    ask(page, "", max_tokens=4, temperature=0)
-    ended(page)
-    assert written(page) == "haha"
+    for count, (prompt, reason) in enumerate((
+        (PROMPT + STORY, "it ended its answer at once"),
+        (BLANKS, "its 5 tokens are blanks or the like; raise Length in the settings"),
+    ), 1):  # fmt: skip
+        ask(page, prompt, temperature=0, max_tokens=5)
+        expect(page.locator("article")).to_have_count(count)
+        ended(page)
+        assert written(page) == f"The model gave no text: {reason}."
+        page.check("#show-tokens")
+        assert page.locator(".answer").last.is_visible() and page.locator(".tokens").last.is_visible()
+        page.uncheck("#show-tokens")
 
 
 def test_an_error_is_a_sentence(visit):
@@ -249,7 +241,7 @@ def test_an_error_is_a_sentence(visit):
     assert not page.is_visible("#problem") and written(page) == STORY[:3]
 
 
-def test_a_server_that_is_gone_is_a_sentence(visit):
+def test_a_server_that_is_gone_or_full_is_a_sentence(visit):
     page = visit()
     page.route("**/v1/completions", lambda route: route.abort())
     ask(page)
@@ -265,10 +257,6 @@ def test_a_server_that_is_gone_is_a_sentence(visit):
         ended(page)
         assert page.locator("article").count() == 0
         page.unroute("**/v1/completions")
-
-
-def test_a_full_server_says_when_to_try_again(visit):
-    page = visit()
     full = {"status": 429, "headers": {"Retry-After": "7"}, "body": '{"error": {"message": "the queue is full"}}'}
     page.route("**/v1/completions", lambda route: route.fulfill(**full))
     ask(page)
@@ -324,9 +312,8 @@ def short_address():
         yield address
 
 
-@DEVICES
-def test_the_first_click_works_with_the_model_of_readme(visit, short_address, device):
-    page = visit(short_address, **device)
+def test_the_first_click_works_with_the_model_of_readme(visit, short_address):
+    page = visit(short_address, **PHONE)
     page.fill("#text", "Once upon a time")
     page.click("#send")
     page.wait_for_selector("article")
@@ -346,9 +333,8 @@ def test_no_length_is_refused_for_what_the_model_has_no_positions_for(visit, sho
     )
 
 
-@DEVICES
-def test_a_chat_folds_thoughts_and_sends_all_of_it_again(visit, chat_address, device):
-    page = visit(chat_address, **device)
+def test_a_chat_folds_thoughts_and_sends_all_of_it_again(visit, chat_address):
+    page = visit(chat_address, **PHONE)
     assert page.get_by_role("radio", name="Chat").is_checked()
     first, second, *_ = ANSWERS
     with page.expect_request("**/v1/chat/completions"):
@@ -400,10 +386,6 @@ def test_a_chat_model_completes_prompts_too(visit, chat_address):
     ended(page)
     page.get_by_role("radio", name="Chat").check()
     assert page.locator("article:visible").count() == 0 and page.inner_text("#text-label") == "Message"
-
-
-def test_a_model_without_a_template_offers_no_chat(visit):
-    assert visit().get_by_role("radio").count() == 0
 
 
 @DEVICES

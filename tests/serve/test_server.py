@@ -114,7 +114,13 @@ def test_log_probabilities_are_over_all_tokens_of_the_model():
     with torch.no_grad():
         rows = model(torch.tensor([ids]))[0, :-1, :300].log_softmax(-1)
     expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    found = choice["logprobs"]
+    assert found["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    for logprob, top, best in zip(
+        found["token_logprobs"][1:], found["top_logprobs"][1:], rows.topk(2).values, strict=True
+    ):
+        assert list(top.values())[:2] == pytest.approx(best.tolist(), abs=1e-4)
+        assert logprob in top.values()  # the same number, not a near one
     assert api["logprobs"][0] == pytest.approx(expected[: len("ello")], abs=1e-4)
 
 

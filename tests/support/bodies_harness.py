@@ -12,11 +12,6 @@ import lm_eval.tasks
 from dtgpt.evaluation.harness_command import command
 
 
-def commands_under_plans(model: str, tasks: str, names: list[str], output: str, plans: list[str]) -> list[int]:
-    """The exit codes of `lm_eval_command` under each plan in turn, which writes into a folder of its name."""
-    return [lm_eval_command(model, tasks, names, f"{output}/{plan}", ["--plan", plan]) for plan in plans]
-
-
 def lm_eval_command(model: str, tasks: str, names: list[str], output: str, words: list[str]) -> int:
     """The exit code of `dtgpt lm-eval` on this rank. The harness reads its own 13,000 tasks for seconds, which are left
     out. A rank of a test may not start processes, which draw the bootstrap samples otherwise."""

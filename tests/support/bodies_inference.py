@@ -25,13 +25,14 @@ def sentence(action) -> str:
     return ""
 
 
-def logits_and_samples(path, plan, inputs: list[Tensor], asked: list[dict]) -> tuple[list[Tensor], list, list]:
-    """Logits of each input, what each `generate(**asked)` returns, and the scores of the first tokens."""
+def logits_and_samples(path, plan, inputs: list[Tensor], asked: list[dict]) -> tuple[list[Tensor], list, list, int]:
+    """Logits of each input, what each `generate(**asked)` returns, scores, and how many elements this rank holds."""
     model = load(path, plan)
     logits, samples = [model(tokens) for tokens in inputs], [model.generate(**words) for words in asked]
-    again = [model(tokens) for tokens in inputs]  # the cache is out of the way
-    assert all(map(torch.equal, logits, again))
-    return logits, samples, model.score(inputs[2].tolist())
+    assert torch.equal(model(inputs[1]), logits[1])  # the cache is out of the way
+    parameters = {p for stage in model.stages for p in stage.parameters()}
+    assert all(type(p) is torch.nn.Parameter for p in parameters)
+    return logits, samples, model.score(inputs[1].tolist()), sum(p.numel() for p in parameters)
 
 
 def streamed(path, plan, prompt, options: dict, most: int) -> tuple[list, list]:
@@ -75,16 +76,15 @@ def finite_weights(paths, plan) -> list[bool]:
     return [has_finite_weights(m.stages, m.mesh, m.config) for m in (load(path, plan) for path in paths)]
 
 
-def logits(path, plan, tokens: Tensor, **settings) -> Tensor:
-    return load(path, plan, **settings)(tokens)
+def logits(paths: list, plan, tokens: Tensor, **settings) -> list[Tensor]:
+    """Of each model."""
+    return [load(path, plan, **settings)(tokens) for path in paths]
 
 
-def held(path, plan, precision, tokens: Tensor) -> tuple[Tensor, set[torch.dtype], int]:
-    """Logits, dtypes of the weights, and how many elements this rank holds."""
-    model = load(path, plan, precision=precision)
-    parameters = {p for stage in model.stages for p in stage.parameters()}
-    assert all(type(p) is torch.nn.Parameter for p in parameters)
-    return model(tokens), {p.dtype for p in parameters}, sum(p.numel() for p in parameters)
+def held(path, plan, tokens: Tensor) -> tuple[Tensor, set[torch.dtype]]:
+    """Logits in bf16 and dtypes of the weights."""
+    model = load(path, plan, precision="bf16")
+    return model(tokens), {p.dtype for stage in model.stages for p in stage.parameters()}
 
 
 def refusal(path, plan) -> str:

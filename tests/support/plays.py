@@ -1,10 +1,12 @@
 """Requests that come to an engine and are cancelled between its steps."""
 
+import functools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import PROMPT, Event, PromptJob
@@ -48,7 +50,7 @@ def play(
 ) -> Outcomes:  # fmt: skip
     """The outcomes on rank 0 of a plan, none on other ranks. The cache begins with NaN. sizes: tokens between the cuts
     of a prompt, and most steps of a round. batch_tokens: of a pass over several prompts; 0: one prompt a pass."""
-    stages, mesh = inference_stages(config, plan)
+    stages, mesh = inference_stages(config, plan) if dist.is_initialized() else stages_here(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, slots)
     poison(engine._rank_step.cache)
     with_prompts_together(engine, batch_tokens)
@@ -70,6 +72,9 @@ def play(
     assert not engine._scheduler.busy and sorted(engine._scheduler._free) == list(range(slots))
     engine.release()
     return collect(events)
+
+
+stages_here = functools.cache(inference_stages)  # which an engine leaves as they were
 
 
 def collect(events: list[Event]) -> Outcomes:

@@ -74,7 +74,12 @@ def call(body: bytes, environment: dict[str, str], timeout: float) -> Any:
 
 def each(function: Callable, cases: Sequence, *args: Any) -> list:
     """As the body of one call: what `function(case, *args)` returns of each case, one after the other in one group."""
-    return [function(case, *args) for case in cases]
+    return several([(function, case, *args) for case in cases])
+
+
+def several(calls: list[tuple]) -> list:
+    """What each function returns on this rank, in turn: one group for several bodies, which takes a while to make."""
+    return [function(*args) for function, *args in calls]
 
 
 @functools.cache
