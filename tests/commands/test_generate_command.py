@@ -278,8 +278,7 @@ def test_what_a_user_writes_wrong_in_python_is_one_sentence(folder):
         dtgpt.load(folder).generate("a", length_penality=1.0)
 
 
-@pytest.mark.parametrize("word", ["http://{}", "http://{}/", "{}"])
-@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize("word, key", [("http://{}", None), ("http://{}/", "secret"), ("{}", "secret")])
 def test_the_address_of_a_server_is_answered_with_a_command_that_asks_it(capsys, monkeypatch, word, key):
     if key:
         monkeypatch.setenv("DTGPT_API_KEY", key)

@@ -11,7 +11,7 @@ import pytest
 
 from dtgpt.cli import main
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(40)
 
 CASES, SEED = 16, 202647
 TINY = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"

@@ -27,13 +27,8 @@ def losses(steps, change=lambda step, loss: loss):
 
 def start(step=0, **values):
     fixed = {
-        "step": step,
-        "plan": "single",
-        "world": 1,
-        "precision": "fp32",
-        "device": "CPU, 1 thread",
-        "torch": "2.13",
-    }
+        "step": step, "plan": "single", "world": 1, "precision": "fp32", "device": "CPU, 1 thread", "torch": "2.13",
+    }  # fmt: skip
     fixed |= {"micro_batch_size": 2, "git": "abc", "code": code_digest(CODE), "data": "d1", "tokenizer": "bytes"}
     return {**fixed, "before": {}, **values}
 
@@ -231,31 +226,26 @@ def test_a_picture(write, compare):
     assert compare(a, b, "--output", "no/both.png")[0] == 2
 
 
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        ([], "dtgpt compare needs a recipe, such as recipes/gpt2_tiny.py --plans tp2 pp2, or two runs, such as runs/"),
-        (["a"], "takes two runs, and one was given; use dtgpt compare a runs/gpt2_tiny-002, or"),
-        (["a", "b", "a"], "takes two runs, and 3 were given"),
-        (["a", "nothing"], "nothing does not exist; give a run folder"),
-        (["a", "recipe.py"], "recipe.py is a recipe, which dtgpt compare takes alone, with --plans"),
-        (["recipe.py", "a"], "'a' is not an option"),
-        (["a", "a/../a"], "a and a/../a are the same run"),
-        (["a", "a/metrics.jsonl"], "are the same run"),
-        (["a", "link"], "a and link are the same run"),
-        (["a", "."], ". holds 5 run folders; give two of them, such as"),
-        (["a", "bare"], "bare is not a run folder (it has no metrics.jsonl)"),
-        (["a", "empty"], "empty has no losses yet, so that there is nothing to compare"),
-        (["a", "torn"], "torn has 2 lines that hold no record, so that there is nothing"),
-        (["a", "fifo"], "fifo is neither a folder nor a file"),
-        (["a", "late/checkpoints/step_00000010"], "is a checkpoint; give its run, "),
-        (["a", "late"], "a has losses of steps 1 to 5 and late has losses of steps 6 to 9: the runs have no step in"),
-        (["a", "late", "--plans", "dp2"], "--plans belongs to dtgpt compare RECIPE.py"),
-        (["--steps", "3", "a", "late"], "--steps belongs to dtgpt compare RECIPE.py"),
-        (["a", "late", "--output", "x.jpg"], "x.jpg is not a file name for the picture"),
-        (["a", "late", "--tolerance", "-1"], "--tolerance=-1.0 is out of range"),
-    ],
-)
+@pytest.mark.parametrize("words, sentence", [
+    ([], "dtgpt compare needs a recipe, such as recipes/gpt2_tiny.py --plans tp2 pp2, or two runs, such as runs/"),
+    (["a"], "takes two runs, and one was given; use dtgpt compare a runs/gpt2_tiny-002, or"),
+    (["a", "b", "a"], "takes two runs, and 3 were given"),
+    (["a", "nothing"], "nothing does not exist; give a run folder"),
+    (["a", "recipe.py"], "recipe.py is a recipe, which dtgpt compare takes alone, with --plans"),
+    (["recipe.py", "a"], "'a' is not an option"), (["a", "a/../a"], "a and a/../a are the same run"),
+    (["a", "a/metrics.jsonl"], "are the same run"), (["a", "link"], "a and link are the same run"),
+    (["a", "."], ". holds 5 run folders; give two of them, such as"),
+    (["a", "bare"], "bare is not a run folder (it has no metrics.jsonl)"),
+    (["a", "empty"], "empty has no losses yet, so that there is nothing to compare"),
+    (["a", "torn"], "torn has 2 lines that hold no record, so that there is nothing"),
+    (["a", "fifo"], "fifo is neither a folder nor a file"),
+    (["a", "late/checkpoints/step_00000010"], "is a checkpoint; give its run, "),
+    (["a", "late"], "a has losses of steps 1 to 5 and late has losses of steps 6 to 9: the runs have no step in"),
+    (["a", "late", "--plans", "dp2"], "--plans belongs to dtgpt compare RECIPE.py"),
+    (["--steps", "3", "a", "late"], "--steps belongs to dtgpt compare RECIPE.py"),
+    (["a", "late", "--output", "x.jpg"], "x.jpg is not a file name for the picture"),
+    (["a", "late", "--tolerance", "-1"], "--tolerance=-1.0 is out of range"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence(write, compare, words, sentence):
     write("a", losses(range(1, 6)))
     write("late", losses(range(6, 10)))
@@ -274,25 +264,22 @@ def test_mistakes_are_one_sentence(write, compare, words, sentence):
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("metrics.jsonl", b'{"step": 1, "step_loss": 1e400}\n{"step": 2, "step_loss": %s}\n' % (b"9" * 4000)),
-        ("metrics.jsonl", b'{"step": 1, "step_loss": "\\u001b[2J", "loss": [1], "x/y": {}}\n'),
-        ("metrics.jsonl", b'{"step": true, "loss": 1}\n{"step": -1, "loss": 1}\n{"step": 2, "loss": 1.7e308}\n'),
-        ("metrics.jsonl", b'{"step": 1, "step_loss": -1.7e308}\n{"step": 9007199254740992, "step_loss": 1.7e308}\n'),
-        ("metrics.jsonl", b'{"step": 1, "step_loss": 1}\n\xff\xfe\x00' + b"[" * 100_000 + b"\n" + b"x" * (3 << 20)),
-        ("metrics.jsonl", b'{"step": 3, "loss": 0}\n{"step": 2, "loss": 5e-324}\n{"step": 2, "\\ud800/a": 1}\n{"st'),
-        ("recipe.json", b"[1]"),
-        ("recipe.json", b'{"seed": {"a": {}}, "log": 3, "steps": "x", "\\u001b/": "\\u001b[2J", "plan": [[]]}'),
-        ("recipe.json", b'{"a":' * 500 + b"1" + b"}" * 500),
-        ("environment.json", b'{"data": 3, "packages": [1], "code": {"\\u001b": {}}, "plan": {}}'),
-        ("environment.json", b"\xff"),
-        ("starts.jsonl", b'{"step": 0, "before": 3}\n{"step": -1}\n{"step": 1e3}\n[]\n{"step": 0, "plan": {"a": []}'),
-        ("starts.jsonl", b'{"step": 99999999999999999999, "before": {"seed": {}}, "precision": ["fp8"]}\n'),
-        ("starts.jsonl", b'{"step": 0, "precision": "fp8", "device": 7, "code": "\\u001b[31m"}\n'),
-    ],
-)
+@pytest.mark.parametrize("name, content", [
+    ("metrics.jsonl", b'{"step": 1, "step_loss": 1e400}\n{"step": 2, "step_loss": %s}\n' % (b"9" * 4000)),
+    ("metrics.jsonl", b'{"step": 1, "step_loss": "\\u001b[2J", "loss": [1], "x/y": {}}\n'),
+    ("metrics.jsonl", b'{"step": true, "loss": 1}\n{"step": -1, "loss": 1}\n{"step": 2, "loss": 1.7e308}\n'),
+    ("metrics.jsonl", b'{"step": 1, "step_loss": -1.7e308}\n{"step": 9007199254740992, "step_loss": 1.7e308}\n'),
+    ("metrics.jsonl", b'{"step": 1, "step_loss": 1}\n\xff\xfe\x00' + b"[" * 100_000 + b"\n" + b"x" * (3 << 20)),
+    ("metrics.jsonl", b'{"step": 3, "loss": 0}\n{"step": 2, "loss": 5e-324}\n{"step": 2, "\\ud800/a": 1}\n{"st'),
+    ("recipe.json", b"[1]"),
+    ("recipe.json", b'{"seed": {"a": {}}, "log": 3, "steps": "x", "\\u001b/": "\\u001b[2J", "plan": [[]]}'),
+    ("recipe.json", b'{"a":' * 500 + b"1" + b"}" * 500),
+    ("environment.json", b'{"data": 3, "packages": [1], "code": {"\\u001b": {}}, "plan": {}}'),
+    ("environment.json", b"\xff"),
+    ("starts.jsonl", b'{"step": 0, "before": 3}\n{"step": -1}\n{"step": 1e3}\n[]\n{"step": 0, "plan": {"a": []}'),
+    ("starts.jsonl", b'{"step": 99999999999999999999, "before": {"seed": {}}, "precision": ["fp8"]}\n'),
+    ("starts.jsonl", b'{"step": 0, "precision": "fp8", "device": 7, "code": "\\u001b[31m"}\n'),
+])  # fmt: skip
 def test_hostile_files_are_compared_or_refused(write, compare, name, content):
     """Without an exception, and without a control character in the output."""
     a, b = write("a", losses(range(1, 6))), write("b", losses(range(1, 6)))

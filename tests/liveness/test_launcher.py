@@ -82,17 +82,11 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_a_lost_rank_is_named_last(t
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (["--stepz", "3"], "there is no option --stepz; did you mean --steps?"),
-        (["--plan", "tp3"], "tp=3"),
-        (["--optimizer.lr", "-1"], "optimizer.lr"),
-        (["--nproc", "0"], "nproc=0"),
-        (["--nproc", "two"], "--nproc two"),
-        (["--nproc", "5000"], "nproc=5000"),
-    ],
-)
+@pytest.mark.parametrize("words, sentence", [
+    (["--stepz", "3"], "there is no option --stepz; did you mean --steps?"), (["--plan", "tp3"], "tp=3"),
+    (["--optimizer.lr", "-1"], "optimizer.lr"), (["--nproc", "0"], "nproc=0"), (["--nproc", "two"], "--nproc two"),
+    (["--nproc", "5000"], "nproc=5000"),
+])  # fmt: skip
 def test_a_mistake_is_one_sentence_before_anything_is_started(alone, capsys, monkeypatch, words, sentence):
     monkeypatch.setattr(launcher, "Popen", None)
     words = ["--nproc", "2", *words] if "--nproc" not in words else words

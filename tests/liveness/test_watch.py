@@ -34,19 +34,13 @@ def send(number: int) -> None:
 
 # What a rank does in its step EVENT; `owner` ends the process that has the store.
 CASES = {
-    "all end": {},
-    "killed": {VICTIM: lambda: send(signal.SIGKILL)},
-    "rank 0 killed": {0: lambda: send(signal.SIGKILL)},
-    "suspended": {VICTIM: lambda: send(signal.SIGSTOP)},
-    "an error": {VICTIM: raise_error},
+    "all end": {}, "killed": {VICTIM: lambda: send(signal.SIGKILL)}, "rank 0 killed": {0: lambda: send(signal.SIGKILL)},
+    "suspended": {VICTIM: lambda: send(signal.SIGSTOP)}, "an error": {VICTIM: raise_error},
     "two killed": {0: lambda: send(signal.SIGKILL), 1: lambda: send(signal.SIGKILL)},
     "rank 0 had the store": {0: lambda: send(signal.SIGKILL)},
-    "rank 0 had the store, which is noticed late": {0: lambda: send(signal.SIGKILL)},
-    "the store is gone": {},
-    "no connections": {VICTIM: lambda: send(signal.SIGKILL)},
-    "waits for the end": {},
-    "an earlier start": {},
-}
+    "rank 0 had the store, which is noticed late": {0: lambda: send(signal.SIGKILL)}, "the store is gone": {},
+    "no connections": {VICTIM: lambda: send(signal.SIGKILL)}, "waits for the end": {}, "an earlier start": {},
+}  # fmt: skip
 
 
 def run_rank(case: str, rank: int, port: int, log: Path) -> int:
@@ -145,18 +139,15 @@ def survivors(ranks: dict[str, dict], *lost: int) -> list[dict]:
     return [ranks[str(rank)] for rank in range(WORLD) if rank not in lost]
 
 
-@pytest.mark.parametrize(
-    ("case", "lost", "words"),
-    [
-        ("killed", [1], "dtgpt: rank 1 on {host} (last step {step}) is lost: its process has ended; do this"),
-        ("rank 0 killed", [0], "dtgpt: rank 0 on {host} (last step {step}) is lost: its process has ended; do this"),
-        ("suspended", [1], "dtgpt: rank 1 on {host} (last step {step}) is lost: no sign of life for 4 s; do this"),
-        ("no connections", [1], "(last step {step}) is lost: no sign of life for 4 s; do this"),
-        ("an error", [1], "dtgpt: rank 1 on {host} (last step {step}) ended: there is no more of it; do this"),
-        ("rank 0 had the store", [0], "dtgpt: rank 0 (last step "),
-        ("rank 0 had the store, which is noticed late", [0], "dtgpt: rank 0 (last step "),
-    ],
-)
+@pytest.mark.parametrize(("case", "lost", "words"), [
+    ("killed", [1], "dtgpt: rank 1 on {host} (last step {step}) is lost: its process has ended; do this"),
+    ("rank 0 killed", [0], "dtgpt: rank 0 on {host} (last step {step}) is lost: its process has ended; do this"),
+    ("suspended", [1], "dtgpt: rank 1 on {host} (last step {step}) is lost: no sign of life for 4 s; do this"),
+    ("no connections", [1], "(last step {step}) is lost: no sign of life for 4 s; do this"),
+    ("an error", [1], "dtgpt: rank 1 on {host} (last step {step}) ended: there is no more of it; do this"),
+    ("rank 0 had the store", [0], "dtgpt: rank 0 (last step "),
+    ("rank 0 had the store, which is noticed late", [0], "dtgpt: rank 0 (last step "),
+])  # fmt: skip
 def test_when_a_process_is_lost_the_others_end_and_name_it(outcomes, case, lost, words):
     for found in survivors(outcomes[case], *lost):
         words = words.format(host=os.uname().nodename, step=EVENT)

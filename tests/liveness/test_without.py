@@ -2,18 +2,21 @@
 
 import os
 import socket
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from dtgpt.capabilities import CAPABILITIES
 from dtgpt.util import peers, seams
 from dtgpt.util.peers import Process
+from tests.support.fresh import run_fresh
 from tests.support.runs import losses
 
+ROOT = Path(__file__).parents[2]
+
 PROGRAM = """
-import sys
+import os, sys
+rank = os.environ["LOCAL_RANK"] = os.environ["RANK"] = "1" if (other := os.fork()) else "0"
 from dtgpt.capabilities import CAPABILITIES
 from dtgpt.util import seams
 seams.use(module for module, _ in CAPABILITIES if module != "dtgpt.liveness")
@@ -23,6 +26,7 @@ try:
 except SystemExit as end:
     assert not end.code, end.code
 assert not [name for name in sys.modules if name.startswith("dtgpt.liveness.")]
+assert not other or os.waitpid(other, 0)[1] == 0
 """
 
 
@@ -47,24 +51,15 @@ def test_one_process_asks_nobody_where_the_capability_is_there():
     assert type(peers.peers(1)) is peers.Peers and type(peers.peers(2)) is not peers.Peers
 
 
-@pytest.mark.slow(15)
+@pytest.mark.slow(5)
 def test_two_processes_train_without_it(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     words = ["train", "recipes/gpt2_tiny.py", "--steps", "2", "--device", "cpu", "--plan", "tp2", "--log.interval", "1"]
     words += ["--log.eval_interval", "0", "--log.sample_tokens", "0", "--runs", str(tmp_path / "runs")]
+    words += ["--model.hidden_size", "32", "--model.num_heads", "2", "--data.tokenizer", "bytes"]
     several = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", **place}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *words],
-            env={**os.environ, **several, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in started:
-        err = process.communicate(timeout=300)[1]
-        assert process.returncode == 0, err
+    done = run_fresh(["-c", PROGRAM, *words], ROOT, {**os.environ, **several})
+    assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert list(losses(run)) == [1, 2]

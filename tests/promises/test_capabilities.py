@@ -2,8 +2,6 @@
 
 import ast
 import os
-import subprocess
-import sys
 from dataclasses import fields
 from importlib import import_module
 
@@ -11,7 +9,7 @@ import pytest
 
 from dtgpt.capabilities import CAPABILITIES
 from tests.support.core import files, imports, room_of
-from tests.support.deleted import delete
+from tests.support.fresh import run_fresh
 
 PLAIN = """
 from dtgpt.config.recipe import Recipe
@@ -84,15 +82,11 @@ def test_a_capability_imports_the_others_that_it_says():
     assert not wrong, "these capabilities import\n" + "\n".join(wrong)
 
 
-@pytest.mark.slow(8)
-def test_the_core_trains_resumes_and_generates_without_any_capability(tmp_path):
-    tree = tmp_path / "core"
-    tree.mkdir()
-    delete(tree, [name for name, _ in CAPABILITIES])
+@pytest.mark.slow(3)
+def test_the_core_trains_resumes_and_generates_without_any_capability(core_alone, tmp_path):
     (tmp_path / "plain.py").write_text(PLAIN)
-    environment = {**os.environ, "PYTHONPATH": str(tree), "DTGPT_CACHE": str(tmp_path / "cache")}
-    program = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": str(core_alone), "DTGPT_CACHE": str(tmp_path / "cache")}
+    done = run_fresh(["-c", PROGRAM], tmp_path, environment)
     codes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("exit ")]
     assert codes == ["0"] * 4 + ["2"] * 7, done.stdout + done.stderr
     for sentence in (

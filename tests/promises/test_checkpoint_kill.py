@@ -1,7 +1,7 @@
 """SIGKILL at any moment: the run goes on with --resume auto, and its losses are those of a run that nobody killed.
 
-The attempts of a run are forks of a process of its own, `python -m tests.promises.test_checkpoint_kill`, which has
-imported everything and has no threads: they are the program from its command line on, but begin at once.
+The attempts of a run are forks of `python -m tests.promises.test_checkpoint_kill`, which has imported everything and
+has no threads: they are the program from its command line on, but begin at once.
 DTGPT_KILLS=30 pytest tests/promises/test_checkpoint_kill.py -k random kills 30 runs, up to three times each.
 """
 
@@ -11,7 +11,6 @@ import pkgutil
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from contextlib import nullcontext, suppress
@@ -22,12 +21,13 @@ from unittest import mock
 import pytest
 
 from tests.support.pictures import no_pictures
+from tests.support.programs import run_program
 
-pytestmark = pytest.mark.slow(19)
+pytestmark = pytest.mark.slow(16)
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("DTGPT_KILLS", "3"))
-STEPS, AT = 7, 4
+STEPS, AT = 6, 4
 OPTIONS = {
     "model.hidden_size": 32, "model.num_heads": 2, "model.seq_length": 16, "model.vocab_size": 257,
     "model.dropout": 0.1, "micro_batch_size": 4, "global_batch_size": 8, "steps": STEPS, "device": "cpu",
@@ -98,28 +98,20 @@ POINTS = {  # where the process dies, at step 4 or after it
     "state.json half": (f"{FOLDER}.write_text", lambda p, _: p.name == "state.json" and of_step(p.parent), half_a_text),
     "before the rename": (f"{FOLDER}.sync_path", of_step),
     "before latest": (f"{FOLDER}.write_text", lambda p, text: p.name == "latest" and of_step(text)),
-    "latest half": (
-        f"{FOLDER}.write_text",
-        lambda p, text: p.name == "latest" and of_step(text),
-        half_a_text,
-    ),
+    "latest half": (f"{FOLDER}.write_text", lambda p, text: p.name == "latest" and of_step(text), half_a_text),
     "amid a removal": ("shutil.rmtree", removes_old, one_file_less),
     "before a removal": ("dtgpt.checkpoint.save.remove", lambda *_: True),
 }
-
-
-# While a run that was killed before goes on.
-AGAIN = {
+BEGUN = POINTS["before latest"]
+AGAIN = {  # while a run goes on that died there
     "before its files are written": ("dtgpt.run.report.describe_run", lambda *_: True),
     "recipe.json half": ("dtgpt.util.storage.write_text", lambda p, _: p.name == "recipe.json", half_a_text),
     "metrics half": ("dtgpt.run.report.JsonLines", lambda p, **_: True),
     "tokenizer.json half": (
-        "dtgpt.data.tokenizers.tokenizer.write_text",
-        lambda p, _: p.name == "tokenizer.json",
-        half_a_text,
+        "dtgpt.data.tokenizers.tokenizer.write_text", lambda p, _: p.name == "tokenizer.json", half_a_text,
     ),
     "before make_folder": ("dtgpt.checkpoint.save.make_folder", lambda _, step: step == AT + 1),
-}
+}  # fmt: skip
 
 
 def attempt(folder: Path, kill) -> int:
@@ -148,12 +140,15 @@ def attempt(folder: Path, kill) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def outcome(root: Path, kills: list) -> dict:
-    """What came of a run that was killed so often: exit codes, and what the last run folder holds."""
-    folder = root / f"try-{len(list(root.iterdir()))}"
-    folder.mkdir()
-    (folder / "text.txt").write_text("".join(f"{i} and {i + 1} make {2 * i + 1}.\n" for i in range(400)))
-    codes = [attempt(folder, kill) for kill in [*kills, None]]
+def outcome(folder: Path, kills: list, begun: Path | None = None) -> dict:
+    """What came of a run, or of a copy of one that is begun, that was killed so often: exit codes, and what the last
+    run folder holds."""
+    if begun:
+        shutil.copytree(begun, folder, symlinks=True)
+    else:
+        folder.mkdir()
+        (folder / "text.txt").write_text("".join(f"{i} and {i + 1} make {2 * i + 1}.\n" for i in range(400)))
+    codes = [attempt(folder, kill) for kill in kills]
     run = max((folder / "runs").iterdir())
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     curve = [(r["step"], r["loss"], r["grad_norm"]) for r in records if "loss" in r]
@@ -161,16 +156,13 @@ def outcome(root: Path, kills: list) -> dict:
     files = {p.name: p.read_bytes().hex() for p in last.glob("*.safetensors")}
     names = sorted(p.name for p in (run / "checkpoints").iterdir())
     found = {"curve": curve, "files": files, "names": names}
-    log = (folder / "log").read_text()[-2000:]
-    shutil.rmtree(folder)
-    return {"codes": codes, "found": found, "log": log}
+    return {"codes": codes, "found": found, "log": (folder / "log").read_text()[-2000:]}
 
 
 def experiments(what: str) -> dict[str, list]:
     """Kills of the attempts of a run, by name."""
     if what == "points":
-        first = {name: [point] for name, point in POINTS.items()}
-        return first | {name: [POINTS["before latest"], point] for name, point in AGAIN.items()}
+        return {name: [point] for name, point in (POINTS | AGAIN).items()}
     rng = random.Random(int(os.environ.get("DTGPT_KILLS_SEED", "5")))
     return {f"random {i}": random_moments(rng) for i in range(KILLS)}
 
@@ -183,51 +175,44 @@ def random_moments(rng: random.Random) -> list[Moment]:
 
 def drive(what: str, root: Path) -> None:
     """All experiments: a line of JSON for each."""
-    whole = outcome(root, [])
-    for name, kills in experiments(what).items():
+    root.mkdir(exist_ok=True)
+    whole = outcome(root / "whole", [None])
+    if what == "points":
+        outcome(root / "begun", [BEGUN])
+    for number, (name, kills) in enumerate(experiments(what).items()):
         try:
-            end = outcome(root, kills)
+            end = outcome(root / f"try-{number}", [*kills, None], root / "begun" if name in AGAIN else None)
             same = end["found"] == whole["found"]
             print(json.dumps({"name": name, "same": same, "codes": end["codes"], "log": "" if same else end["log"]}))
         except Exception as error:
             print(json.dumps({"name": name, "same": False, "codes": [], "log": repr(error)}))
+        shutil.rmtree(root / f"try-{number}")
     print(json.dumps({"name": "whole", "codes": whole["codes"], "steps": len(whole["found"]["curve"])}))
 
 
-def answers(what: str, root: Path) -> dict[str, dict]:
-    command = [sys.executable, "-m", "tests.promises.test_checkpoint_kill", what, str(root)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120 + 20 * KILLS)
+def answers(what: str, root: Path) -> dict[str, list[int]]:
+    """Return the exit codes of each experiment, all of which end as a run that nobody killed."""
+    command = ["-m", "tests.promises.test_checkpoint_kill", what, str(root)]
+    done = run_program(command, ROOT, timeout=120 + 20 * KILLS)
     assert done.returncode == 0, done.stderr
     found = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert found.pop("whole") == {"name": "whole", "codes": [0], "steps": STEPS}
-    return found
+    assert [line for line in found.values() if not line["same"]] == []
+    return {name: line["codes"] for name, line in found.items()}
 
 
 def test_a_run_that_died_at_a_point_goes_on_as_if_nothing_had_been(tmp_path):
-    found = answers("points", tmp_path)
-    assert found.keys() == experiments("points").keys()
-    assert [line for line in found.values() if not line["same"]] == []
-    for name, line in found.items():
-        deaths = 1 if name in POINTS else 2
-        assert line["codes"] == [-signal.SIGKILL] * deaths + [0], name
+    assert answers("points", tmp_path) == {name: [-signal.SIGKILL, 0] for name in POINTS | AGAIN}
 
 
 def test_a_run_that_died_at_random_moments_goes_on_as_if_nothing_had_been(tmp_path):
     found = answers("random", tmp_path)
     assert len(found) == KILLS
-    assert [line for line in found.values() if not line["same"]] == []
-    codes = [line["codes"] for line in found.values()]
-    assert {c[0] for c in codes} == {-signal.SIGKILL} and {c[-1] for c in codes} == {0}, codes
+    ends = {(codes[0], codes[-1]) for codes in found.values()}
+    assert ends == {(-signal.SIGKILL, 0)}, found
 
 
 if __name__ == "__main__":
-    import torch
-    import torch._dynamo
-
-    import dtgpt.cli
-    import dtgpt.train.loop  # noqa: F401
-
-    torch.set_num_threads(1)
     os.environ["DTGPT_CACHE"] = f"{sys.argv[2]}-cache"
     sys.stdout.reconfigure(line_buffering=True)
     drive(sys.argv[1], Path(sys.argv[2]))

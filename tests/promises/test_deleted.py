@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,9 @@ import pytest
 from dtgpt.capabilities import CAPABILITIES
 from dtgpt.run.records import read_records
 from tests.support.core import ROOT
-from tests.support.deleted import RECORD, copy_tests, delete, run_core_tests
+from tests.support.deleted import RECORD, delete, run_core_tests
+from tests.support.fresh import run_fresh
+from tests.support.programs import run_program
 
 ALL = [name for name, _ in CAPABILITIES]
 # The model and the text of recipes/gpt2_tiny.py, whose optimizer and tokenizer are capabilities.
@@ -27,39 +29,16 @@ def recipe():
         data=DataConfig(tokenizer="char"), log=LogConfig(interval=1, eval_samples=8, sample_tokens=4),
     )
 """
-# Train in a copy of the package without some capabilities, in a child that has torch loaded already.
-EACH = """
-import os, sys
-import torch
-for folder in sys.argv[1:]:
-    if not (child := os.fork()):
-        os.chdir(folder)
-        sys.path.insert(0, folder)
-        from dtgpt.cli import main
-        main(["train", "tiny.py"])
-    print("END", os.path.basename(folder), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
-def environment_of(tree: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(tree)}
-
-
-def losses_of(folder: Path, tree: Path) -> list[float]:
+def losses_of(folder: Path, start: Callable[..., subprocess.CompletedProcess], tree: Path) -> list[float]:
     """Train in `folder` by the package in `tree`; return the losses."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "tiny.py").write_text(TINY)
-    command = [sys.executable, "-m", "dtgpt", "train", "tiny.py"]
-    subprocess.run(command, cwd=folder, env=environment_of(tree), check=True, capture_output=True, timeout=300)
+    done = start(["-m", "dtgpt", "train", "tiny.py"], folder, {**os.environ, "PYTHONPATH": str(tree)})
+    assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (folder / "runs").iterdir()
     return [record["loss"] for record in read_records(run / "metrics.jsonl") if "loss" in record]
-
-
-@pytest.fixture(scope="module")
-def core_alone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("core")
-    copy_tests(folder, delete(folder, ALL))
-    return folder
 
 
 @pytest.mark.slow(60)
@@ -72,27 +51,22 @@ def test_the_core_passes_its_tests_with_every_capability_deleted(core_alone):
     assert passed >= recorded["passed"], f"{passed} tests run with the core alone, where {recorded['passed']} did"
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(2)
 def test_the_losses_of_the_core_alone_have_the_bits_of_the_whole(core_alone, tmp_path):
-    alone, whole = losses_of(tmp_path / "alone", core_alone), losses_of(tmp_path / "whole", ROOT)
+    alone, whole = (
+        losses_of(tmp_path / "alone", run_fresh, core_alone),
+        losses_of(tmp_path / "whole", run_program, ROOT),
+    )
     assert alone == whole
     assert len(alone) == 3
 
 
 @pytest.mark.long
-def test_each_capability_can_be_deleted_alone(tmp_path):
-    folders = []
-    for capability in ALL:
-        folders.append(tmp_path / capability)
-        folders[-1].mkdir()
-        (folders[-1] / "tiny.py").write_text(TINY)
-        delete(folders[-1], without(capability))
-    program = [sys.executable, "-c", EACH, *map(str, folders)]
-    done = subprocess.run(program, env=environment_of(tmp_path), capture_output=True, text=True, timeout=900)
-    ends = [line for line in done.stdout.splitlines() if line.startswith("END")]
-    assert ends == [f"END {name} 0" for name in ALL], done.stdout + done.stderr
-    for folder in folders:
-        assert list(folder.glob("runs/tiny-001/checkpoints/step_00000003/state.json")), folder.name
+@pytest.mark.parametrize("capability", ALL)
+def test_each_capability_can_be_deleted_alone(tmp_path, capability):
+    delete(tmp_path, without(capability))
+    assert len(losses_of(tmp_path, run_fresh, tmp_path)) == 3
+    assert list(tmp_path.glob("runs/tiny-001/checkpoints/step_00000003/state.json"))
 
 
 def without(capability: str) -> list[str]:

@@ -17,20 +17,28 @@ from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
 from tests.support.runs import change, newest_run
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/mem"), pytest.mark.slow(8)]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/mem"), pytest.mark.slow(5)]
 UNREADABLE = "/proc/self/mem"
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
 @pytest.fixture
-def models(recipe, tmp_path, documents, monkeypatch, capsys):
-    recipe = change(recipe, steps=1, log={"eval_interval": 0, "sample_tokens": 0})
-    train(recipe)
+def models(recipe, made, tmp_path, documents, monkeypatch, capsys):
+    """Enter a folder with a run, its model in each format, and prepared data: copies of what was made once."""
+    if not list(made.iterdir()):
+        monkeypatch.chdir(made)
+        train(change(recipe, steps=1, log={"eval_interval": 0, "sample_tokens": 0}))
+        shutil.copytree(newest_run(recipe), "run")
+        for kind in ("hf", "megatron", "dtgpt"):
+            assert in_process(["convert", "run", kind, "--to", kind], capsys)[0] == 0
+        Path("data").mkdir()
+        prepare(PrepareConfig(input=[str(documents)], output_prefix="data/x", tokenizer="bytes", workers=1))
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(newest_run(recipe), "run")
-    for kind in ("hf", "megatron", "dtgpt"):
-        assert in_process(["convert", "run", kind, "--to", kind], capsys)[0] == 0
-    Path("data").mkdir()
-    prepare(PrepareConfig(input=[str(documents)], output_prefix="data/x", tokenizer="bytes", workers=1))
     return tmp_path
 
 

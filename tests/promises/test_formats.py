@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.train.setup import open_trainer
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
+from tests.support.fresh import run_fresh
 
 ALPHABET = "\n abcdefghijklmnopqrstuvwxyz.,"
 CONFIG = GPT2Config(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=len(ALPHABET), dropout=0.0)
@@ -110,11 +109,11 @@ def test_the_core_alone_knows_none_of_them(core_alone, parts):
         open_tokenizer(str(folder / "alphabet"))
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(4)
 def test_a_run_on_a_text_loads_no_reader_of_another_format(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"line {i} of a text, and {i * i} more\n" for i in range(2000)))
     words = f"train {RECIPE} --data.path a.txt --steps 1 --device cpu --log.eval_samples 2 --log.sample_tokens 2"
-    done = subprocess.run([sys.executable, "-c", PLAIN, *words.split()], cwd=tmp_path, capture_output=True, text=True)
+    done = run_fresh(["-c", PLAIN, *words.split()], tmp_path)
     assert done.returncode == 0, done.stderr
     loaded = re.search("LOADED (.*)", done.stdout)[1].split()
     assert len(loaded) > 100

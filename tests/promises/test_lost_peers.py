@@ -2,9 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked_ranks import fork_rank
+from tests.support.programs import run_program
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(12)
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 6  # seconds, of the run; a loaded machine sees a dead process late
@@ -112,7 +113,7 @@ def drive(root: Path) -> None:
             continue
         folder = root / f"{number} {name}"
         folder.mkdir()
-        subprocess.run(["cp", "-r", str(first / "runs"), str(folder)], check=True)
+        shutil.copytree(first / "runs", folder / "runs")
         more = ["--resume", "auto"] if "checkpoint" in name else []
         more += ["--plan", "pp2"] if "pipeline" in name else ["--plan", "zero3"] if "zero3" in name else []
         line = json.dumps({"name": name, **outcome(folder, [*words, *more], case)})
@@ -123,8 +124,7 @@ def drive(root: Path) -> None:
 
 
 def test_the_death_of_a_rank_is_one_sentence_wherever_it_happens(tmp_path):
-    command = [sys.executable, "-m", "tests.promises.test_lost_peers", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_program(["-m", "tests.promises.test_lost_peers", tmp_path], ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     found = {line.pop("name"): line for line in map(json.loads, done.stdout.splitlines())}
     assert found.keys() == CASES.keys()
@@ -145,13 +145,8 @@ def test_the_death_of_a_rank_is_one_sentence_wherever_it_happens(tmp_path):
 
 
 if __name__ == "__main__":
-    import torch
-    import torch._dynamo
-
     import dtgpt.cli
-    import dtgpt.train.loop
 
-    torch.set_num_threads(1)
     dtgpt.cli.RANK_0_FIRST = 0
     sys.stdout.reconfigure(line_buffering=True)
     drive(Path(sys.argv[1]))

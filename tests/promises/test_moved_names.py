@@ -1,12 +1,11 @@
 """Modules that stand in another place are found under their old names, with a warning."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 
 from dtgpt.moved import MOVED
+from tests.support.fresh import run_fresh
 
 RECIPE = """
 import sys, warnings
@@ -26,10 +25,10 @@ def test_every_old_name_has_a_module_of_today():
         assert importlib.util.find_spec(new), (old, new)
 
 
-@pytest.mark.slow(3)
-def test_an_old_name_is_the_module_of_today_and_warns():
+@pytest.mark.slow(2)
+def test_an_old_name_is_the_module_of_today_and_warns(tmp_path):
     program = RECIPE.replace("Template", "ChatTemplate")
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    told = run_fresh(["-c", program], tmp_path)
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines() == [
         f"{old} is {MOVED[old]} now; the old name ends with the next version"

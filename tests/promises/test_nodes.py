@@ -31,7 +31,7 @@ def assert_same_curve(found: dict[int, float], expected: dict[int, float]) -> No
 def test_a_run_survives_the_loss_of_a_node(tmp_path):
     options = "--steps", "40", "--lost_after", "5"
     with Nodes(2, tmp_path) as nodes:
-        run = NodeRun(nodes, "1:2", *options, step_seconds=0.3)
+        run = NodeRun(nodes, "1:2", *options, step_seconds=0.3, forks=True)
         run.start(*nodes)
         run.wait_for_step(12, 400)
         lost_at = run.step()

@@ -16,7 +16,7 @@ from tests.support.bodies_checkpoint import load_each, train_and_save
 from tests.support.ranks import pool
 from tests.support.runs import change
 
-pytestmark = pytest.mark.slow(27)
+pytestmark = pytest.mark.slow(22)
 
 PLANS = ["single", "tp2", "tp4_sp", "pp2", "tp2_pp2", "dp2_zero1", "dp4_zero3", "dp2_tp2_pp2"]
 RARE = ("tp4_sp", "dp2_tp2_pp2")  # as readers; the others read what they wrote in every run of the tests
@@ -53,7 +53,7 @@ def saved(recipe, root):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
                 folder.mkdir()
-                pool().run(world_of(plan), train_and_save, replace(recipe, plan=plan), folder, 2, SMALL)
+                pool().run(world_of(plan), train_and_save, replace(recipe, plan=plan), folder, 1, SMALL)
         return folder
 
     return save

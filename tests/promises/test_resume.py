@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 from pathlib import Path
 
@@ -17,7 +18,27 @@ from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import change_state
 from tests.support.runs import change, losses, newest_run
 
-pytestmark = pytest.mark.slow(12)
+pytestmark = pytest.mark.slow(8)
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[tuple, Path]:
+    """Runs that `begun` copies."""
+    return {}
+
+
+@pytest.fixture
+def begun(recipe, made, tmp_path_factory):
+    """Return a run of the recipe that ended after so many steps."""
+
+    def begin(steps: int = 5) -> Path:
+        key = steps, Path(recipe.data.path).read_text()
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("begun") / "test-001"
+            train(change(recipe, steps=steps, runs=str(made[key].parent)))
+        return Path(shutil.copytree(made[key], Path(recipe.runs) / "test-001"))
+
+    return begin
 
 
 def test_ten_steps_equal_five_and_a_resume_of_five_bitwise(recipe, tmp_path):
@@ -34,9 +55,8 @@ def test_ten_steps_equal_five_and_a_resume_of_five_bitwise(recipe, tmp_path):
         assert (half / file).read_bytes() == (whole / file).read_bytes()
 
 
-def test_a_resume_goes_on_with_the_next_sample_under_another_batch_size(recipe):
-    train(change(recipe, steps=5))
-    run = newest_run(recipe)
+def test_a_resume_goes_on_with_the_next_sample_under_another_batch_size(recipe, begun):
+    run = begun()
     train(change(recipe, steps=6, global_batch_size=16, resume=str(run)))
     state = json.loads((run / "checkpoints" / "step_00000006" / "state.json").read_text())
     assert state["consumed_samples"] == 5 * 8 + 16
@@ -65,12 +85,11 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(recipe, monkeypatch, capsys)
     assert "no checkpoint of step 6" in err and "No space left on device" in err and "training goes on" in err
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error(recipe, monkeypatch):
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(recipe, begun, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    train(change(recipe, steps=5))
-    run = newest_run(recipe)
+    run = begun()
     monkeypatch.setattr(dtgpt.checkpoint.shard_file, "write_file", full)
     with pytest.raises(
         UserError, match=r"no checkpoint of step 10.*No space left.*free space there; to go on, add --resume"
@@ -79,27 +98,24 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(recipe, monkeypatc
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step_00000005"]
 
 
-def test_a_run_belongs_to_one_process(recipe):
-    train(change(recipe, steps=5))
-    run = newest_run(recipe)
+def test_a_run_belongs_to_one_process(recipe, begun):
+    run = begun()
     with RunLock() as lock, pytest.raises(UserError, match="being trained by another process"):
         lock.take(run)
         train(change(recipe, resume=str(run)))
     assert train(change(recipe, resume=str(run))) == 0
 
 
-def test_a_run_that_cannot_save_is_refused_before_data_are_read(recipe, monkeypatch):
-    train(change(recipe, steps=5))
-    run, access = newest_run(recipe), os.access
+def test_a_run_that_cannot_save_is_refused_before_data_are_read(recipe, begun, monkeypatch):
+    run, access = begun(), os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "checkpoints" and access(path, mode))
     monkeypatch.setattr("dtgpt.train.setup.read_dataset", lambda recipe: pytest.fail("data were read"))
     with pytest.raises(UserError, match=r"/checkpoints cannot be written, where the run saves; make it writable"):
         train(change(recipe, resume=str(run)))
 
 
-def test_resume_auto_does_not_begin_again_where_the_disk_of_checkpoints_is_missing(recipe, tmp_path):
-    train(change(recipe, steps=5))
-    run, elsewhere = newest_run(recipe), tmp_path / "disk"
+def test_resume_auto_does_not_begin_again_where_the_disk_of_checkpoints_is_missing(recipe, begun, tmp_path):
+    run, elsewhere = begun(), tmp_path / "disk"
     (run / "checkpoints").rename(elsewhere)
     (run / "checkpoints").symlink_to(elsewhere)
     elsewhere.rename(tmp_path / "unmounted")
@@ -171,10 +187,9 @@ def test_only_our_own_checkpoints_are_read_and_removed(recipe):
     "content",
     ["{}", "[]", "5", '{"model": 5}', '{"model": {}}', '{"step": "x"}', '{"step": -1}', '{"data_digest": null}'],
 )
-def test_a_state_that_is_no_state_is_refused(recipe, content):
+def test_a_state_that_is_no_state_is_refused(recipe, begun, content):
     """Also where its digest is right."""
-    train(change(recipe, steps=2))
-    run = newest_run(recipe)
+    run = begun(2)
     folder = run / "checkpoints" / "step_00000002"
     if content.startswith('{"'):
         change_state(folder, json.loads(content))
@@ -188,21 +203,17 @@ def halve(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize(
-    "groups, damage, words",
-    [
-        ({"resume": "nowhere"}, None, ["nowhere does not exist"]),
-        ({"model": {"num_layers": 3}}, None, ["another model", "num_layers 2 there, 3 here"]),
-        ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 257}}, None, ["another tokenizer"]),
-        ({"steps": 3}, None, ["already done 5 steps", "--steps"]),
-        ({}, "weights-00000-000.safetensors", ["weights-00000-000.safetensors is damaged", "bytes", "no other"]),
-        ({}, "state.json", ["state.json is damaged", "JSON", "no other checkpoint is left"]),
-    ],
-)
-def test_a_resume_that_cannot_work_is_refused_and_changes_nothing(recipe, text, groups, damage, words):
+@pytest.mark.parametrize("groups, damage, words", [
+    ({"resume": "nowhere"}, None, ["nowhere does not exist"]),
+    ({"model": {"num_layers": 3}}, None, ["another model", "num_layers 2 there, 3 here"]),
+    ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 257}}, None, ["another tokenizer"]),
+    ({"steps": 3}, None, ["already done 5 steps", "--steps"]),
+    ({}, "weights-00000-000.safetensors", ["weights-00000-000.safetensors is damaged", "bytes", "no other"]),
+    ({}, "state.json", ["state.json is damaged", "JSON", "no other checkpoint is left"]),
+])  # fmt: skip
+def test_a_resume_that_cannot_work_is_refused_and_changes_nothing(recipe, begun, text, groups, damage, words):
     text.write_text(text.read_text() + "éé" * 200)  # so that a BPE differs from bytes
-    train(change(recipe, steps=5))
-    run = newest_run(recipe)
+    run = begun()
     if damage:
         halve(run / "checkpoints" / "step_00000005" / damage)
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
@@ -212,9 +223,8 @@ def test_a_resume_that_cannot_work_is_refused_and_changes_nothing(recipe, text, 
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
-def test_a_resume_from_within_a_run_takes_the_path_for_what_it_is(recipe, monkeypatch):
-    train(change(recipe, steps=2))
-    run = newest_run(recipe).resolve()
+def test_a_resume_from_within_a_run_takes_the_path_for_what_it_is(recipe, begun, monkeypatch):
+    run = begun(2).resolve()
     checkpoints, step = run / "checkpoints", run / "checkpoints" / "step_00000002"
     (checkpoints / "notes").mkdir()
 

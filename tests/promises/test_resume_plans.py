@@ -15,7 +15,7 @@ from tests.support.bodies_train import train_until
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(16)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(recipe, who
     assert samples[0] == samples[1]
 
 
-@pytest.mark.parametrize("plan, world", [("zero1", 1), ("zero3", 1), ("tp2_zero1", 2), ("pp2_zero3", 2)])
+@pytest.mark.parametrize("plan, world", [("zero3", 1), ("tp2_zero1", 2), ("pp2_zero3", 2)])
 def test_zero_with_one_replica_is_the_plan_without_it(recipe, whole, tmp_path, capsys, plan, world):
     """And goes on under it, from its own checkpoint."""
     recipe = replace(recipe, runs=str(tmp_path / "zero"), plan=plan, checkpoint=CheckpointConfig(interval=3))
@@ -89,9 +89,8 @@ def test_zero_with_one_replica_is_the_plan_without_it(recipe, whole, tmp_path, c
 
 
 @pytest.mark.parametrize("plan", ["zero3", Plan(zero=2)])
-def test_a_model_is_loaded_under_zero_on_one_process(recipe, capsys, plan):
-    train(replace(recipe, steps=1))
+def test_a_model_is_loaded_under_zero_on_one_process(whole, capsys, plan):
     tokens = torch.arange(8).view(1, 8)
-    logits = dtgpt.load(newest_run(recipe), plan=plan, device="cpu")(tokens)
-    assert torch.equal(logits, dtgpt.load(newest_run(recipe), device="cpu")(tokens))
+    logits = dtgpt.load(whole, plan=plan, device="cpu")(tokens)
+    assert torch.equal(logits, dtgpt.load(whole, device="cpu")(tokens))
     assert "inference ignores ZeRO" in capsys.readouterr().err

@@ -6,7 +6,6 @@ import re
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,8 +16,9 @@ import pytest
 
 from dtgpt.run.records import read_records
 from tests.support.forked_ranks import fork_rank
+from tests.support.programs import run_program
 
-pytestmark = pytest.mark.slow(8)
+pytestmark = pytest.mark.slow(6)
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -100,17 +100,13 @@ def outcome(case: Case) -> dict:
 
 def drive(names: list[str]) -> None:
     """Run cases, and print a line of JSON for each."""
-    import dtgpt.train.loop  # noqa: F401  # once for all ranks
-
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for name in names:
         print(json.dumps({"name": name, **outcome(CASES[name])}), flush=True)
 
 
 def found(folder: Path, *names: str) -> dict[str, dict]:
-    command = [sys.executable, "-m", "tests.promises.test_waiting_ranks", *names]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, env=environment)
+    done = run_program(["-m", "tests.promises.test_waiting_ranks", *names], folder, timeout=500)
     assert done.returncode == 0, done.stderr
     return {line.pop("name"): line for line in map(json.loads, done.stdout.splitlines())}
 
@@ -135,7 +131,7 @@ def test_losses_are_those_of_one_process_whichever_plan_is_chosen(tmp_path):
     assert [(s["plan"], s["world"], s["waiting"]) for s in starts] == [
         ("dp2", 2, 1), ("dp4", 4, 0), ("single", 1, 0), ("dp2", 2, 1)
     ]  # fmt: skip
-    assert (tmp_path / "runs").is_dir() and len(list((tmp_path / "runs").iterdir())) == 2
+    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 @pytest.mark.long

@@ -63,22 +63,10 @@ def test_usual_progress_fits_80_columns(monkeypatch, more, steps):
     assert len(progress_line(RECORD | rates | more, steps)) <= 80
 
 
-@pytest.mark.parametrize(
-    "seconds, text",
-    [
-        (0, "0s"),
-        (45.4, "45s"),
-        (59.6, "1m 00s"),
-        (90, "1m 30s"),
-        (200, "3m 20s"),
-        (840, "14m 00s"),
-        (3599.6, "1h 00m"),
-        (3720, "1h 02m"),
-        (11_100, "3h 05m"),
-        (86_399, "23h 59m"),
-        (187_200, "2d 04h"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("seconds, text", [
+    (0, "0s"), (45.4, "45s"), (59.6, "1m 00s"), (90, "1m 30s"), (200, "3m 20s"), (840, "14m 00s"), (3599.6, "1h 00m"),
+    (3720, "1h 02m"), (11_100, "3h 05m"), (86_399, "23h 59m"), (187_200, "2d 04h"),
+])  # fmt: skip
 def test_durations_read_well(seconds, text):
     assert duration(seconds) == text
 

@@ -16,7 +16,7 @@ from tests.support.bodies_train import train_while_the_folder_goes
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
 
-pytestmark = pytest.mark.slow(12)
+pytestmark = pytest.mark.slow(10)
 
 
 def move(run: Path) -> None:
@@ -97,8 +97,7 @@ def test_a_folder_that_goes_at_the_end_is_no_success(recipe, monkeypatch, when):
     assert names == (["step_00000010"] if when == "the end" else [])
 
 
-@pytest.mark.parametrize("plan", ["dp2", "pp2", "tp2_sp", "dp2_zero3"])
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("plan, background", [("dp2", True), ("pp2", False), ("tp2_sp", True), ("dp2_zero3", False)])
 def test_all_ranks_end_when_the_folder_is_gone(recipe, plan, background):
     recipe = change(recipe, steps=1000, plan=plan, micro_batch_size=2, log={"interval": 3, "eval_interval": 0})
     recipe = change(recipe, checkpoint={"interval": 2, "background": background}, data={"held_out": 0.0})

@@ -21,12 +21,12 @@ from dtgpt.train.trainer import Trainer
 from tests.support.programs import TORCHRUN, Program
 from tests.support.runs import newest_run
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(11)
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "gpt2_tiny.py"
 SMALL = ["--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_length", "16", "--device", "cpu"]
-SMALL += ["--log.eval_samples", "8"]
+SMALL += ["--log.eval_samples", "8", "--micro_batch_size", "4", "--global_batch_size", "4"]
 ENDLESS = [str(TINY), *SMALL, "--steps", "1000000", "--log.interval", "5", "--checkpoint.interval", "0"]
 
 
@@ -104,19 +104,28 @@ def step_of(run: Path) -> int:
         return 0
 
 
+IN_TERMINAL = """
+import os, sys
+terminal = os.open(sys.argv[1], os.O_RDWR)  # of which a process that has begun a session takes control
+for number in (0, 1, 2):
+    os.dup2(terminal, number)
+from dtgpt.cli import main
+main(sys.argv[2:])
+"""
+
+
 def test_a_closed_terminal_ends_a_run_with_a_checkpoint(tmp_path):
     """The kernel sends SIGHUP, and every later line to the terminal is an input/output error."""
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(tmp_path)
-        os.execv(sys.executable, [sys.executable, *ENDLESS])
+    terminal, theirs = pty.openpty()
+    words = ["-c", IN_TERMINAL, os.ttyname(theirs), "train", *ENDLESS]
+    process = Program(words, tmp_path, start_new_session=True)
     run = tmp_path / "runs" / "gpt2_tiny-001"
     try:
         wait_for(lambda: step_of(run) >= 5)
     finally:
+        os.close(theirs)
         os.close(terminal)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    assert process.wait(60) == 128 + signal.SIGHUP
     (checkpoint,) = (run / "checkpoints").glob("step_*")
     assert int(checkpoint.name.removeprefix("step_")) >= step_of(run) > 0
 

@@ -11,13 +11,14 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from tests.support.fresh import run_fresh
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, COUNTS = ROOT / "dtgpt", ROOT / "tests" / "promises" / "core.json"
@@ -200,26 +201,18 @@ def measure_runs(folder: Path) -> dict:
     """Return what is loaded and executed, as `measure` does. folder: for a run."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DTGPT_CACHE": str(folder / "cache")}
 
-    def python(*words: str) -> str:
-        return subprocess.run(
-            [sys.executable, *words], cwd=folder, env=environment, check=True, capture_output=True, text=True
-        ).stdout
+    def python(code: str, *words: str) -> str:
+        done = run_fresh(["-c", code, *words], folder, environment)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        return done.stdout
 
     code = "import sys, dtgpt.train.trainer; print(*sorted(m for m in sys.modules if m.startswith('dtgpt.')))"
-    recipe = [
-        "train",
-        str(ROOT / "recipes" / "gpt2_tiny.py"),
-        "--steps",
-        "2",
-        "--device",
-        "cpu",
-        "--log.eval_samples",
-        "8",
-    ]
-    told = python("-c", f"STEP = {STEP}\n{TRACED}", *recipe)
+    options = ["--steps", "2", "--device", "cpu", "--log.eval_samples", "8"]
+    told = python(f"STEP = {STEP}\n{TRACED}", "train", str(ROOT / "recipes" / "gpt2_tiny.py"), *options)
     seen = json.loads(told[told.index("TRACED") + len("TRACED") :])
     return {
-        "modules that import dtgpt.train.trainer loads": python("-c", code).split(),
+        "modules that import dtgpt.train.trainer loads": python(code).split(),
         "modules that a plain run loads": seen["modules"],
         "files that a start executes": sorted({file for file, _ in seen["begin"]}),
         "files that a plain run executes": sorted({file for file, _ in [*seen["start"], *seen["step"]]}),

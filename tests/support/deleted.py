@@ -13,13 +13,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dtgpt.capabilities import CAPABILITIES
 from tests.support.core import PACKAGE, ROOT, files, room_of
+from tests.support.fresh import run_fresh
 from tests.support.source_tree import module_of
 
 RECORD = ROOT / "tests" / "promises" / "core_tests.json"
@@ -27,6 +27,8 @@ RECORD = ROOT / "tests" / "promises" / "core_tests.json"
 RIG = {"dtgpt.compare.fuzz.pool", "dtgpt.compare.torch_private"}
 # Tests of the whole repository: of its pages, of its faults, of what imports what.
 OF_ALL = "promises"
+# Of bytecode, which is copied: it says of which time and size its source is.
+UNFINISHED = shutil.ignore_patterns("*.pyc.*")
 LINES = re.compile(r"^CAPABILITIES.*?^\)", re.DOTALL | re.MULTILINE)
 # How a test ended, by its name: spaces stand in the brackets of a case alone, and a reason, which a wide terminal
 # shows, may hold brackets too.
@@ -39,12 +41,14 @@ def delete(target: Path, removed: Iterable[str]) -> set[str]:
     gone = tuple(f"{capability}." for capability in removed)
     left = tuple((name, needs) for name, needs in CAPABILITIES if f"{name}." not in gone)
     for folder in ("dtgpt", "recipes"):
-        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    deleted = {name for name, path in files().items() if _is_deleted(name, path, gone, only_core=not left)}
+        shutil.copytree(ROOT / folder, target / folder, ignore=UNFINISHED)
+    known = files()
+    deleted = {name for name, path in known.items() if _is_deleted(name, path, gone, only_core=not left)}
+    kept = [f"{name}." for name in known.keys() - deleted]
     for name in deleted:
-        path = target / files()[name].relative_to(ROOT)
+        path = target / known[name].relative_to(ROOT)
         # A package of which a module stays is emptied.
-        path.write_text("") if path.name == "__init__.py" and _holds_others(name, deleted) else path.unlink()
+        path.write_text("") if any(other.startswith(f"{name}.") for other in kept) else path.unlink()
     listed = target / "dtgpt" / "capabilities.py"
     listed.write_text(LINES.sub(f"CAPABILITIES = {left}", listed.read_text(), count=1))
     return deleted
@@ -52,7 +56,7 @@ def delete(target: Path, removed: Iterable[str]) -> set[str]:
 
 def copy_tests(target: Path, deleted: set[str]) -> None:
     """Copy the tests into a copy of the package, without those that import what is deleted."""
-    shutil.copytree(ROOT / "tests", target / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests", target / "tests", ignore=UNFINISHED)
     shutil.copy(ROOT / "pyproject.toml", target)
     for path in _tests_of(deleted):
         (target / path.relative_to(ROOT)).unlink()
@@ -66,27 +70,22 @@ def _is_deleted(name: str, path: Path, gone: tuple[str, ...], only_core: bool) -
     return only_core and room_of(path) is None and path.name != "__init__.py"
 
 
-def _holds_others(name: str, deleted: set[str]) -> bool:
-    """Return whether modules of a package stay."""
-    return any(other.startswith(f"{name}.") and other not in deleted for other in files())
-
-
 def _tests_of(deleted: set[str]) -> list[Path]:
     """Return the files of tests that import what is deleted, at once or through others."""
     paths = {module_of(str(path.relative_to(ROOT))): path for path in (ROOT / "tests").rglob("*.py")}
     imported = {name: set(_imports(ast.parse(path.read_text()))) for name, path in paths.items()}
     found: set[str] = set()
-    wrong = deleted
+    known, wrong = files(), deleted
     while more := {name for name, others in imported.items() if name not in found and others & wrong}:
         found |= more
         wrong = more
-    return [path for name, path in paths.items() if name in found or _tests_what_is_gone(path, deleted)]
+    return [path for name, path in paths.items() if name in found or _tests_what_is_gone(path, known, deleted)]
 
 
-def _tests_what_is_gone(path: Path, deleted: set[str]) -> bool:
+def _tests_what_is_gone(path: Path, known: Iterable[str], deleted: set[str]) -> bool:
     """Return whether a file of tests stands in the folder of a package of which nothing is left."""
     package = "dtgpt." + ".".join(path.relative_to(ROOT / "tests").parts[:-1])
-    modules = {name for name in files() if name.startswith(f"{package}.")} - RIG
+    modules = {name for name in known if name.startswith(f"{package}.")} - RIG
     return bool(modules) and modules <= deleted
 
 
@@ -106,9 +105,8 @@ def run_core_tests(target: Path, *words: str) -> dict[str, str]:
     """Run the quick tests of the core in a copy without any capability; return how each ended by its name."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     environment |= {"PYTHONPATH": str(target), "DTGPT_CACHE": str(target / "cache")}
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-m", "quick", "-p", "no:cacheprovider", "--tb=line"]
-    command += [f"--ignore=tests/{OF_ALL}", "tests", *words]
-    done = subprocess.run(command, cwd=target, env=environment, capture_output=True, text=True)
+    command = ["-m", "pytest", "-q", "-rA", "-m", "quick", "-p", "no:cacheprovider", "--tb=line"]
+    done = run_fresh([*command, f"--ignore=tests/{OF_ALL}", "tests", *words], target, environment)
     ends = ENDS.findall(done.stdout)
     if not ends:
         raise AssertionError(done.stdout[-4000:] + done.stderr[-4000:])

@@ -2,12 +2,11 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 from dtgpt.run.records import read_records
 from tests.support.nodes import ROOT, Node, Nodes, torchrun
+from tests.support.programs import TORCHRUN, run_program
 
 RECIPE = ROOT / "tests" / "support" / "slow_recipe.py"
 PORT = 29500
@@ -26,9 +25,9 @@ def reference(folder: Path, *options: str, processes: int = 1) -> dict[int, floa
     """Return the losses of an uninterrupted run of so many processes, by step."""
     write_text(folder)
     runs = f"whole-{processes}"
-    start = [sys.executable] if processes == 1 else torchrun("--standalone", "--nproc-per-node", str(processes))
-    words = [*start, str(RECIPE), "--runs", runs, *options]
-    subprocess.run(words, cwd=folder, check=True, capture_output=True, timeout=600)
+    start = [] if processes == 1 else [*TORCHRUN, "--nproc-per-node", str(processes)]
+    done = run_program([*start, RECIPE, "--runs", runs, *options], folder, timeout=600)
+    assert done.returncode == 0, done.stderr
     return losses(folder / runs)
 
 
@@ -43,11 +42,12 @@ def losses(runs: Path) -> dict[int, float]:
 
 
 class NodeRun:
-    """The commands of one run on the nodes. `options` follow the recipe; `wanted` is torchrun's --nnodes."""
+    """The commands of one run on the nodes. `options` follow the recipe; `wanted` is torchrun's --nnodes.
+    forks: whether torchrun forks its processes, which is cheaper than to start them."""
 
     def __init__(
         self, nodes: Nodes, wanted: str, *options: str, per_node: int = 1, host: str = "node0",
-        settings: str = SETTINGS, restarts: int = 1000, step_seconds: float = 0.0,
+        settings: str = SETTINGS, restarts: int = 1000, step_seconds: float = 0.0, forks: bool = False,
     ):  # fmt: skip
         self.nodes, self.runs = nodes, nodes.shared / "runs"
         write_text(nodes.shared)
@@ -57,6 +57,8 @@ class NodeRun:
             "--rdzv-backend", "c10d", "--rdzv-id", "17", "--rdzv-endpoint", f"{host}:{PORT}",
             "--rdzv-conf", settings, *self.words,
         )  # fmt: skip
+        if forks:
+            command[1:1] = ["-m", "tests.support.programs"]
         again = f"echo starting torchrun again; sleep {PAUSE}"
         self.loop = f"until [ -e over ]; do {shlex.join(command)} && touch over || {{ {again}; }}; done"
         self.environment = {"STEP_SECONDS": str(step_seconds), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

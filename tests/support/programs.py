@@ -6,6 +6,7 @@ from its first line on; tests of what comes before it (the interpreter, an inter
 
 import atexit
 import contextlib
+import importlib
 import io
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from dtgpt.compare.fuzz.pool import IMPORTS
 from dtgpt.run import signals
 from tests.support.pictures import no_pictures
 from tests.support.ranks import PRELOADED
@@ -240,3 +242,9 @@ class Fork:
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+
+if __name__ == "__main__":  # `python -m tests.support.programs WORDS`: a start whose torchrun forks its processes
+    for name in (*IMPORTS, "torch.distributed.run", "dtgpt.cli", "dtgpt.train.loop"):
+        importlib.import_module(name)
+    become(sys.argv[1:], dict(os.environ), new_session=False)

@@ -73,14 +73,11 @@ def gpu(*machine: Any) -> dict[str, dict[str, str | None]]:
     return {name: {kernel: reason for kernel, _, reason in kernels} for name, kernels in found}
 
 
-@pytest.mark.parametrize(
-    "capability, attention, tiles, decode",
-    [
-        ((7, 0), "fused_softmax", None, "Triton"), ((8, 0), "flash", "flash_kernels", "Triton"),
-        ((8, 9), "flash", "flash_kernels", "Triton"), ((9, 0), "flash", "warp_kernels", "rows.cu"),
-        ((10, 0), "flash", "descriptor_kernels", "rows.cu"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("capability, attention, tiles, decode", [
+    ((7, 0), "fused_softmax", None, "Triton"), ((8, 0), "flash", "flash_kernels", "Triton"),
+    ((8, 9), "flash", "flash_kernels", "Triton"), ((9, 0), "flash", "warp_kernels", "rows.cu"),
+    ((10, 0), "flash", "descriptor_kernels", "rows.cu"),
+])  # fmt: skip
 def test_the_first_kernel_that_a_gpu_can_run(capability, attention, tiles, decode):
     served, wanted = gpu(capability), {"attention": attention, "flash": tiles, "decode_blocks": decode}
     for operation, first in wanted.items():

@@ -2,19 +2,21 @@
 
 import os
 import platform
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
+from tests.support.fresh import run_fresh
+
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import resource
 import torch
 from dtgpt.util.hardware import keep_freed_memory
 
 keep_freed_memory()
-for turn in range(60):
-    if turn == 30:
+for turn in range(20):
+    if turn == 10:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     x = torch.ones(1 << 22)  # 16 MiB, 4,096 pages
     y = x * 2
@@ -23,12 +25,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.slow(5)
+@pytest.mark.slow(1)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's")
 @pytest.mark.parametrize("variables, kept", [({}, True), ({"MALLOC_TOP_PAD_": "131072"}, False)])
 def test_freed_memory_is_used_again_unless_the_environment_says_how(variables, kept):
     others = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env={**others, **variables}
-    )
+    done = run_fresh(["-c", PROGRAM], ROOT, {**others, **variables})
     assert (int(done.stdout) < 1000) == kept, done.stdout

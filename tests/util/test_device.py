@@ -15,36 +15,16 @@ from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memor
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize(
-    "name, peak",
-    [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A800-SXM4-80GB", 312e12),
-        ("NVIDIA A800 80GB PCIe", 312e12),
-        ("NVIDIA H800", 989e12),
-        ("NVIDIA H20", 148e12),
-        ("NVIDIA A30", 165e12),
-        ("Tesla V100-SXM2-32GB", 125e12),
-        ("Tesla V100-SXM3-32GB", 125e12),
-        ("Tesla V100-PCIE-16GB", 112e12),
-        ("Tesla V100S-PCIE-32GB", 130e12),
-        ("Tesla V100-FHHL-16GB", None),
-        ("Tesla T4", 65e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA RTX A4000", None),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA A10G", None),
-        ("NVIDIA L40", None),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-    ],
-)
+@pytest.mark.parametrize("name, peak", [
+    ("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
+    ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A800-SXM4-80GB", 312e12), ("NVIDIA A800 80GB PCIe", 312e12),
+    ("NVIDIA H800", 989e12), ("NVIDIA H20", 148e12), ("NVIDIA A30", 165e12), ("Tesla V100-SXM2-32GB", 125e12),
+    ("Tesla V100-SXM3-32GB", 125e12), ("Tesla V100-PCIE-16GB", 112e12), ("Tesla V100S-PCIE-32GB", 130e12),
+    ("Tesla V100-FHHL-16GB", None), ("Tesla T4", 65e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12),
+    ("NVIDIA GeForce RTX 4090", 165.2e12), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA RTX A4000", None),
+    ("NVIDIA RTX A1000", None), ("NVIDIA A10G", None), ("NVIDIA L40", None), ("NVIDIA GeForce RTX 3090 Ti", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+])  # fmt: skip
 def test_a_peak_is_known_for_the_right_chip_or_not_at_all(name, peak):
     assert peak_of_name(name) == peak
 
@@ -155,16 +135,10 @@ def test_without_a_compiler_training_is_eager_unless_compile_was_asked_for(recip
         replace(recipe, compile="on").settings(plan, CPU)
 
 
-@pytest.mark.parametrize(
-    "graph, compile, graphs, compiled",
-    [
-        ("auto", "auto", True, False),
-        ("off", "auto", False, True),
-        ("on", "auto", True, False),
-        ("auto", "on", True, True),
-        ("off", "off", False, False),
-    ],
-)
+@pytest.mark.parametrize("graph, compile, graphs, compiled", [
+    ("auto", "auto", True, False), ("off", "auto", False, True), ("on", "auto", True, False),
+    ("auto", "on", True, True), ("off", "off", False, False),
+])  # fmt: skip
 def test_on_cuda_steps_are_replayed_or_else_compiled(recipe, graph, compile, graphs, compiled):
     settings = replace(recipe, graph=graph, compile=compile).settings(ResolvedPlan(dp=1), CUDA, here=False)
     assert (settings.graphs, settings.compile) == (graphs, compiled)

@@ -62,17 +62,14 @@ class Degrees:
     tp: int
 
 
-@pytest.mark.parametrize(
-    ("run", "sentence"),
-    [
-        (Run(warmup=11), "warmup=11 is above steps=10; use --steps 20"),
-        (Run(prompt="a" * 200, file="b"), f"prompt={shown('a' * 200)} and file=b exclude each other; leave one out"),
-        (Run(steps=2, file="b"), "file=b needs steps"),
-        (Run(loss=Loss(name="other", smoothing=0.125)), "loss.smoothing=0.12 needs a prompt"),
-        (Run(loss=Loss(smoothing=0.5)), "loss.smoothing=0.5 has no effect with loss.name=plain; leave it at 0.0"),
-        (Run(steps=0, warmup=11), "steps=0 is out of range; use 1 or more"),
-    ],
-)
+@pytest.mark.parametrize(("run", "sentence"), [
+    (Run(warmup=11), "warmup=11 is above steps=10; use --steps 20"),
+    (Run(prompt="a" * 200, file="b"), f"prompt={shown('a' * 200)} and file=b exclude each other; leave one out"),
+    (Run(steps=2, file="b"), "file=b needs steps"),
+    (Run(loss=Loss(name="other", smoothing=0.125)), "loss.smoothing=0.12 needs a prompt"),
+    (Run(loss=Loss(smoothing=0.5)), "loss.smoothing=0.5 has no effect with loss.name=plain; leave it at 0.0"),
+    (Run(steps=0, warmup=11), "steps=0 is out of range; use 1 or more"),
+])  # fmt: skip
 def test_a_broken_rule_is_one_sentence_with_the_values(run, sentence):
     with pytest.raises(UserError) as refused:
         check_fields(run)
