@@ -15,7 +15,7 @@ from dtgpt.ops.random.philox import root_key
 from tests.support.llama_twins import translate, twin_of
 from tests.support.runs import training
 
-pytestmark = pytest.mark.slow(4)
+pytestmark = pytest.mark.slow(3)
 
 TOLERANCE = 1e-5  # fp32, relative: rounding of other orders of summation
 SHAPE = {

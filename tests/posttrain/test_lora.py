@@ -34,7 +34,7 @@ from tests.support.families import MODELS, initial_model
 from tests.support.ranks import pool
 from tests.support.runs import traced_record
 
-pytestmark = pytest.mark.slow(14)
+pytestmark = pytest.mark.slow(8)
 
 STEPS, RANK = 4, 4
 LORA = LoraConfig(rank=RANK, alpha=16.0)

@@ -20,7 +20,7 @@ from tests.support.bodies_fp8 import Found, record_with_fp32_activations, record
 from tests.support.ranks import pool
 from tests.support.runs import record as record_of
 
-pytestmark = pytest.mark.slow(7)
+pytestmark = pytest.mark.slow(5)
 
 STEPS = 3
 # Of the loss, and of a tensor in which some values were moved to the next 8-bit number.

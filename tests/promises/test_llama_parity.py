@@ -22,7 +22,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change
 from tests.support.runs import record as record_of
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(15)
 
 TOLERANCE = 1e-5  # as for GPT-2
 STEPS = 3

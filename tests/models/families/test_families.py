@@ -17,7 +17,7 @@ from tests.support.families import MODELS, copy_weights, their_config, their_mod
 from tests.support.runs import training
 from tests.support.sources import filled
 
-pytestmark = pytest.mark.slow(15)
+pytestmark = pytest.mark.slow(4)
 
 TOLERANCE = 1e-5  # fp32, relative: rounding of other orders of summation
 STEPS = 15
