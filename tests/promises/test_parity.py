@@ -47,8 +47,8 @@ CONTEXT += [f"cp2_pp2_{schedule}" for schedule in ("gpipe", "1f1b", "interleaved
 # as with two ranks, or as the others with four
 RARE = {*CONTEXT[3:], "dp4_zero0", "dp4_zero1", "dp4_zero2", "tp4", "pp4_gpipe"}
 # Run over nodes (`test_nodes_parity.py`). Here other cases have the same parts: dp2_zero3, and shards of three ranks
-# (`tests/parallel/test_shards.py`); pp2_1f1b and pp4_zbv; LLaMA's, under the same names (`test_llama_parity.py`); pairs
-# of the degrees; the models of `test_pairs.py`.
+# (`tests/parallel/test_shards.py`); pp4 of `test_oracles.py`; LLaMA's, under the same names (`test_llama_parity.py`);
+# pairs of the degrees; the models of `test_pairs.py`.
 ELSEWHERE = {"dp4_zero3", "pp4_1f1b", "pp2_gpipe", "dp2_tp2_sp_zero3", "dp2_pp2_zbv_zero3", "dp2_pp2_zero1"}
 ELSEWHERE |= {"dp2_tp2_pp2", "tp2_sp_pp2_zbv", "cp2_tp2"}
 # AdamW makes whole steps of gradients that are hardly more than rounding. With some seeds, a weight meets such a
