@@ -1,5 +1,5 @@
-"""The seam: an architecture in a file of its own goes through every kind of plan, also one whose blocks differ. Its
-counts and its memory follow from its modules."""
+"""The seam: counts, memory and texts of an architecture in a file of its own, also of one whose blocks differ, follow
+from its modules. `tests/promises/test_pairs.py` trains them under plans."""
 
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
@@ -25,7 +25,7 @@ from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.activations import block_activations
 from dtgpt.planning.gpus import known_gpu
 from dtgpt.planning.report import describe_plan
-from tests.support import bodies_architecture, bodies_engine
+from tests.support import bodies_engine
 from tests.support.families import OURS
 from tests.support.mixed_blocks import MixedConfig
 from tests.support.other_architecture import OtherConfig
@@ -34,46 +34,21 @@ from tests.support.requests import make_request
 from tests.support.windowed_blocks import WindowedConfig
 
 CPU = torch.device("cpu")
-STEPS = 3
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 257}
 MODELS = {
     "other": OtherConfig(**SHAPE),
     "mixed": MixedConfig(**SHAPE | {"num_layers": 5}, dropout=0.1),
     "windowed": WindowedConfig(**SHAPE | {"num_layers": 4}, dropout=0.1),
 }
-TEXTS = [(model, *how) for model in ("mixed", "windowed") for how in (("pp2_zbv", False), ("dp2_zero3", True))]
-TEXTS += [(model, "tp2_pp2", False) for model in ("mixed", "windowed", *OURS)]
-PLANS = {
-    "other": ["tp2_sp", "pp2_zbv", "dp2_tp2_sp_zero2"],  # LLaMA goes through the others: test_llama_parity.py
-    "mixed": ["dp2", "dp2_zero1", "dp2_zero3", "tp2", "tp2_sp", "pp2", "pp2_zbv", "tp2_pp2", "dp2_tp2_sp_zero2"],
-    "windowed": ["dp2_zero3", "tp2", "cp2", "tp2_cp2", "tp2_pp2", "pp2_zbv", "dp2_tp2_sp_zero2"],
-}
+TEXTS = [  # model, plan, whether it trains, too
+    ("mixed", "pp2_zbv", False), ("windowed", "dp2_zero3", True), ("mixed", "tp2_pp2", False),
+    ("windowed", "tp2_pp2", False), *((family, "tp2", False) for family in OURS),
+]  # fmt: skip
 
 
 @pytest.fixture
 def other(recipe):
     return replace(recipe, model=MODELS["other"], micro_batch_size=2, global_batch_size=8, plan="single")
-
-
-@pytest.fixture(scope="module")
-def references():
-    """Losses and weights of one process, by model and precision."""
-    return bodies_architecture.one_process(STEPS, "model", "precision")
-
-
-@pytest.mark.slow(16)
-@pytest.mark.parametrize("model, plan", [(model, plan) for model, plans in PLANS.items() for plan in plans])
-def test_every_plan_follows_one_process(other, references, model, plan):
-    recipe = replace(other, model=MODELS[model])
-    expected, whole_weights = references(recipe)
-    results = pool().run(parse_plan(plan).world, bodies_architecture.train_other, replace(recipe, plan=plan), STEPS)
-    losses, weights = results[0][:2]
-    assert losses == pytest.approx(expected, rel=1e-6)
-    assert weights.keys() == whole_weights.keys()
-    for name, whole in weights.items():
-        torch.testing.assert_close(whole, whole_weights[name], rtol=1e-4, atol=1e-5)
-    for _, _, held, planned in results:
-        assert sorted(held) == sorted(planned)
 
 
 def test_counts_follow_from_the_modules(other):
@@ -150,16 +125,6 @@ def test_the_memory_of_each_kind_of_block_is_what_autograd_keeps(other, recomput
         seen.append(sum(storage.nbytes() for storage in kept.values()))
         assert seen[-1] == pytest.approx(block_activations(settings, int(index)), rel=0.06)
     assert len(set(seen)) == (1 if recompute == "full" else 3)
-
-
-@pytest.mark.slow(6)
-@pytest.mark.parametrize("model", ["mixed", "windowed"])
-@pytest.mark.parametrize("how", [{"precision": "fp8"}, {"recompute": "full"}, {"recompute": "selective"}])
-def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how, model):
-    recipe = replace(other, model=MODELS[model], **how)
-    expected, _ = references(replace(recipe, recompute="none"))
-    found = pool().run(2, bodies_architecture.train_other, replace(recipe, plan="tp2_sp"), STEPS)[0][0]
-    assert found == pytest.approx(expected, rel=1e-3 if "precision" in how else 1e-6)
 
 
 @pytest.mark.slow(5)

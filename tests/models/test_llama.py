@@ -15,7 +15,7 @@ from dtgpt.ops.random.philox import root_key
 from tests.support.llama_twins import translate, twin_of
 from tests.support.runs import training
 
-pytestmark = pytest.mark.slow(5)
+pytestmark = pytest.mark.slow(3)
 
 TOLERANCE = 1e-5  # fp32, relative: rounding of other orders of summation
 SHAPE = {
@@ -104,7 +104,7 @@ def test_documents_are_those_of_positions_and_a_block_mask_in_transformers(name)
     check_gradients(model, twin)
 
 
-@pytest.mark.parametrize("name", ["llama 3.2", "mistral", "qwen3 8b"])
+@pytest.mark.parametrize("name", ["llama 3.2", "qwen3 8b"])
 def test_50_steps_agree_with_transformers_and_torch_adamw(recipe, name):
     """Weight decay of matrices alone, clipping, warmup and cosine; accumulation over two micro-batches here."""
     config = replace(MODELS[name], num_layers=2, hidden_size=64, seq_length=40, vocab_size=257, init_std=0.05)

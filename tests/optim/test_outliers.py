@@ -24,7 +24,7 @@ from tests.support.runs import change, newest_run
 
 MODEL = GPT2Config(num_layers=1, hidden_size=8, num_heads=1)  # by which the check of an entry may go
 WINDOW = 8  # in place of 128: the last of 8 values has a score of at most 2.65
-STRANGE = 21  # the step whose batch is an outlier
+STRANGE, STEPS = 13, 16  # the step whose batch is an outlier, and all steps
 
 
 def detector(loss: float = 0.0, norm: float = 0.0, device: str = "cpu") -> OutlierDetector:
@@ -131,9 +131,9 @@ def test_a_limit_that_no_score_exceeds_is_refused(recipe, name, value):
 
 @pytest.fixture
 def watched(recipe):
-    """A run whose step 21 has a batch of other tokens, whose loss is far above the others."""
-    optimizer = {"skip_loss_z": 2.4, "lr": 1e-2, "warmup": 0, "decay_steps": 24}
-    return change(recipe, steps=24, micro_batch_size=2, optimizer=optimizer)
+    """A run whose step 13 has a batch of other tokens, whose loss is far above the others."""
+    optimizer = {"skip_loss_z": 2.4, "lr": 1e-2, "warmup": 0, "decay_steps": STEPS}
+    return change(recipe, steps=STEPS, micro_batch_size=2, optimizer=optimizer)
 
 
 @pytest.fixture(scope="module")
@@ -148,18 +148,16 @@ def alone(recipe, made: dict):
     return made["steps"]
 
 
-@pytest.mark.slow(14)
-@pytest.mark.parametrize("plan", ["single", "dp2_zero1", "tp2", "pp2"])
+@pytest.mark.slow(8)
+@pytest.mark.parametrize("plan", ["dp2_zero1", "tp2", "pp2"])
 def test_every_rank_of_every_plan_skips_the_outlier_alone(watched, one_process, plan):
     expected = alone(watched, one_process)
     skipped = [step for step, one in enumerate(expected) if one.unchanged]
-    assert skipped == [STRANGE] and [one.metrics["skipped_outliers"] for one in expected] == [0] * 21 + [1] * 3
-    assert ["loss_z" in one.metrics for one in expected] == [False] * WINDOW + [True] * 16
+    assert skipped == [STRANGE] and [one.metrics["skipped_outliers"] for one in expected] == [0] * STRANGE + [1] * 3
+    assert ["loss_z" in one.metrics for one in expected] == [False] * WINDOW + [True] * (STEPS - WINDOW)
     others = [one.metrics["loss_z"] for step, one in enumerate(expected) if step >= WINDOW and step != STRANGE]
     assert max(others) < 2.4 < expected[STRANGE].metrics["loss_z"]
-    assert expected[-1].updates == 23
-    if plan == "single":
-        return
+    assert expected[-1].updates == STEPS - 1
     for found in pool().run(2, steps_with_an_outlier, replace(watched, plan=plan), STRANGE, WINDOW):
         for one, other in zip(found, expected, strict=True):
             assert (one.unchanged, one.updates) == (other.unchanged, other.updates)
@@ -177,13 +175,13 @@ def test_an_outlier_that_is_not_skipped_changes_the_weights(watched):
 
 @pytest.mark.slow(3)
 def test_muon_skips_the_outlier_on_all_ranks(watched):
-    muon = MuonConfig(lr=1e-2, warmup=0, decay_steps=24, skip_loss_z=2.4)
+    muon = MuonConfig(lr=1e-2, warmup=0, decay_steps=STEPS, skip_loss_z=2.4)
     found = pool().run(2, steps_with_an_outlier, replace(watched, plan="dp2", optimizer=muon), STRANGE, WINDOW)
     for steps in found:
-        assert [step for step, one in enumerate(steps) if one.unchanged] == [STRANGE] and steps[-1].updates == 23
+        assert [step for step, one in enumerate(steps) if one.unchanged] == [STRANGE] and steps[-1].updates == STEPS - 1
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(6)
 @pytest.mark.parametrize("first, then", [("single", "single"), ("dp2_zero1", "tp2")])
 def test_a_resumed_run_skips_what_the_whole_run_skips(watched, tmp_path, capsys, first, then):
     """The window is in the checkpoint, and belongs to no plan."""
@@ -191,7 +189,7 @@ def test_a_resumed_run_skips_what_the_whole_run_skips(watched, tmp_path, capsys,
     whole = newest_run(watched)
     assert "  z +2." in capsys.readouterr().out
     halves = replace(watched, runs=str(tmp_path / "halves"))
-    for part in (replace(halves, steps=18, plan=first), replace(halves, plan=then, resume="auto")):
+    for part in (replace(halves, steps=STRANGE - 2, plan=first), replace(halves, plan=then, resume="auto")):
         if part.plan == "single":
             train_with_an_outlier(part, STRANGE, WINDOW)
         else:
@@ -203,11 +201,11 @@ def test_a_resumed_run_skips_what_the_whole_run_skips(watched, tmp_path, capsys,
         [{name: r[name] for name in names if name in r} for r in read_records(folder / "metrics.jsonl") if "loss" in r]
         for folder in (run, whole)
     ]
-    assert [r["skipped_outliers"] for r in records[1]] == [0] * 21 + [1] * 3
-    last = [json.loads((f / "checkpoints/step_00000024/state.json").read_text())["outliers"] for f in (run, whole)]
+    assert [r["skipped_outliers"] for r in records[1]] == [0] * STRANGE + [1] * 3
+    last = [json.loads((f / "checkpoints/step_00000016/state.json").read_text())["outliers"] for f in (run, whole)]
     if first == then:
         assert records[0] == records[1] and last[0] == last[1]
-        file = "checkpoints/step_00000024/optimizer-00000-000.safetensors"
+        file = "checkpoints/step_00000016/optimizer-00000-000.safetensors"
         assert (run / file).read_bytes() == (whole / file).read_bytes()
     for one, other in zip(*records, strict=True):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-3)

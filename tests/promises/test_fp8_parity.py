@@ -20,7 +20,7 @@ from tests.support.bodies_fp8 import Found, record_with_fp32_activations, record
 from tests.support.ranks import pool
 from tests.support.runs import record as record_of
 
-pytestmark = pytest.mark.slow(9)
+pytestmark = pytest.mark.slow(5)
 
 STEPS = 3
 # Of the loss, and of a tensor in which some values were moved to the next 8-bit number.
@@ -103,7 +103,7 @@ def test_a_micro_batch_of_another_size_is_quantised_alike(recipe, micro_batch_si
     check([of_one_process(replace(recipe, micro_batch_size=micro_batch_size))], of_one_process(recipe))
 
 
-@pytest.mark.parametrize("plan", ["dp2_zero1", "tp2", *(pytest.param(p, marks=pytest.mark.long) for p in ALL)])
+@pytest.mark.parametrize("plan", ["tp2", *(pytest.param(p, marks=pytest.mark.long) for p in ALL)])
 def test_a_plan_in_fp8_is_within_the_tolerance_of_16_bits(recipe, plan):
     plan = parse_plan(plan)
     recipe = sized_for(recipe, plan, "gpt2")

@@ -22,12 +22,12 @@ from tests.support.ranks import pool
 from tests.support.runs import change
 from tests.support.runs import record as record_of
 
-pytestmark = pytest.mark.slow(30)
+pytestmark = pytest.mark.slow(15)
 
 TOLERANCE = 1e-5  # as for GPT-2
 STEPS = 3
 CASES = [  # plan, tied; the random cases of each week (tests/compare) draw from all plans
-    ("tp2", False), ("pp2_1f1b", False), ("dp2_pp2_zbv_zero3", False), ("cp2_zero2", False),
+    ("tp2_pp2", False), ("dp2_pp2_zbv_zero3", False), ("cp2_zero2", False),
     ("tp2_sp", True), ("pp2_gpipe", True), ("dp2_tp2_sp_zero3", True),
 ]  # fmt: skip
 RARE = [
@@ -35,10 +35,7 @@ RARE = [
     ("cp2_tp2_sp", False), ("cp4_zero3", True), ("dp2_cp2_pp2_zbv", True),
     ("tp4", True), ("pp4_zbv", True), ("dp2_zero1", True), ("tp2_sp_pp2_zbv", True),
 ]  # fmt: skip
-GATHERED = [  # plan, heads of keys and values
-    ("cp2_zero3", 1), ("cp4", 2), ("cp2_tp2_sp", 2), ("cp2_pp2_zbv", 1), ("cp4_zero2", 1), ("dp2_cp2", 1),
-    ("cp2_tp2", 2), ("cp2_pp2_gpipe", 1), ("cp2_pp2_1f1b", 1), ("cp2_pp2_interleaved", 1),
-]  # fmt: skip
+GATHERED = [("cp4_zero3", 1), ("cp4", 2), ("cp2_tp2_sp", 2), ("cp2_pp2_zbv", 1)]  # plan, heads of keys and values
 NARROW = ["dp2", "tp2_sp", "pp2_zbv"]
 
 
@@ -79,16 +76,21 @@ def run(recipe: Recipe, plan: Plan) -> list[Seen]:
     return pool().run(plan.world, train_and_evaluate, recipe, STEPS)
 
 
-@pytest.mark.parametrize(("plan", "tied"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in RARE)])
-def test_the_plan_follows_one_process(recipe, plan, tied):
-    plan = parse_plan(plan)
-    recipe = sized_for(recipe, plan, tied)
+def check(recipe: Recipe, plan: Plan, limit: float = TOLERANCE) -> None:
+    """Hold a plan's curve, weights, held-out loss, text and memory to one process, the first step to `limit`."""
     seen, expected = run(recipe, plan), reference(recipe)
     found = difference(seen[0].record, expected.record)
     assert found.within(TOLERANCE, TOLERANCE), found
+    assert max(*found.losses, found.worst("first gradient")[0]) < limit
     for rank in seen:
         assert rank.held_out == pytest.approx(expected.held_out, rel=TOLERANCE)
         assert rank.sample == expected.sample and rank.held == rank.planned
+
+
+@pytest.mark.parametrize(("plan", "tied"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in RARE)])
+def test_the_plan_follows_one_process(recipe, plan, tied):
+    plan = parse_plan(plan)
+    check(sized_for(recipe, plan, tied), plan)
 
 
 @pytest.mark.parametrize(("plan", "groups"), GATHERED)
@@ -98,13 +100,7 @@ def test_more_context_ranks_than_heads_of_keys_follow_one_process(recipe, plan, 
     model = replace(recipe.model, num_heads=4, num_kv_heads=groups)
     recipe = replace(recipe, model=model, recompute="selective" if plan.tp > 1 else "full" if plan.zero else "none")
     assert ranks_of_queries(plan, model) > 1
-    seen, expected = run(recipe, plan), reference(recipe)
-    found = difference(seen[0].record, expected.record)
-    assert found.within(TOLERANCE, TOLERANCE), found
-    assert max(*found.losses, found.worst("first gradient")[0]) < 1e-6
-    for rank in seen:
-        assert rank.held_out == pytest.approx(expected.held_out, rel=TOLERANCE)
-        assert rank.sample == expected.sample and rank.held == rank.planned
+    check(recipe, plan, limit=1e-6)
 
 
 @pytest.mark.long
@@ -120,23 +116,22 @@ def test_a_plan_in_16_bits_follows_one_process_in_16_bits(recipe, plan, precisio
 
 
 OWN = {
-    "heads that every rank holds": {f"blocks.*.attn.{name}": None for name in ("qkv", "proj")},
-    "heads that are gathered": {
-        "blocks.*.attn.qkv": ColwiseParallel(output_layouts=Replicate()), "blocks.*.attn.proj": None,
-    },
-    "a first matrix cut by rows": {
-        "blocks.*.mlp.gate_up": RowwiseParallel(input_layouts=Replicate()), "blocks.*.mlp.down": None,
-    },
-}  # fmt: skip
+    "blocks.0.attn.qkv": None,  # heads that every rank holds
+    "blocks.0.attn.proj": None,
+    "blocks.1.attn.qkv": ColwiseParallel(output_layouts=Replicate()),  # heads that are gathered
+    "blocks.1.attn.proj": None,
+    "blocks.*.mlp.gate_up": RowwiseParallel(input_layouts=Replicate()),
+    "blocks.*.mlp.down": None,
+}
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_a_table_of_the_recipe_follows_one_process(recipe, name):
+def test_a_table_of_the_recipe_follows_one_process(recipe):
+    """Also its text: the cache has as many heads as the rank."""
     recipe = sized_for(recipe, Plan(tp=2), tied=False)
-    seen, expected = run(recipe, Plan(dp=1, tp=2, table=OWN[name])), reference(recipe)
+    seen, expected = run(recipe, Plan(dp=1, tp=2, table=OWN)), reference(recipe)
     found = difference(seen[0].record, expected.record)
     assert found.within(TOLERANCE, TOLERANCE), found
-    assert seen[0].sample == expected.sample  # the cache has as many heads as the rank
+    assert seen[0].sample == expected.sample
 
 
 def test_what_the_plans_are_held_against_has_all_parts(recipe):

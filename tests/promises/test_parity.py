@@ -1,7 +1,9 @@
-"""Change the plan, keep the curve: every plan of the grid against one process, dropout and accumulation on."""
+"""Change the plan, keep the curve: every plan of the grid against one process, dropout and accumulation on.
+
+Other models and optimizers: `test_pairs.py`.
+"""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from torch.distributed.tensor import Replicate
@@ -14,12 +16,11 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from tests.support.ranks import pool
-from tests.support.runs import record
+from tests.support.runs import losses, record
 
-pytestmark = pytest.mark.slow(65)
+pytestmark = pytest.mark.slow(35)
 
 # fp32 sums in another order differ in the last of 24 bits, and steps of AdamW carry that on: 1e-6 is what is seen.
 TOLERANCE = 1e-5
@@ -38,17 +39,27 @@ PRODUCTS = [
     "dp2_tp2_sp_pp2_zero3_interleaved",
     "dp2_pp2_zbv_zero3",
     "dp2_pp2_zero3",
-    "dp2_pp2_interleaved",
+    "dp2_pp2_zero1_interleaved",
     "dp2_pp2_zbv",
 ]
 CONTEXT = ["cp2_zero3", "cp2_tp2", "cp2_pp2_zbv", "cp4", "cp2_tp2_sp", "dp2_cp2_zero1", "cp2_tp2_sp_pp2_zero2"]
 CONTEXT += [f"cp2_pp2_{schedule}" for schedule in ("gpipe", "1f1b", "interleaved")]
 # as with two ranks, or as the others with four
 RARE = {*CONTEXT[3:], "dp4_zero0", "dp4_zero1", "dp4_zero2", "tp4", "pp4_gpipe"}
+# Run over nodes (`test_nodes_parity.py`). Here other cases have the same parts: dp2_zero3, and shards of three ranks
+# (`tests/parallel/test_shards.py`); pp4 of `test_oracles.py`; LLaMA's, under the same names (`test_llama_parity.py`);
+# pairs of the degrees; the models of `test_pairs.py`.
+ELSEWHERE = {"dp4_zero3", "pp4_1f1b", "pp2_gpipe", "dp2_tp2_sp_zero3", "dp2_pp2_zbv_zero3", "dp2_pp2_zero1"}
+ELSEWHERE |= {"dp2_tp2_pp2", "tp2_sp_pp2_zbv", "cp2_tp2"}
 # AdamW makes whole steps of gradients that are hardly more than rounding. With some seeds, a weight meets such a
 # gradient in the first steps, and a plan then differs by up to 8e-5; with this seed, none of the plans does.
 SEED = 5
-NARROW = ["dp2", "tp2_sp", "pp2", "dp2_zero3", "pp2_zbv"]
+NARROW = [  # each plan and each precision with what may narrow its sums
+    ("dp2", "fp16"), ("dp2_zero3", "bf16"), ("tp2_sp", "bf16"), ("tp2_sp", "fp16"), ("pp2", "bf16"),
+    ("pp2_zbv", "fp16"),
+]  # fmt: skip
+GATHERED = [("tp2", "fp16"), ("dp2_tp2", "bf16"), ("dp2_pp2", "fp16")]
+DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
 @pytest.fixture
@@ -84,6 +95,7 @@ def run(recipe: Recipe, plan: Plan) -> Record:
     [
         pytest.param(plan, marks=[pytest.mark.long] * (plan in RARE))
         for plan in (*DATA, *TENSOR, *PIPELINE, *PRODUCTS, *CONTEXT)
+        if plan not in ELSEWHERE
     ],
 )
 def test_the_plan_follows_one_process(recipe, plan):
@@ -93,43 +105,43 @@ def test_the_plan_follows_one_process(recipe, plan):
     assert found.within(TOLERANCE, TOLERANCE), found
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("plan", NARROW)
+@pytest.mark.parametrize(("plan", "precision"), NARROW)
 def test_a_plan_in_16_bits_follows_one_process_in_16_bits(recipe, plan, precision):
+    check_in_16_bits(recipe, parse_plan(plan), precision)
+
+
+@pytest.mark.parametrize(("plan", "precision"), GATHERED)
+def test_gradients_that_other_ranks_hold_in_16_bits_are_gathered_as_they_are(recipe, plan, precision):
+    """One micro-batch leaves them as narrow as the weights; the loss scale must come off before anything is rounded."""
     plan = parse_plan(plan)
-    recipe = replace(sized_for(recipe, plan), precision=precision, loss_scale=LossScaleConfig(initial=2.0**12))
-    check_in_16_bits(recipe, plan, {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision])
+    whole = sized_for(recipe, plan).global_batch_size // (plan.dp or 1)
+    check_in_16_bits(recipe, plan, precision, micro_batch_size=2 if plan.pp > 1 else whole)
 
 
-def check_in_16_bits(recipe: Recipe, plan: Plan, dtype: str) -> None:
+def check_in_16_bits(recipe: Recipe, plan: Plan, precision: str, **changes) -> None:
     """Hold a plan to one process, and what comes after the first gradient to what rounding alone does."""
+    scale = LossScaleConfig(initial=2.0**12)
+    recipe = replace(sized_for(recipe, plan), precision=precision, loss_scale=scale, **changes)
     found, expected, moved = run(recipe, plan), reference(recipe), reference(recipe, moved=True)
-    assert found.dtype == expected.dtype == dtype
+    assert found.dtype == expected.dtype == DTYPES[precision]
     assert problems(difference(found, expected), limits_of(found), [difference(moved, expected)]) == []
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("plan", ["tp2", "dp2_tp2", "dp2_pp2"])
-def test_gradients_that_other_ranks_hold_in_16_bits_are_gathered_as_they_are(recipe, plan, precision):
-    """One micro-batch leaves them as narrow as the weights; the loss scale must come off before anything is rounded."""
-    plan, scale = parse_plan(plan), LossScaleConfig(initial=2.0**12)
-    recipe = replace(sized_for(recipe, plan), precision=precision, loss_scale=scale)
-    recipe = replace(recipe, micro_batch_size=2 if plan.pp > 1 else recipe.global_batch_size // (plan.dp or 1))
-    check_in_16_bits(recipe, plan, {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision])
-
-
 OWN = {
-    "a whole matrix behind a cut one": Plan(
-        dp=1, tp=2, table={"blocks.*.mlp.fc": ColwiseParallel(output_layouts=Replicate()), "blocks.*.mlp.proj": None}
+    "other cuts in each block": Plan(
+        dp=1,
+        tp=2,
+        table={
+            "blocks.0.mlp.fc": ColwiseParallel(output_layouts=Replicate()),  # a whole matrix behind a cut one
+            "blocks.0.mlp.proj": None,
+            "blocks.0.attn.qkv": RowwiseParallel(input_layouts=Replicate()),
+            "blocks.0.attn.proj": None,
+            "blocks.1.mlp.fc": None,  # a last matrix cut by columns
+            "blocks.1.mlp.proj": ColwiseParallel(output_layouts=Replicate()),
+            "blocks.1.attn.qkv": None,  # heads that every rank holds
+            "blocks.1.attn.proj": None,
+        },
     ),
-    "a last matrix cut by columns": Plan(
-        dp=1, tp=2, table={"blocks.*.mlp.proj": ColwiseParallel(output_layouts=Replicate()), "blocks.*.mlp.fc": None}
-    ),
-    "a first matrix cut by rows": Plan(
-        dp=1, tp=2, table={"blocks.*.attn.qkv": RowwiseParallel(input_layouts=Replicate()), "blocks.*.attn.proj": None}
-    ),
-    "an MLP that every rank holds whole": Plan(dp=1, tp=2, table={"blocks.*.mlp.fc": None, "blocks.*.mlp.proj": None}),
-    "heads that every rank holds": Plan(dp=1, tp=2, table={f"blocks.*.attn.{name}": None for name in ("qkv", "proj")}),
     "one whole MLP": Plan(dp=1, tp=2, table={"blocks.1.mlp.fc": None, "blocks.1.mlp.proj": None}),
     "a cut by hand": Plan(dp=1, pp=2, blocks_per_stage=(3, 1)),
 }
@@ -137,7 +149,7 @@ OWN = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_plan_of_the_recipe_follows_one_process(recipe, name):
-    recipe = sized_for(recipe, parse_plan("pp4_1f1b"))
+    recipe = sized_for(recipe, parse_plan("pp4_1f1b" if OWN[name].pp > 1 else "tp2"))
     found = difference(run(recipe, OWN[name]), reference(recipe))
     assert found.within(TOLERANCE, TOLERANCE), found
 
@@ -150,26 +162,19 @@ def test_the_reference_moves(recipe):
     assert len(gradients) == 2 * 12 + 4 and all(t.norm() > 0 for t in gradients.values())
 
 
-@pytest.mark.parametrize(("before", "after"), [("dp2", "tp2"), ("tp2_pp2", "single"), ("single", "dp2_tp2_sp_zero3")])
-def test_a_run_resumed_under_another_plan_equals_an_uninterrupted_one(recipe, tmp_path, before, after):
-    recipe = replace(recipe, steps=6, global_batch_size=8, optimizer=replace(recipe.optimizer, decay_steps=6))
+def test_a_run_resumed_under_other_plans_equals_an_uninterrupted_one(recipe, tmp_path):
+    recipe = replace(recipe, steps=4, global_batch_size=8, optimizer=replace(recipe.optimizer, decay_steps=4))
     train(replace(recipe, plan="single", runs=str(tmp_path / "whole")))
-    under(before, replace(recipe, steps=3, runs=str(tmp_path / "halves")))
-    run = tmp_path / "halves" / "test-001"
-    under(after, replace(recipe, resume=str(run)))
-    whole, halves = curve(tmp_path / "whole" / "test-001"), curve(run)
-    assert list(halves) == list(whole) == [1, 2, 3, 4, 5, 6]
-    for step, loss in whole.items():
-        assert abs(halves[step] - loss) < TOLERANCE * loss, (step, halves, whole)
+    parts = tmp_path / "parts" / "test-001"
+    for step, plan in enumerate(("tp2_pp2", "single", "dp2_tp2_sp_zero3", "dp2"), start=1):
+        resume = str(parts) if step > 1 else None
+        under(plan, replace(recipe, steps=step, runs=str(tmp_path / "parts"), resume=resume))
+    whole, found = losses(tmp_path / "whole" / "test-001"), losses(parts)
+    assert list(found) == list(whole) == [1, 2, 3, 4]
+    assert found == pytest.approx(whole, rel=TOLERANCE)
 
 
 def under(plan: str, recipe: Recipe) -> None:
-    degrees = parse_plan(plan)
-    if degrees.world == 1:
-        assert train(replace(recipe, plan=plan)) == 0
-    else:
-        assert pool().run(degrees.world, train, replace(recipe, plan=plan)) == [0] * degrees.world
-
-
-def curve(run: Path) -> dict[int, float]:
-    return {r["step"]: r["loss"] for r in read_records(run / "metrics.jsonl") if "loss" in r}
+    world = parse_plan(plan).world
+    recipe = replace(recipe, plan=plan)
+    assert (pool().run(world, train, recipe) if world > 1 else [train(recipe)]) == [0] * world

@@ -78,13 +78,13 @@ def test_loss_and_gradients_are_those_of_the_description():
     torch.testing.assert_close(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), loss.detach())
 
 
-@pytest.mark.slow(4)
-@pytest.mark.parametrize("plan", ["dp2", "dp2_zero3", "tp2_sp", "pp2", "pp2_zbv"])
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("plan", ["dp2_zero3", "tp2_sp", "pp2_zbv"])
 def test_every_plan_follows_one_process(recipe, plan):
-    base = replace(recipe, model=replace(TINY, num_layers=4), optimizer=MUON, plan="single", steps=4)
+    base = replace(recipe, model=replace(TINY, num_layers=4), optimizer=MUON, plan="single", steps=3)
     base = replace(base, micro_batch_size=2, global_batch_size=8)
-    expected, weights = bodies_architecture.train_other(base, 4)[:2]
-    results = pool().run(parse_plan(plan).world, bodies_architecture.train_other, replace(base, plan=plan), 4)
+    expected, weights = bodies_architecture.train_other(base, 3)[:2]
+    results = pool().run(parse_plan(plan).world, bodies_architecture.train_other, replace(base, plan=plan), 3)
     losses, found, _, _ = results[0]
     assert losses == pytest.approx(expected, rel=1e-6)
     for name, whole in found.items():
