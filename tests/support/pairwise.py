@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 
 def pairwise(possible: Callable[[dict[str, Any]], bool] = lambda case: True, /, **values: Iterable) -> list[dict]:
     """Return few cases, the same ones in each process, in which every two values of two names meet where a case that is
@@ -29,3 +31,13 @@ def pairwise(possible: Callable[[dict[str, Any]], bool] = lambda case: True, /, 
             met |= pairs
             chosen.append(case)
     return chosen
+
+
+def each_pair(
+    possible: Callable[[dict[str, Any]], bool] = lambda case: True, /, corners: dict[str, dict] | None = None,
+    **values: Iterable,
+) -> pytest.MarkDecorator:  # fmt: skip
+    """Return the mark that runs a test with the cases of `pairwise`, and with `corners`, which their names describe."""
+    named = [pytest.param(*(case[name] for name in values), id=of) for of, case in (corners or {}).items()]
+    cases = [tuple(case.values()) for case in pairwise(possible, **values)]
+    return pytest.mark.parametrize(",".join(values), [*cases, *named], ids=str)
