@@ -192,20 +192,15 @@ def test_without_locks_two_processes_may_fill_at_once(tmp_path, filler, monkeypa
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == ["text-aa"]
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("missing.txt", None, ["missing.txt does not exist", "leave data.path out"]),
-        ("a.pdf", b"x", ["a.pdf", ".txt or .jsonl"]),
-        ("empty.txt", b"", ["empty.txt holds no text"]),
-        ("blank.txt", b" \n\n", ["holds no text"]),
-        ("latin.txt", "caf\xe9".encode("latin-1"), ["not UTF-8 (byte 4 of the file)", "iconv -f ENCODING -t UTF-8"]),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["line 2", "not JSON"]),
-        ("b.jsonl", b'{"content": "x"}\n', ["line 1", "'text'", "--data.json_key"]),
-        ("c.jsonl", b'["text"]\n', ["line 1", "a JSON array"]),
-        ("d.jsonl", b"", ["holds no text"]),
-    ],
-)
+@pytest.mark.parametrize("name, content, words", [
+    ("missing.txt", None, ["missing.txt does not exist", "leave data.path out"]),
+    ("a.pdf", b"x", ["a.pdf", ".txt or .jsonl"]), ("empty.txt", b"", ["empty.txt holds no text"]),
+    ("blank.txt", b" \n\n", ["holds no text"]),
+    ("latin.txt", "caf\xe9".encode("latin-1"), ["not UTF-8 (byte 4 of the file)", "iconv -f ENCODING -t UTF-8"]),
+    ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["line 2", "not JSON"]),
+    ("b.jsonl", b'{"content": "x"}\n', ["line 1", "'text'", "--data.json_key"]),
+    ("c.jsonl", b'["text"]\n', ["line 1", "a JSON array"]), ("d.jsonl", b"", ["holds no text"])
+])  # fmt: skip
 def test_text_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, name, content, words):
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -349,28 +344,21 @@ def test_held_out_windows_lie_side_by_side_under_any_batch_size(batch_size):
     assert list(held_out_batches(tokens[:0], 8, batch_size, 512)) == []
 
 
-@pytest.mark.parametrize(
-    "seq_length, vocab_size, words",
-    [
-        (10_000, 300, ["training text has", "seq_length=10000", "10001"]),
-        (700, 300, ["validation text has", "--data.held_out"]),
-        (16, 200, ["model.vocab_size=200", "300", "--data.tokenizer"]),
-    ],
-)
+@pytest.mark.parametrize("seq_length, vocab_size, words", [
+    (10_000, 300, ["training text has", "seq_length=10000", "10001"]),
+    (700, 300, ["validation text has", "--data.held_out"]),
+    (16, 200, ["model.vocab_size=200", "300", "--data.tokenizer"])
+])  # fmt: skip
 def test_a_model_that_does_not_fit_the_text_is_refused(tmp_path, text, seq_length, vocab_size, words):
     with pytest.raises(UserError) as error:
         load(text, tmp_path).check(seq_length, vocab_size)
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize(
-    ("record", "kind"),
-    [
-        ({"messages": []}, "chat"), ({"conversations": []}, "chat"), ({"prompt": "a", "completion": "b"}, "chat"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preferences"),
-        ({"chosen": [], "rejected": []}, "preferences"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("record", "kind"), [
+    ({"messages": []}, "chat"), ({"conversations": []}, "chat"), ({"prompt": "a", "completion": "b"}, "chat"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preferences"), ({"chosen": [], "rejected": []}, "preferences")
+])  # fmt: skip
 def test_chats_name_the_command_that_prepares_them(tmp_path, monkeypatch, record, kind):
     monkeypatch.chdir(tmp_path)
     Path("my chats.jsonl").write_text(json.dumps(record) + "\n")

@@ -1,5 +1,6 @@
 """Documents within a window: positions, attention and loss, against the definitions token by token."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -129,7 +130,7 @@ def recipe(recipe, text):
     """Many short documents of different lengths, so that replicas count different numbers of targets."""
     path = text.with_suffix(".jsonl")
     path.write_text("".join(json.dumps({"text": "abcdefghij"[: 1 + i % 9]}) + "\n" for i in range(600)))
-    return change(recipe, data={"path": str(path), **ALL}, steps=4, model={"num_layers": 4})
+    return change(recipe, data={"path": str(path), **ALL}, steps=2, model={"num_layers": 4})
 
 
 def test_the_loss_is_that_of_what_counts_in_the_global_batch(recipe):
@@ -140,32 +141,41 @@ def test_the_loss_is_that_of_what_counts_in_the_global_batch(recipe):
     assert run.mean_loss(run.train_step()) == pytest.approx((total / batch.loss_weights.sum()).item(), rel=1e-5)
 
 
-@pytest.mark.slow(7)
+@pytest.fixture(scope="module")
+def alone():
+    """The losses of one process, which every folder of data and runs has alike."""
+    return {}
+
+
+@pytest.fixture
+def whole(recipe, alone):
+    if not alone:
+        train(replace(recipe, plan="single"))
+        alone.update(losses(newest_run(recipe)))
+    return alone
+
+
+@pytest.mark.slow(4)
 @pytest.mark.parametrize(
     "plan", ["dp2", "tp2_sp", "pp2_zbv", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("dp2_zero2", "pp2"))]
 )
-def test_every_plan_follows_one_process(recipe, plan):
-    train(replace(recipe, plan="single"))
-    whole = losses(newest_run(recipe))
+def test_every_plan_follows_one_process(recipe, whole, plan):
     parted = replace(recipe, plan=plan, micro_batch_size=2, runs=f"{recipe.runs}-{plan}")
     assert pool().run(2, train, parted) == [0, 0]
     assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.slow(2)
-@pytest.mark.parametrize("option", ALL)
-def test_each_option_changes_the_run(recipe, option):
-    off = change(recipe, data=dict.fromkeys(ALL, False), steps=2, log={"eval_interval": 0, "sample_tokens": 0})
-    train(off)
-    plain = losses(newest_run(recipe))
-    train(change(off, data={option: True}))
-    assert losses(newest_run(recipe)) != plain
+@pytest.mark.slow(1)
+def test_each_option_changes_the_run(recipe):
+    off = change(recipe, data=dict.fromkeys(ALL, False), log={"eval_interval": 0, "sample_tokens": 0})
+    found = []
+    for option in (None, *ALL):
+        train(change(off, data={option: True} if option else {}))
+        found.append(losses(newest_run(recipe)))
+    assert all(one != other for one, other in itertools.combinations(found, 2))
 
 
-@pytest.mark.slow(2)
-def test_recomputation_hides_the_same(recipe):
-    train(recipe)
-    plain = losses(newest_run(recipe))
+def test_recomputation_hides_the_same(recipe, whole):
     for recompute in ("selective", "full"):
         train(replace(recipe, recompute=recompute))
-        assert losses(newest_run(recipe)) == plain
+        assert losses(newest_run(recipe)) == whole

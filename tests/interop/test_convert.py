@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, training
 from tests.support.sources import refused
 
-pytestmark = pytest.mark.slow(14)
+pytestmark = pytest.mark.slow(8)
 
 
 @pytest.fixture
@@ -36,10 +38,18 @@ def recipe(recipe):
     return change(recipe, steps=2, log={"sample_tokens": 0, "eval_samples": 1})
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return tmp_path_factory.mktemp("trained")
+
+
 @pytest.fixture
-def run(recipe):
-    train(recipe)
-    return newest_run(recipe)
+def run(recipe, trained):
+    """A copy of the run that the first test trains."""
+    if not any(trained.iterdir()):
+        train(replace(recipe, runs=str(trained)))
+    whole = newest_run(replace(recipe, runs=str(trained)))
+    return shutil.copytree(whole, Path(recipe.runs) / whole.name, symlinks=True)
 
 
 @pytest.fixture

@@ -182,16 +182,12 @@ def test_every_field_of_a_stored_model_has_its_type(models, change):
     assert len(str(caught.value)) < 600 and next(iter(change)) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"plan": 3}, {"world": "two"}, {"world": True}, {"origin": ["x"]}, {"recipe": []}, {"versions": {"torch": {}}},
-        {"versions": None}, {"step": True}, {"updates": 0.0}, {"tokens": "5"}, {"data_digest": None},
-        {"files": {"weights-00000-000.safetensors": {"bytes": "64", "sha256": "0"}}},
-        {"files": {"weights-00000-000.safetensors": {"bytes": 64, "sha256": None}}}, {"files": []},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"plan": 3}, {"world": "two"}, {"world": True}, {"origin": ["x"]}, {"recipe": []}, {"versions": {"torch": {}}},
+    {"versions": None}, {"step": True}, {"updates": 0.0}, {"tokens": "5"}, {"data_digest": None},
+    {"files": {"weights-00000-000.safetensors": {"bytes": "64", "sha256": "0"}}},
+    {"files": {"weights-00000-000.safetensors": {"bytes": 64, "sha256": None}}}, {"files": []}
+], ids=str)  # fmt: skip
 def test_what_a_state_tells_has_its_type(models, change):
     path = models("ours")
     change_state(path, change)

@@ -122,13 +122,10 @@ def test_an_empty_scaling_of_gpt_oss_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["olmo3", "gemma3"])
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"activation": "clamped_swiglu"}, "model.activation=clamped_swiglu"),
-        ({"rope_scaling": "yarn", "rope_factor": 4.0, "rope_truncate": False}, "model.rope_truncate=False"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"activation": "clamped_swiglu"}, "model.activation=clamped_swiglu"),
+    ({"rope_scaling": "yarn", "rope_factor": 4.0, "rope_truncate": False}, "model.rope_truncate=False")
+])  # fmt: skip
 def test_what_transformers_does_not_compute_is_not_written(family, settings, words):
     config = replace(OURS[family], **settings)
     refused(lambda: ARCHITECTURES[config.architecture].write_config(config), words)

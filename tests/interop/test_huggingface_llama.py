@@ -82,15 +82,11 @@ def test_half_precision_makes_the_round_trip_bitwise_in_shards(tmp_path, monkeyp
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto").dtype == dtype
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {}, {"tied": True, "num_kv_heads": 4, "head_dim": 12}, {"qk_norm": True, "norm_eps": 1e-6, "dropout": 0.1},
-        {"hidden_size": 50, "init_std": 3.0}, {"hidden_size": 50, "rope_factor": 32.0, "rope_original_length": 16},
-        {"rope_theta": 500000, "rope_factor": 8, "rope_low_frequency": 2, "rope_high_frequency": 3},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [
+    {}, {"tied": True, "num_kv_heads": 4, "head_dim": 12}, {"qk_norm": True, "norm_eps": 1e-6, "dropout": 0.1},
+    {"hidden_size": 50, "init_std": 3.0}, {"hidden_size": 50, "rope_factor": 32.0, "rope_original_length": 16},
+    {"rope_theta": 500000, "rope_factor": 8, "rope_low_frequency": 2, "rope_high_frequency": 3}
+], ids=str)  # fmt: skip
 def test_every_model_of_dtgpt_is_one_of_transformers(tmp_path, settings):
     ours = our_model(**settings)
     save_huggingface(InMemory(ours), tmp_path / "out")
@@ -140,17 +136,14 @@ def test_other_ways_to_write_the_same_model(folder, change):
 Q = "model.layers.1.self_attn.q_proj"
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: t | {f"{Q}.bias": torch.ones(48)}, ["layers.1.self_attn.q_proj.bias"]),
-        (lambda t: {n: x for n, x in t.items() if n != f"{Q}.weight"}, ["q_proj.weight", "[48, 48]"]),
-        (lambda t: t | {f"{Q}.weight": t[f"{Q}.weight"][:12]}, ["q_proj.weight", "[12, 48]", "[48, 48]"]),
-        (lambda t: t | {"model.layers.0.mlp.gate.weight": torch.ones(2, 48)}, ["layers.0.mlp.gate.weight"]),
-        (lambda t: t | {f"{Q}.weight": t[f"{Q}.weight"].to(torch.int8)}, ["q_proj.weight", "I8"]),
-        (lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1}, ["tie_word_embeddings=true", "lm_head"]),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda t: t | {f"{Q}.bias": torch.ones(48)}, ["layers.1.self_attn.q_proj.bias"]),
+    (lambda t: {n: x for n, x in t.items() if n != f"{Q}.weight"}, ["q_proj.weight", "[48, 48]"]),
+    (lambda t: t | {f"{Q}.weight": t[f"{Q}.weight"][:12]}, ["q_proj.weight", "[12, 48]", "[48, 48]"]),
+    (lambda t: t | {"model.layers.0.mlp.gate.weight": torch.ones(2, 48)}, ["layers.0.mlp.gate.weight"]),
+    (lambda t: t | {f"{Q}.weight": t[f"{Q}.weight"].to(torch.int8)}, ["q_proj.weight", "I8"]),
+    (lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1}, ["tie_word_embeddings=true", "lm_head"])
+])  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused_by_name(folder, change, words):
     edit_weights(folder, change)
     refused(lambda: HuggingFace(folder), str(folder), *words)

@@ -115,13 +115,10 @@ def test_learned_positions_that_were_cut_are_cut_in_the_folder(recipe, tmp_path)
     assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").config.n_positions == 16
 
 
-@pytest.mark.parametrize(
-    "settings, positions",
-    [
-        ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}, **SIZES}, 256),
-        ({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 500}, 64),
-    ],
-)
+@pytest.mark.parametrize("settings, positions", [
+    ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}, **SIZES}, 256),
+    ({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 500}, 64)
+])  # fmt: skip
 def test_a_number_that_follows_from_missing_positions_stays_that_of_the_model(settings, positions):
     architecture = ARCHITECTURES[settings["model_type"]]
     config = replace(architecture.read_config(settings, Path("config.json")), seq_length=positions)

@@ -243,15 +243,10 @@ def test_a_run_without_a_checkpoint_is_one_sentence(recipe, run, command):
     assert code == 2 and out == "" and err.count("\n") == 1 and f"{run} has no checkpoint yet" in err
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        (["nothing"], ["nothing does not exist"]),
-        ([], ["needs MODEL"]),
-        (["--tensors", "on"], ["needs one MODEL or PREFIX"]),
-        (["nothing", "--tensors", "all"], ["all", "on, off"]),
-    ],
-)
+@pytest.mark.parametrize("words, expected", [
+    (["nothing"], ["nothing does not exist"]), ([], ["needs MODEL"]),
+    (["--tensors", "on"], ["needs one MODEL or PREFIX"]), (["nothing", "--tensors", "all"], ["all", "on, off"])
+])  # fmt: skip
 def test_wrong_use_is_one_sentence(tmp_path, monkeypatch, command, words, expected):
     monkeypatch.chdir(tmp_path)
     code, out, err = command("inspect", *words)

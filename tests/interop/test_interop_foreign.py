@@ -136,38 +136,26 @@ def test_broken_checkpoints_are_refused(path, tmp_path):
 FC = "transformer.h.1.mlp.c_fc.weight"
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (lambda m: {n: t for n, t in m.items() if n != FC}, ["h.1.mlp.c_fc.weight", "[192, 48]"]),
-        (lambda m: m | {FC: m[FC].T.contiguous()}, ["h.1.mlp.c_fc.weight", "[48, 192]", "[192, 48]"]),
-        (lambda m: m | {FC: m[FC].int()}, [FC, "int32"]),
-        (lambda m: m | {FC: m[FC].to_sparse()}, [FC, "plain tensor"]),
-        (lambda m: m | {FC: m[FC].to("meta")}, [FC, "plain tensor"]),
-        (lambda m: m | {FC: 3}, [FC, "plain tensor"]),
-        (lambda m: m | {"_orig_mod." + FC: m[FC]}, ["h.1.mlp.c_fc.weight", "twice"]),
-        (lambda m: m | {"transformer.h.0.lora": m[FC]}, ["h.0.lora"]),
-        (lambda m: m | {"lm_head.weight": m["lm_head.weight"] + 1}, ["lm_head.weight", "tied"]),
-        (lambda m: m | {"lm_head.weight": torch.ones(3)}, ["lm_head.weight", "tied"]),
-    ],
-)
+@pytest.mark.parametrize(("model", "words"), [
+    (lambda m: {n: t for n, t in m.items() if n != FC}, ["h.1.mlp.c_fc.weight", "[192, 48]"]),
+    (lambda m: m | {FC: m[FC].T.contiguous()}, ["h.1.mlp.c_fc.weight", "[48, 192]", "[192, 48]"]),
+    (lambda m: m | {FC: m[FC].int()}, [FC, "int32"]), (lambda m: m | {FC: m[FC].to_sparse()}, [FC, "plain tensor"]),
+    (lambda m: m | {FC: m[FC].to("meta")}, [FC, "plain tensor"]), (lambda m: m | {FC: 3}, [FC, "plain tensor"]),
+    (lambda m: m | {"_orig_mod." + FC: m[FC]}, ["h.1.mlp.c_fc.weight", "twice"]),
+    (lambda m: m | {"transformer.h.0.lora": m[FC]}, ["h.0.lora"]),
+    (lambda m: m | {"lm_head.weight": m["lm_head.weight"] + 1}, ["lm_head.weight", "tied"]),
+    (lambda m: m | {"lm_head.weight": torch.ones(3)}, ["lm_head.weight", "tied"])
+])  # fmt: skip
 def test_tensors_of_nanogpt_that_do_not_fit_are_refused_by_name(path, model, words):
     torch.save(checkpoint(), path)
     refused(lambda: read_changed(path, model), str(path), *words)
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ({"n_layer": 1_000_000}, ["no tensor h.3.ln_1.weight"]),
-        ({"n_layer": 0}, ["num_layers=0"]),
-        ({"n_head": 5}, ["num_heads=5"]),
-        ({"n_head": 4.0}, ["n_head=4.0"]),
-        ({"vocab_size": None}, ["vocab_size"]),
-        ({"block_size": 25}, ["wpe.weight", "[24, 48]", "[25, 48]"]),
-        ({"bias": False}, ["bias"]),
-    ],
-)
+@pytest.mark.parametrize(("args", "words"), [
+    ({"n_layer": 1_000_000}, ["no tensor h.3.ln_1.weight"]), ({"n_layer": 0}, ["num_layers=0"]),
+    ({"n_head": 5}, ["num_heads=5"]), ({"n_head": 4.0}, ["n_head=4.0"]), ({"vocab_size": None}, ["vocab_size"]),
+    ({"block_size": 25}, ["wpe.weight", "[24, 48]", "[25, 48]"]), ({"bias": False}, ["bias"])
+])  # fmt: skip
 def test_model_args_that_do_not_fit_are_refused(path, args, words):
     torch.save(checkpoint(), path)
     refused(lambda: read_changed(path, **args), str(path), *words)

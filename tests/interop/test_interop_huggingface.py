@@ -94,7 +94,7 @@ def edit_weights(folder, change):
     return folder
 
 
-@pytest.mark.parametrize("vocab_size", [131, 257, 256])
+@pytest.mark.parametrize("vocab_size", [131, 256])
 def test_logits_of_an_imported_model_are_those_of_transformers(tmp_path, vocab_size):
     theirs = their_model(vocab_size, layer_norm_epsilon=1e-3)
     theirs.save_pretrained(tmp_path / "gpt2")
@@ -116,7 +116,7 @@ def test_every_accepted_activation_is_that_of_transformers(tmp_path, name):
     assert HuggingFace(tmp_path / "again").config == source.config
 
 
-@pytest.mark.parametrize("vocab_size", [131, 257, 256])
+@pytest.mark.parametrize("vocab_size", [131, 256])
 def test_transformers_loads_an_exported_model_with_the_same_logits(tmp_path, vocab_size):
     ours = our_model(vocab_size)
     save_huggingface(InMemory(ours), tmp_path / "new" / "gpt2")
@@ -262,13 +262,10 @@ def test_a_configuration_of_more_blocks_than_there_are_is_refused_without_buildi
     refused(lambda: HuggingFace(edit(folder, n_layer=1_000_000)), "no tensor h.3.ln_1.weight")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"n_inner": 192}, {"reorder_and_upcast_attn": True}, {"num_attention_heads": 4, "n_ctx": 7},
-        {"is_causal": True, "configuration_files": [], "transformers_weights": None},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [
+    {"n_inner": 192}, {"reorder_and_upcast_attn": True}, {"num_attention_heads": 4, "n_ctx": 7},
+    {"is_causal": True, "configuration_files": [], "transformers_weights": None}
+])  # fmt: skip
 def test_settings_that_change_nothing_are_accepted(folder, settings):
     HuggingFace(edit(folder, **settings))
 
@@ -276,20 +273,17 @@ def test_settings_that_change_nothing_are_accepted(folder, settings):
 NAME = "transformer.h.1.mlp.c_fc.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: {n: x for n, x in t.items() if n != NAME}, ["h.1.mlp.c_fc.weight", "[48, 192]"]),
-        (lambda t: t | {NAME: t[NAME].T}, ["h.1.mlp.c_fc.weight", "[192, 48]", "[48, 192]"]),
-        (lambda t: t | {NAME: t[NAME].int()}, ["h.1.mlp.c_fc.weight", "I32"]),
-        (lambda t: t | {"wte.weight": t["transformer.wte.weight"] + 1}, ["wte.weight", "twice"]),
-        (lambda t: t | {"score.weight": torch.ones(2, 48)}, ["score.weight"]),
-        (lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1}, ["lm_head.weight", "tied"]),
-        (lambda t: t | {"lm_head.weight": torch.ones(2, 48)}, ["lm_head.weight", "tied"]),
-        (lambda t: t | {"transformer.wte.weight": torch.ones(()), "lm_head.weight": torch.ones(())}, ["wte", "[]"]),
-        (lambda t: t | {"transformer.wpe.weight": torch.ones(25, 48)}, ["wpe.weight", "[25, 48]", "[24, 48]"]),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda t: {n: x for n, x in t.items() if n != NAME}, ["h.1.mlp.c_fc.weight", "[48, 192]"]),
+    (lambda t: t | {NAME: t[NAME].T}, ["h.1.mlp.c_fc.weight", "[192, 48]", "[48, 192]"]),
+    (lambda t: t | {NAME: t[NAME].int()}, ["h.1.mlp.c_fc.weight", "I32"]),
+    (lambda t: t | {"wte.weight": t["transformer.wte.weight"] + 1}, ["wte.weight", "twice"]),
+    (lambda t: t | {"score.weight": torch.ones(2, 48)}, ["score.weight"]),
+    (lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1}, ["lm_head.weight", "tied"]),
+    (lambda t: t | {"lm_head.weight": torch.ones(2, 48)}, ["lm_head.weight", "tied"]),
+    (lambda t: t | {"transformer.wte.weight": torch.ones(()), "lm_head.weight": torch.ones(())}, ["wte", "[]"]),
+    (lambda t: t | {"transformer.wpe.weight": torch.ones(25, 48)}, ["wpe.weight", "[25, 48]", "[24, 48]"])
+])  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused_by_name(folder, change, words):
     edit_weights(folder, change)
     refused(lambda: HuggingFace(folder), str(folder), *words)

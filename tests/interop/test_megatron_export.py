@@ -99,21 +99,11 @@ def test_ranks_of_padding_alone_are_written(tmp_path):
     check(Megatron(tmp_path / "out", true_vocab_size=9), tensors, config)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"tensor_parallel_size": 3},
-            "num_heads=4 .* over tensor_parallel_size=3; use tensor_parallel_size=1, 2 or 4",
-        ),
-        (
-            {"pipeline_parallel_size": 3},
-            "num_layers=4 .* pipeline_parallel_size=3; use pipeline_parallel_size=1, 2",
-        ),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
-        ({"dtype": torch.float64}, "dtype=torch.float64"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"tensor_parallel_size": 3}, "num_heads=4 .* over tensor_parallel_size=3; use tensor_parallel_size=1, 2 or 4"),
+    ({"pipeline_parallel_size": 3}, "num_layers=4 .* pipeline_parallel_size=3; use pipeline_parallel_size=1, 2"),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"), ({"dtype": torch.float64}, "dtype=torch.float64")
+])  # fmt: skip
 def test_exports_that_cannot_be_are_refused_before_anything_is_written(tmp_path, weights, changes, words):
     with pytest.raises(UserError, match=words):
         save_megatron(InMemory(CONFIG, weights), tmp_path / "out", **changes)

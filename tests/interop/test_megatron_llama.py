@@ -21,11 +21,13 @@ from tests.support.megatron_trees import InMemory, assert_same, check
 from tests.support.megatron_trees import make_weights as gpt2_weights
 from tests.support.megatron_trees import write_tree as write_gpt2
 from tests.support.other_architecture import OtherConfig
+from tests.support.pairwise import each_pair
 from tests.support.sources import load_model
 
 DATA = Path(__file__).parents[1] / "fixtures" / "megatron"
 QWEN3 = replace(CONFIG, tied=True, qk_norm=True)
 QWEN25 = replace(CONFIG, tied=True, attention_bias="qkv")
+CONFIGS = {"untied": CONFIG, "norms of heads": QWEN3, "biases": QWEN25}
 OTHER = OtherConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=131)
 FAMILIES = ("nested", "local", "transformer_engine")
 OWN = {
@@ -90,12 +92,10 @@ def test_every_command_takes_the_tree(own, tmp_path, capsys):
         assert (logits(source, tokens) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.slow(2)
-@pytest.mark.parametrize("config", [CONFIG, QWEN3, QWEN25], ids=["untied", "norms of heads", "biases"])
-@pytest.mark.parametrize(("tp", "pp", "chunks"), [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_trees_of_every_family_are_read_and_written_bitwise(tmp_path, config, tp, pp, chunks, family):
+@each_pair(plan=[(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2)], kind=CONFIGS, family=FAMILIES)
+def test_trees_of_every_family_are_read_and_written_bitwise(tmp_path, plan, kind, family):
     """Four ranks share two groups of keys and values, as Megatron-LM lets them."""
+    (tp, pp, chunks), config = plan, CONFIGS[kind]
     weights = make_weights(config)
     theirs = write_tree(tmp_path / "theirs", weights, config, tp, pp, family, chunks)
     source = Megatron(theirs, true_vocab_size=config.vocab_size)
@@ -210,35 +210,25 @@ def test_a_scaling_that_megatron_does_not_compute_is_noted(tmp_path, capsys):
     check(Megatron(off, true_vocab_size=131), weights, replace(config, rope_factor=1.0))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"normalization": "LayerNorm"}, r"another norm \(normalization=LayerNorm\), .* its LLaMA has"),
-        ({"position_embedding_type": "learned_absolute"}, "not rotary .position_embedding_type=learned_absolute"),
-        ({"position_embedding_type": "yarn"}, "position_embedding_type=yarn"),
-        ({"swiglu": False}, "swiglu=False"),
-        ({"squared_relu": True}, "squared ReLU"),
-        ({"add_bias_linear": True}, r"biases \(add_bias_linear=True"),
-        ({"add_qkv_bias": True}, "no tensor blocks.0.attn.qkv.bias"),
-        ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
-        ({"rotary_seq_len_interpolation_factor": 2}, "interpolated"),
-        ({"no_rope_freq": 4}, "no_rope_freq=4"),
-        ({"window_size": (128, 0)}, "sliding windows"),
-        ({"num_experts": 8}, "num_experts=8"),
-        ({"hybrid_layer_pattern": "*-*-*-*-"}, "hybrid_layer_pattern="),
-        ({"normalization": "LayerNorm", "swiglu": False}, "normalization=LayerNorm.*swiglu=False"),
-        ({"num_query_groups": 3}, "num_kv_heads=3 does not divide"),
-        ({"num_query_groups": None}, "num_query_groups=None"),
-        ({"kv_channels": 15}, "head_dim=15 is odd"),
-        ({"kv_channels": 8}, "linear_qkv|attn.qkv.weight of shape"),
-        ({"ffn_hidden_size": 2 * F}, "gate_up.weight of shape"),
-        ({"qk_layernorm": True}, "no tensor blocks.0.attn.q_norm.weight"),
-        ({"untie_embeddings_and_output_weights": False}, "holds head.output|copy of the token table"),
-        ({"rotary_base": "big"}, "rotary_base='big'"),
-        ({"use_rope_scaling": True, "rope_scaling_factor": float("nan")}, "rope_scaling_factor=nan"),
-        ({"hidden_size": 64}, "hidden_size=64, but the checkpoint's tensors have 32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"normalization": "LayerNorm"}, r"another norm \(normalization=LayerNorm\), .* its LLaMA has"),
+    ({"position_embedding_type": "learned_absolute"}, "not rotary .position_embedding_type=learned_absolute"),
+    ({"position_embedding_type": "yarn"}, "position_embedding_type=yarn"), ({"swiglu": False}, "swiglu=False"),
+    ({"squared_relu": True}, "squared ReLU"), ({"add_bias_linear": True}, r"biases \(add_bias_linear=True"),
+    ({"add_qkv_bias": True}, "no tensor blocks.0.attn.qkv.bias"), ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
+    ({"rotary_seq_len_interpolation_factor": 2}, "interpolated"), ({"no_rope_freq": 4}, "no_rope_freq=4"),
+    ({"window_size": (128, 0)}, "sliding windows"), ({"num_experts": 8}, "num_experts=8"),
+    ({"hybrid_layer_pattern": "*-*-*-*-"}, "hybrid_layer_pattern="),
+    ({"normalization": "LayerNorm", "swiglu": False}, "normalization=LayerNorm.*swiglu=False"),
+    ({"num_query_groups": 3}, "num_kv_heads=3 does not divide"), ({"num_query_groups": None}, "num_query_groups=None"),
+    ({"kv_channels": 15}, "head_dim=15 is odd"), ({"kv_channels": 8}, "linear_qkv|attn.qkv.weight of shape"),
+    ({"ffn_hidden_size": 2 * F}, "gate_up.weight of shape"),
+    ({"qk_layernorm": True}, "no tensor blocks.0.attn.q_norm.weight"),
+    ({"untie_embeddings_and_output_weights": False}, "holds head.output|copy of the token table"),
+    ({"rotary_base": "big"}, "rotary_base='big'"),
+    ({"use_rope_scaling": True, "rope_scaling_factor": float("nan")}, "rope_scaling_factor=nan"),
+    ({"hidden_size": 64}, "hidden_size=64, but the checkpoint's tensors have 32")
+])  # fmt: skip
 def test_a_model_that_is_not_llama_is_refused(tmp_path, changes, words):
     tree = write_tree(tmp_path, make_weights(), **changes)
     if "untie_embeddings_and_output_weights" in changes:  # mcore's name is also that of a tied copy
@@ -251,15 +241,12 @@ def test_a_model_that_is_not_llama_is_refused(tmp_path, changes, words):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("decoder.layers.1.mlp.linear_fc1.bias", "holds blocks.1.mlp.gate_up.bias"),
-        ("embedding.position_embeddings.weight", "embedding.position_embeddings.weight, which LLaMA does not have"),
-        ("decoder.layers.0.self_attention.linear_kv.weight", "linear_kv.weight, which LLaMA does not have"),
-        ("decoder.layers.0.input_layernorm.weight", "blocks.0.norm_1.weight twice"),
-    ],
-)
+@pytest.mark.parametrize(("key", "words"), [
+    ("decoder.layers.1.mlp.linear_fc1.bias", "holds blocks.1.mlp.gate_up.bias"),
+    ("embedding.position_embeddings.weight", "embedding.position_embeddings.weight, which LLaMA does not have"),
+    ("decoder.layers.0.self_attention.linear_kv.weight", "linear_kv.weight, which LLaMA does not have"),
+    ("decoder.layers.0.input_layernorm.weight", "blocks.0.norm_1.weight twice")
+])  # fmt: skip
 def test_tensors_that_llama_does_not_have_are_named(tmp_path, key, words):
     def change(content):
         content["model"][key] = torch.ones(H)
@@ -279,19 +266,16 @@ def test_ranks_of_two_architectures_are_refused(tmp_path):
         Megatron(root)
 
 
-@pytest.mark.parametrize(
-    ("config", "sizes", "words"),
-    [
-        (OTHER, (1, 1), "of the architecture other, and a Megatron-LM tree holds one of gpt2, llama; keep"),
-        (CONFIG, (3, 1), "num_heads=4 cannot be split over tensor_parallel_size=3"),
-        (replace(CONFIG, ffn_hidden_size=22), (4, 1), "ffn_hidden_size=22 cannot be split"),
-        (replace(CONFIG, num_heads=6, num_kv_heads=3), (2, 1), "num_kv_heads=3 cannot be split"),
-        (CONFIG, (1, 3), "num_layers=4 cannot be split over pipeline_parallel_size=3"),
-        (replace(CONFIG, rope_factor=8.0, rope_original_length=4096), (1, 1), "rope_original_length=4096 .* has 8192"),
-        (replace(CONFIG, attention_bias="all"), (1, 1), "attention_bias=all cannot be written for Megatron-LM"),
-        (replace(CONFIG, window=CONFIG.seq_length - 1), (1, 1), "window=.* cannot be written for Megatron-LM"),
-    ],
-)
+@pytest.mark.parametrize(("config", "sizes", "words"), [
+    (OTHER, (1, 1), "of the architecture other, and a Megatron-LM tree holds one of gpt2, llama; keep"),
+    (CONFIG, (3, 1), "num_heads=4 cannot be split over tensor_parallel_size=3"),
+    (replace(CONFIG, ffn_hidden_size=22), (4, 1), "ffn_hidden_size=22 cannot be split"),
+    (replace(CONFIG, num_heads=6, num_kv_heads=3), (2, 1), "num_kv_heads=3 cannot be split"),
+    (CONFIG, (1, 3), "num_layers=4 cannot be split over pipeline_parallel_size=3"),
+    (replace(CONFIG, rope_factor=8.0, rope_original_length=4096), (1, 1), "rope_original_length=4096 .* has 8192"),
+    (replace(CONFIG, attention_bias="all"), (1, 1), "attention_bias=all cannot be written for Megatron-LM"),
+    (replace(CONFIG, window=CONFIG.seq_length - 1), (1, 1), "window=.* cannot be written for Megatron-LM")
+])  # fmt: skip
 def test_exports_that_cannot_be_are_refused_before_anything_is_written(tmp_path, config, sizes, words):
     with pytest.raises(UserError, match=words):
         save_megatron(InMemory(config, {}), tmp_path / "out", *sizes)

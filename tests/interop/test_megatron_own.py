@@ -119,16 +119,11 @@ def test_classes_of_the_next_release_are_opened_inert(tmp_path, monkeypatch, zip
     assert not any(name in sys.modules for name in modules)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"softmax_type": "off-by-one"}, "another softmax .softmax_type=off-by-one"),
-        ({"qk_l2_norm": True}, "queries and keys .qk_l2_norm=True"),
-        ({"use_mup": True}, "muP"),
-        ({"activation_func_clamp_value": 7.0}, "clamped"),
-        ({"is_hybrid_model": True}, "is_hybrid_model=True"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"softmax_type": "off-by-one"}, "another softmax .softmax_type=off-by-one"),
+    ({"qk_l2_norm": True}, "queries and keys .qk_l2_norm=True"), ({"use_mup": True}, "muP"),
+    ({"activation_func_clamp_value": 7.0}, "clamped"), ({"is_hybrid_model": True}, "is_hybrid_model=True")
+])  # fmt: skip
 def test_what_no_tensor_shows_is_refused_by_args(tmp_path, changes, words):
     """Such a model has the names and shapes of a GPT-2, and would compute something else."""
     write_tree(tmp_path, make_weights(), **changes)

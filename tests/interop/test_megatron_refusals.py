@@ -162,28 +162,19 @@ def test_truncated_and_foreign_files_are_named(tmp_path, weights, zipped):
             Megatron(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"swiglu": True}, "swiglu=True"),
-        ({"position_embedding_type": "rope"}, "position_embedding_type=rope"),
-        ({"use_rotary_position_embeddings": True}, "use_rotary_position_embeddings=True"),
-        ({"add_position_embedding": False}, "add_position_embedding=False"),
-        ({"normalization": "RMSNorm"}, "normalization=RMSNorm"),
-        ({"group_query_attention": True, "num_query_groups": 2}, "num_query_groups=2"),
-        ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights=True"),
-        ({"add_bias_linear": False}, "add_bias_linear=False"),
-        ({"ffn_hidden_size": 96}, "ffn_hidden_size=96"),
-        ({"num_experts": 8}, "num_experts=8"),
-        ({"num_experts": [2]}, "num_experts"),
-        ({"num_layers": 5}, "num_layers=5, but the checkpoint's tensors have 4"),
-        ({"hidden_size": 64}, "hidden_size=64"),
-        ({"padded_vocab_size": 128}, "padded_vocab_size=128"),
-        ({"num_attention_heads": "4"}, "num_attention_heads='4'"),
-        ({"num_attention_heads": 5}, "num_heads=5"),
-        ({"layernorm_epsilon": "x"}, "epsilon"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"swiglu": True}, "swiglu=True"), ({"position_embedding_type": "rope"}, "position_embedding_type=rope"),
+    ({"use_rotary_position_embeddings": True}, "use_rotary_position_embeddings=True"),
+    ({"add_position_embedding": False}, "add_position_embedding=False"),
+    ({"normalization": "RMSNorm"}, "normalization=RMSNorm"),
+    ({"group_query_attention": True, "num_query_groups": 2}, "num_query_groups=2"),
+    ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights=True"),
+    ({"add_bias_linear": False}, "add_bias_linear=False"), ({"ffn_hidden_size": 96}, "ffn_hidden_size=96"),
+    ({"num_experts": 8}, "num_experts=8"), ({"num_experts": [2]}, "num_experts"),
+    ({"num_layers": 5}, "num_layers=5, but the checkpoint's tensors have 4"), ({"hidden_size": 64}, "hidden_size=64"),
+    ({"padded_vocab_size": 128}, "padded_vocab_size=128"), ({"num_attention_heads": "4"}, "num_attention_heads='4'"),
+    ({"num_attention_heads": 5}, "num_heads=5"), ({"layernorm_epsilon": "x"}, "epsilon")
+])  # fmt: skip
 def test_a_model_that_is_not_gpt2_is_refused(tmp_path, weights, changes, words):
     write_tree(tmp_path, weights, **changes)
     with pytest.raises(UserError, match=words):

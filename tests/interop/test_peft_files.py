@@ -28,17 +28,14 @@ def test_an_adapter_is_scaled_by_alpha_over_rank(tmp_path):
     assert found is not None and found.unique().tolist() == [6.0]  # 6 / 2, of two products of 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"lora_alpha": 10**400}, "has lora_alpha=<integer of 1329 bits>, which is no number of at most 1e"),
-        ({"lora_alpha": float("inf")}, "has lora_alpha=inf, which is no number"),
-        ({"lora_alpha": 1e300}, "has lora_alpha=1e.300, which is no number of at most"),
-        ({"lora_alpha": True}, "has lora_alpha=true, which is no number"),
-        ({"alpha_pattern": {"c_attn": 10**400}}, "c_attn': <integer of 1329 bits>}, which is no number"),
-        ({"rank": 0}, "has an adapter of rank 0 for"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"lora_alpha": 10**400}, "has lora_alpha=<integer of 1329 bits>, which is no number of at most 1e"),
+    ({"lora_alpha": float("inf")}, "has lora_alpha=inf, which is no number"),
+    ({"lora_alpha": 1e300}, "has lora_alpha=1e.300, which is no number of at most"),
+    ({"lora_alpha": True}, "has lora_alpha=true, which is no number"),
+    ({"alpha_pattern": {"c_attn": 10**400}}, "c_attn': <integer of 1329 bits>}, which is no number"),
+    ({"rank": 0}, "has an adapter of rank 0 for")
+])  # fmt: skip
 def test_an_alpha_or_a_rank_that_is_none_is_told(tmp_path, settings, words):
     with pytest.raises(UserError, match=words):
         Peft(write(tmp_path, **settings), CONFIG)

@@ -175,15 +175,11 @@ def test_tensors_lie_in_their_storage(tmp_path):
     assert opened(path, tensor(0, [0, 5], [5, 1]), **values).shape == (0, 5)
 
 
-@pytest.mark.parametrize(
-    ("offset", "size", "stride", "elements"),
-    [
-        (1, [4], [1], 4), (4, [1], [1], 4), (0, [5], [1], 4), (0, [2, 2], [3, 1], 4), (0, [2], [4], 4),
-        (-1, [2], [1], 4),
-        (0, [2], [-1], 4), (0, [-2], [1], 4), (0, [2, 2], [1], 4), (0, [1 << 61, 8], [8, 1], 4), (0, [4], [1], 5),
-        (0, [4], [1], -4), (0, [4], [1], 1 << 62), (0, [1] * 65, [1] * 65, 4), (1 << 63, [1], [1], 4),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("offset", "size", "stride", "elements"), [
+    (1, [4], [1], 4), (4, [1], [1], 4), (0, [5], [1], 4), (0, [2, 2], [3, 1], 4), (0, [2], [4], 4), (-1, [2], [1], 4),
+    (0, [2], [-1], 4), (0, [-2], [1], 4), (0, [2, 2], [1], 4), (0, [1 << 61, 8], [8, 1], 4), (0, [4], [1], 5),
+    (0, [4], [1], -4), (0, [4], [1], 1 << 62), (0, [1] * 65, [1] * 65, 4), (1 << 63, [1], [1], 4)
+])  # fmt: skip
 def test_tensors_beyond_their_storage_are_refused(tmp_path, offset, size, stride, elements):
     with pytest.raises(UserError, match=r"x.pt cannot be read"):
         opened(tmp_path / "x.pt", tensor(offset, size, stride, elements))

@@ -213,22 +213,18 @@ def without(part):
 BUCKETS = {"optimizer.distributed.dp_group_idx_0.per_bucket_numel/shard_0_1": [1]}
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (without("optimizer"), "no moments of AdamW"),
-        (without("optimizer") | {"objects": BUCKETS}, "--dist-ckpt-optim-fully-reshardable"),
-        (without("exp_avg_sq.decoder.layers.mlp.linear_fc1.bias"), "no tensor optimizer.state.exp_avg_sq"),
-        ({"edit": lambda ts: {k: t[..., :1] if "exp_avg_sq." in k else t for k, t in ts.items()}}, "of shape"),
-        ({"edit": lambda ts: {k: t.int() if "exp_avg_sq." in k else t for k, t in ts.items()}}, "torch.int32"),
-        ({"optimizer": {}}, "None updates of AdamW"),
-        ({"optimizer": counted(6)}, "6 updates of AdamW in 5 iterations"),
-        ({"optimizer": counted(float("nan"))}, "None updates of AdamW"),
-        ({"consumed_train_samples": -1}, "consumed_train_samples=-1"),
-        ({"consumed_train_samples": None}, "consumed_train_samples=None"),
-        ({"step": "x"}, "3 updates of AdamW in 0 iterations"),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    (without("optimizer"), "no moments of AdamW"),
+    (without("optimizer") | {"objects": BUCKETS}, "--dist-ckpt-optim-fully-reshardable"),
+    (without("exp_avg_sq.decoder.layers.mlp.linear_fc1.bias"), "no tensor optimizer.state.exp_avg_sq"),
+    ({"edit": lambda ts: {k: t[..., :1] if "exp_avg_sq." in k else t for k, t in ts.items()}}, "of shape"),
+    ({"edit": lambda ts: {k: t.int() if "exp_avg_sq." in k else t for k, t in ts.items()}}, "torch.int32"),
+    ({"optimizer": {}}, "None updates of AdamW"), ({"optimizer": counted(6)}, "6 updates of AdamW in 5 iterations"),
+    ({"optimizer": counted(float("nan"))}, "None updates of AdamW"),
+    ({"consumed_train_samples": -1}, "consumed_train_samples=-1"),
+    ({"consumed_train_samples": None}, "consumed_train_samples=None"),
+    ({"step": "x"}, "3 updates of AdamW in 0 iterations")
+])  # fmt: skip
 def test_what_is_not_to_be_read(state, tmp_path, options, message):
     path = written(tmp_path / "tree", state, **options)
     with pytest.raises(UserError, match=message) as caught:

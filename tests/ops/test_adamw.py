@@ -1,11 +1,7 @@
 """AdamW against torch.optim.AdamW in float64; the kernels in Triton's interpreter, and on a GPU."""
 
 import copy
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+import importlib
 
 import pytest
 import torch
@@ -27,9 +23,7 @@ from tests.support.bodies_adamw import (
     number,
 )
 from tests.support.bodies_exact import check_fixed_point, check_pieces, check_squares
-from tests.support.interpreter import first_kernels_of, let_kernels_loop
-
-TRITON = importlib.util.find_spec("triton") is not None
+from tests.support.interpreter import first_kernels_of, let_kernels_loop, needs_triton, run_interpreted
 
 
 @pytest.mark.parametrize("narrow", [None, torch.bfloat16, torch.float16])
@@ -94,29 +88,21 @@ def test_gradients_may_have_strides():
     assert torch.equal(slots[0].master, others[0].master)
 
 
-@pytest.mark.parametrize(
-    "master, narrow, words",
-    [
-        (torch.ones(2, dtype=torch.float64), None, "slot 0: the master must be fp32"),
-        (torch.ones(4, 4).T[1:], None, "contiguous"),
-        (torch.ones(2), torch.ones(2), "bf16 or fp16"),
-        (torch.ones(2), torch.ones(3, dtype=torch.float16), "one shape"),
-    ],
-)
+@pytest.mark.parametrize("master, narrow, words", [
+    (torch.ones(2, dtype=torch.float64), None, "slot 0: the master must be fp32"),
+    (torch.ones(4, 4).T[1:], None, "contiguous"), (torch.ones(2), torch.ones(2), "bf16 or fp16"),
+    (torch.ones(2), torch.ones(3, dtype=torch.float16), "one shape")
+])  # fmt: skip
 def test_slots_that_the_kernel_cannot_write_are_refused(master, narrow, words):
     with pytest.raises(ValueError, match=words):
         AdamW([Slot(master, narrow, decay=True)], **SETTINGS)
 
 
-@pytest.mark.parametrize(
-    "gradients, words",
-    [
-        ([], "0 gradients for 1 tensors"),
-        ([torch.ones(3)], r"gradient 0 is torch.float32 \(3,\) on cpu; its tensor is \(2,\)"),
-        ([torch.ones(2, dtype=torch.float64)], "float64"),
-        ([torch.ones(2, device="meta")], "on meta"),
-    ],
-)
+@pytest.mark.parametrize("gradients, words", [
+    ([], "0 gradients for 1 tensors"),
+    ([torch.ones(3)], r"gradient 0 is torch.float32 \(3,\) on cpu; its tensor is \(2,\)"),
+    ([torch.ones(2, dtype=torch.float64)], "float64"), ([torch.ones(2, device="meta")], "on meta")
+])  # fmt: skip
 def test_gradients_that_do_not_fit_are_refused(gradients, words):
     with pytest.raises(ValueError, match=words):
         AdamW([Slot(torch.ones(2), None, decay=True)], **SETTINGS).step(gradients, number(0.1), number(1.0))
@@ -181,21 +167,16 @@ def interpreted_rules() -> None:
     AdamW([Slot(torch.empty(0), None, decay=True)], **SETTINGS).step([torch.empty(0)], number(0.1), number(1.0))
 
 
-@pytest.mark.skipif(not TRITON, reason="needs Triton")
+@needs_triton
 def test_the_kernels_in_tritons_interpreter():
-    program = "from tests.ops.test_adamw import interpreted; interpreted()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_interpreted("from tests.ops.test_adamw import interpreted; interpreted()")
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(
-    "gradient, narrow",
-    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float32, torch.bfloat16),
-     (torch.float32, None)],
-)  # fmt: skip
+@pytest.mark.parametrize("gradient, narrow", [
+    (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float32, torch.bfloat16),
+    (torch.float32, None)
+])  # fmt: skip
 def test_the_kernel_follows_torch(gradient, narrow):
     follow_truth(gradient, narrow, "cuda", steps=12)
 

@@ -15,6 +15,7 @@ from dtgpt.ops.kernels.attention import flash, flash_launch
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.planning.activations import core_bytes
 from dtgpt.util.errors import UserError
+from tests.support.pairwise import each_pair
 from tests.support.runs import change, constant, training
 
 DROPPING = ["explicit", "fused_softmax", "flash", "auto"]
@@ -49,9 +50,7 @@ def check(found, expected, tolerance: float) -> None:
         assert (a.double() - b.double()).norm() <= tolerance * b.double().norm()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("p", [0.1, 0.5])
-@pytest.mark.parametrize("backend", DROPPING)
+@each_pair(backend=DROPPING, dtype=TOLERANCE, p=[0.1, 0.5])
 def test_back_ends_drop_the_same_with_the_same_key(backend, p, dtype):
     """Held against float64, whose mask comes from the same key."""
     qkv, keys = make_input(dtype)
@@ -237,14 +236,13 @@ def test_pytorchs_own_compiles_as_one_graph(masked):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("size", [64, 128, 160])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", get_args(Backend))
+@each_pair(
+    lambda case: case["backend"] != "flash" or case["size"] <= 128,
+    backend=get_args(Backend), size=[64, 128, 160], dtype=[torch.float32, torch.bfloat16], masked=[False, True],
+    corners={"saves no wide keys": {"backend": "sdpa", "size": 64, "dtype": torch.bfloat16, "masked": False}},
+)  # fmt: skip
 def test_back_ends_on_a_gpu_take_groups_of_heads_and_documents(backend, dtype, size, masked):
     """PyTorch's own saves no keys and values for each head of q where it need not."""
-    if backend == "flash" and size > 128:
-        pytest.skip("refused")
     inputs = [torch.randn(2, 320, n, size, device="cuda").to(dtype).requires_grad_() for n in (8, 2, 2)]
     grad = torch.randn_like(inputs[0])
     spans = document_bounds(torch.rand(2, 320, device="cuda") < 0.02) if masked else None

@@ -16,6 +16,7 @@ from dtgpt.ops.kernels.decode import blocks
 from dtgpt.ops.kernels.decode.blocks import embed, run_blocks, run_head
 from dtgpt.ops.norms import norm_reference
 from dtgpt.ops.rotary_positions import Rotation, angle_table, rotate
+from tests.support.pairwise import each_pair
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
@@ -152,11 +153,10 @@ def test_blocks_are_those_of_float64(shape, length, dtype):
         assert torch.equal(found.isnan(), wanted.isnan())
 
 
-@pytest.mark.parametrize(
-    ("shape", "length"),
-    [("345m", LENGTH), ("1558m", LENGTH), ("long", LENGTH), ("grouped", LENGTH), ("llama32_1b", LENGTH),
-     ("qwen3_0_6b", LENGTH), ("r7", LONG)],
-)  # fmt: skip
+@pytest.mark.parametrize(("shape", "length"), [
+    ("345m", LENGTH), ("1558m", LENGTH), ("long", LENGTH), ("grouped", LENGTH), ("llama32_1b", LENGTH),
+    ("qwen3_0_6b", LENGTH), ("r7", LONG)
+])  # fmt: skip
 def test_a_row_has_the_same_bits_in_every_company(shape, length):
     case = Case(shape, 130, length=length)
     everyone, kept = case.run(torch.arange(130, device=CUDA))
@@ -213,12 +213,13 @@ def test_prompts_are_written_where_the_reference_writes_them(length, dim):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 32), (6, 1, 128), (2, 2, 16), (4, 1, 256)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize("ruled", [False, True])
-def test_attention_over_slots(heads, kv_heads, dim, dtype, rows, ruled):
+@each_pair(
+    sizes=[(4, 4, 64), (8, 2, 32), (6, 1, 128), (2, 2, 16), (4, 1, 256)], dtype=[torch.float32, torch.bfloat16],
+    rows=[1, 20], ruled=[False, True],
+)  # fmt: skip
+def test_attention_over_slots(sizes, dtype, rows, ruled):
     torch.manual_seed(0)
+    heads, kv_heads, dim = sizes
     q, k, v = (random(rows, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     keys, values = (torch.full((rows + 1, kv_heads, LENGTH, dim), math.nan, dtype=dtype, device=CUDA) for _ in range(2))
     slots = torch.randperm(rows, device=CUDA)

@@ -1,11 +1,5 @@
 """Attention in tiles, with dropout by global index, against the definition in float64."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -23,9 +17,8 @@ from dtgpt.ops.kernels.attention.packed import are_packed, keep_in_graphs
 from dtgpt.ops.kernels.attention.packed import split as split_qkv
 from dtgpt.ops.random.dropout import attention_mask
 from tests.support.bodies_flash import TOLERANCE, check, error, gradients, inputs, keys_of, truth
-
-ROOT = Path(__file__).parents[2]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+from tests.support.interpreter import needs_triton, run_interpreted
+from tests.support.pairwise import each_pair
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -155,13 +148,14 @@ def recomputed(x, key):
     return checkpoint(lambda *args: flash._forward(*args)[0], *split_qkv(x * 2), key, 0.3, 0, None, use_reentrant=False)
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(5)
 @pytest.mark.compiler
 @pytest.mark.usefixtures("merge_in_graphs")
-@pytest.mark.parametrize("layer", [attend_twice, recomputed])
-def test_compiled_equals_eager(layer):
+@pytest.mark.parametrize("layer, backend", [(attend_twice, "inductor"), (recomputed, "aot_eager")])
+def test_compiled_equals_eager(layer, backend):
     (qkv,), key = inputs((2, 9, 2, 8), torch.float32)[0], keys_of(2)
-    eager, compiled = (f(qkv, key) for f in (layer, torch.compile(layer, fullgraph=True, dynamic=False)))
+    fast = torch.compile(layer, fullgraph=True, dynamic=False, backend=backend)
+    eager, compiled = (f(qkv, key) for f in (layer, fast))
     torch.testing.assert_close(compiled, eager)
     torch.testing.assert_close(*(torch.autograd.grad(out, qkv, torch.ones_like(out)) for out in (compiled, eager)))
 
@@ -207,10 +201,7 @@ def test_the_kernels_in_the_interpreter():
     cases += ", ((1, 100, 2, 16), f, 0.3, 0, 'cpu', 0.03, 1, {'window': 1, 'sinks': -1.0})"
     cases += ", ((1, 70, 2, 16), f, 0.1, 0, 'cpu', 0.0, {'sinks': 20.0})"
     code = "from torch import float16 as h, float32 as f; from tests.support.bodies_flash import interpret; "
-    code += f"interpret({cases})"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(f"{code}interpret({cases})")
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -228,10 +219,9 @@ def test_the_kernels_have_the_values_and_gradients_of_float64(shape, dtype, p, p
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kv_heads, columns", [(1, 0), (2, 0), (0, 1500), (2, 1024)])
-@pytest.mark.parametrize("p", [0.0, 0.2])
-@pytest.mark.parametrize("length, width", [(1, 64), (777, 64), (1024, 128)])
-def test_the_kernels_serve_groups_of_heads_and_earlier_columns(length, width, p, kv_heads, columns, poison):
+@each_pair(size=[(1, 64), (777, 64), (1024, 128)], p=[0.0, 0.2], kv=[(1, 0), (2, 0), (0, 1500), (2, 1024)])
+def test_the_kernels_serve_groups_of_heads_and_earlier_columns(size, p, kv, poison):
+    (length, width), (kv_heads, columns) = size, kv
     check((2, length, 4, width), BF16, p, 3, "cuda", kv_heads=kv_heads, columns=columns)
 
 
@@ -241,19 +231,16 @@ GROUPED += [((1, 1024, 4, 256), BF16, 1), ((2, 333, 2, 256), BF16, 1)]
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("documents", [0.0, 0.005, 0.5])
-@pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("shape, dtype, kv_heads", GROUPED, ids=str)
-def test_the_kernels_serve_groups_of_heads_with_documents(shape, dtype, kv_heads, p, documents, poison):
+@each_pair(grouped=GROUPED, p=[0.0, 0.1], documents=[0.0, 0.005, 0.5])
+def test_the_kernels_serve_groups_of_heads_with_documents(grouped, p, documents, poison):
+    shape, dtype, kv_heads = grouped
     check(shape, dtype, p, 3, "cuda", documents, kv_heads=kv_heads)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("documents", [0.0, 0.005])
-@pytest.mark.parametrize("window", [1, 100, 1000])
-@pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("shape, dtype, kv_heads", GROUPED, ids=str)
-def test_the_kernels_serve_windows_and_sinks(shape, dtype, kv_heads, p, window, documents, poison):
+@each_pair(grouped=GROUPED, p=[0.0, 0.1], window=[1, 100, 1000], documents=[0.0, 0.005])
+def test_the_kernels_serve_windows_and_sinks(grouped, p, window, documents, poison):
+    shape, dtype, kv_heads = grouped
     check(shape, dtype, p, 3, "cuda", documents, kv_heads=kv_heads, window=window, sinks=1.0)
 
 
@@ -286,9 +273,12 @@ def test_the_kernels_find_rows_beyond_32_bits(p):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("documents", [0.003, 0.02, 0.5, 1.0])
-@pytest.mark.parametrize("shape, dtype, p", [case for case in SHAPES if case[0][1] < 4000], ids=str)
-def test_the_kernels_keep_documents_apart(shape, dtype, p, documents, poison):
+@pytest.mark.parametrize("case, documents", [
+    (case, documents) for turn, case in enumerate(case for case in SHAPES if case[0][1] < 4000)
+    for documents in ((0.003, 0.5) if turn % 2 else (0.02, 1.0))
+], ids=str)  # fmt: skip
+def test_the_kernels_keep_documents_apart(case, documents, poison):
+    shape, dtype, p = case
     check(shape, dtype, p, 3, "cuda", documents)
 
 
@@ -382,15 +372,12 @@ def test_models_get_the_kernels_that_are_meant_for_them(model, expected, monkeyp
     assert seen == [(expected, False)]
 
 
-@pytest.mark.parametrize(
-    "length, columns, size, kv_heads, dtype, expected",
-    [
-        (4096, 4096, 64, 2, BF16, True), (4096, 4096, 128, 4, FP16, True), (128, 128, 128, 1, BF16, True),
-        (4096, 4096, 64, 4, BF16, False), (4096, 4096, 64, 2, FP32, False), (4001, 4001, 64, 2, BF16, True),
-        (128, 256, 64, 2, BF16, False), (4096, 4096, 256, 1, BF16, True), (4096, 4096, 96, 2, BF16, False),
-        (4096, 4096, 32, 2, BF16, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("length, columns, size, kv_heads, dtype, expected", [
+    (4096, 4096, 64, 2, BF16, True), (4096, 4096, 128, 4, FP16, True), (128, 128, 128, 1, BF16, True),
+    (4096, 4096, 64, 4, BF16, False), (4096, 4096, 64, 2, FP32, False), (4001, 4001, 64, 2, BF16, True),
+    (128, 256, 64, 2, BF16, False), (4096, 4096, 256, 1, BF16, True), (4096, 4096, 96, 2, BF16, False),
+    (4096, 4096, 32, 2, BF16, False)
+])  # fmt: skip
 def test_descriptors_serve_queries_of_all_columns(length, columns, size, kv_heads, dtype, expected, monkeypatch):
     monkeypatch.setattr(flash_launch, "has_hopper", lambda device: True)
     for batch, shards in ((1, 1), (3, 1), (1, 2)):  # the same for each micro-batch and each part of the heads

@@ -17,7 +17,6 @@ from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum, transposed
 from dtgpt.ops.kernels.decode.blocks import product as decode_product
-from tests.ops.test_norm import needs_triton
 from tests.support.bodies_float8 import (
     E4M3,
     E5M2,
@@ -29,6 +28,7 @@ from tests.support.bodies_float8 import (
     interpret,
     make_sites,
 )
+from tests.support.interpreter import needs_triton
 
 CUDA = torch.device("cuda")
 ONE = torch.tensor(1.0)

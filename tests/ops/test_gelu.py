@@ -9,8 +9,8 @@ from dtgpt.ops.activations import bias_gelu
 from dtgpt.ops.kernels import bias, pointwise
 from dtgpt.ops.kernels.linear import linear_by_column_sum
 from dtgpt.ops.linear import linear
-from tests.ops.test_norm import interpret, needs_triton
-from tests.support.bodies_norm import check, check_gelu, custom_ops, cut_linear, draw, results
+from tests.support.bodies_norm import check, check_gelu, custom_ops, cut_linear, draw, in_interpreter, results
+from tests.support.interpreter import needs_triton
 from tests.support.ranks import pool
 
 CUDA = torch.device("cuda")
@@ -70,7 +70,7 @@ def test_a_linear_map_cut_by_columns_has_the_gradients_of_pytorchs():
 
 @needs_triton
 def test_the_kernels_in_the_interpreter():
-    interpret("check_gelu", "((2, 5), 44, torch.float32), ((1,), 8, torch.float32), ((3, 9), 1100, torch.float32)")
+    in_interpreter("check_gelu", "((2, 5), 44, torch.float32), ((1,), 8, torch.float32), ((3, 9), 1100, torch.float32)")
 
 
 SHAPES = [((3, 33), 4096, torch.bfloat16), ((1,), 4096, torch.bfloat16), ((2, 4096), 4096, torch.bfloat16)]

@@ -1,10 +1,6 @@
 """The output projection and its loss in one op, against float64 and PyTorch's own."""
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,6 +16,7 @@ from tests.support.bodies_cross_entropy import (
     head_results,
     refusal_of_other_cuts,
 )
+from tests.support.interpreter import needs_triton, run_interpreted
 from tests.support.ranks import pool
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # rounding of logits and of gradients
@@ -198,12 +195,9 @@ def test_the_passes_are_sound_operators(dtype):
     torch.library.opcheck(torch.ops.dtgpt.cross_entropy_.default, (logits.clone(), targets, scale, 257))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@needs_triton
 def test_the_kernels_interpreted_are_the_plain_passes():
-    code = "from tests.support.bodies_cross_entropy import interpret_kernels; interpret_kernels()"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_interpreted("from tests.support.bodies_cross_entropy import interpret_kernels; interpret_kernels()")
 
 
 @pytest.mark.cuda

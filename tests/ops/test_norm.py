@@ -1,11 +1,5 @@
 """LayerNorm and RMSNorm, with and without the residual addition before them, against float64."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.library import opcheck
@@ -29,23 +23,15 @@ from tests.support.bodies_norm import (
     check_same_mask,
     custom_ops,
     draw,
+    in_interpreter,
     keys_of,
     results,
     saved_bytes,
 )
+from tests.support.interpreter import needs_triton
 
 CUDA = torch.device("cuda")
 each_norm = pytest.mark.parametrize("biased", [True, False], ids=["layer_norm", "rms_norm"])
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-
-
-def interpret(body: str, cases: str) -> None:
-    """`body(*case)` of `tests.support.bodies_norm` in a process of its own."""
-    code = f"import torch; from tests.support import bodies_norm as b; b.interpret(b.{body}, {cases})"
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @each_norm
@@ -172,10 +158,9 @@ def test_the_meta_device_saves_what_the_op_of_an_rms_norm_saves():
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize(
-    "biased, backend", [pytest.param(True, "inductor", marks=pytest.mark.compiler), (False, "aot_eager")],
-    ids=["layer_norm", "rms_norm"],
-)  # fmt: skip
+@pytest.mark.parametrize("biased, backend", [
+    pytest.param(True, "inductor", marks=pytest.mark.compiler), (False, "aot_eager")
+], ids=["layer_norm", "rms_norm"])  # fmt: skip
 def test_compiled_equals_eager(biased, backend):
     inputs, key = [t.requires_grad_() for t in draw((2, 3), 24, torch.float32)], keys_of(2)
 
@@ -197,12 +182,12 @@ def test_compiled_equals_eager(biased, backend):
 @needs_triton
 def test_the_kernels_in_the_interpreter():
     cases = ["(2, 5), 44, torch.float32", "(1, 1), 8, torch.float32", "(3, 2), 24, torch.float16"]
-    interpret("check_norms", ", ".join(f"({case}, {biased})" for case in cases for biased in (True, False)))
+    in_interpreter("check_norms", ", ".join(f"({case}, {biased})" for case in cases for biased in (True, False)))
 
 
 @needs_triton
 def test_the_kernels_draw_the_documented_mask():
-    interpret("check_mask", "((3, 5), 44, torch.float32)")
+    in_interpreter("check_mask", "((3, 5), 44, torch.float32)")
 
 
 SHAPES = [

@@ -7,6 +7,7 @@ import torch
 
 from dtgpt.ops.random.dropout import keep_mask
 from dtgpt.ops.random.philox import bits, fold, fold_words, normal, philox, root_key, row_chunks, uniform, uniform_rows
+from tests.support.pairwise import each_pair
 
 KEY = fold(root_key(1), "test")
 WHOLE = (5, 6, 7, 30)
@@ -31,15 +32,10 @@ def test_philox_gives_the_published_known_answers(counter, key, expected):
 
 
 @pytest.mark.parametrize("draw", [bits, uniform, normal])
-@pytest.mark.parametrize(
-    "part",
-    [
-        (5, 6, 7, range(3, 11)),
-        (range(2, 4), range(1, 6), range(6, 7), range(29, 30)),
-        (range(0, 5, 2), range(1, 6, 3), range(0, 7, 6), range(1, 30, 5)),
-        (range(4, 5), 6, 7, range(8, 16)),
-    ],
-)
+@pytest.mark.parametrize("part", [
+    (5, 6, 7, range(3, 11)), (range(2, 4), range(1, 6), range(6, 7), range(29, 30)),
+    (range(0, 5, 2), range(1, 6, 3), range(0, 7, 6), range(1, 30, 5)), (range(4, 5), 6, 7, range(8, 16))
+])  # fmt: skip
 def test_a_part_equals_that_part_of_the_whole(draw, part):
     cut = tuple(slice(p.start, p.stop, p.step) if isinstance(p, range) else slice(None) for p in part)
     assert torch.equal(draw(KEY, part), draw(KEY, WHOLE)[cut])
@@ -191,9 +187,9 @@ def test_words_of_a_key_are_those_of_its_tensor(seed):
         assert list(fold_words(seed, *data)) == fold(root_key(seed), *data).tolist()
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (3, 1)])
-@pytest.mark.parametrize("sizes", [(7,), (3, 33), (2, 3, 0), (0, 2, 5), (2, 2, 3, 9)])
-@pytest.mark.parametrize("start", [0, 5, 2**31 - 40])
+@each_pair(
+    batch=[(), (3,), (3, 1)], sizes=[(7,), (3, 33), (2, 3, 0), (0, 2, 5), (2, 2, 3, 9)], start=[0, 5, 2**31 - 40]
+)
 def test_few_words_are_those_of_many(monkeypatch, batch, sizes, start):
     """NumPy draws few words on a CPU, torch all others."""
     numbers = torch.arange(math.prod(batch)).reshape(batch)

@@ -14,8 +14,17 @@ from dtgpt.ops.kernels import rotary as kernels
 from dtgpt.ops.norms import norm_reference
 from dtgpt.ops.rotary_positions import angle_table, frequencies, rotary_qkv, rotation_of
 from dtgpt.ops.serve import split_backward
-from tests.ops.test_norm import interpret, needs_triton
-from tests.support.bodies_norm import EPS, ROTATION, capture, check_rotary, custom_ops, results, saved_bytes
+from tests.support.bodies_norm import (
+    EPS,
+    ROTATION,
+    capture,
+    check_rotary,
+    custom_ops,
+    in_interpreter,
+    results,
+    saved_bytes,
+)
+from tests.support.interpreter import needs_triton
 
 CUDA = torch.device("cuda")
 BOTH = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
@@ -91,18 +100,13 @@ def test_the_op_keeps_the_contract_of_custom_ops(normed):
     opcheck(kernels._rotary, (qkv, torch.tensor([[0, 1, 2], [0, 0, 1]]), *pair, EPS, ROTATION.numbers, 10))
 
 
-@pytest.mark.parametrize(
-    "shape, options, words",
-    [
-        ((2, 3, 1, 2, 6), {}, "R > 0"),
-        ((2, 3, 1, 3, 5), {}, "an even D"),
-        ((2, 11, 1, 3, 6), {}, "11 positions"),
-        ((2, 3, 1, 3, 6), {"positions": torch.zeros(3, dtype=torch.int64)}, "int64"),
-        ((2, 3, 1, 3, 6), {"positions": torch.zeros(2, 3, dtype=torch.int32)}, "int32"),
-        ((2, 3, 1, 3, 6), {"q_weight": torch.ones(6)}, "both"),
-        ((2, 3, 1, 3, 6), {"q_weight": torch.ones(6), "k_weight": torch.ones(3)}, r"the shape \(3,\)"),
-    ],
-)
+@pytest.mark.parametrize("shape, options, words", [
+    ((2, 3, 1, 2, 6), {}, "R > 0"), ((2, 3, 1, 3, 5), {}, "an even D"), ((2, 11, 1, 3, 6), {}, "11 positions"),
+    ((2, 3, 1, 3, 6), {"positions": torch.zeros(3, dtype=torch.int64)}, "int64"),
+    ((2, 3, 1, 3, 6), {"positions": torch.zeros(2, 3, dtype=torch.int32)}, "int32"),
+    ((2, 3, 1, 3, 6), {"q_weight": torch.ones(6)}, "both"),
+    ((2, 3, 1, 3, 6), {"q_weight": torch.ones(6), "k_weight": torch.ones(3)}, r"the shape \(3,\)")
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(shape, options, words):
     with pytest.raises(ValueError, match=words):
         rotary_qkv(torch.zeros(shape), options.pop("positions", None), ROTATION, 10, **options)
@@ -144,7 +148,7 @@ def test_compiled_equals_eager(normed, ops_of):
 @needs_triton
 def test_the_kernels_in_the_interpreter():
     cases = [((2, 5, 3, 4, 10), False, True), ((1, 3, 1, 3, 2), True, False), ((2, 150, 2, 3, 64), True, True)]
-    interpret("check_rotary", ", ".join(f"({shape}, torch.float32, {n}, {p})" for shape, n, p in cases))
+    in_interpreter("check_rotary", ", ".join(f"({shape}, torch.float32, {n}, {p})" for shape, n, p in cases))
 
 
 SHAPES = [

@@ -1,11 +1,5 @@
 """The kernels of sampling against the reference, in Triton's interpreter and on a GPU."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,15 +12,12 @@ from tests.support.bodies_sampling import (
     state_of,
     variant_for,
 )
+from tests.support.interpreter import needs_triton, run_interpreted
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@needs_triton
 def test_the_kernels_in_the_interpreter():
-    program = "from tests.support.bodies_sampling import interpret; interpret()"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("from tests.support.bodies_sampling import interpret; interpret()")
 
 
 @pytest.mark.cuda

@@ -127,17 +127,12 @@ def test_it_compiles_without_a_break(function):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"scores": torch.zeros(2, 3, 4)}, "four dimensions"),
-        ({"mask": "upper"}, "upper"),
-        ({"mask": torch.zeros(2, 3, 4, 5, dtype=torch.bool)}, r"\[2, 1, 1 or 4, 5\]"),
-        ({"mask": torch.zeros(2, 1, 4, 5)}, "float32"),
-        ({"key": torch.zeros(3, 2, dtype=torch.int64)}, r"\[2, 2\]"),
-        ({"start": (0, 0)}, "head, query, column"),
-    ],
-)
+@pytest.mark.parametrize("changes, words", [
+    ({"scores": torch.zeros(2, 3, 4)}, "four dimensions"), ({"mask": "upper"}, "upper"),
+    ({"mask": torch.zeros(2, 3, 4, 5, dtype=torch.bool)}, r"\[2, 1, 1 or 4, 5\]"),
+    ({"mask": torch.zeros(2, 1, 4, 5)}, "float32"), ({"key": torch.zeros(3, 2, dtype=torch.int64)}, r"\[2, 2\]"),
+    ({"start": (0, 0)}, "head, query, column")
+])  # fmt: skip
 def test_shapes_that_do_not_fit_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         scaled_masked_softmax(**{"scores": torch.zeros(2, 3, 4, 5), "scale": 1.0, **changes})

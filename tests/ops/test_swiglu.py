@@ -9,8 +9,17 @@ from torch.library import opcheck
 
 from dtgpt.ops.activations import BIASED, FUNCTIONS, GATED, swiglu, swiglu_reference
 from dtgpt.ops.kernels import pointwise
-from tests.ops.test_norm import interpret, needs_triton
-from tests.support.bodies_norm import capture, check, check_geglu, check_swiglu, custom_ops, results, saved_bytes
+from tests.support.bodies_norm import (
+    capture,
+    check,
+    check_geglu,
+    check_swiglu,
+    custom_ops,
+    in_interpreter,
+    results,
+    saved_bytes,
+)
+from tests.support.interpreter import needs_triton
 
 CUDA = torch.device("cuda")
 
@@ -66,8 +75,8 @@ def test_compiled_equals_eager():
 @needs_triton
 def test_the_kernels_in_the_interpreter():
     shapes = "((2, 5), 13, torch.float32), ((1,), 1, torch.float32), ((3, 9), 300, torch.float32)"
-    interpret("check_swiglu", shapes)
-    interpret("check_geglu", shapes)
+    in_interpreter("check_swiglu", shapes)
+    in_interpreter("check_geglu", shapes)
 
 
 OF_GATE = {

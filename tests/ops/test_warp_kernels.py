@@ -1,6 +1,5 @@
 """Attention whose warps have tasks of their own: which calls take it, and the bits of the kernels that it replaces."""
 
-import importlib.util
 import math
 
 import pytest
@@ -11,20 +10,18 @@ from dtgpt.ops.kernels import devices
 from dtgpt.ops.kernels.attention import flash, flash_launch
 from dtgpt.ops.kernels.attention.window import spans_of_window
 from tests.support.bodies_flash import gradients, inputs
+from tests.support.interpreter import needs_triton
+from tests.support.pairwise import each_pair
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32"}
 COMPILED = ("3.6.", "3.7.", "3.8.", "3.9.")  # versions of Triton that compile them, though not all were run
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
-@pytest.mark.parametrize(
-    "version, capability, expected",
-    [
-        ("3.6.0", (9, 0), True), ("3.6.0+git1b2c", (9, 0), True), ("3.5.1", (9, 0), False), ("3.60.0", (9, 0), False),
-        ("4.0.0", (9, 0), False), ("3.6.0", (8, 9), False), ("3.6.0", (10, 0), False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("version, capability, expected", [
+    ("3.6.0", (9, 0), True), ("3.6.0+git1b2c", (9, 0), True), ("3.5.1", (9, 0), False), ("3.60.0", (9, 0), False),
+    ("4.0.0", (9, 0), False), ("3.6.0", (8, 9), False), ("3.6.0", (10, 0), False)
+])  # fmt: skip
 def test_hopper_and_versions_of_triton_that_were_tried_run_gluon(version, capability, expected):
     assert devices.serves_gluon(version, capability) == expected
     assert not devices.has_gluon(torch.device("cpu"))
@@ -38,14 +35,11 @@ def hopper(monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "size, columns, dtype, p, documents, expected",
-    [
-        (128, 200, BF16, 0.0, False, True), (128, 200, FP16, 0.0, False, True), (128, 200, FP32, 0.0, False, False),
-        (64, 200, BF16, 0.0, False, False), (256, 200, BF16, 0.0, False, False), (128, 300, BF16, 0.0, False, False),
-        (128, 200, BF16, 0.1, False, False), (128, 200, BF16, 0.0, True, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("size, columns, dtype, p, documents, expected", [
+    (128, 200, BF16, 0.0, False, True), (128, 200, FP16, 0.0, False, True), (128, 200, FP32, 0.0, False, False),
+    (64, 200, BF16, 0.0, False, False), (256, 200, BF16, 0.0, False, False), (128, 300, BF16, 0.0, False, False),
+    (128, 200, BF16, 0.1, False, False), (128, 200, BF16, 0.0, True, False)
+])  # fmt: skip
 def test_calls_with_heads_of_128_take_them(size, columns, dtype, p, documents, expected, hopper, monkeypatch):
     q, k = torch.empty(2, 200, 4, size, dtype=dtype), torch.empty(2, columns, 2, size, dtype=dtype)
     words = torch.empty(8, 1, dtype=torch.int64) if p else None
@@ -112,8 +106,8 @@ class Recorder:
 
 
 @needs_triton
-@pytest.mark.slow(10)
-@pytest.mark.parametrize("length, documents, queries", [(1000, True, 128), (2048, True, 192), (2048, False, 192)])
+@pytest.mark.slow(7)
+@pytest.mark.parametrize("length, documents, queries", [(1000, False, 128), (2048, True, 192)])
 def test_launches_fit_the_kernels_which_compile_without_a_gpu(length, documents, queries, hopper, monkeypatch):
     """queries: of a program, in forward."""
     import triton
@@ -154,20 +148,22 @@ def check_bits(length, kv_heads, dtype, sinks, spans, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("length", [1, 64, 200, 1000, 1024, 2048])
-@pytest.mark.parametrize("kv_heads, dtype", [(0, BF16), (0, FP16), (1, BF16), (4, FP16)])
-def test_they_give_the_bits_of_the_kernels_that_they_replace(kv_heads, dtype, length, sinks, poison, monkeypatch):
+@each_pair(heads=[(0, BF16), (0, FP16), (1, BF16), (4, FP16)], length=[1, 64, 200, 1000, 1024, 2048],
+           sinks=[False, True])  # fmt: skip
+def test_they_give_the_bits_of_the_kernels_that_they_replace(heads, length, sinks, poison, monkeypatch):
+    kv_heads, dtype = heads
     check_bits(length, kv_heads, dtype, sinks, None, monkeypatch)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("window, rate", [(w, r) for w in (None, 64, 100, 1024) for r in (None, 0.003, 1.0) if w or r])
-@pytest.mark.parametrize("length", [200, 1000, 1024, 4096])
-@pytest.mark.parametrize("kv_heads, dtype, sinks", [(0, FP16, False), (1, BF16, True), (2, BF16, False)])
-def test_they_do_with_documents_and_windows(kv_heads, dtype, sinks, length, window, rate, poison, monkeypatch):
+@each_pair(
+    lambda case: case["window"] or case["rate"],
+    heads=[(0, FP16, False), (1, BF16, True), (2, BF16, False)], length=[200, 1000, 1024, 4096],
+    window=[None, 64, 100, 1024], rate=[None, 0.003, 1.0],
+)  # fmt: skip
+def test_they_do_with_documents_and_windows(heads, length, window, rate, poison, monkeypatch):
     """rate: how often a document ends, beside some ends around the edges of tiles; None: there are no documents."""
-    spans = None
+    spans, (kv_heads, dtype, sinks) = None, heads
     if rate is not None:
         ends = torch.rand(2, length, device="cuda") < rate
         ends[1, [at for at in (5, 6, 63, 126, 128, 191, 192, 700) if at < length]] = True

@@ -13,6 +13,7 @@ from dtgpt.ops.attention.prompts import write_rings
 from dtgpt.ops.kernels.attention.window import spans_of_window
 from dtgpt.util.errors import UserError
 from tests.support.bodies_flash import keys_of, truth
+from tests.support.pairwise import each_pair
 
 LENGTH, HEADS, GROUPS, SIZE = 19, 4, 2, 8
 RULES = {
@@ -35,9 +36,10 @@ def knows(backend: str, rule: AttentionRule) -> bool:
     return not unknown_to(backend, rule.softcap is not None, rule.sinks is not None)
 
 
-@pytest.mark.parametrize("p, documents", [(0.0, False), (0.0, True), (0.3, False)])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", RULES)
+@each_pair(
+    lambda case: not case["p"] or not case["documents"],
+    name=RULES, backend=BACKENDS, p=[0.0, 0.3], documents=[False, True],
+)  # fmt: skip
 def test_back_ends_have_the_values_and_gradients_of_the_definition(name, backend, p, documents):
     rule = RULES[name]
     if not knows(backend, rule):
@@ -84,8 +86,11 @@ def rings(window: int, positions: int, dtype=torch.float64):
     return [torch.full((5, GROUPS, min(window, positions), SIZE), math.nan, dtype=dtype) for _ in range(2)]
 
 
-@pytest.mark.parametrize("cuts", [[], [3], [1, 2, 3, 11], [5, 10, 15], [17, 18]])
-@pytest.mark.parametrize("name", ["window", "window of one", "wide window", "sinks", "all"])
+@pytest.mark.parametrize("name, cuts", [
+    ("window", []), ("window", [5, 10, 15]), ("window", [1, 2, 3, 11]), ("window", [17, 18]), ("window of one", [3]),
+    ("window of one", [1, 2, 3, 11]), ("wide window", [5, 10, 15]), ("wide window", [17, 18]), ("sinks", [3]),
+    ("sinks", [17, 18]), ("all", []), ("all", [1, 2, 3, 11]),
+])  # fmt: skip
 def test_chunks_and_rows_over_a_ring_attend_as_the_whole_sequence(name, cuts):
     rule = RULES[name]
     q, k, v = make_inputs(1)

@@ -54,13 +54,10 @@ def test_a_cut_mlp_is_fused_and_has_the_bits_of_its_modules(recipe, plan, model,
             torch.testing.assert_close(gradient, other.gradients[name], rtol=0, atol=near)
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        {"blocks.*.mlp.fc": ColwiseParallel()},
-        {"blocks.*.mlp.fc": ColwiseParallel(output_layouts=Replicate()), "blocks.*.mlp.proj": None},
-    ],
-)
+@pytest.mark.parametrize("table", [
+    {"blocks.*.mlp.fc": ColwiseParallel()},
+    {"blocks.*.mlp.fc": ColwiseParallel(output_layouts=Replicate()), "blocks.*.mlp.proj": None}
+])  # fmt: skip
 def test_matrices_that_a_plan_of_its_own_cuts_are_not_fused(recipe, table):
     for found in found_of(recipe, Plan(dp=1, tp=2, table=table), "gpt2"):
         assert found.fused == 0

@@ -104,10 +104,10 @@ def test_what_ranks_decide_together_is_the_same_on_all(world):
         assert answer["on_rank_0"] == "by 0"
 
 
-@pytest.mark.parametrize("world, failing", [(2, 0), (4, 2)])
-@pytest.mark.parametrize(
-    "error", [UserError("no; mend it"), OSError(28, "No space left on device"), OSError(), SafetensorError("cut off")]
-)
+@pytest.mark.parametrize("world, failing, error", [
+    (2, 0, UserError("no; mend it")), (4, 2, OSError(28, "No space left on device")), (2, 0, OSError()),
+    (4, 2, SafetensorError("cut off")),
+])  # fmt: skip
 def test_an_error_on_one_rank_reaches_all_and_leaves_them_in_step(world, failing, error):
     words = "No space left on device; free space there" if isinstance(error, OSError) and error.errno else str(error)
     for rank, (sentence, total, worked) in enumerate(pool().run(world, errors, world, failing, error)):
@@ -125,16 +125,13 @@ def test_one_process_keeps_its_own_errors():
         Mesh(ResolvedPlan(dp=1), torch.device("cpu")).on_rank_0(refuse)
 
 
-@pytest.mark.parametrize(
-    "what, words",
-    [
-        ("recipe", ["rank 1", "optimizer.lr: 0.125 there, 0.003 on rank 0"]),
-        ("plan", ["rank 1", "the plan", '"blocks_per_stage": [1, 3]', '"blocks_per_stage": null']),
-        ("code", ["rank 1", "the code of ops/dropout.py: 0ther there"]),
-        ("file", ["rank 1", "the code of mine.py: 0ther there, None on rank 0"]),
-        ("torch", ["rank 1", f"torch: 2.0.0 there, {torch.__version__} on rank 0"]),
-    ],
-)
+@pytest.mark.parametrize("what, words", [
+    ("recipe", ["rank 1", "optimizer.lr: 0.125 there, 0.003 on rank 0"]),
+    ("plan", ["rank 1", "the plan", '"blocks_per_stage": [1, 3]', '"blocks_per_stage": null']),
+    ("code", ["rank 1", "the code of ops/dropout.py: 0ther there"]),
+    ("file", ["rank 1", "the code of mine.py: 0ther there, None on rank 0"]),
+    ("torch", ["rank 1", f"torch: 2.0.0 there, {torch.__version__} on rank 0"])
+])  # fmt: skip
 def test_ranks_that_do_not_run_the_same_are_named(recipe, what, words):
     answers = pool().run(2, agreement, recipe, ResolvedPlan(dp=1, pp=2), what)
     assert len(set(answers)) == 1

@@ -17,7 +17,7 @@ from dtgpt.parallel.stages import EMBEDDING_COST, balanced_cut, block_ranges, ke
 from tests.support.bodies_shards import CPU, KEY, gradients_by_places, logits_of_stages
 from tests.support.ranks import pool
 
-pytestmark = pytest.mark.slow(12)
+pytestmark = pytest.mark.slow(7)
 
 TINY = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
 WIDE = replace(GPT2_124M, hidden_size=64, num_heads=4)  # the head costs as much as many blocks
@@ -57,7 +57,7 @@ def test_stages_have_every_block_once_in_order(plan):
 
 @pytest.mark.parametrize("config", [TINY, WIDE, GPT2_345M, GPT3_175B], ids=lambda c: f"{c.hidden_size}")
 def test_the_costliest_stage_is_as_cheap_as_can_be(config):
-    for layers, stages in itertools.product(range(1, 9), range(1, 6)):
+    for layers, stages in itertools.product(range(1, 8), range(1, 5)):
         if stages > layers:
             continue
         small = replace(config, num_layers=layers)
@@ -129,25 +129,16 @@ def whole_logits(config: GPT2Config, tokens: bytes) -> torch.Tensor:
         return model(torch.frombuffer(bytearray(tokens), dtype=torch.int64).reshape(-1, config.seq_length))
 
 
-@pytest.mark.parametrize(
-    "name, world",
-    [
-        ("pp2", 2),
-        pytest.param("pp2_gpipe", 2, marks=pytest.mark.long),
-        pytest.param("pp2_interleaved", 2, marks=pytest.mark.long),
-        ("pp2_interleaved4", 2),
-        pytest.param("pp2_zbv", 2, marks=pytest.mark.long),
-        pytest.param("tp2", 2, marks=pytest.mark.long),
-        ("tp2_sp", 2),
-        ("dp2_zero3", 2),
-        ("pp3_zbv", 3),
-        ("tp2_sp_pp2_zbv", 4),
-    ],
-)
+@pytest.mark.parametrize("name, world", [
+    ("pp2", 2), pytest.param("pp2_gpipe", 2, marks=pytest.mark.long),
+    pytest.param("pp2_interleaved", 2, marks=pytest.mark.long), ("pp2_interleaved4", 2),
+    pytest.param("pp2_zbv", 2, marks=pytest.mark.long), pytest.param("tp2", 2, marks=pytest.mark.long), ("tp2_sp", 2),
+    ("dp2_zero3", 2), ("pp3_zbv", 3), ("tp2_sp_pp2_zbv", 4)
+])  # fmt: skip
 def test_every_layout_of_stages_has_the_logits_of_the_whole_model(recipe, name, world):
     """Batches of another size than a micro-batch too, as the last one of an evaluation is."""
     plan = parse_plan(name).for_world(world)
-    config = replace(TINY, num_layers=8)
+    config = replace(TINY, num_layers=max(4, plan.num_stages))
     recipe = replace(recipe, model=config, micro_batch_size=2, global_batch_size=2 * 4 * plan.dp)
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(257, (size, 16), generator=generator) for size in (2, 3, 1)]
@@ -166,10 +157,9 @@ def test_every_layout_of_stages_has_the_logits_of_the_whole_model(recipe, name, 
         assert holders == plan.dp * plan.tp
 
 
-@pytest.mark.parametrize(
-    ("name", "world", "places"),
-    [("pp2", 2, 2), ("pp2_interleaved", 2, 4), ("pp3_zbv", 3, 6)],
-)
+@pytest.mark.parametrize(("name", "world", "places"), [
+    ("pp2", 2, 2), ("pp2_interleaved", 2, 4), ("pp3_zbv", 3, 6)
+])  # fmt: skip
 def test_micro_batches_that_share_places_have_the_same_bits(recipe, name, world, places):
     """As with a place for each micro-batch of the step, which memory has not for 1,536."""
     plan = parse_plan(name).for_world(world)

@@ -13,10 +13,10 @@ from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.parallel.layout import slices
 from dtgpt.parallel.mesh import Mesh
-from tests.support.bodies_shards import CPU, KEY, Piece, build, largest_made, norm_of, shards_of, whole_gradient
+from tests.support.bodies_shards import CPU, KEY, Piece, build, largest_made, shards_of, whole_gradient
 from tests.support.ranks import pool
 
-pytestmark = pytest.mark.slow(20)
+pytestmark = pytest.mark.slow(9)
 
 CONFIG = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
 # 256 rows of the vocabulary and 16 positions in 3 parts, and 144 rows of the smallest weight in 3 heads.
@@ -63,7 +63,7 @@ def test_shards_are_the_weights_of_one_process(name, world, config):
     weights = whole_weights(config)
 
     counts = {name: torch.zeros(weight.shape) for name, weight in weights.items()}
-    for pieces, _, _ in answers:
+    for pieces, *_ in answers:
         for piece in pieces:
             # (a) every shard is its part of the one model, and the owners cover it once
             assert torch.equal(piece.local, weights[piece.name][slices(piece.region)]), piece.name
@@ -74,7 +74,7 @@ def test_shards_are_the_weights_of_one_process(name, world, config):
     gathered = answers[0][2]
     assert gathered.keys() == weights.keys() and list(gathered) == sorted(gathered)
     assert all(torch.equal(gathered[name], weight) for name, weight in weights.items())
-    assert all(whole is None for _, _, others in answers[1:] for whole in others.values())
+    assert all(whole is None for _, _, others, _ in answers[1:] for whole in others.values())
 
 
 @every_plan
@@ -82,7 +82,7 @@ def test_copies_are_counted_as_they_are(name, world, config):
     """The norm takes each element by 1 / copies: over all ranks that makes one."""
     answers = answers_of(name, world, config)
     shares = {name: torch.zeros(weight.shape) for name, weight in whole_weights(config).items()}
-    for pieces, _, _ in answers:
+    for pieces, *_ in answers:
         for piece in pieces:
             if not piece.is_tied_copy:
                 shares[piece.name][slices(piece.region)] += 1 / piece.replicas
@@ -92,7 +92,7 @@ def test_copies_are_counted_as_they_are(name, world, config):
 
 @every_plan
 def test_the_cost_of_a_plan_is_what_its_ranks_hold(name, world, config):
-    for pieces, told, _ in answers_of(name, world, config):
+    for pieces, told, *_ in answers_of(name, world, config):
         assert sorted((p.name, p.local.numel()) for p in pieces) == sorted((h.name, h.local) for h in told)
         for held in told:
             assert held.local <= held.by_tp <= math.prod(held.shape)
@@ -104,13 +104,13 @@ def test_the_norm_is_that_of_the_whole_gradient(name, world, config):
     """The tied table, whose gradient comes from both ends of the model, counts once, and so do addends on tp ranks."""
     gradients = [whole_gradient(name, tuple(weight.shape)) for name, weight in whole_weights(config).items()]
     expected = torch.cat([g.flatten().double() for g in gradients]).norm().item()
-    norms = pool().run(world, norm_of, config, plan_of(name, world))
+    norms = [norm for *_, norm in answers_of(name, world, config)]
     assert len(set(norms)) == 1
     assert norms[0] == pytest.approx(expected, rel=1e-6)
 
 
 def pieces_of(name: str, world: int) -> list[list[Piece]]:
-    return [pieces for pieces, _, _ in answers_of(name, world)]
+    return [pieces for pieces, *_ in answers_of(name, world)]
 
 
 def share_of(pieces: list[Piece]) -> float:
@@ -119,21 +119,20 @@ def share_of(pieces: list[Piece]) -> float:
 
 def test_a_rank_holds_its_share_and_no_more():
     """tp leaves LayerNorms, positions and some biases whole; zero1 cuts what the optimizer works on likewise."""
-    assert all(share_of(pieces) == 1 for pieces in pieces_of("dp4", 4))
+    assert all(share_of(pieces) == 1 for pieces in pieces_of("dp2", 2))
     assert all(share_of(pieces) == pytest.approx(0.25, abs=0.01) for pieces in pieces_of("dp4_zero3", 4))
-    assert all(0.5 < share_of(pieces) < 0.53 for pieces in pieces_of("tp2", 2))
+    assert all(0.5 < share_of(pieces) < 0.53 for pieces in pieces_of("tp2", 4))
 
 
 def test_both_ends_of_a_pipeline_hold_the_table_and_one_keeps_it():
-    first, last = pieces_of("pp2", 2)
-    tables = [[p for p in pieces if p.name == TABLE] for pieces in (first, last)]
-    assert [(p.is_tied_copy, p.is_owner) for (p,) in tables] == [(False, True), (True, False)]
-    both, none = pieces_of("pp2_zbv", 2)  # down and up again: the first rank holds both ends
+    tables = [[(p.is_tied_copy, p.is_owner) for p in pieces if p.name == TABLE] for pieces in pieces_of("pp4", 4)]
+    assert tables == [[(False, True)], [], [], [(True, False)]]
+    both, _, none, _ = pieces_of("pp2_zbv", 4)  # down and up again: the first rank holds both ends
     assert [(p.is_tied_copy, p.is_owner) for p in both if p.name == TABLE] == [(False, True), (True, False)]
     assert not any(p.name == TABLE for p in none)
 
 
-@pytest.mark.parametrize("name, cuts", [("tp4", 4), ("zero3", 4), ("tp2_zero3", 4), ("tp2_pp2_zbv", 2)])
+@pytest.mark.parametrize("name, cuts", [("zero3", 4), ("tp2_zero3", 4), ("tp2_pp2_zbv", 2)])
 def test_a_whole_parameter_never_exists_on_a_rank(name, cuts):
     """The token table, of 2 MiB, is by far the largest; chunks of the initial weights are small."""
     config = replace(CONFIG, hidden_size=64, vocab_size=8192)

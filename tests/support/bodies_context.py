@@ -91,12 +91,16 @@ def losses_of_tokens(recipe) -> Tensor:
 
 
 def two_steps(recipe) -> tuple[list[float], int]:
-    """Return losses and gradient norms of two steps, and how many all-to-alls this rank took part in. A compiled step
-    is traced and differentiated by torch.compile, but its code is not generated, which takes minutes."""
+    return first_steps(recipe, 2)
+
+
+def first_steps(recipe, count: int) -> tuple[list[float], int]:
+    """Return losses and gradient norms of `count` steps, and how many all-to-alls this rank took part in. A compiled
+    step is traced and differentiated by torch.compile, but its code is not generated, which takes minutes."""
     counted = patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
     traced = torch.compiler.set_stance("default", force_backend="aot_eager_decomp_partition")
     with open_trainer(recipe) as trainer, counted as exchanges, traced:
-        steps = [trainer.train_step() for _ in range(2)]
+        steps = [trainer.train_step() for _ in range(count)]
         assert trainer.settings.compile == (recipe.compile == "on")
         values = [value for step in steps for value in (trainer.mean_loss(step), float(step.norm))]
         return values, exchanges.call_count

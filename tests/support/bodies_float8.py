@@ -1,10 +1,5 @@
 """What tests of 8-bit floats do in Triton's interpreter and on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -16,6 +11,7 @@ from dtgpt.ops.fp8 import activation, quantize
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.kernels import pointwise
+from tests.support.interpreter import run_interpreted
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -24,10 +20,7 @@ def interpret(body: str, cases: str) -> None:
     """`body(*case)` of this file in a process of its own, with Triton's interpreter."""
     code = "from tests.support.interpreter import let_kernels_loop; let_kernels_loop(); "
     code += f"from tests.support import bodies_float8 as b; [b.{body}(*case) for case in [{cases}]]"
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(code)
 
 
 def draw(rows: int, columns: int, device: torch.device | str = "cpu") -> Tensor:
@@ -92,9 +85,9 @@ def check_activation(rows: int, columns: int, gated: bool, device: torch.device 
             assert torch.equal(cells[0], cells[2]) and torch.equal(cells[1], cells[3])
 
 
-def make_sites(device: torch.device | str, keeps_weights: bool) -> Sites:
-    """Sites of known scales, without amaxes."""
-    scales = [torch.tensor(2.0**power, device=device) for power in (4, 6, 12)]
+def make_sites(device: torch.device | str, keeps_weights: bool, more: int = 0) -> Sites:
+    """Sites of known scales, without amaxes. more: by which powers of two these are larger."""
+    scales = [torch.tensor(2.0 ** (power + more), device=device) for power in (4, 6, 12)]
     cells = [Site(scale, 1 / scale, torch.zeros((), device=device)) for scale in scales]
     return Sites(*cells, Calibration(known=True, keeps_weights=keeps_weights))
 
@@ -110,7 +103,7 @@ def assert_fused_mlp(rows: int, width: int, inner: int, gated: bool, device: tor
     activation_of = swiglu if gated else bias_gelu
 
     def run(function, keeps_weights: bool) -> list[Tensor]:
-        made = make_sites(device, keeps_weights), make_sites(device, keeps_weights)
+        made = make_sites(device, keeps_weights), make_sites(device, keeps_weights, more=2)  # not each other's
         bind(first, quantised=Fp8Product(made[0]))
         bind(second, quantised=Fp8Product(made[1]))
         inputs = [x.clone().requires_grad_(), first.weight, second.weight, *([] if gated else [first.bias])]

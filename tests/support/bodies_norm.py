@@ -21,7 +21,7 @@ from dtgpt.ops.kernels.linear import linear_by_column_sum
 from dtgpt.ops.random.dropout import keep_mask
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.ops.rotary_positions import Rotation, angle_table
-from tests.support.interpreter import definitions_of, first_kernels_of, let_kernels_loop
+from tests.support.interpreter import definitions_of, first_kernels_of, let_kernels_loop, run_interpreted
 
 EPS = 1e-5
 # Of bf16 the interpreter cuts bits off where a GPU rounds.
@@ -216,6 +216,11 @@ def custom_ops() -> ExitStack:
     stack.enter_context(first_kernels_of(*NAMES))
     stack.enter_context(mock.patch.object(bias, "has_triton", lambda x: True))
     return stack
+
+
+def in_interpreter(body: str, cases: str) -> None:
+    """`body(*case)` of this file in a process with Triton's interpreter."""
+    run_interpreted(f"import torch; from tests.support import bodies_norm as b; b.interpret(b.{body}, {cases})")
 
 
 def interpret(body: Callable, *cases: tuple) -> None:

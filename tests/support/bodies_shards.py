@@ -59,19 +59,20 @@ def whole_gradient(name: str, shape: tuple[int, ...]) -> Tensor:
 
 def shards_of(
     config: GPT2Config, plan: ResolvedPlan
-) -> tuple[list[Piece], list["LocalParameter"], dict[str, Tensor | None]]:
-    """(what this rank holds, what `parameters_of` says that it does, the whole initial weights on rank 0)."""
+) -> tuple[list[Piece], list["LocalParameter"], dict[str, Tensor | None], float]:
+    """(what this rank holds, what `parameters_of` says that it does, the whole initial weights on rank 0, the norm of
+    `whole_gradient`)."""
     from dtgpt.planning.parameters import parameters_of
 
     _, shards, mesh = build(config, plan)
     pieces = [Piece(s.name, s.region, s.replicas, s.is_tied_copy, s.is_owner, s.local.detach().clone()) for s in shards]
-    return pieces, parameters_of(config, plan, mesh.rank), dict(shards.gather(lambda shard: shard.local))
+    whole = dict(shards.gather(lambda shard: shard.local))
+    return pieces, parameters_of(config, plan, mesh.rank), whole, norm_of(config, plan, shards)
 
 
-def norm_of(config: GPT2Config, plan: ResolvedPlan) -> float:
+def norm_of(config: GPT2Config, plan: ResolvedPlan, shards: Shards) -> float:
     """The norm of a gradient of which each rank's modules are given their part, as backward does: half by each end of
     the model where two stages hold the table, and addends of several sizes by the tp ranks where they hold such."""
-    _, shards, _ = build(config, plan)
     for shard in shards:
         part = whole_gradient(shard.name, tuple(shard.parameter.shape))[slices(shard.region)].contiguous()
         if shard.name == TABLE and plan.num_stages > 1:

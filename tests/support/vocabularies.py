@@ -51,6 +51,12 @@ def tokenizer_json(folder: Path, bos: bool = False, end: str = "<|endoftext|>", 
     return folder / "tokenizer.json"
 
 
+def normalized(path: Path) -> Path:
+    """Let a tokenizer.json bring texts into a normal form, which tiktoken cannot."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": {"type": "NFC"}}))
+    return path
+
+
 def of_every_kind(folder: Path) -> dict[str, Tokenizer]:
     """A tokenizer of each of `KINDS`; some know few words and a few other characters."""
     pieces = open_tokenizer(str(sentencepiece_model(folder)))

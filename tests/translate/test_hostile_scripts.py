@@ -72,23 +72,18 @@ def test_here_documents_and_options_take_time_as_their_number(tmp_path):
     assert time.process_time() - began < 20
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["/dev/zero"], "/dev/zero cannot be read (not a regular file)"),
-        (["pipe"], "pipe cannot be read (not a regular file)"),
-        (["."], ". cannot be read (not a regular file)"),
-        (["large.sh"], "large.sh cannot be read (it has more than 1048576 bytes)"),
-        (["--", "python", "train.py", "/dev/zero"], "/dev/zero: not a regular file"),
-        (["--", "python", "train.py", "pipe"], "pipe: not a regular file"),
-        (["deep.py"], "nested too deeply"),
-        (["signs.py"], "nested too deeply"),
-        (["--", *COMMAND.split(), "--seed", "9" * 4400], "99999999999999999999... is a number of 4,400 digits"),
-        (["--", "torchrun", f"--nnodes={'9' * 4400}", "pretrain_gpt.py"], "is a number of 4,400 digits"),
-        (["digits.sh"], "is a number of 4,400 digits"),
-        (["--", *COMMAND.split(), *["a"] * 30_000], "the command has 30,004 words, of which 20,000 are read"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    (["/dev/zero"], "/dev/zero cannot be read (not a regular file)"),
+    (["pipe"], "pipe cannot be read (not a regular file)"), (["."], ". cannot be read (not a regular file)"),
+    (["large.sh"], "large.sh cannot be read (it has more than 1048576 bytes)"),
+    (["--", "python", "train.py", "/dev/zero"], "/dev/zero: not a regular file"),
+    (["--", "python", "train.py", "pipe"], "pipe: not a regular file"), (["deep.py"], "nested too deeply"),
+    (["signs.py"], "nested too deeply"),
+    (["--", *COMMAND.split(), "--seed", "9" * 4400], "99999999999999999999... is a number of 4,400 digits"),
+    (["--", "torchrun", f"--nnodes={'9' * 4400}", "pretrain_gpt.py"], "is a number of 4,400 digits"),
+    (["digits.sh"], "is a number of 4,400 digits"),
+    (["--", *COMMAND.split(), *["a"] * 30_000], "the command has 30,004 words, of which 20,000 are read")
+])  # fmt: skip
 def test_a_file_or_a_command_that_is_none_is_told(words, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")

@@ -91,29 +91,23 @@ def test_every_option_of_the_scripts_is_explained_or_taken(recipe, words, dash):
     assert "did you mean" not in str(error.value) and "{" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        ("--num-layers 24", "use --model.num_layers 24"),
-        ("--num_layers=24", "use --model.num_layers 24"),
-        ("--load ckpt", "use --resume auto, which goes on with the newest run in --runs, or begins one; --resume ckpt"),
-        ("--save-interval 10", "use --checkpoint.interval 10 --checkpoint.keep_last 0, which keeps all"),
-        ("--attention-backend fused", "use --attention auto, which is cuDNN's"),
-        ("--attention-backend local", "use --attention fused_softmax"),
-        ("--log-num-zeros-in-grad", "zeros of gradients are not counted"),
-        ("--DDP-impl local", "messages follow from the plan; leave it out"),
-        ("--data-path 0.3 A 0.7 B", "use --data.path '0.3 A 0.7 B'"),
-        ("--distributed-timeout-minutes 20", "use --timeout S, where S is 20 x 60"),
-        ("--distributed-timeout-minutes", "where S is N x 60"),
-        ("--lr-decay-style WSD", "use --optimizer.schedule wsd"),
-        ("--lr-decay-style linear", "use --optimizer.schedule linear"),
-        ("--normalization LayerNorm", "norms are always LayerNorm; leave it out"),
-        ("--normalization RMSNorm", "belongs to LLaMA, Mistral and Qwen; begin with a recipe of one"),
-        ("--position-embedding-type alibi", "not available"),
-        ("--tensor-model-parallel-size 8", "use --plan tp8; parts"),
-        ("--fp16", "use --precision fp16"),
-    ],
-)
+@pytest.mark.parametrize("words, told", [
+    ("--num-layers 24", "use --model.num_layers 24"), ("--num_layers=24", "use --model.num_layers 24"),
+    ("--load ckpt", "use --resume auto, which goes on with the newest run in --runs, or begins one; --resume ckpt"),
+    ("--save-interval 10", "use --checkpoint.interval 10 --checkpoint.keep_last 0, which keeps all"),
+    ("--attention-backend fused", "use --attention auto, which is cuDNN's"),
+    ("--attention-backend local", "use --attention fused_softmax"),
+    ("--log-num-zeros-in-grad", "zeros of gradients are not counted"),
+    ("--DDP-impl local", "messages follow from the plan; leave it out"),
+    ("--data-path 0.3 A 0.7 B", "use --data.path '0.3 A 0.7 B'"),
+    ("--distributed-timeout-minutes 20", "use --timeout S, where S is 20 x 60"),
+    ("--distributed-timeout-minutes", "where S is N x 60"), ("--lr-decay-style WSD", "use --optimizer.schedule wsd"),
+    ("--lr-decay-style linear", "use --optimizer.schedule linear"),
+    ("--normalization LayerNorm", "norms are always LayerNorm; leave it out"),
+    ("--normalization RMSNorm", "belongs to LLaMA, Mistral and Qwen; begin with a recipe of one"),
+    ("--position-embedding-type alibi", "not available"), ("--tensor-model-parallel-size 8", "use --plan tp8; parts"),
+    ("--fp16", "use --precision fp16")
+])  # fmt: skip
 def test_values_are_translated(recipe, words, told):
     with pytest.raises(UserError) as error:
         override(recipe, words.split())
@@ -127,21 +121,15 @@ def of_architecture(request, recipe):
     return recipe if request.param == "gpt2" else replace(recipe, model=llama)
 
 
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        ("--swiglu", "always has LLaMA's architecture; leave it out"),
-        ("--group-query-attention", "num_kv_heads groups; leave it out"),
-        ("--num-query-groups 2", "use --model.num_kv_heads 2"),
-        ("--kv-channels 64", "use --model.head_dim 64"),
-        ("--rotary-base 500000", "use --model.rope_theta 500000"),
-        ("--rotary-percent 0.5", "not available"),
-        ("--use-rope-scaling", "use --model.rope_factor 8"),
-        ("--norm-epsilon 1e-6", "use --model.norm_eps 1e-6"),
-        ("--untie-embeddings-and-output-weights", "use --model.tied off"),
-        ("--normalization LayerNorm", "belongs to GPT-2"),
-    ],
-)
+@pytest.mark.parametrize("words, told", [
+    ("--swiglu", "always has LLaMA's architecture; leave it out"),
+    ("--group-query-attention", "num_kv_heads groups; leave it out"),
+    ("--num-query-groups 2", "use --model.num_kv_heads 2"), ("--kv-channels 64", "use --model.head_dim 64"),
+    ("--rotary-base 500000", "use --model.rope_theta 500000"), ("--rotary-percent 0.5", "not available"),
+    ("--use-rope-scaling", "use --model.rope_factor 8"), ("--norm-epsilon 1e-6", "use --model.norm_eps 1e-6"),
+    ("--untie-embeddings-and-output-weights", "use --model.tied off"),
+    ("--normalization LayerNorm", "belongs to GPT-2")
+])  # fmt: skip
 @pytest.mark.parametrize("of_architecture", ["llama"], indirect=True)
 def test_a_recipe_of_a_llama_has_other_answers(of_architecture, words, told):
     with pytest.raises(UserError) as error:
@@ -198,21 +186,12 @@ def test_a_whole_command_of_megatron_lm_is_sent_to_translate(capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("  a recipe of a whole command: dtgpt translate -- ")
 
 
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        (
-            "serve --load m --tensor-model-parallel-size 2 --num-layers 24",
-            ["comes first", "--plan tp2", "leave it out"],
-        ),
-        ("convert m t --loader core --saver hf --target-tensor-parallel-size 2", ["is detected", "can be written"]),
-        ("eval m --load m --fp16 --micro-batch-size 4", ["comes first", "--precision fp16", "belongs to training"]),
-        (
-            "prepare x --partitions 2 --lang en --nothing 3",
-            ["reads all files", "--split-sentences", "no option --nothing"],
-        ),
-    ],
-)
+@pytest.mark.parametrize("words, told", [
+    ("serve --load m --tensor-model-parallel-size 2 --num-layers 24", ["comes first", "--plan tp2", "leave it out"]),
+    ("convert m t --loader core --saver hf --target-tensor-parallel-size 2", ["is detected", "can be written"]),
+    ("eval m --load m --fp16 --micro-batch-size 4", ["comes first", "--precision fp16", "belongs to training"]),
+    ("prepare x --partitions 2 --lang en --nothing 3", ["reads all files", "--split-sentences", "no option --nothing"])
+])  # fmt: skip
 def test_options_of_other_programs_are_explained_all_at_once(words, told, capsys):
     with pytest.raises(SystemExit):
         main(words.split())
@@ -269,14 +248,11 @@ def test_nothing_that_is_here_is_called_not_available():
             assert names and not here & {*names}, answer.text
 
 
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        ("squared-relu", "--model.activation relu2"), ("check-for-spiky-loss", "--optimizer.skip_loss_z"),
-        ("check-for-large-grads", "--optimizer.skip_grad_norm_z"), ("skip-train", "dtgpt eval"),
-        ("optimizer sgd", "adamw, muon or normuon"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("option", "text"), [
+    ("squared-relu", "--model.activation relu2"), ("check-for-spiky-loss", "--optimizer.skip_loss_z"),
+    ("check-for-large-grads", "--optimizer.skip_grad_norm_z"), ("skip-train", "dtgpt eval"),
+    ("optimizer sgd", "adamw, muon or normuon")
+])  # fmt: skip
 def test_a_refusal_names_what_is_here(option, text):
     name, _, value = option.partition(" ")
     assert text in explain(name, value, entries_of("gpt2"))

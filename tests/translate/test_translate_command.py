@@ -166,19 +166,15 @@ def test_train_samples(translated):
     assert recipe.optimizer.decay_samples == 800
 
 
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        ("--hidden-dropout 0.2", "all sites have the same dropout: 0.2"),
-        ("--fp8-format hybrid --fp8-amax-history-len 1024", "of the last 16 steps"),
-        ("--mock-data", "in place of random tokens"),
-        ("--seed 1", "no --data-path"),
-        ("--moe-router-topk 2", "experts are not available"),
-        ("--tokenizer-type Llama2Tokenizer --tokenizer-model t.model", "set --model.vocab_size"),
-        ("--my-own-option 3", "dtgpt does not know this option"),
-        ("--tensor-model-parallel-size 4", "the plan needs 4, or a multiple"),
-    ],
-)
+@pytest.mark.parametrize("words, told", [
+    ("--hidden-dropout 0.2", "all sites have the same dropout: 0.2"),
+    ("--fp8-format hybrid --fp8-amax-history-len 1024", "of the last 16 steps"),
+    ("--mock-data", "in place of random tokens"), ("--seed 1", "no --data-path"),
+    ("--moe-router-topk 2", "experts are not available"),
+    ("--tokenizer-type Llama2Tokenizer --tokenizer-model t.model", "set --model.vocab_size"),
+    ("--my-own-option 3", "dtgpt does not know this option"),
+    ("--tensor-model-parallel-size 4", "the plan needs 4, or a multiple")
+])  # fmt: skip
 def test_what_cannot_be_done_is_told_and_stands_in_the_recipe(run, tmp_path, words, told):
     code, out = run("--", *f"torchrun --nproc_per_node 2 pretrain_gpt.py {MODEL} {TRAINING} {words}".split())
     assert code == 0 and told in " ".join(out.partition("cannot be done")[2].split())

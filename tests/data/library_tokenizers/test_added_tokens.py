@@ -84,15 +84,12 @@ def test_numbers_with_a_gap_are_kept_by_prepare_and_convert(tmp_path, form):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == free + 8
 
 
-@pytest.mark.parametrize(
-    ("tokens", "words"),
-    [
-        ([("<|end|>", 5, True)], "give '<|end|>' the id 5, which vocab.json has as"),
-        ([("a", 500, True)], "give 'a' the id 500, which vocab.json has as"),
-        ([("<|end|>", 700, True), ("<|user|>", 700, True)], "the id 700"),
-        ([("<|end|>", -1, True)], "is not an object of token: id"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "words"), [
+    ([("<|end|>", 5, True)], "give '<|end|>' the id 5, which vocab.json has as"),
+    ([("a", 500, True)], "give 'a' the id 500, which vocab.json has as"),
+    ([("<|end|>", 700, True), ("<|user|>", 700, True)], "the id 700"),
+    ([("<|end|>", -1, True)], "is not an object of token: id")
+])  # fmt: skip
 def test_ids_that_contradict_each_other_are_refused(tmp_path, tokens, words):
     vocabulary(tmp_path)
     add(tmp_path, tokens, "older")

@@ -55,17 +55,14 @@ def test_special_tokens_of_llama_3_and_qwen_have_their_ids(tmp_path):
     assert qwen.token_bytes()[[0, 300, 151_642, 151_643]].tolist() == [1, 2, 3, 0]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda lines: [*lines[:9], b"QQ 9", *lines[10:]], "on line 10"),
-        (lambda lines: [*lines[:9], b"Q=Q= 9"], "on line 10"),
-        (lambda lines: [*lines, b"abc"], "on line"), (lambda lines: [*lines, b"QUJD " + b"9" * 5000], "on line"),
-        (lambda lines: [*lines, b"QUJD 99999999"], "on line"), (lambda lines: [*lines, b"QUJD -1"], "on line"),
-        (lambda lines: [*lines, lines[7]], "twice"), (lambda lines: [*lines, b"QUJD 7"], "one id to two tokens"),
-        (lambda lines: lines[:100], "no token for the byte 0x64"), (lambda lines: [*lines, b"\xff\xfe"], "on line"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda lines: [*lines[:9], b"QQ 9", *lines[10:]], "on line 10"),
+    (lambda lines: [*lines[:9], b"Q=Q= 9"], "on line 10"), (lambda lines: [*lines, b"abc"], "on line"),
+    (lambda lines: [*lines, b"QUJD " + b"9" * 5000], "on line"), (lambda lines: [*lines, b"QUJD 99999999"], "on line"),
+    (lambda lines: [*lines, b"QUJD -1"], "on line"), (lambda lines: [*lines, lines[7]], "twice"),
+    (lambda lines: [*lines, b"QUJD 7"], "one id to two tokens"),
+    (lambda lines: lines[:100], "no token for the byte 0x64"), (lambda lines: [*lines, b"\xff\xfe"], "on line")
+])  # fmt: skip
 def test_damaged_files_are_one_sentence(tmp_path, change, words):
     path = tmp_path / "tokenizer.model"
     rank_file(path)

@@ -26,19 +26,27 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import write_json
-from tests.data.library_tokenizers.test_tokenizers import HELLO, random_texts, save_tokenizer_json
+from tests.data.library_tokenizers.test_tokenizers import HELLO, random_texts
 from tests.interop.test_interop_huggingface import InMemory
-from tests.support.vocabularies import cut_by_pattern, gpt2_files, rank_file, sentencepiece_model, tokenizer_json
+from tests.support.vocabularies import (
+    cut_by_pattern,
+    gpt2_files,
+    normalized,
+    rank_file,
+    sentencepiece_model,
+    tokenizer_json,
+)
 
-pytestmark = pytest.mark.slow(14)
+pytestmark = pytest.mark.slow(9)
 
+tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 CL100K = "|".join((
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+", r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]",
     r"\s+(?!\S)|\s",
 ))  # fmt: skip
 KINDS = (
-    "files", "gpt2 of tiktoken", "trained", "bytes", "tokenizer.json", "with a begin", "normalized", "cl100k",
+    "gpt2 of tiktoken", "trained", "bytes", "with a begin", "normalized", "cl100k",
     "whole words", "sentencepiece", "unigram", "llama 2", "llama 3", "qwen3", "ranks of llama 3", "ranks of qwen",
     "symbols",
 )  # fmt: skip
@@ -52,10 +60,9 @@ MODEL_TYPES = {
 
 
 def make(kind, folder):
-    if kind in ("files", "gpt2 of tiktoken"):
-        vocab, merges = gpt2_files(folder)
-        known = open_tokenizer(vocab_file=str(vocab), merge_file=str(merges))
-        return known if kind == "files" else ByteLevel("gpt2", PATTERNS[1], known.ranks, known.specials)
+    if kind == "gpt2 of tiktoken":
+        known = make("trained", folder)
+        return ByteLevel("gpt2", PATTERNS[1], known.ranks, known.specials)
     if kind == "trained":
         return make_tokenizer("bpe", ["Grüße, the quick brown fox don't 12345 " * 99, HELLO * 9], 400)
     if kind == "bytes":
@@ -88,8 +95,8 @@ def make(kind, folder):
         rank_file(path)
         return open_tokenizer(str(path), begin=True)
     if kind == "normalized":
-        return open_tokenizer(str(save_tokenizer_json(folder, gpt2_files(folder), normalizer={"type": "NFC"})))
-    return open_tokenizer(str(tokenizer_json(folder, bos=kind == "with a begin")))
+        return open_tokenizer(str(normalized(tokenizer_json(folder))))
+    return open_tokenizer(str(tokenizer_json(folder, bos=True)))
 
 
 def exported(tokenizer, folder, model_type="gpt2"):
@@ -118,14 +125,12 @@ def test_transformers_gives_the_same_ids_and_text(tmp_path, kind):
         assert theirs.decode(ids[len(opening) :]) == known.decode(ids)
 
     composing = "e\u0301 \u00e9 12345 <think><|eot_id|><|im_end|> [REF_10]x[REF_1] [INST]"
-    for text in ["", HELLO, composing, "ab abcd aaaa aaaaa abcdabcd xabcd", *random_texts(150)]:
+    for text in ["", HELLO, composing, "ab abcd aaaa aaaaa abcdabcd xabcd", *random_texts(60)]:
         check(text)
-    settings(max_examples=60, deadline=None, database=None)(given(st.text())(check))()
+    settings(max_examples=25, deadline=None, database=None)(given(st.text())(check))()
     assert theirs.eos_token_id == known.end_of_text
     assert first_token(known) == (known.encode("") or [known.end_of_text])[0]
-    begin = (
-        None if kind in ("normalized", "qwen3", "ranks of qwen", "cl100k") else theirs.bos_token_id
-    )  # they have none
+    begin = None if kind in ("qwen3", "ranks of qwen", "cl100k") else theirs.bos_token_id  # they have none
     assert begin == begin_token(known) and begin in (None, known.begin_of_text, first_token(known))
     assert theirs.bos_token_id == begin
     assert theirs.model_max_length == 64 and len(theirs) > 256 - 200 * (kind == "unigram")
@@ -137,11 +142,11 @@ def is_edge(code: int) -> bool:
 
 
 @pytest.mark.parametrize("pattern", [*PATTERNS, CL100K])
-def test_every_character_is_cut_alike(tmp_path, pattern):
+def test_every_character_is_cut_alike(pattern):
     ranks = [bytes([a]) for a in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]
     known = ByteLevel("pairs", pattern, ranks)
-    theirs = exported(known, tmp_path / "out").backend_tokenizer
-    characters = [chr(c) for c in range(0x30000) if not 0xD800 <= c < 0xE000 and (c % 16 == 0 or is_edge(c))]
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(transformers_files(known, 64)["tokenizer.json"]))
+    characters = [chr(c) for c in range(0x30000) if not 0xD800 <= c < 0xE000 and (c % 64 == 0 or is_edge(c))]
     texts = [
         "".join(f"a{c}b {c}{c} 1{c}2 {c}x '{c}s\n{c}" for c in characters[i : i + 64])
         for i in range(0, len(characters), 64)
@@ -189,30 +194,23 @@ def run(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "prompt", ["the quick", "", "a prompt that is longer than what this model can see at once, by far"]
-)
-def test_a_pipeline_continues_a_text_offline(run, tmp_path, capsys, prompt):
+def test_a_pipeline_continues_texts_offline_and_as_dtgpt_does(run, tmp_path, capsys):
     convert(run, tmp_path / "hf", ConvertOptions(to="hf"))
     assert capsys.readouterr().err == ""
     pipeline = transformers.pipeline("text-generation", str(tmp_path / "hf"))
-    long = len(prompt) > 20
-    (found,) = pipeline(prompt, **({"truncation": True, "max_new_tokens": 1} if long else {}))
-    assert found["generated_text"].startswith("a prompt" if long else prompt)
+    (found,) = pipeline("")
+    assert found["generated_text"]
+    long = "a prompt that is longer than what this model can see at once, by far"
+    (found,) = pipeline(long, truncation=True, max_new_tokens=1)
+    assert found["generated_text"].startswith("a prompt")
+    (found,) = pipeline("the quick", max_new_tokens=6, do_sample=False)
+    greedy = {"max_new_tokens": 6, "do_sample": False, "return_full_text": True}
+    for folder in (tmp_path / "hf", run):
+        assert load(folder).generate("the quick", **greedy) == found["generated_text"]
     known = tokenizer_beside(run)
     for name in ("config.json", "generation_config.json"):
         saved = json.loads((tmp_path / "hf" / name).read_text())
         assert saved["eos_token_id"] == saved["bos_token_id"] == known.end_of_text == 299 - (300 - known.vocab_size)
-
-
-def test_greedy_texts_of_transformers_and_dtgpt_agree(run, tmp_path):
-    convert(run, tmp_path / "hf", ConvertOptions(to="hf"))
-    greedy = {"max_new_tokens": 6, "do_sample": False, "return_full_text": True}
-    ours = load(tmp_path / "hf").generate("the quick", **greedy)
-    assert ours == load(run).generate("the quick", **greedy)
-    pipeline = transformers.pipeline("text-generation", str(tmp_path / "hf"))
-    (theirs,) = pipeline("the quick", max_new_tokens=6, do_sample=False)
-    assert theirs["generated_text"] == ours
 
 
 def test_files_have_the_mode_of_the_umask(run, tmp_path):

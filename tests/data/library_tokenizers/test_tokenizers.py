@@ -19,7 +19,7 @@ from dtgpt.data.tokenizers.open import (
     read_saved,
 )
 from dtgpt.util.errors import UserError
-from tests.support.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
+from tests.support.vocabularies import gpt2_files, normalized, sentencepiece_model, tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")
 HELLO = "Grüße, 世界! 🎈👩‍👩‍👧 \u2028 zero\x00byte\r\n\ttabs   spaces don't\n\n\n"
@@ -68,7 +68,7 @@ def random_texts(count: int, seed: int = 1) -> list[str]:
 def test_gpt2_from_its_files_has_the_ids_of_the_files(gpt2, reference):
     assert isinstance(gpt2, ByteLevel)
     assert (gpt2.vocab_size, gpt2.end_of_text) == (50257, 50256)
-    for text in [HELLO, "", *random_texts(500)]:
+    for text in [HELLO, "", *random_texts(200)]:
         ids = gpt2.encode(text)
         assert ids == reference.encode(text).ids
         assert gpt2.decode(ids) == text
@@ -91,9 +91,9 @@ def make(kind: str, folder, files):
     if kind == "files":
         return from_files(*files)
     if kind == "tokenizer.json":
-        return open_tokenizer(str(save_tokenizer_json(folder, files)))
+        return open_tokenizer(str(tokenizer_json(folder)))
     if kind == "tokenizers":
-        return open_tokenizer(str(save_tokenizer_json(folder, files, normalizer={"type": "NFC"})))
+        return open_tokenizer(str(normalized(tokenizer_json(folder))))
     if kind == "trained":
         make_tokenizer("bpe", ["abc abd " * 99], 300).save(folder / "own.json")
         return open_tokenizer(str(folder / "own.json"))
@@ -102,15 +102,7 @@ def make(kind: str, folder, files):
     return open_tokenizer("bytes")
 
 
-def save_tokenizer_json(folder, files, **changes):
-    tokenizer = tokenizers.ByteLevelBPETokenizer(*map(str, files))
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    saved = json.loads(tokenizer.to_str()) | changes
-    (folder / "tokenizer.json").write_text(json.dumps(saved))
-    return folder / "tokenizer.json"
-
-
-@pytest.mark.slow(6)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("kind", ["files", "tokenizer.json", "tokenizers", "trained", "sentencepiece", "bytes"])
 def test_every_kind_survives_pickling(kind, tmp_path, files):
     vocabulary = make(kind, tmp_path, files)
@@ -123,25 +115,26 @@ def test_every_kind_survives_pickling(kind, tmp_path, files):
     assert "quick brown fox" in copy.decode(copy.encode("the quick brown fox"))
 
 
-@pytest.mark.slow(5)
-def test_a_plain_tokenizer_json_is_encoded_by_tiktoken_others_by_their_library(tmp_path, files, gpt2):
-    plain = open_tokenizer(str(save_tokenizer_json(tmp_path, files)))
+@pytest.mark.slow(3)
+def test_a_plain_tokenizer_json_is_encoded_by_tiktoken_others_by_their_library(tmp_path, reference, gpt2):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(reference.to_str())
+    plain = open_tokenizer(str(path))
     assert isinstance(plain, ByteLevel) and plain.end_of_text == 50256
-    other = open_tokenizer(str(save_tokenizer_json(tmp_path, files, normalizer={"type": "NFC"})))
+    other = open_tokenizer(str(normalized(path)))
     assert isinstance(other, TokenizerJson) and other.end_of_text == 50256
     assert other.encode("a<|endoftext|>") == [64, *LITERAL]
     assert other.encode("a<|endoftext|>", special=True) == [64, 50256]
     assert open_tokenizer(str(tmp_path)).encode(HELLO) == gpt2.encode(HELLO)
 
 
-@pytest.mark.slow(2)
-def test_the_end_of_text_that_a_config_names_is_taken(tmp_path, files):
-    path = save_tokenizer_json(tmp_path, files)
+def test_the_end_of_text_that_a_config_names_is_taken(tmp_path):
+    path = tokenizer_json(tmp_path)
     saved = json.loads(path.read_text())
-    saved["added_tokens"].append(saved["added_tokens"][0] | {"id": 50257, "content": "<|stop|>"})
+    saved["added_tokens"].append(saved["added_tokens"][0] | {"id": 280, "content": "<|stop|>"})
     path.write_text(json.dumps(saved))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|stop|>"}}')
-    assert open_tokenizer(str(path)).end_of_text == 50257
+    assert open_tokenizer(str(path)).end_of_text == 280
 
 
 def test_sentencepiece_gives_the_ids_of_its_library(tmp_path):
@@ -199,16 +192,12 @@ def test_a_million_blanks_are_refused_in_one_sentence_and_without_a_panic(gpt2, 
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("nowhere", None, ["tokenizer nowhere", "cl100k_base", "vocab.json"]),
-        ("a.json", "{", ["a.json", "not JSON"]),
-        ("a.json", "[1]", ["a.json", "not a tokenizer"]),
-        ("a.json", '{"model": {"type": "what"}}', ["a.json", "not a tokenizer.json"]),
-        ("a.json", '{"ranks": 1}', ["a.json", "dtgpt tokenizer train"]),
-    ],
-)
+@pytest.mark.parametrize("name, content, words", [
+    ("nowhere", None, ["tokenizer nowhere", "cl100k_base", "vocab.json"]), ("a.json", "{", ["a.json", "not JSON"]),
+    ("a.json", "[1]", ["a.json", "not a tokenizer"]),
+    ("a.json", '{"model": {"type": "what"}}', ["a.json", "not a tokenizer.json"]),
+    ("a.json", '{"ranks": 1}', ["a.json", "dtgpt tokenizer train"])
+])  # fmt: skip
 def test_what_is_no_tokenizer_is_refused_in_one_sentence(tmp_path, monkeypatch, name, content, words):
     monkeypatch.chdir(tmp_path)
     if content is not None:
@@ -349,7 +338,7 @@ def cut_lines(path, keep):
 
 
 @pytest.mark.slow(1)
-@pytest.mark.parametrize("keep", [0, 1, 25_000, -1])
+@pytest.mark.parametrize("keep", [0, -1])
 def test_merges_that_were_cut_at_the_end_of_a_line_are_refused(tmp_path, keep):
     vocab, merges = gpt2_files(tmp_path)
     cut_lines(merges, keep)

@@ -181,14 +181,11 @@ def test_what_cannot_be_written_is_told(tmp_path):
         IndexedWriter(tmp_path / "a", np.float32)
 
 
-@pytest.mark.parametrize(
-    "error, advice",
-    [
-        (OSError(28, "No space left on device"), "free space there"),
-        (OSError(30, "Read-only file system"), "choose a place that can be written"),
-        (OSError(95, "Operation not supported"), "choose another folder"),
-    ],
-)
+@pytest.mark.parametrize("error, advice", [
+    (OSError(28, "No space left on device"), "free space there"),
+    (OSError(30, "Read-only file system"), "choose a place that can be written"),
+    (OSError(95, "Operation not supported"), "choose another folder")
+])  # fmt: skip
 def test_a_disk_that_cannot_be_written_is_told(tmp_path, monkeypatch, error, advice):
     def full(_):
         raise error
@@ -254,24 +251,21 @@ def test_shards_are_datasets(tmp_path, monkeypatch):
     assert one.digest == TokenShards([second], 99).digest
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda p: llmc(p, [1, 2, 3], count=4), "has 1030 bytes, but by its header .* ends at byte 1032"),
-        (lambda p: llmc(p, [1, 2, 3], count=2), "has 1030 bytes, but by its header .* ends at byte 1028"),
-        (lambda p: llmc(p, [1], version=2), "version 2 at byte 4"),
-        (lambda p: llmc(p, [1, 2], magic=20240801, version=7), "by its header .* ends at byte 1032"),
-        (lambda p: llmc(p, [1, 2], magic=20240801, dtype="<u4"), "version 1 at byte 4, dtgpt reads 7"),
-        (lambda p: saved(p, [0.5, 1], "<f4"), r"float32 in the shape \(2,\), and tokens are whole"),
-        (lambda p: saved(p, [[1, 2]], "<u2"), r"uint16 in the shape \(1, 2\), and tokens are whole"),
-        (lambda p: p.write_bytes(b"\x93NUMPY\1\0v\0{'descr': ["), "is damaged"),
-        (lambda p: p.write_bytes(saved(p, [1, 2], "<u4").read_bytes()[:-1]), "is damaged"),
-        (lambda p: p.write_bytes(struct.pack("<i", 20240520)), "ends at byte 4, inside its header"),
-        (lambda p: p.write_bytes(b"\x01\x00\x02"), "has 3 bytes, which are not uint16 tokens .byte 2"),
-        (lambda p: p.write_bytes(b""), "has 0 bytes, which are not uint16 tokens"),
-        (lambda p: None, "cannot be read .No such file"),
-    ],
-)
+@pytest.mark.parametrize(("make", "sentence"), [
+    (lambda p: llmc(p, [1, 2, 3], count=4), "has 1030 bytes, but by its header .* ends at byte 1032"),
+    (lambda p: llmc(p, [1, 2, 3], count=2), "has 1030 bytes, but by its header .* ends at byte 1028"),
+    (lambda p: llmc(p, [1], version=2), "version 2 at byte 4"),
+    (lambda p: llmc(p, [1, 2], magic=20240801, version=7), "by its header .* ends at byte 1032"),
+    (lambda p: llmc(p, [1, 2], magic=20240801, dtype="<u4"), "version 1 at byte 4, dtgpt reads 7"),
+    (lambda p: saved(p, [0.5, 1], "<f4"), r"float32 in the shape \(2,\), and tokens are whole"),
+    (lambda p: saved(p, [[1, 2]], "<u2"), r"uint16 in the shape \(1, 2\), and tokens are whole"),
+    (lambda p: p.write_bytes(b"\x93NUMPY\1\0v\0{'descr': ["), "is damaged"),
+    (lambda p: p.write_bytes(saved(p, [1, 2], "<u4").read_bytes()[:-1]), "is damaged"),
+    (lambda p: p.write_bytes(struct.pack("<i", 20240520)), "ends at byte 4, inside its header"),
+    (lambda p: p.write_bytes(b"\x01\x00\x02"), "has 3 bytes, which are not uint16 tokens .byte 2"),
+    (lambda p: p.write_bytes(b""), "has 0 bytes, which are not uint16 tokens"),
+    (lambda p: None, "cannot be read .No such file")
+])  # fmt: skip
 def test_shards_that_are_not_whole_are_refused(tmp_path, make, sentence):
     make(tmp_path / "a.bin")
     with pytest.raises(UserError, match=sentence):

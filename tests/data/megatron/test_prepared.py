@@ -229,23 +229,19 @@ def test_without_a_validation_part_there_is_no_held_out_loss(recipe):
     assert "validation_loss" not in (newest_run(recipe) / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize(
-    "data, words",
-    [
-        ({"tokenizer": "auto"}, ["tokens of an unknown tokenizer", "--data.tokenizer_file"]),
-        ({"split": "1,x"}, ["the split '1,x'", "949,50,1"]),
-        ({"train_samples": 0}, ["data.train_samples=0 is out of range; use 1 or more"]),
-        ({"vocab_file": "vocab.json"}, ["belong together"]),
-        ({"vocab_file": "vocab.json", "merge_file": "merges.txt"}, ["belongs to the tokenizer gpt2"]),
-        ({"path": "0.3 {0} 0.7"}, ["there is no dataset 0.3"]),
-        ({"path": "0.3 {0} x {0}"}, ["'x' is not a weight"]),
-        ({"path": "1.0 {0} 1.0 {0}-none"}, ["there is no dataset", "-none"]),
-        ({"path": None, "valid_path": "{0}"}, ["data.valid_path needs prepared data"]),
-        ({"path": None, "train_samples": 5}, ["data.train_samples needs prepared data"]),
-        ({"tokenizer_file": "t.json"}, ["data.tokenizer=bytes", "both name a tokenizer"]),
-        ({"split": "90,5,5", "test_path": "{0}"}, ["data.split=90,5,5", "leave data.split out"]),
-    ],
-)
+@pytest.mark.parametrize("data, words", [
+    ({"tokenizer": "auto"}, ["tokens of an unknown tokenizer", "--data.tokenizer_file"]),
+    ({"split": "1,x"}, ["the split '1,x'", "949,50,1"]),
+    ({"train_samples": 0}, ["data.train_samples=0 is out of range; use 1 or more"]),
+    ({"vocab_file": "vocab.json"}, ["belong together"]),
+    ({"vocab_file": "vocab.json", "merge_file": "merges.txt"}, ["belongs to the tokenizer gpt2"]),
+    ({"path": "0.3 {0} 0.7"}, ["there is no dataset 0.3"]), ({"path": "0.3 {0} x {0}"}, ["'x' is not a weight"]),
+    ({"path": "1.0 {0} 1.0 {0}-none"}, ["there is no dataset", "-none"]),
+    ({"path": None, "valid_path": "{0}"}, ["data.valid_path needs prepared data"]),
+    ({"path": None, "train_samples": 5}, ["data.train_samples needs prepared data"]),
+    ({"tokenizer_file": "t.json"}, ["data.tokenizer=bytes", "both name a tokenizer"]),
+    ({"split": "90,5,5", "test_path": "{0}"}, ["data.split=90,5,5", "leave data.split out"])
+])  # fmt: skip
 def test_data_that_cannot_be_are_refused_before_a_run_begins(recipe, data, words):
     data = {k: v.format(recipe.data.path) if isinstance(v, str) else v for k, v in data.items()}
     with pytest.raises(UserError) as error:

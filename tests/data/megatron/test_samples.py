@@ -100,18 +100,14 @@ def test_other_splits_are_refused(split):
         split_fractions(split)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"seq_length": 1}, "seq_length=1 is too short"),
-        ({"seed": -1}, "seed=-1 is not a seed"),
-        ({"seed": 2**32}, "is not a seed of NumPy's RandomState; use one from 0 to 4294967295"),
-        ({"num_samples": -1}, "num_samples=-1 is negative"),
-        ({"documents": range(2, 2)}, "this part of the dataset has 0 documents with 0 tokens, too few .* more weight"),
-        ({"documents": range(2)}, "has 2 documents with 1 token, too few"),
-        ({"num_samples": 10**13}, "takes [1-9][0-9,]{18,} bytes while its index is built, .* ask for fewer samples"),
-    ],
-)
+@pytest.mark.parametrize(("change", "sentence"), [
+    ({"seq_length": 1}, "seq_length=1 is too short"), ({"seed": -1}, "seed=-1 is not a seed"),
+    ({"seed": 2**32}, "is not a seed of NumPy's RandomState; use one from 0 to 4294967295"),
+    ({"num_samples": -1}, "num_samples=-1 is negative"),
+    ({"documents": range(2, 2)}, "this part of the dataset has 0 documents with 0 tokens, too few .* more weight"),
+    ({"documents": range(2)}, "has 2 documents with 1 token, too few"),
+    ({"num_samples": 10**13}, "takes [1-9][0-9,]{18,} bytes while its index is built, .* ask for fewer samples")
+])  # fmt: skip
 def test_what_has_no_samples_is_refused(change, sentence):
     given = {"documents": range(4), "seq_length": 2, "num_samples": 3, "seed": 0} | change
     with pytest.raises(UserError, match=sentence):

@@ -81,18 +81,15 @@ def test_ids_need_no_tokenizer(chars):
     assert len(load(run).generate([1, 2], max_new_tokens=4)) == 4
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"data": {"tokenizer": "bytes"}}, ["data.tokenizer=bytes is not the tokenizer that", "meta.pkl", "(char, 27"]),
-        ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 60}}, ["data.tokenizer=bpe is trained on plain text"]),
-        ({"log": {"prompt": "ZZ"}}, ["does not know the character 'Z'"]),
-        ({"data": {"eod_mask_loss": True}}, ["data.eod_mask_loss=on needs an end of text"]),
-        ({"data": {"tokenizer": "ids"}, "log": {"prompt": "x"}}, ["data.tokenizer=ids"]),
-        ({"data": {"valid_path": None}}, ["1 document", "leaves none for validation", "--data.valid_path", "val.bin"]),
-        ({"model": {"vocab_size": 20}}, ["model.vocab_size=20 is smaller than the tokenizer's 27"]),
-    ],
-)
+@pytest.mark.parametrize("options, words", [
+    ({"data": {"tokenizer": "bytes"}}, ["data.tokenizer=bytes is not the tokenizer that", "meta.pkl", "(char, 27"]),
+    ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 60}}, ["data.tokenizer=bpe is trained on plain text"]),
+    ({"log": {"prompt": "ZZ"}}, ["does not know the character 'Z'"]),
+    ({"data": {"eod_mask_loss": True}}, ["data.eod_mask_loss=on needs an end of text"]),
+    ({"data": {"tokenizer": "ids"}, "log": {"prompt": "x"}}, ["data.tokenizer=ids"]),
+    ({"data": {"valid_path": None}}, ["1 document", "leaves none for validation", "--data.valid_path", "val.bin"]),
+    ({"model": {"vocab_size": 20}}, ["model.vocab_size=20 is smaller than the tokenizer's 27"])
+])  # fmt: skip
 def test_what_does_not_go_with_characters_is_told_before_a_run_begins(chars, options, words):
     with pytest.raises(UserError) as error:
         train(change(chars, **options))
@@ -105,24 +102,19 @@ class Hostile:
         return os.system, ("touch /tmp/hostile-meta",)
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        (pickle.dumps(Hostile()), "holds <posix.system>, not a dictionary"),
-        (pickle.dumps({"stoi": Hostile()}), "its stoi is not a dictionary"),
-        (pickle.dumps({"stoi": {"a": 0}, "vocab_size": Hostile()}), "its vocab_size is <posix.system>"),
-        (pickle.dumps(np.arange(3)), "holds <numpy"),
-        (b"", "is not nanoGPT's"),
-        (pickle.dumps({"stoi": {"a": 0}})[:-3], "is not nanoGPT's"),
-        (pickle.dumps([1]), r"holds \[1\], not a dictionary"),
-        (pickle.dumps({"stoi": {"ab": 0}}), "not a character and its id"),
-        (pickle.dumps({"stoi": {"a": 2**40}}), "not a character and its id"),
-        (pickle.dumps({"stoi": {"a": -1}}), "not a character and its id"),
-        (pickle.dumps({"stoi": {"a": 1, "b": 1}}), "gives an id to two characters"),
-        (pickle.dumps({"stoi": {"a": 0}, "itos": {0: "b"}}), "do not agree"),
-        (pickle.dumps({"stoi": {"a": 3}, "vocab_size": 3}), "its vocab_size is 3, its largest id 3"),
-    ],
-)
+@pytest.mark.parametrize("content, words", [
+    (pickle.dumps(Hostile()), "holds <posix.system>, not a dictionary"),
+    (pickle.dumps({"stoi": Hostile()}), "its stoi is not a dictionary"),
+    (pickle.dumps({"stoi": {"a": 0}, "vocab_size": Hostile()}), "its vocab_size is <posix.system>"),
+    (pickle.dumps(np.arange(3)), "holds <numpy"), (b"", "is not nanoGPT's"),
+    (pickle.dumps({"stoi": {"a": 0}})[:-3], "is not nanoGPT's"), (pickle.dumps([1]), r"holds \[1\], not a dictionary"),
+    (pickle.dumps({"stoi": {"ab": 0}}), "not a character and its id"),
+    (pickle.dumps({"stoi": {"a": 2**40}}), "not a character and its id"),
+    (pickle.dumps({"stoi": {"a": -1}}), "not a character and its id"),
+    (pickle.dumps({"stoi": {"a": 1, "b": 1}}), "gives an id to two characters"),
+    (pickle.dumps({"stoi": {"a": 0}, "itos": {0: "b"}}), "do not agree"),
+    (pickle.dumps({"stoi": {"a": 3}, "vocab_size": 3}), "its vocab_size is 3, its largest id 3")
+])  # fmt: skip
 def test_other_pickles_are_refused_and_run_nothing(tmp_path, content, words):
     (tmp_path / "meta.pkl").write_bytes(content)
     with pytest.raises(UserError, match=words):
@@ -207,18 +199,14 @@ def test_rows_that_no_token_uses_are_told_once(recipe, capsys, rows, told):
     assert capsys.readouterr().err.count(words) == told
 
 
-@pytest.mark.parametrize(
-    "path, words",
-    [
-        ("it's A", ['data.path="it\'s A" cannot be cut', "double quotes"]),
-        ('0.3 "A 0.7 B', ["cannot be cut", "No closing quotation"]),
-        ("A \\", ["cannot be cut"]),
-        ("{0} {0}", ["text.txt is a text, and a run takes one text alone", "dtgpt prepare"]),
-        ("0.5 {0} 0.5 {0}", ["text.txt is a text"]),
-        ("0.5 " + "a" * 300 + " 0.5 " + "b" * 5000, ["there is no dataset aaa"]),
-        ("a" * 300 + ".bin", ["there is no dataset aaa"]),
-    ],
-)
+@pytest.mark.parametrize("path, words", [
+    ("it's A", ['data.path="it\'s A" cannot be cut', "double quotes"]),
+    ('0.3 "A 0.7 B', ["cannot be cut", "No closing quotation"]), ("A \\", ["cannot be cut"]),
+    ("{0} {0}", ["text.txt is a text, and a run takes one text alone", "dtgpt prepare"]),
+    ("0.5 {0} 0.5 {0}", ["text.txt is a text"]),
+    ("0.5 " + "a" * 300 + " 0.5 " + "b" * 5000, ["there is no dataset aaa"]),
+    ("a" * 300 + ".bin", ["there is no dataset aaa"])
+])  # fmt: skip
 def test_data_paths_that_cannot_be_are_one_sentence(recipe, path, words):
     broken = change(recipe, data={"path": path.format(recipe.data.path)})
     assert is_prepared(broken.data.path)

@@ -174,22 +174,18 @@ def test_what_lies_near_is_suggested(corpora, tmp_path, capsys):
     assert "there is no dataset" in refused(capsys, tmp_path / "none.idx")
 
 
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (["--seed", "3"], "--seed needs --digest, which is not given; leave it out"),
-        (["--digest", "--samples", "3"], "--samples cannot be combined with --digest"),
-        (["--tensors"], "--tensors applies to models, and"),
-        (["--eot", "3"], "--eot applies to shards, and"),
-        (["--eot", "99999999"], "--eot=99999999 is out of range; use 0 or more and at most 16777215"),
-        (["--samples=-1"], "--samples=-1 is out of range; use 0 or more"),
-        (["--tokenizer", "bytes"], "holds token 46463, but the tokenizer bytes has 257 tokens; give the tokenizer"),
-        (["--digest", "--tokenizer", "bytes"], "but the tokenizer bytes has 257 tokens"),
-        (["--vocab-file", "vocab.json"], "belong together"),
-        (["--digest", "--num-samples", "10000000000000"], "bytes while its index is built"),
-        (["--digest", "--subset", "test", "--split=1"], "the test part of {0} under the split 1 has 0 documents"),
-    ],
-)
+@pytest.mark.parametrize("words, sentence", [
+    (["--seed", "3"], "--seed needs --digest, which is not given; leave it out"),
+    (["--digest", "--samples", "3"], "--samples cannot be combined with --digest"),
+    (["--tensors"], "--tensors applies to models, and"), (["--eot", "3"], "--eot applies to shards, and"),
+    (["--eot", "99999999"], "--eot=99999999 is out of range; use 0 or more and at most 16777215"),
+    (["--samples=-1"], "--samples=-1 is out of range; use 0 or more"),
+    (["--tokenizer", "bytes"], "holds token 46463, but the tokenizer bytes has 257 tokens; give the tokenizer"),
+    (["--digest", "--tokenizer", "bytes"], "but the tokenizer bytes has 257 tokens"),
+    (["--vocab-file", "vocab.json"], "belong together"),
+    (["--digest", "--num-samples", "10000000000000"], "bytes while its index is built"),
+    (["--digest", "--subset", "test", "--split=1"], "the test part of {0} under the split 1 has 0 documents")
+])  # fmt: skip
 def test_wrong_words_are_one_sentence(corpora, capsys, words, sentence):
     assert sentence.format(corpora["a"]) in refused(capsys, corpora["a"], *words)
 

@@ -113,16 +113,13 @@ def test_only_the_columns_that_are_asked_for_are_read(tmp_path, monkeypatch):
         list(read_blocks(find_sources([str(path)]), ("body",)))
 
 
-@pytest.mark.parametrize(
-    "what, told",
-    [
-        ("large", "take more than 0 GiB of memory; write it with smaller ones"),
-        ("nested", "take more than 0 GiB of memory"),
-        ("cut", r"is not a Parquet file that can be read \(.*\); fetch it again"),
-        ("hurt", r"is not a Parquet file that can be read \(.*\); fetch it again"),
-        ("killed", r"ended the process that reads it \(SIGKILL\)"),
-    ],
-)
+@pytest.mark.parametrize("what, told", [
+    ("large", "take more than 0 GiB of memory; write it with smaller ones"),
+    ("nested", "take more than 0 GiB of memory"),
+    ("cut", r"is not a Parquet file that can be read \(.*\); fetch it again"),
+    ("hurt", r"is not a Parquet file that can be read \(.*\); fetch it again"),
+    ("killed", r"ended the process that reads it \(SIGKILL\)")
+])  # fmt: skip
 def test_a_file_that_takes_all_memory_or_is_damaged_ends_in_a_sentence(tmp_path, monkeypatch, what, told):
     path, program = tmp_path / "a.parquet", tmp_path / "rows.py"
     text = {"large": repeated("x" * 30_000_000, 8), "nested": pyarrow.array([[None] * 20_000_000] * 2)}

@@ -24,7 +24,7 @@ from dtgpt.util.errors import UserError
 from tests.support.prepared import leftovers, run, words_of
 from tests.support.vocabularies import DATA, cut_by_pattern, gpt2_files, sentencepiece_model
 
-pytestmark = pytest.mark.slow(14)
+pytestmark = pytest.mark.slow(9)
 
 EXPECTED = json.loads((DATA / "preprocess" / "expected.json").read_text())
 RUN = "import sys; from dtgpt.data.prepare.command import command; sys.exit(command(sys.argv[1:]))"
@@ -36,8 +36,7 @@ def gpt2(tmp_path_factory):
     return {"vocab_file": str(vocab), "merge_file": str(merges)}
 
 
-@pytest.mark.parametrize("expected", EXPECTED["runs"], ids=lambda run: f"append_eod_{run['append_eod']}")
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("expected, workers", zip(EXPECTED["runs"], (1, 2), strict=True))
 def test_the_bytes_are_those_of_megatron(tmp_path, gpt2, expected, workers):
     config = PrepareConfig(
         input=(str(DATA / "preprocess" / "docs.jsonl"),), output_prefix=str(tmp_path / "deep" / "out"), **gpt2,
@@ -59,7 +58,7 @@ def test_the_order_of_the_inputs_is_kept_by_any_number_of_workers(tmp_path, monk
     rng = random.Random(1)
     documents = [{"text": f"{i}:" + "ä🙂x"[i % 3] * rng.randrange(2000)} for i in range(600)]
     expected = [d["text"] for d in documents]
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         _, dataset = run(tmp_path, documents, workers=workers)
         assert words_of(dataset) == expected
 
@@ -73,24 +72,23 @@ def test_lists_empty_texts_and_ends(tmp_path):
     assert "4 documents (2 empty, 0 broken lines left out), 6 tokens, 1.00 bytes per token" in str(summary)
 
 
-def test_the_literal_end_of_text_is_text_unless_asked_for(tmp_path, gpt2):
+def test_the_literal_end_of_text_is_text_unless_asked_for(tmp_path):
     documents = [{"text": "a<|endoftext|>"}]
-    ids = [run(tmp_path, documents, **gpt2, encode_special=on)[1].window(0).tolist() for on in (False, True)]
-    assert ids == [[64, 27, 91, 437, 1659, 5239, 91, 29], [64, 50256]]
+    ids = [run(tmp_path, documents, encode_special=on)[1].window(0).tolist() for on in (False, True)]
+    assert ids == [[*b"a<|endoftext|>"], [97, 256]]
 
 
 CHATS = [{"text": f"<|im_start|>user\nnumber {i}<|im_end|>\n<|im_start|>you\nthe fox<|im_end|>"} for i in range(50)]
 
 
-@pytest.mark.parametrize("kind", ["tokenizer.json", "gpt2", "ranks"])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_names_of_special_tokens_that_become_text_are_counted(tmp_path, capsys, gpt2, kind, workers):
+@pytest.mark.parametrize("kind, workers", [("tokenizer.json", 2), ("ranks", 1)])
+def test_names_of_special_tokens_that_become_text_are_counted(tmp_path, capsys, kind, workers):
     chats, options, each = CHATS, {"tokenizer": str(tmp_path)}, 4
     if kind == "tokenizer.json":
         cut_by_pattern(tmp_path, "qwen3")
     else:
         chats, each = [{"text": "once<|endoftext|>twice"}] * 50, 1
-        options = gpt2 if kind == "gpt2" else {"tokenizer": str(tmp_path / "t.json")}
+        options = {"tokenizer": str(tmp_path / "t.json")}
         make_tokenizer("bytes", [], 0).save(tmp_path / "t.json")
     split = run(tmp_path, chats, workers=workers, **options)[0]
     told = capsys.readouterr().err
@@ -100,8 +98,8 @@ def test_names_of_special_tokens_that_become_text_are_counted(tmp_path, capsys, 
     assert "special" not in capsys.readouterr().err and kept.tokens < split.tokens - 50 * each
 
 
-def test_names_that_are_no_special_tokens_are_text_without_a_word(tmp_path, capsys, gpt2):
-    run(tmp_path, [*CHATS, {"text": "a < b <| c <|endof text|> <s>"}], **gpt2)
+def test_names_that_are_no_special_tokens_are_text_without_a_word(tmp_path, capsys):
+    run(tmp_path, [*CHATS, {"text": "a < b <| c <|endof text|> <s>"}])
     assert "special" not in capsys.readouterr().err
 
 
@@ -152,18 +150,11 @@ def test_strict_stops_at_the_first_broken_line_and_writes_nothing(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        ("", "is empty, so nothing was written"),
-        ("\n\n", "is empty"),
-        ('{"text": ""}\n', "holds no text, only 1 empty document,"),
-        (
-            '[{"text": "a"}]\n',
-            "no document that can be read, but 1 broken line .*line 1: a JSON array; dtgpt reads",
-        ),
-    ],
-)
+@pytest.mark.parametrize("content, words", [
+    ("", "is empty, so nothing was written"), ("\n\n", "is empty"),
+    ('{"text": ""}\n', "holds no text, only 1 empty document,"),
+    ('[{"text": "a"}]\n', "no document that can be read, but 1 broken line .*line 1: a JSON array; dtgpt reads")
+])  # fmt: skip
 def test_inputs_without_text_are_refused(tmp_path, content, words):
     (tmp_path / "a.jsonl").write_text(content)
     config = PrepareConfig(input=(str(tmp_path / "a.jsonl"),), output_prefix=str(tmp_path / "out"), tokenizer="bytes")

@@ -66,15 +66,12 @@ def test_a_command_line_of_megatron_is_understood():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "words, changes",
-    [
-        ("a b --strict c", {"input": ("a", "b", "c"), "strict": True}),
-        ("--append-eod off a --workers 3 b", {"input": ("a", "b"), "append_eod": False, "workers": 3}),
-        ("--append_eod=on - --json-keys=x", {"input": ("-",), "append_eod": True, "json_keys": ("x",)}),
-        ("--strict --append-eod", {"strict": True, "append_eod": True}),
-    ],
-)
+@pytest.mark.parametrize("words, changes", [
+    ("a b --strict c", {"input": ("a", "b", "c"), "strict": True}),
+    ("--append-eod off a --workers 3 b", {"input": ("a", "b"), "append_eod": False, "workers": 3}),
+    ("--append_eod=on - --json-keys=x", {"input": ("-",), "append_eod": True, "json_keys": ("x",)}),
+    ("--strict --append-eod", {"strict": True, "append_eod": True})
+])  # fmt: skip
 def test_flags_and_inputs_stand_where_they_like(words, changes):
     assert prepare_command.read(words.split())[1] == PrepareConfig(**changes)
 
@@ -180,16 +177,13 @@ def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, caps
             tokenizer_command(words.split())
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--vocab-size 256", r"--vocab-size=256 is out of range; use 257 or more and at most 16777215$"),
-        ("--vocab-size 16777216", "--vocab-size=16777216 is out of range; use 257 or more and at most 16777215$"),
-        ("--json-keys a b", "a text has no keys a b; give one"),
-        ("--output folder --overwrite", "--output folder is a folder; give another --output, such as a file in it"),
-        ("--output a.txt/x/own.json", "own.json would lie in a file, not in a folder; give another --output$"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    ("--vocab-size 256", r"--vocab-size=256 is out of range; use 257 or more and at most 16777215$"),
+    ("--vocab-size 16777216", "--vocab-size=16777216 is out of range; use 257 or more and at most 16777215$"),
+    ("--json-keys a b", "a text has no keys a b; give one"),
+    ("--output folder --overwrite", "--output folder is a folder; give another --output, such as a file in it"),
+    ("--output a.txt/x/own.json", "own.json would lie in a file, not in a folder; give another --output$")
+])  # fmt: skip
 def test_a_training_that_cannot_succeed_is_refused_before_it_starts(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dtgpt.data.prepare.tokenizer_command.make_tokenizer", lambda *_: pytest.fail("trained"))

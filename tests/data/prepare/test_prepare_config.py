@@ -56,12 +56,9 @@ def test_what_a_tokenizer_json_adds_is_in_every_piece_once(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [
-    lambda saved: saved["model"].pop("merges"),
-    lambda saved: saved.update(pre_tokenizer=[1]),
-    lambda saved: saved["model"].update(merges=7),
-    lambda saved: saved["model"].update(vocab=[1]),
-    lambda saved: saved.update(added_tokens=[1]),
-    lambda saved: saved.update(post_processor={"type": "Sequence"}),
+    lambda saved: saved["model"].pop("merges"), lambda saved: saved.update(pre_tokenizer=[1]),
+    lambda saved: saved["model"].update(merges=7), lambda saved: saved["model"].update(vocab=[1]),
+    lambda saved: saved.update(added_tokens=[1]), lambda saved: saved.update(post_processor={"type": "Sequence"})
 ])  # fmt: skip
 def test_a_damaged_tokenizer_json_is_refused_in_the_words_of_its_library(tmp_path, damage):
     path = tokenizer_json(tmp_path)

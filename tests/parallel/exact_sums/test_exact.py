@@ -24,10 +24,10 @@ from tests.support.bodies_exact import (
 from tests.support.families import OURS
 from tests.support.ranks import pool
 
-GPT2 = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, dropout=0.1)
+GPT2 = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, dropout=0.1)
 OVERFLOWS = LossScaleConfig(initial=2.0**18, hysteresis=1)  # in the first steps
 LLAMA = LlamaConfig(
-    num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=44, seq_length=16, vocab_size=257
+    num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=44, seq_length=16, vocab_size=257
 )
 
 
@@ -42,29 +42,29 @@ def bits(recipe, plan: str) -> dict[str, str]:
 
 
 BITS = [
-    ("single", ["dp2", "dp3_zero2", "pp2", "dp2_pp2_interleaved_zero3"], {}),
-    ("single", ["dp3", "dp3_zero3", "dp2_pp2_zero1"], {"precision": "bf16"}),
-    ("single", ["dp2_zero1", "pp4_gpipe"], {"precision": "bf16", "model": LLAMA}),
+    ("single", ["dp2", "dp2_pp2_interleaved_zero3"], {"model": replace(GPT2, num_layers=4)}),
+    ("single", ["dp3_zero3", "dp2_pp2_zero1"], {"precision": "bf16"}),
+    ("single", ["pp4_gpipe"], {"precision": "bf16", "model": replace(LLAMA, num_layers=4)}),
     ("single", ["dp2_zero1", "dp2_pp2"], {"precision": "fp16", "micro_batch_size": 3, "loss_scale": OVERFLOWS}),
     ("tp2_sp", ["dp2_tp2_sp_zero2"], {"model": replace(GPT2, num_layers=1), "micro_batch_size": 6}),
     ("single", ["dp2_zero1", "dp2_pp2_zero3"], {"optimizer": MuonConfig(lr=6e-3), "model": LLAMA}),
     ("single", ["dp2_zero3"], {"model": OURS["gpt_oss"]}),
     ("single", ["pp2"], {"precision": "bf16", "model": OURS["gemma3"]}),
-    ("single", ["dp3_zero3", "pp2"], {"optimizer": NorMuonConfig(lr=6e-3), "precision": "bf16"}),
-    ("cp2", ["dp2_cp2_zero3", "cp2_pp2"], {}),
-    ("cp2", ["dp2_cp2", "cp2_zero1"], {"optimizer": MuonConfig(lr=6e-3), "model": LLAMA, "precision": "bf16"}),
+    ("single", ["dp3_zero3"], {"optimizer": NorMuonConfig(lr=6e-3), "precision": "bf16"}),
+    ("cp2", ["dp2_cp2_zero3"], {}),
+    ("cp2", ["dp2_cp2"], {"optimizer": MuonConfig(lr=6e-3), "model": LLAMA, "precision": "bf16"}),
     ("cp4", ["cp4_zero2"], {"model": LLAMA}),  # two ranks have the same heads
     # One micro-batch on each rank, whose sums are rounded as they are made.
-    ("single", ["dp2", "dp2_zero1", "dp2_zero3"], {"micro_batch_size": 6}),
+    ("single", ["dp2", "dp2_zero3"], {"micro_batch_size": 6}),
     ("single", ["dp3", "dp3_zero2"], {"micro_batch_size": 4, "precision": "bf16", "model": LLAMA}),
-    ("single", ["dp2", "dp2_zero3"], {"micro_batch_size": 6, "precision": "fp16", "loss_scale": OVERFLOWS}),
+    ("single", ["dp2_zero3"], {"micro_batch_size": 6, "precision": "fp16", "loss_scale": OVERFLOWS}),
     ("single", ["pp2_gpipe"], {"micro_batch_size": 12, "precision": "bf16"}),
-    ("cp2", ["dp2_cp2", "cp2_zero3"], {"micro_batch_size": 6, "precision": "bf16"}),
-    ("tp2", ["dp2_tp2", "dp2_tp2_zero3"], {"micro_batch_size": 6}),
+    ("cp2", ["dp2_cp2"], {"micro_batch_size": 6, "precision": "bf16"}),
+    ("tp2", ["dp2_tp2_zero3"], {"micro_batch_size": 6}),
 ]
 
 
-@pytest.mark.slow(22)
+@pytest.mark.slow(13)
 @pytest.mark.parametrize("reference, plans, changes", BITS)
 def test_a_plan_has_the_bits_of_another_one(exact, reference, plans, changes):
     recipe = replace(exact, **changes)
@@ -100,7 +100,7 @@ def test_a_sum_of_squares_does_not_depend_on_its_pieces():
 
 def test_a_schedule_that_cannot_have_the_same_bits_is_refused(exact):
     with pytest.raises(UserError, match=r"reduce=exact, but the schedule ZBVZeroBubble .* --reduce fast"):
-        replace(exact, plan="pp2_zbv").plan_for(2)
+        replace(exact, plan="pp2_zbv", model=replace(GPT2, num_layers=4)).plan_for(2)
 
 
 def test_attention_whose_gradients_have_no_order_is_refused_on_gpus(exact):

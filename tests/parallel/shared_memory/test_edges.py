@@ -47,11 +47,10 @@ class Recorded:
         return index
 
 
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [("pp2", 2), ("pp4", 4), ("pp2_interleaved", 2), ("pp3_interleaved3", 3), ("pp2_zbv", 2), ("pp4_zbv", 4),
-     ("dp2_tp2_pp3", 12)],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "world"), [
+    ("pp2", 2), ("pp4", 4), ("pp2_interleaved", 2), ("pp3_interleaved3", 3), ("pp2_zbv", 2), ("pp4_zbv", 4),
+    ("dp2_tp2_pp3", 12)
+])  # fmt: skip
 def test_each_message_has_a_place_of_its_own_where_its_receiver_looks(name, world):
     plan = parse_plan(name).for_world(world)
     pipeline = [RankCoordinates(plan, world // plan.pp * pp + world // plan.pp - 1) for pp in range(plan.pp)]
