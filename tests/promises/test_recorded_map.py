@@ -95,8 +95,8 @@ FILES = {
 
 
 def pytest_of(folder: Path, *words: str) -> str:
-    environment = child_environment() | {"PYTHONPATH": str(folder)}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
+    environment = child_environment() | {"PYTHONPATH": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,5 +1,6 @@
 """OpenAI's own client against a live server, over a model of random weights and the tokenizer of bytes."""
 
+import threading
 import time
 from itertools import chain
 
@@ -171,6 +172,24 @@ def test_wrong_requests_raise_errors_that_name_the_key(client):
     with pytest.raises(openai.NotFoundError, match="model") as caught:
         create(client, model="gpt-4")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+def test_a_full_server_is_asked_again_and_an_ending_one_refuses():
+    with (
+        served(make_model(), slots=2, limits=RequestLimits(queue=2)) as service, live_server(service) as address,
+        client_of(address) as hasty, client_of(address, max_retries=2) as patient,
+    ):  # fmt: skip
+        busy = hasty.completions.create(model="tiny", **LONG, n=2, stream=True)
+        next(busy)
+        with pytest.raises(openai.RateLimitError, match="ask again later") as caught:
+            create(hasty)
+        assert caught.value.response.headers["retry-after"] == "1"
+        threading.Timer(0.5, busy.close).start()
+        assert create(patient).choices[0].text
+        service.worker.stop()
+        with pytest.raises(openai.InternalServerError, match="takes no new requests") as caught:
+            create(hasty)
+        assert caught.value.status_code == 503
 
 
 @pytest.mark.slow(3)

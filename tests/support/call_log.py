@@ -16,6 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
+write = os.write  # tests replace that of the module
 SKIPPED = (".git", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "build", "runs")  # not sources
 FOREIGN = -1
 VAIN = 20_000  # lines that a function may run in a process without a new one: then it is followed no longer
@@ -94,7 +95,7 @@ class CallLog:
             if frame.f_lineno in missing:
                 missing.discard(frame.f_lineno)
                 self._vain[id(code)] = 0
-                os.write(self._lines, f"{code.co_filename[len(ROOT) :]}:{frame.f_lineno}\n".encode())
+                write(self._lines, f"{code.co_filename[len(ROOT) :]}:{frame.f_lineno}\n".encode())
             elif self._vain[id(code)] > VAIN:
                 missing.clear()
         if not missing:
@@ -119,14 +120,14 @@ class CallLog:
     def note(self, number: int, words: str) -> None:
         """Write that the test used what the words name."""
         if number:
-            os.write(self._pairs, struct.pack("=II", number, self.name(words)))
+            write(self._pairs, struct.pack("=II", number, self.name(words)))
 
     def name(self, words: str) -> int:
         """Return the checksum of the words, which are written once."""
         key = checksum(words)
         if key not in self._known:
             self._known.add(key)
-            os.write(self._words, f"{words}\n".encode())
+            write(self._words, f"{words}\n".encode())
         return key
 
     def audit(self, event: str, args: tuple) -> None:

@@ -49,6 +49,9 @@ def delete(target: Path, removed: Iterable[str]) -> set[str]:
         path = target / known[name].relative_to(ROOT)
         # A package of which a module stays is emptied.
         path.write_text("") if any(other.startswith(f"{name}.") for other in kept) else path.unlink()
+    for folder in sorted((target / "dtgpt").rglob("*/"), reverse=True):
+        if not any(each.suffix == ".py" for each in folder.rglob("*")):  # else it could be imported, as a namespace
+            shutil.rmtree(folder)
     listed = target / "dtgpt" / "capabilities.py"
     listed.write_text(LINES.sub(f"CAPABILITIES = {left}", listed.read_text(), count=1))
     return deleted
