@@ -159,7 +159,17 @@ def test_models(client):
 
 def test_wrong_requests_raise_errors_that_name_the_key(client):
     for options, param, match in (
+        ({"temperature": -1}, "temperature", "temperature=-1 is not valid; use a number from 0 to 100"),
         ({"max_tokens": 2000}, "max_tokens", "maximum context length is 1024 tokens; use max_tokens=1019 or less"),
+        ({"max_tokens": 0}, "max_tokens", "add echo=true"),
+        ({"prompt": []}, "prompt", "prompt is empty"),
+        ({"prompt": [300]}, "prompt", "use 0 to 256"),
+        ({"n": 2, "best_of": 1}, "best_of", "below n=2"),
+        ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
+        ({"extra_body": {"min_tokens": 5}, "max_tokens": 2}, "min_tokens", "min_tokens=5 is above max_tokens=2"),
+        ({"extra_body": {"stop_token_ids": [999]}}, "stop_token_ids", "use a whole number from 0 to 256"),
+        ({"logit_bias": {"999": 1}}, "logit_bias", "use a whole number from 0 to 256"),
+        ({"suffix": "end"}, "suffix", "does not support suffix='end'"),
         ({"extra_body": {"max_new_tokens": 5}}, "max_new_tokens", "did you mean max_tokens"),
         ({"n": 5}, None, "5 sequences of one prompt are more than the 4"),
     ):
