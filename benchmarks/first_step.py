@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from figures import note
+
 CACHES = ("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 STEPS = 4
 QUIET = {"steps": STEPS, "log.interval": 1, "log.eval_interval": 0, "log.sample_tokens": 0, "checkpoint.interval": 0}
@@ -54,6 +56,7 @@ def main() -> int:
                 print(error, file=sys.stderr)
                 return 1
             steps = ", ".join(f"{seconds:.1f}" for seconds in found)
+            note("full caches" if start else "empty caches", {f"s to step {n}": s for n, s in enumerate(found, 1)})
             print(f"{'full' if start else 'empty'} caches: seconds from the start to steps 1 to {STEPS}: {steps}")
     return 0
 

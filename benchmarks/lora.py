@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 
 import torch
+from figures import note
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
@@ -89,7 +90,10 @@ def main() -> None:
     runs = {"lora": lora, "pretraining": base, "packed": replace(base, data=PACKED)}
     for name, recipe in runs.items():
         if options.only in (None, name):
-            print(json.dumps({"run": name} | measure(recipe, options.steps, options.warm_up)), flush=True)
+            found = measure(recipe, options.steps, options.warm_up)
+            print(json.dumps({"run": name} | found), flush=True)
+            units = {"tokens/s": "tokens/s", "peak GiB": "GiB", "planned GiB": "planned GiB", "loss": "loss"}
+            note(name, {unit: found.get(key) for key, unit in units.items()})
 
 
 if __name__ == "__main__":
