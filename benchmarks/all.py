@@ -78,9 +78,9 @@ def machine(args: argparse.Namespace) -> Row:
         return found | {"gpu": "none", "tiny": True}
     if torch.cuda.device_count() < args.gpus:
         raise SystemExit(f"this machine has {torch.cuda.device_count()} GPUs, not {args.gpus}")
-    told = asked(["nvidia-smi", "--query-gpu=power.limit,driver_version", "--format=csv,noheader,nounits"])
-    power, _, driver = told.partition("\n")[0].partition(", ")
-    return found | {"gpu": torch.cuda.get_device_name(0), "power limit W": power, "driver": driver}
+    told = asked(["nvidia-smi", "--query-gpu=name,power.limit,driver_version", "--format=csv,noheader,nounits"])
+    name, power, driver = told.splitlines()[0].split(", ")  # torch would keep memory of the GPU to tell its name
+    return found | {"gpu": name, "power limit W": float(power), "driver": driver}
 
 
 class Runner:

@@ -155,7 +155,7 @@ def measure_cost(options: argparse.Namespace, overrides: list[str]) -> None:
         for number in range(options.rounds):
             for name in list(works)[:: 1 if number % 2 else -1]:
                 times[name].append(works[name]())
-        found = ratios(times["with"], times["without"])
+        found = ratios(times["without"], times["with"])
     if rank == 0:
         for name, rounds in times.items():
             print(f"{name:8}{1e3 * statistics.median(rounds):9.3f} ms a step")
@@ -216,7 +216,8 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     if overrides and not (options.cost or options.one):
         parser.error(f"there is no option {overrides[0]}")
-    overrides = ["--micro_batch_size", "16", "--global_batch_size", "16", *overrides]
+    for name in ("--global_batch_size", "--micro_batch_size"):
+        overrides = overrides if name in overrides else [name, "16", *overrides]
     begin = time.time()
     wrong = 0
     if options.alter:

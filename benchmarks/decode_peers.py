@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -119,6 +120,9 @@ class GptFastPeer(Peer):
 
     def __init__(self, folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype):
         sys.path.insert(0, str(folder))
+        tokenizer = ModuleType("tokenizer")  # theirs needs libraries, and no text is encoded
+        sys.modules["tokenizer"] = tokenizer
+        tokenizer.get_tokenizer = None  # type: ignore[attr-defined]
         import generate as theirs
         from model import ModelArgs, Transformer
 

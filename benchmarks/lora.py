@@ -32,7 +32,8 @@ TINY = LlamaConfig(
     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden_size=96, seq_length=64,
     vocab_size=1024,
 )  # fmt: skip
-PACKED = DataConfig(reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+TEXT = DataConfig(tokenizer="bytes")
+PACKED = replace(TEXT, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
 
 
 def measure(recipe: Recipe, steps: int, warm_up: int) -> dict[str, float]:
@@ -74,6 +75,7 @@ def main() -> None:
     base = Recipe(
         name="lora",
         model=replace(small, seq_length=length),
+        data=TEXT,
         optimizer=OptimizerConfig(lr=1e-5),
         micro_batch_size=sizes["full"],
         global_batch_size=4 * sizes["full"],
