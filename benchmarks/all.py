@@ -12,8 +12,8 @@ versions, date. What is there for this commit and GPU is not measured again, so 
 --limit-s, goes on where it was. A script that fails has a row "failed" with its last line, and the others go on; one
 that needs a program which is not there has a row "skipped". Of two rows with one name the tables show the later.
 
---peers is a folder with checkouts: nanoGPT, gpt-fast, and modded-nanogpt, whose records/track_3_optimization/
-train_gpt_simple.py is run. They are not part of dtgpt; benchmarks/README.md says where they come from.
+--peers is a folder with checkouts: nanoGPT, gpt-fast, Megatron-LM, modded-nanogpt, and gpt2-bpe with GPT-2's vocab.json
+and merges.txt. They are not part of dtgpt; benchmarks/README.md says where they come from.
 """
 
 import argparse
@@ -40,6 +40,8 @@ FIGURES = Path(__file__).with_name("figures.jsonl")
 CHECKOUTS = {
     "@nanoGPT": "nanoGPT",
     "@gpt-fast": "gpt-fast",
+    "@Megatron-LM": "Megatron-LM",
+    "@gpt2-bpe": "gpt2-bpe",
     "@track3": "modded-nanogpt/records/track_3_optimization/train_gpt_simple.py",
 }
 LEAST = 15.0  # seconds that must be left for a script to be started

@@ -96,15 +96,13 @@ def run_cases(cases: list[Case], rounds: int = 20) -> list[dict]:
         print(f"\n{case.name}   floor {case.floor * 1e6:.1f} us")
         graphs = {name: capture(work).replay for name, work in case.variants.items()}
         for name, seconds in medians(graphs, rounds).items():
-            rate = (
-                f"{case.bytes / seconds / 1e12:7.2f} TB/s"
-                if case.bytes / COPY_RATE >= case.flops / MATRIX_RATE
-                else (f"{case.flops / seconds / 1e12:7.0f} TFLOP/s")
-            )
+            moves = case.bytes / COPY_RATE >= case.flops / MATRIX_RATE
+            unit, rate = ("TB/s", case.bytes / seconds / 1e12) if moves else ("TFLOP/s", case.flops / seconds / 1e12)
             over = seconds / case.floor if case.floor else float("nan")
-            print(f"  {name:28s}{seconds * 1e6:10.1f} us {rate}{over:8.2f} x floor  {case.notes.get(name, '')}")
+            told = f"{rate:7.2f}" if moves else f"{rate:7.0f}"
+            print(f"  {name:28s}{seconds * 1e6:10.1f} us {told} {unit}{over:8.2f} x floor  {case.notes.get(name, '')}")
             results.append({"case": case.name, "variant": name, "us": seconds * 1e6, "over_floor": over})
-            note(f"{case.name}: {name}", {"us": seconds * 1e6, "x floor": over, "floor us": case.floor * 1e6})
+            note(f"{case.name}: {name}", {"us": seconds * 1e6, "x floor": over, unit: rate})
         del graphs
         torch.cuda.empty_cache()
     return results
