@@ -44,6 +44,7 @@ CHECKOUTS = {
     "@gpt2-bpe": "gpt2-bpe",
     "@track3": "modded-nanogpt/records/track_3_optimization/train_gpt_simple.py",
 }
+BYTECODE = Path(tempfile.gettempdir(), "dtgpt-benchmarks-bytecode")
 LEAST = 15.0  # seconds that must be left for a script to be started
 LATE = 3.0  # times its estimate, and a minute: then a script is ended
 TAIL = 1500  # characters of a script's output that are printed
@@ -164,6 +165,8 @@ class Runner:
             arguments = [*launch, *arguments[1:]]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         own = {"PYTHONPATH": path, FILE: str(notes), "PYTHONUNBUFFERED": "1"}
+        # Where the interpreter keeps no bytecode, each start would compile PyTorch's sources for seconds.
+        own |= {"PYTHONPYCACHEPREFIX": str(BYTECODE), "PYTHONDONTWRITEBYTECODE": ""}
         own |= dict(pair.split("=", 1) for pair in environment.split())
         log = notes.with_suffix(".log")
         with log.open("wb") as output:
