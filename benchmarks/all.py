@@ -20,7 +20,6 @@ import argparse
 import datetime
 import importlib.metadata
 import importlib.util
-import json
 import os
 import shlex
 import signal
@@ -30,13 +29,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from figures import FILE
+from figures import PUBLISHED, ROOT, VARIABLE, Row, add_rows, read_rows
 from parts import Part, Script, parts_of
 
-ROOT = Path(__file__).resolve().parents[1]
-FIGURES = Path(__file__).with_name("figures.jsonl")
 CHECKOUTS = {
     "@nanoGPT": "nanoGPT",
     "@gpt-fast": "gpt-fast",
@@ -48,12 +44,6 @@ BYTECODE = Path(tempfile.gettempdir(), "dtgpt-benchmarks-bytecode")
 LEAST = 15.0  # seconds that must be left for a script to be started
 LATE = 3.0  # times its estimate, and a minute: then a script is ended
 TAIL = 1500  # characters of a script's output that are printed
-
-Row = dict[str, Any]
-
-
-def read_rows(file: Path) -> list[Row]:
-    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()] if file.exists() else []
 
 
 def asked(command: Sequence[str]) -> str:
@@ -103,10 +93,8 @@ class Runner:
         return self.end - time.monotonic()
 
     def add(self, part: Part, script: Script, command: str, rows: list[Row]) -> None:
-        with self.args.output.open("a") as file:
-            for row in rows:
-                head = {"part": part.name, "script": script.label, **row}
-                file.write(json.dumps({**head, "command": command, **self.common}) + "\n")
+        head, tail = {"part": part.name, "script": script.label}, {"command": command, **self.common}
+        add_rows(self.args.output, [{**head, **row, **tail} for row in rows])
 
     def why_not(self, script: Script) -> str:
         """Return why a script cannot run here; nothing where it can."""
@@ -164,7 +152,7 @@ class Runner:
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.args.gpus)]
             arguments = [*launch, *arguments[1:]]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"PYTHONPATH": path, FILE: str(notes), "PYTHONUNBUFFERED": "1"}
+        own = {"PYTHONPATH": path, VARIABLE: str(notes), "PYTHONUNBUFFERED": "1"}
         # Where the interpreter keeps no bytecode, each start would compile PyTorch's sources for seconds.
         own |= {"PYTHONPYCACHEPREFIX": str(BYTECODE), "PYTHONDONTWRITEBYTECODE": ""}
         own |= dict(pair.split("=", 1) for pair in environment.split())
@@ -250,9 +238,9 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.tables:
-        import tables
+        from figure_tables import write_all
 
-        return tables.write_all(args.output or FIGURES, args.add)
+        return write_all(args.output or PUBLISHED, args.add)
     parts = parts_of(args.gpus)
     if args.parts:
         known = {part.name: part for part in parts}
@@ -262,7 +250,7 @@ def main() -> int:
     if args.list:
         say_parts(parts)
         return 0
-    args.output = args.output or (Path(os.devnull) if args.tiny else FIGURES)
+    args.output = args.output or (Path(os.devnull) if args.tiny else PUBLISHED)
     return measure(args, parts)
 
 
