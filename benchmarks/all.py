@@ -73,7 +73,7 @@ def machine(args: argparse.Namespace) -> Row:
         raise SystemExit(f"this machine has {torch.cuda.device_count()} GPUs, not {args.gpus}")
     told = asked(["nvidia-smi", "--query-gpu=name,power.limit,driver_version", "--format=csv,noheader,nounits"])
     name, power, driver = told.splitlines()[0].split(", ")  # torch would keep memory of the GPU to tell its name
-    return found | {"gpu": name, "power limit W": float(power), "driver": driver}
+    return found | {"gpu": name, "driver": driver} | ({"power limit W": float(power)} if power[:1].isdigit() else {})
 
 
 class Runner:

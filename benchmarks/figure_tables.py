@@ -129,7 +129,8 @@ def machine(figures: Figures) -> str:
     """Return what the newest figures of one GPU were measured on."""
     row = max((row for row in figures.rows.values() if row["gpus"] == 1), key=lambda row: row["date"])
     versions = [f"{name} {row[name]}" for name in ("torch", "cuda", "triton", "driver", "transformers") if name in row]
-    said = f"The newest figures: one {row['gpu']} ({row['power limit W']:.0f} W), {', '.join(versions)}, commit "
+    power = f" ({row['power limit W']:.0f} W)" if "power limit W" in row else ""
+    said = f"The newest figures: one {row['gpu']}{power}, {', '.join(versions)}, commit "
     return textwrap.fill(f"{said}{row['commit']}, {row['date']}.", WIDTH) + "\n"
 
 
