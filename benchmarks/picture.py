@@ -127,7 +127,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.runs:
         curves = {label: losses(Path(run)) for label, run in args.runs}
-        CURVES.write_text(json.dumps(curves, indent=0) + "\n")
+        lines = (f"{json.dumps(label)}: {json.dumps(own)}" for label, own in curves.items())
+        CURVES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     redraw(read_rows(PUBLISHED))
 
 
