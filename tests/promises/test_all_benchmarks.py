@@ -101,13 +101,15 @@ def run(tmp_path, monkeypatch):
     command = importlib.import_module("all")
     output = tmp_path / "rows.jsonl"
 
-    def call(scripts: dict[str, str], limit_s: float = 100.0, commit: str = "abc", **fields) -> tuple[int, list[dict]]:
+    def call(
+        scripts: dict[str, str], limit_s: float = 100.0, seconds: int = 20, commit: str = "abc", **fields
+    ) -> tuple[int, list[dict]]:
         from parts import Part, Script
 
         made = []
         for label, code in scripts.items():
             (tmp_path / f"{label}.py").write_text(code)
-            made.append(Script(label, "", 20, tiny=str(tmp_path / f"{label}.py"), **fields))
+            made.append(Script(label, "", seconds, tiny=str(tmp_path / f"{label}.py"), **fields))
         args = Namespace(
             gpus=1, tiny=True, commit=commit, output=output, limit_s=limit_s, peers=tmp_path, log=tmp_path / "log"
         )
@@ -145,8 +147,9 @@ def test_without_time_or_a_package_a_script_is_not_started(run, capsys):
     assert len(rows) == 2
 
 
-def test_a_script_is_ended_when_its_time_is_up(run):
-    code, rows = run({"endless": "while True: pass"}, limit_s=20.5)
+def test_a_script_is_ended_when_its_time_is_up(run, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("all"), "LEAST", 0.1)
+    code, rows = run({"endless": "while True: pass"}, limit_s=0.5, seconds=0)
     assert code == 1 and re.fullmatch(r"ended after \d+ s", rows[0]["failed"])
 
 
