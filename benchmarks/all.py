@@ -58,9 +58,8 @@ def machine(args: argparse.Namespace) -> Row:
     """Return what all rows of this run have in common."""
     import torch
 
-    commit = (
-        args.commit or asked(["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"]) or "unknown"
-    )
+    commit = args.commit or asked(["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"])
+    commit = commit or "unknown"
     found: Row = {"commit": commit, "gpus": args.gpus, "python": sys.version.split()[0]}
     found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "cpus": os.cpu_count()}
     found["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -30,10 +30,10 @@ def place_of(row: Row) -> tuple[int, str, str, str]:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with figures, of each name the last, in the order of their first ones."""
+    """Return the rows, of each name the last, in the order of their first ones."""
     found: dict[tuple, Row] = {}
     for row in rows:
-        if "figures" in row and not row.get("tiny"):
+        if not row.get("tiny"):
             found[place_of(row)] = row
     return list(found.values())
 
@@ -58,7 +58,7 @@ class Figures:
     """The rows by their places, and those that were asked for since a text began."""
 
     def __init__(self, rows: Iterable[Row]):
-        self.rows = {place_of(row): row for row in latest(rows) if row["gpu"] == GPU}
+        self.rows = {place_of(row): row for row in latest(rows) if "figures" in row and row["gpu"] == GPU}
         self.used: list[Row] = []
 
     def figure(self, source: str, name: str, unit: str) -> str | None:
