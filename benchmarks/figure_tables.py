@@ -141,7 +141,7 @@ def page_of(text: str, rows: Iterable[Row]) -> str:
     def fill(match: re.Match) -> str:
         name = match[1]
         content = machine(figures) if name == "machine" else table(figures, specs["table"][name])
-        return f"<!-- figures: {name} -->\n{content}<!-- end of figures -->"
+        return f"<!-- figures: {name} -->\n\n{content}\n<!-- end of figures -->"
 
     return MARKED.sub(fill, text)
 
