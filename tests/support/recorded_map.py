@@ -168,7 +168,7 @@ def read_workers(folder: Path, commit: str) -> Record:
     record, used = Record(commit), defaultdict(set)
     for worker in sorted(folder.glob("worker-*")):
         names = dict(_lines(worker / "names"))
-        words = {call_log.checksum(line): line for line in _text(worker / "words").splitlines()}
+        words = {call_log.checksum(line): line for line in call_log.read_lines(worker, "words")}
         imports = {
             call_log.import_number(line.removeprefix("import ")): line
             for line in words.values()
@@ -179,7 +179,7 @@ def read_workers(folder: Path, commit: str) -> Record:
             for fixture in fixtures:
                 users[fixture].append(test)
         record.seconds |= dict(_lines(worker / "seconds"))
-        pairs = (worker / "pairs").read_bytes()
+        pairs = call_log.read_files(worker, "pairs")
         for number, key in set(struct.iter_unpack("=II", pairs[: len(pairs) // 8 * 8])):
             name = imports.get(number) or names.get(number)
             if name is not None and key in words:
