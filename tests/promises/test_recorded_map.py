@@ -102,8 +102,8 @@ def test_limits():
 def test_read(): assert Path(__file__).parents[1].joinpath("recipes", "tiny.txt").read_text()
 """
 FILES = {
-    "dtgpt/__init__.py": "", "dtgpt/sums.py": SUMS, "dtgpt/sandbox.py": SANDBOX, "tests/__init__.py": "", "tests/conftest.py": CONFTEST,
-    "tests/test_sums.py": TESTS, "recipes/tiny.txt": "a", "page.md": "b", "pytest.ini": "[pytest]\ntestpaths = tests\n",
+    "dtgpt/__init__.py": "", "dtgpt/sums.py": SUMS, "dtgpt/sandbox.py": SANDBOX, "tests/__init__.py": "",
+    "tests/conftest.py": CONFTEST, "tests/test_sums.py": TESTS, "recipes/tiny.txt": "a", "page.md": "b", "pytest.ini": "[pytest]\ntestpaths = tests\n",
 }  # fmt: skip
 
 
@@ -170,6 +170,37 @@ def test_what_a_process_calls_after_a_test_has_begun_belongs_to_this_test(tmp_pa
     pairs = list(struct.iter_unpack("=II", (tmp_path / "pairs").read_bytes()))
     assert pairs == [(number, call_log.checksum("dtgpt/a.py:f")) for number in (7, 8)]  # 0: between tests
     assert (tmp_path / "words").read_text() == "dtgpt/a.py:f\n"
+
+
+SEEK = """
+def seek(numbers):
+    for number in numbers:
+        if number < 0:
+            return number
+    return 0
+"""
+
+
+def test_a_line_that_runs_after_many_others_is_found_in_a_later_test(tmp_path):
+    (tmp_path / "dtgpt").mkdir()
+    (tmp_path / "dtgpt" / "much.py").write_text(SEEK)
+    folder = tmp_path / "log"
+    folder.mkdir()
+    call_log.write_hook(str(folder), f"{tmp_path}/", with_lines=True)
+    (folder / "number").write_bytes(struct.pack("=I", 1))
+    (tmp_path / "program.py").write_text(f"""
+import struct
+from dtgpt.much import seek
+seek(range({call_log.VAIN}))
+open({str(folder / "number")!r}, "r+b").write(struct.pack("=I", 2))
+seek([-1])
+""")
+    path = f"{folder}:{tmp_path}"
+    subprocess.run(
+        [sys.executable, tmp_path / "program.py"], env=child_environment() | {"PYTHONPATH": path}, check=True
+    )
+    lines = call_log.read_lines(folder, "lines")
+    assert sorted(lines) == [f"dtgpt/much.py:{number}" for number in (3, 4, 5)]  # the first test has left it before 6
 
 
 ORPHANS = """

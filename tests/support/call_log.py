@@ -22,7 +22,8 @@ ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
 write = os.write  # tests replace that of the module
 SKIPPED = (".git", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "build", "runs")  # not sources
 FOREIGN = -1
-VAIN = 20_000  # lines that a function may run in a process without a new one: then it is followed no longer
+VAIN = 20_000  # lines that a function may run in a process without a new one: then the test does not follow it
+AGAIN = 1_000  # and each later test so many
 SPARE = 1 << 20  # bytes of a mapped file
 IMPORT = 1 << 31  # in place of a test's number: the import of the file with this checksum
 # These open sources to compile them, to see whether they are archives, or to show lines of a traceback.
@@ -59,6 +60,7 @@ class CallLog:
         self._imports: list[tuple[int, int]] = []  # thread, number
         self._missing: dict[int, set[int]] = {}  # by id of a code object: its lines that have not run yet
         self._vain: dict[int, int] = {}  # and how many ran since the last new one
+        self._left: set[int] = set()  # those that are not followed up to the next test
 
     def begin(self, number: int) -> None:
         """Let what is called from now on belong to a test, or 0: to none."""
@@ -76,7 +78,7 @@ class CallLog:
         number = self._current()
         last = self._last.get(id(code))
         if last in (number, FOREIGN) or ROOT is None:  # None: the interpreter ends
-            return self._follow if self._missing.get(id(code)) else None
+            return self._follow if id(code) not in self._left and self._missing.get(id(code)) else None
         own = code.co_filename.startswith(ROOT)
         if last is None:
             self._kept.append(code)
@@ -86,8 +88,9 @@ class CallLog:
             if code.co_name != "<module>":
                 self.note(number, f"{file}:{code.co_qualname.partition('.<locals>')[0]}")
                 if "lines" in self._files and file.startswith("dtgpt/"):
-                    self._missing.setdefault(id(code), lines_of(code))
-                    return self._follow if self._missing[id(code)] else None
+                    self._left.discard(id(code))
+                    self._vain[id(code)] = min(self._vain.get(id(code), 0), VAIN - AGAIN)
+                    return self._follow if self._missing.setdefault(id(code), lines_of(code)) else None
             elif frame.f_globals.get("__name__") != "__main__":
                 return self._begin_import(frame, file)
         return None
@@ -97,14 +100,14 @@ class CallLog:
         code = frame.f_code
         missing = self._missing[id(code)]
         if event == "line" and missing:
-            self._vain[id(code)] = self._vain.get(id(code), 0) + 1
+            self._vain[id(code)] += 1
             if frame.f_lineno in missing:
                 missing.discard(frame.f_lineno)
                 self._vain[id(code)] = 0
                 self._write("lines", f"{code.co_filename[len(ROOT) :]}:{frame.f_lineno}\n".encode())
             elif self._vain[id(code)] > VAIN:
-                missing.clear()
-        if not missing:
+                self._left.add(id(code))
+        if not missing or id(code) in self._left:
             frame.f_trace_lines = False
             return None
         return self._follow
