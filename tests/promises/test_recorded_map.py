@@ -103,7 +103,8 @@ def test_read(): assert Path(__file__).parents[1].joinpath("recipes", "tiny.txt"
 """
 FILES = {
     "dtgpt/__init__.py": "", "dtgpt/sums.py": SUMS, "dtgpt/sandbox.py": SANDBOX, "tests/__init__.py": "",
-    "tests/conftest.py": CONFTEST, "tests/test_sums.py": TESTS, "recipes/tiny.txt": "a", "page.md": "b", "pytest.ini": "[pytest]\ntestpaths = tests\n",
+    "tests/conftest.py": CONFTEST, "tests/test_sums.py": TESTS, "recipes/tiny.txt": "a", "page.md": "b",
+    "pytest.ini": "[pytest]\ntestpaths = tests\n",
 }  # fmt: skip
 
 
