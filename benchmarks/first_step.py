@@ -91,6 +91,7 @@ PHASES = [
 class Start(NamedTuple):
     """What was seen of a start."""
 
+    losses: list[str]
     steps: list[float]  # seconds from the start of the process to the line of each step
     stacks: Counter[tuple[int, str]]  # seconds by the number of steps that were done, and the stack
 
@@ -103,7 +104,7 @@ def start(recipe: str, options: list[str], folder: Path, tree: Path | None, watc
     words = [word for name, value in {**QUIET, "runs": folder / "runs"}.items() for word in (f"--{name}", str(value))]
     seen = folder / "seen.json"
     program = ["-c", WATCHED, str(seen)] if watched else ["-m", "dtgpt"]
-    begin, found, output = time.monotonic(), [], []
+    begin, found, losses, output = time.monotonic(), list[float](), list[str](), list[str]()
     process = subprocess.Popen(
         [sys.executable, "-u", *program, "train", recipe, *words, *options],
         env=environment, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -113,6 +114,7 @@ def start(recipe: str, options: list[str], folder: Path, tree: Path | None, watc
         output.append(line)
         if re.match(rf"step \d+/{STEPS} ", line):
             found.append(time.monotonic() - begin)
+            losses += re.findall(r"loss (\S+)", line)[:1]
     if process.wait() or len(found) < STEPS:
         raise RuntimeError("".join(output))
     stacks: Counter[tuple[int, str]] = Counter()
@@ -122,7 +124,7 @@ def start(recipe: str, options: list[str], folder: Path, tree: Path | None, watc
         stacks[0, "before Python runs dtgpt"] = first - rest - begin
         for when, place, seconds in told["seen"]:
             stacks[sum(when - begin > step for step in found), told["stacks"][place]] += seconds
-    return Start(found, stacks)
+    return Start(losses, found, stacks)
 
 
 def phases_of(found: Start) -> dict[str, list[float]]:
@@ -175,6 +177,7 @@ def main() -> int:
                 title = f"{'full' if number else 'empty'} caches" + (f", {trees[place]}" if args.trees else "")
                 steps = ", ".join(f"{seconds:.1f}" for seconds in found.steps)
                 print(f"{title}: seconds from the start to steps 1 to {STEPS}: {steps}", flush=True)
+                print(f"    losses {' '.join(found.losses)}", flush=True)
                 taken.setdefault((trees[place], number > 0), []).append(found.steps)
                 if args.phases:
                     print_phases(found)

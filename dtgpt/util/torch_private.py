@@ -3,6 +3,7 @@
 A new version of PyTorch may change each of them without a word: they stand in this file, and in the files of the same
 name of capabilities, so that nobody has to look for them elsewhere."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,6 +32,29 @@ def constant_result(function: Function) -> Function:
     `torch.compiler.assume_constant_result`, imports the compiler, a second that an eager run does not need."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def spare_compiler() -> None:
+    """Let the custom ops of dtgpt run without an import of torch's compiler. PyTorch imports it, a second or two, to
+    tell it to leave the function in an op alone; a compiler that is not imported compiles nothing."""
+    from torch._library.custom_ops import OPDEFS
+
+    for op in [op for name, op in OPDEFS.items() if name.startswith("dtgpt::")]:
+        functions = getattr(op, "_backend_fns", {})
+        for device, function in functions.items():
+            if hasattr(function, "__wrapped__") and not hasattr(function, "compiled"):
+                functions[device] = _Spared(function)
+
+
+class _Spared:
+    """A function that torch.compile leaves alone, `compiled`, or while that is not imported what is in it."""
+
+    def __init__(self, compiled: Any):
+        self.compiled, self.eager = compiled, compiled.__wrapped__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.compiled if "torch._dynamo" in sys.modules else self.eager
+        return run(*args, **kwargs)
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
