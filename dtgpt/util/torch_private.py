@@ -39,22 +39,18 @@ def spare_compiler() -> None:
     tell it to leave the function in an op alone; a compiler that is not imported compiles nothing."""
     from torch._library.custom_ops import OPDEFS
 
-    for op in [op for name, op in OPDEFS.items() if name.startswith("dtgpt::")]:
-        functions = getattr(op, "_backend_fns", {})
+    for functions in [op._backend_fns for name, op in OPDEFS.items() if name.startswith("dtgpt::")]:
         for device, function in functions.items():
-            if hasattr(function, "__wrapped__") and not hasattr(function, "compiled"):
-                functions[device] = _Spared(function)
+            if hasattr(function, "__wrapped__"):
+                functions[device] = _without_compiler(function)
 
 
-class _Spared:
-    """A function that torch.compile leaves alone, `compiled`, or while that is not imported what is in it."""
+def _without_compiler(left_alone: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        function = left_alone if "torch._dynamo" in sys.modules else left_alone.__wrapped__
+        return function(*args, **kwargs)
 
-    def __init__(self, compiled: Any):
-        self.compiled, self.eager = compiled, compiled.__wrapped__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.compiled if "torch._dynamo" in sys.modules else self.eager
-        return run(*args, **kwargs)
+    return run
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
