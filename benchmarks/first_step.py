@@ -7,17 +7,20 @@ compiled code, then with full ones.
     python benchmarks/first_step.py recipes/gpt2_tiny.py --device cpu --starts 2
 
 More options are those of `dtgpt train`. A run ends after four steps: the first ones compile kernels and capture graphs.
+Python's bytecode is there at each start, as it is after `pip install`: it is compiled before, into a folder of its own.
 
 --phases looks at the stack of the main thread a hundred times a second. What holds the interpreter's lock meanwhile,
 such as the loading of a library, counts as where the next look finds the thread.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -25,6 +28,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 CACHES = ("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+PACKAGES = (
+    *("torch", "torchgen", "functorch", "triton", "sympy", "mpmath", "networkx", "numpy", "safetensors", "packaging"),
+    *("jinja2", "fsspec", "setuptools", "matplotlib", "PIL"),
+)
 STEPS = 4
 QUIET = {"steps": STEPS, "log.interval": 1, "log.eval_interval": 0, "log.sample_tokens": 0, "checkpoint.interval": 0}
 SHORTEST = 0.02  # seconds of a stack that is listed
@@ -96,9 +103,28 @@ class Start(NamedTuple):
     stacks: Counter[tuple[int, str]]  # seconds by the number of steps that were done, and the stack
 
 
-def start(recipe: str, options: list[str], folder: Path, tree: Path | None, watched: bool) -> Start:
+def compile_sources(folder: Path, trees: list[Path]) -> None:
+    """Write the bytecode of the trees, and of what they import of Python and its packages, into a folder."""
+    found = [importlib.util.find_spec(name) for name in PACKAGES]
+    packages = [place for spec in found if spec is not None for place in spec.submodule_search_locations or ()]
+    for places, left_out in (
+        ([*packages, *(str(tree / "dtgpt") for tree in trees)], r"/(tests?|testing)/"),
+        ([sysconfig.get_paths()["stdlib"]], r"/(site-packages|dist-packages|test|idlelib|lib2to3)/"),
+    ):
+        words = [sys.executable, "-m", "compileall", "-q", "-j", "0", "-x", left_out, *places]
+        subprocess.run(words, env=with_bytecode(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def with_bytecode(folder: Path) -> dict[str, str]:
+    """Return the environment of a process whose bytecode is in a folder: some images forbid to write any."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(folder)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment
+
+
+def start(recipe: str, options: list[str], folder: Path, bytecode: Path, tree: Path | None, watched: bool) -> Start:
     """Start a run, whose caches are in `folder`, with the code of `tree`. Raises RuntimeError where it fails."""
-    environment = {**os.environ, **{name: str(folder / name.lower()) for name in CACHES}}
+    environment = {**with_bytecode(bytecode), **{name: str(folder / name.lower()) for name in CACHES}}
     if tree is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [word for name, value in {**QUIET, "runs": folder / "runs"}.items() for word in (f"--{name}", str(value))]
@@ -165,12 +191,16 @@ def main() -> int:
     trees = args.trees or [None]
     taken: dict[tuple[Path | None, bool], list[list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
+        bytecode = Path(folder, "bytecode")
+        begin = time.monotonic()
+        compile_sources(bytecode, [tree.resolve() for tree in args.trees or [Path(__file__).parents[1]]])
+        print(f"bytecode: {time.monotonic() - begin:.1f} s", flush=True)
         for number in range(args.starts):
             for place in range(len(trees)) if number % 2 == 0 else reversed(range(len(trees))):
                 own, tree = Path(folder, str(place)), trees[place] and trees[place].resolve()
                 own.mkdir(exist_ok=True)
                 try:
-                    found = start(args.recipe, options, own, tree, args.phases)
+                    found = start(args.recipe, options, own, bytecode, tree, args.phases)
                 except RuntimeError as error:
                     print(error, file=sys.stderr)
                     return 1
