@@ -12,9 +12,9 @@ from dtgpt.compare.workers import run_in_pool, run_workers
 
 TINY = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 SMALL = [
-    *("--model.num_layers", "2", "--model.hidden_size", "32", "--model.num_heads", "4", "--model.seq_length", "32"),
+    *("--model.num_layers", "2", "--model.hidden_size", "128", "--model.num_heads", "4", "--model.seq_length", "64"),
     *("--micro_batch_size", "2", "--global_batch_size", "4", "--log.eval_samples", "4"),
-]  # fmt: skip
+]  # which fills a warp
 STEPS = 3
 
 
@@ -59,7 +59,7 @@ def test_runs_in_kept_processes_have_the_bits_of_those_in_new_ones(tmp_path):
 @pytest.mark.slow(120)
 def test_runs_in_a_kept_process_on_a_gpu_have_the_bits_of_those_in_new_ones(tmp_path):
     """One GPU, runs in other types and with other kernels in between, captured steps too."""
-    on_gpu = ("--device", "cuda", "--plan", "single", "--model.seq_length", "64")
+    on_gpu = ("--device", "cuda", "--plan", "single")
     narrow, wide = (*on_gpu, "--precision", "bf16"), (*on_gpu, "--precision", "fp32", "--graph", "off")
     with Pool("cuda") as pool:
         begun = process_ids(pool)
@@ -70,7 +70,7 @@ def test_runs_in_a_kept_process_on_a_gpu_have_the_bits_of_those_in_new_ones(tmp_
         assert process_ids(pool) == begun
     assert again.losses == first.losses
     alone = new(tmp_path / "new-again", 1, *narrow)
-    assert again.memory == pytest.approx(alone.memory, rel=0.05)
+    assert again.memory == pytest.approx(alone.memory, abs=0.2)  # workspaces of other streams stay
     assert_same(again, alone)
     assert_same(between, new(tmp_path / "new-between", 1, *wide))
 
