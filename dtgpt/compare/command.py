@@ -117,20 +117,13 @@ def check_same_shapes(text: str, theirs: tuple[ModelConfig, int], ours: tuple[Mo
 
 
 def record(words: list[str]) -> int:
-    """Run `dtgpt record RECIPE.py FILE STEPS MOVED SHARED ROLE [--option value ...]`, which `dtgpt compare` starts in
-    each process. MOVED, SHARED: as in `Tracing`; ROLE: "reference", or "plan"."""
-    from dtgpt.compare.record import Tracing, move_weights, save_record
-    from dtgpt.compare.record import record as record_steps
-    from dtgpt.train.setup import open_trainer
+    """Run `dtgpt record RECIPE.py FILE STEPS MOVED SHARED ROLE [--option value ...]`, which `dtgpt compare --commits`
+    starts in each process. MOVED, SHARED: as in `Tracing`; ROLE: "reference", or "plan"."""
+    from dtgpt.compare.record import record_run
 
     if len(words) < 6:
         raise UserError("dtgpt record is internal to dtgpt compare; use dtgpt compare")
-    path, file, steps, moved, shared, role, *options = words
-    tracing = Tracing(Path(file), Path(shared), role == "reference", int(moved))
-    with open_trainer(load_recipe(Path(path), options)) as trainer:
-        if tracing.moved:
-            move_weights(trainer, tracing.moved)
-        save_record(record_steps(trainer, int(steps), tracing=tracing), tracing.file)
+    record_run(words)
     return 0
 
 
