@@ -40,7 +40,8 @@ class ServeOptions:
     (/v1/completions), and a web page. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
     convert` reads. Under torchrun, the processes share the model by a plan.
 
-    New requests join the batch that is running. An answer depends on its request alone, not on other requests or the plan.
+    New requests join the batch that is running. An answer depends on its request alone, not on other requests or
+    the plan.
 
     SIGTERM or Ctrl-C ends the server: running requests have --drain seconds. A second one ends it at once.
     """
