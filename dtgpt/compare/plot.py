@@ -39,7 +39,7 @@ def plot_two_runs(two: TwoRuns, output: Path) -> None:
         distances.axhline(two.tolerance.value, color="gray", ls=":", label=f"tolerance {two.tolerance.value:g}")
     if two.parting is not None:
         for panel in (losses, distances):
-            panel.axvline(two.parting[1].step, color="red", lw=0.8, label=f"diverge at step {two.parting[1].step}")
+            panel.axvline(two.parting[1].step, color="red", lw=0.8, label=f"part at step {two.parting[1].step}")
     if heights:
         distances.set_ylim(max(min(heights), LEAST) / 3, max(heights) * 3)
     for panel in (losses, distances):
