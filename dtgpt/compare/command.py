@@ -36,8 +36,8 @@ class CompareOptions:
     one process; --seed then chooses them, and other options hold in all of them. A case that fails is shrunk, and the
     command that repeats it is printed.
 
-    With two runs, dtgpt compare RUN_A RUN_B shows where their curves part and what differs; dtgpt compare RUN_A --help
-    lists its options.
+    With two runs, dtgpt compare RUN_A RUN_B shows where their curves diverge and what differs; dtgpt compare RUN_A
+    --help lists its options.
     """
 
     plans: Annotated[tuple[str, ...], "plans to compare with one process"] = ()

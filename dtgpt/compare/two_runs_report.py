@@ -98,7 +98,7 @@ def _group_lines(group: FieldGroup, two: TwoRuns) -> Iterator[str]:
 
 
 def _verdict(two: TwoRuns) -> Iterator[str]:
-    """Yield whether the curves are equal, within rounding or part, and why that may be."""
+    """Yield whether the curves are equal, within rounding or diverge, and why that may be."""
     limit = f"the tolerance of {two.tolerance.value:g} ({two.tolerance.source})"
     steps = f"{counted(len(two.steps), 'common step')}, {two.steps[0]} to {two.steps[-1]}"
     equal = "" if two.equal_until is None else f"; equal bit for bit up to step {two.equal_until}"
@@ -112,7 +112,7 @@ def _verdict(two: TwoRuns) -> Iterator[str]:
     else:
         metric, point = two.parting
         what = f"{point.step}: {metric.title} {_values(point)}, the first record above {limit}"
-        yield hanging(f"part at step {what}{_before(metric, point)}{equal}", 2)
+        yield hanging(f"diverge at step {what}{_before(metric, point)}{equal}", 2)
         yield hanging(_reason(two), 2)
 
 

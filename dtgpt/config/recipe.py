@@ -53,6 +53,8 @@ else:
 @dataclass(frozen=True, kw_only=True)
 @with_sections(before="data")
 class Recipe:
+    """A run: model, data, optimizer, batch, plan, log and checkpoints. Each field is also an option."""
+
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
         "name": "experiment",
         "plan": "execution",

@@ -53,19 +53,20 @@ def load(
     adapter: str | PathLike | None = None,
     recipe: Recipe | str | PathLike | None = None,
 ) -> Model:
-    """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
-    tensor parallel over all of them. ZeRO and sequence parallelism mean nothing for inference: a plan that has them is
-    used without, with a note.
+    """Return the model at `path`: a run folder, a checkpoint, or a model of another library.
 
-    device: "auto", "cpu" or "cuda". precision: "auto", "fp32", "bf16" or "fp16". slots: sequences that are generated at
-    the same time, each with memory for `max_length` positions; "auto": as many as a call needs, up to 512 and to what
-    fits into memory. tokenizer: one of dtgpt, or its file, or a name such as gpt2; None for
-    the one that is saved with the model. max_length: largest number of tokens of a sequence, prompt included; None: all
-    positions of the model. A smaller one takes less memory, and changes no number. exact: give each token the
-    log-probability that a forward pass in training computes for it, to the bit (docs/bits.md); slower.
-    adapter: a run or a checkpoint with adapters (LoRA), or a folder of peft, which is added to the weights.
-    recipe: of the run, or its file, which is executed, where the class of its model is not dtgpt's.
-    Raise UserError where an argument is wrong.
+    plan: how to distribute the model over the processes that torchrun started; None: tensor parallel over all of them.
+    ZeRO and sequence parallelism have no effect on inference, and are left out with a note. device: "auto", "cpu" or
+    "cuda". precision: "auto", "fp32", "bf16" or "fp16". slots: number of sequences to generate at the same time, each
+    with memory for `max_length` positions; "auto": as many as a call needs, up to 512 and as fit into memory.
+    tokenizer: a tokenizer of dtgpt, its file, or a name such as gpt2; None: the one that is saved with the model.
+    max_length: largest number of tokens of a sequence with its prompt; None: all positions of the model. A smaller
+    number needs less memory, and does not change what is generated. exact: compute log-probabilities with the bits of a
+    forward pass of training (docs/bits.md); slower. adapter: adapters (LoRA) to add to the weights: a run, a
+    checkpoint, or a folder of peft. recipe: the recipe of the run, or its file, which is executed; needed if the class
+    of the model is not dtgpt's.
+
+    Raise UserError if an argument is wrong.
     """
     for name, value, kinds, advice in (
         ("path", path, (str, PathLike), "a run folder or another model"),

@@ -75,7 +75,8 @@ class _Stream(NamedTuple):
 
 
 class Model:
-    """A GPT cut by a plan. All ranks call the same methods with the same arguments, and all get the result."""
+    """A GPT that is ready to use, distributed by a plan. All ranks must call the same methods with the same arguments,
+    and all get the result."""
 
     def __init__(
         self,
@@ -142,12 +143,12 @@ class Model:
     ) -> Any:
         """Continue prompts, and return the continuations without the prompts.
 
-        prompts: a text, or ids as a list or a tensor, gives a continuation of the same kind; a list of texts or of ids
-        gives a list of them. An empty text begins a document.
+        prompts: a text, or ids as a list or a tensor; or a list of texts or of ids, for which a list is returned. A
+        continuation has the form of its prompt. An empty text begins a document.
 
         stream: return an iterator over the pieces of the text, or the ids, of a single prompt. Under a plan of several
         processes every rank must read it to its end; ranks other than 0 get the pieces when the text is complete.
-        details: return `Completion` objects, with ids, log-probabilities and the reason of the end.
+        details: return `Completion` objects, with ids, log-probabilities and the reason why the text ended.
         return_full_text: begin each continuation with its prompt.
 
         options: those of `dtgpt.inference.options.Options`, named as in transformers where it has them;
@@ -155,10 +156,10 @@ class Model:
         leave; num_return_sequences above 1 gives a list for each prompt; top_logprobs and prompt_logprobs go with
         details.
 
-        A continuation is a function of its prompt, the options, the seed and the prompt's index in the list. The other
-        prompts and the plan change nothing but the rounding of logits.
+        A continuation depends on its prompt, the options, the seed and the prompt's index in the list. Other prompts
+        and the plan change only the rounding of logits.
 
-        Raise UserError, one sentence, before anything is computed, where an argument is wrong.
+        Raise UserError, before anything is computed, if an argument is wrong.
         """
         check_switches(stream=stream, details=details, return_full_text=return_full_text)
         for name in ("top_logprobs", "prompt_logprobs"):
@@ -189,10 +190,10 @@ class Model:
         return results[0] if answer["single"] else results
 
     def score(self, prompts: Any, *, top_logprobs: int = 0, split_special_tokens: bool = False) -> Any:
-        """Return a `Score` of a text, or of ids: the log-probability of each token after the first; a list of them for
-        a list of texts or of ids. `top_logprobs`: number of likeliest tokens to return in place of each.
+        """Return a `Score` of a text, or of ids: the log-probability of each token after the first. For a list of texts
+        or of ids, return a list. top_logprobs: number of likeliest tokens to return at each position, too.
         split_special_tokens: names of special tokens in the text are plain text. Raise UserError, before anything is
-        computed, where an argument is wrong."""
+        computed, if an argument is wrong."""
         options: dict[str, Any] = {"max_new_tokens": 0, "prompt_logprobs": True, "top_logprobs": top_logprobs}
         found = self.generate(prompts, details=True, split_special_tokens=split_special_tokens, **options)
         return [one.prompt for one in found] if isinstance(found, list) else found.prompt

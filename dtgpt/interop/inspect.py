@@ -17,7 +17,7 @@ from dtgpt.posttrain.lora.checkpoint import ADAPTER, base_of
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
-WHOLE = "every file as it was written"
+WHOLE = "every file verified"
 
 
 def inspect(path: Path, tensors: bool = False, own: type[ModelConfig] | None = None) -> str:

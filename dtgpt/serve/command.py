@@ -40,7 +40,8 @@ class ServeOptions:
     (/v1/completions), and a web page. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
     convert` reads. Under torchrun, the processes share the model by a plan.
 
-    Requests that arrive join those that run. An answer depends on its request alone, and not on others or the plan.
+    New requests join the batch that is running. An answer depends on its request alone, not on other requests or
+    the plan.
 
     SIGTERM or Ctrl-C ends the server: running requests have --drain seconds. A second one ends it at once.
     """
@@ -54,7 +55,7 @@ class ServeOptions:
         "tokenizer": "tokenizer",
     }
 
-    host: Annotated[str, "address to listen on; other than of this machine alone: with --api-key"] = "127.0.0.1"
+    host: Annotated[str, "address to listen on; one that other machines can reach needs --api-key"] = "127.0.0.1"
     port: Annotated[int, "port; 0: any free one, which is printed", Bounds(0, 65535)] = 5000
     name: Annotated[str | None, "name of the model in /v1/models; none: that of the folder"] = None
     api_key: Annotated[

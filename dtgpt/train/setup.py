@@ -151,8 +151,9 @@ class Setup:
 
 @contextmanager
 def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
-    """Yield a trainer of the recipe without a run of its own: processes, data, model, optimizer. It is at its first
-    step, or at that of the newest checkpoint in the folder of `run`."""
+    """Connect the processes that torchrun started, and yield a trainer with the recipe's data, model and optimizer. It
+    is before its first step, or, with a run folder `run`, after the step of its newest checkpoint. No run folder is
+    created. Every rank must call it."""
     setup = Setup(make_job(recipe, ResumePoint(run=run), Process.from_environment().world))
     with ExitStack() as stack:
         setup.join(stack)

@@ -50,8 +50,8 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """What a run computes with, made in the order in which each part needs the one before. Files, reports and signals
-    are the loop's."""
+    """The parts with which this rank trains: batches, model, gradients, optimizer. Every rank must call the same
+    methods in the same order. It writes no files: that is the loop's."""
 
     def __init__(
         self,

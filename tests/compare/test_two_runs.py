@@ -98,7 +98,7 @@ def test_the_first_step_at_which_runs_part(write, compare):
     a, b = write("a", losses(range(1, 31))), write("b", losses(range(1, 31), change), {"optimizer": {"lr": 0.01}})
     code, out = compare(a, b)
     assert code == 1 and re.search(
-        r"part at step 21: loss of the step 4\.3 and 4\.4, 2\.3e-02 apart, the first record above the tolerance of "
+        r"diverge at step 21: loss of the step 4\.3 and 4\.4, 2\.3e-02 apart, the first record above the tolerance of "
         r"1e-05 \(fp32\); before it at most 1\.0e-07; equal bit for bit up to step 3 different: recipe; the same: data",
         out,
     )
@@ -116,12 +116,12 @@ def test_other_intervals_and_lengths(write, compare):
     assert "mean loss" not in out and "log.interval A 2 B 3" in out
     c = write("c", mean(losses([1, *range(3, 25, 3)]), 4), {"log": {"interval": 3}})
     code, out = compare(b, c)
-    assert code == 1 and "part at step 3: mean loss of an interval" in out
+    assert code == 1 and "diverge at step 3: mean loss of an interval" in out
 
 
 def test_a_gap_before_the_step_is_named(write, compare):
     a, b = write("a", losses([1, 10, 20])), write("b", losses([1, 10, 20], lambda n, x: x + (n > 10)))
-    assert "part at step 20" in (out := compare(a, b)[1]) and "; steps 11 to 19 have no record in common" in out
+    assert "diverge at step 20" in (out := compare(a, b)[1]) and "; steps 11 to 19 have no record in common" in out
 
 
 def test_held_out_losses_decide_too(write, compare):
@@ -129,14 +129,14 @@ def test_held_out_losses_decide_too(write, compare):
     a = write("a", losses(range(1, 31)) + more)
     b = write("b", [*losses(range(1, 31)), more[0], {"step": 20, "validation_loss": 3.1}])
     code, out = compare(a, b)
-    assert code == 1 and "part at step 20: validation loss 3 and 3.1, 3.2e-02 apart" in out
+    assert code == 1 and "diverge at step 20: validation loss 3 and 3.1, 3.2e-02 apart" in out
     assert compare(write("c", more), write("d", more))[0] == 0  # no training loss at all
 
 
 def test_what_is_not_a_number_is_not_equal(write, compare):
     bad = [*losses(range(1, 5)), {"step": 5, "step_loss": None, "loss": None}]
     a, b = write("a", losses(range(1, 6))), write("b", bad)
-    assert "part at step 5: loss of the step is not a number in B, the first" in (out := compare(a, b)[1])
+    assert "diverge at step 5: loss of the step is not a number in B, the first" in (out := compare(a, b)[1])
     assert "none nan 5" in out or "4 nan 5" in out
     code, out = compare(b, write("c", bad))
     assert code == 1 and "is not a number in A and B" in out

@@ -51,7 +51,7 @@ def of_serving() -> list[str]:
     return [*rows, "", *text]
 
 
-PAGES = {"generation.md": of_generation, "serving.md": of_serving}
+PAGES = {"generation.md": of_generation, "http_api.md": of_serving}
 
 
 def table(page: str) -> str:
