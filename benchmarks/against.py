@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import torch
 from energy import joules_of_steps
+from figures import note, ratios
 from torch import Tensor, nn
 from train_step import alternating, make_recipe, ratio
 
@@ -86,7 +87,7 @@ def measure(args: argparse.Namespace, overrides: list[str], make_peers: MakePeer
         if args.energy:
             counts = {name: max(1, round(args.energy / each["seconds"])) for name, each in found.items()}
             for name, joules in joules_of_steps(steps, counts, device).items():
-                found[name]["tokens_per_joule"] = tokens / joules
+                found[name] |= {"tokens_per_joule": tokens / joules, "joules": joules}
         return found
 
 
@@ -118,9 +119,13 @@ def run(parser: argparse.ArgumentParser, make_peers: MakePeers) -> int:
     for name, r in found.items():
         rate = f"{r['tokens_per_second']:,.0f} tokens/s" + (f", {r['mfu']:.1%} MFU" if r["mfu"] else "")
         print(f"{name:<28}{rate:<32}{r['seconds'] * 1e3:.2f} ms a step, loss {r['loss']:.3f}")
+        figures = {"tokens/s": r["tokens_per_second"], "ms": 1e3 * r["seconds"], "MFU %": r["mfu"] and 100 * r["mfu"]}
+        figures |= {"tokens/J": r.get("tokens_per_joule"), "J a step": r.get("joules"), "loss": r["loss"]}
+        note(name, figures, [1e3 * each for each in r["rounds"]])
     ours = found.pop("dtgpt")
     for name, theirs in found.items():
         print(f"dtgpt is {ratio(ours['rounds'], theirs['rounds'])} x as fast as {name}")
+        note(f"dtgpt / {name}", ratios(ours["rounds"], theirs["rounds"]))
         if args.energy:
             a, b = ours["tokens_per_joule"], theirs["tokens_per_joule"]
             print(f"a joule trains {a / b:.3f} x as many tokens: {a:.1f} and {b:.1f}")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from figures import note
 from timing import capture
 from torch import Tensor, nn
 
@@ -121,6 +122,7 @@ def main() -> None:
     best = statistics.median(times["ours, fp8"])
     for name, found in times.items():
         middle = statistics.median(found)
+        note(name, {"ms a block": middle / args.layers, "x ours in fp8": middle / best}, found)
         print(f"{name:28s}{middle / args.layers:9.4f} ms a block   {middle / best:.3f} x ours in fp8")
 
 

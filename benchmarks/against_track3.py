@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from figures import note
 from torch import Tensor
 
 from dtgpt.data.tokenizers.open import make_tokenizer
@@ -205,6 +206,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     for name, run in found.items():
+        note(name, {"ms": run["ms"], "tokens/s": run["tokens_per_second"], "validation loss": run["validation"]})
         print(f"{name:<8}{run['ms']:8.1f} ms a step {run['tokens_per_second']:12,.0f} tokens/s, ", end="")
         print(f"validation loss {run['validation']}")
     names = list(found)

@@ -3,10 +3,13 @@
     python benchmarks/audit.py --cases 100                          # gloo, fp32 and bf16, a tiny model
     python benchmarks/audit.py --cases 20 --on-gpus                 # two GPUs, and one that computes their steps again
     python benchmarks/audit.py --alterations                        # each is found, named and located
-    python benchmarks/audit.py --cost [--nproc 2] [--rounds 12]     # the 345M, 16 samples: steps with and without
+    python benchmarks/audit.py --cost [--rounds 12]                 # steps with and without receipts, in turns
+    torchrun --nproc-per-node 2 benchmarks/audit.py --cost --plan dp2 --micro_batch_size 8
+    python benchmarks/audit.py --one                                # seconds of an audit of one step
     python benchmarks/audit.py --alter RUN                          # change a weight of the newest checkpoint
 
-The exit code is 1 where a case is not equal, or an alteration is not found.
+--cost and --one take options of their recipe, the 345M's with 16 samples a step, or --recipe. The exit code is 1 where
+a case is not equal, or an alteration is not found.
 """
 
 import argparse
@@ -20,14 +23,23 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+
+from figures import note, ratios
+from train_step import drain
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dtgpt.checkpoint.manifest import list_checkpoints, step_of
 from dtgpt.receipts import audit as auditing
 from dtgpt.receipts.audit import audit
+from dtgpt.receipts.observer import ReceiptObserver
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import load_recipe
+from dtgpt.train.trainer import Trainer
 from tests.support.altered_runs import ALTERATIONS, WEIGHT, change
 from tests.support.audits import audited, tiny, train_with_receipts
 
@@ -125,34 +137,66 @@ def run_alterations() -> int:
     return missed
 
 
-def seconds_of_step(nproc: int, steps: int, words: list[str]) -> float:
-    """Return the seconds of a step of the 345M in a run of its own, without the first steps."""
+def measure_cost(options: argparse.Namespace, overrides: list[str]) -> None:
+    """Print the ratio of the seconds of steps with receipts to those of steps without, both runs open in this process,
+    in turns. Lines are collected where a run would wait for the device to report progress."""
+    with ExitStack() as stack:
+        works = {}
+        for name, words in (("without", []), ("with", ["--receipts.on"])):
+            recipe = load_recipe(ROOT / options.recipe, [*overrides, *words])
+            trainer = stack.enter_context(open_trainer(recipe))
+            observer = ReceiptObserver(recipe.log.interval, recipe.num_steps)
+            observer.prepare(trainer)
+            works[name] = partial(seconds_of_steps, trainer, observer, options.steps)
+        rank = trainer.mesh.rank
+        for work in works.values():
+            work()  # compiles and captures
+        times: dict[str, list[float]] = {name: [] for name in works}
+        for number in range(options.rounds):
+            for name in list(works)[:: 1 if number % 2 else -1]:
+                times[name].append(works[name]())
+        found = ratios(times["without"], times["with"])
+    if rank == 0:
+        for name, rounds in times.items():
+            print(f"{name:8}{1e3 * statistics.median(rounds):9.3f} ms a step")
+            note(name, {"ms": 1e3 * statistics.median(rounds)}, [1e3 * each for each in rounds])
+        print(f"with / without {found['ratio']:.4f}, {found['lowest']:.4f} to {found['highest']:.4f}")
+        note("with / without", found)
+
+
+def seconds_of_steps(trainer: Trainer, observer: ReceiptObserver, steps: int) -> float:
+    """Return the seconds of a step, of `steps`, with what a run does at its end to report progress."""
+    device = trainer.mesh.device
+    drain(device)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        result = trainer.train_step()
+    trainer.mean_loss(result)  # waits for the device
+    if observer.state is not None:
+        observer.state.collect()
+    drain(device)
+    return trainer.mesh.max((time.perf_counter() - begin) / steps)
+
+
+def measure_audit(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print how long an audit of a step takes, whose run is made first; return whether its bits are not equal."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "dtgpt", "train", "recipes/gpt2_345m.py", "--nproc", str(nproc)]
-        command += f"--micro_batch_size {16 // nproc} --global_batch_size 16 --steps {steps}".split()
-        command += f"--log.interval {steps // 2} --log.eval_interval 0 --log.sample_tokens 0 --runs {folder}".split()
-        command += ["--checkpoint.interval", "0", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        words = (
+            f"{options.recipe} --steps 12 --checkpoint.interval 8 --receipts.on --log.interval 1 --runs {folder}/runs"
+        )
+        quiet = "--log.eval_interval 0 --log.sample_tokens 0 --checkpoint.keep_last 0"
+        done = program("train", *words.split(), *quiet.split(), *overrides)
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
-        (run,) = Path(folder).iterdir()
-        if words:
-            start = json.loads((run / "receipts.jsonl").open().readline())
-            print(f"  {start['bytes_a_step'] / 1e6:,.0f} MB read a step by rank 0, at most")
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return next(r["seconds_per_step"] for r in records if r["step"] == steps and "seconds_per_step" in r)
-
-
-def measure_cost(nproc: int, rounds: int, steps: int) -> None:
-    """Print the median of the ratio of steps with receipts to steps without, in interleaved rounds."""
-    ratios = []
-    for number in range(rounds):
-        pair = {}
-        for words in ([], ["--receipts.on"])[:: 1 if number % 2 else -1]:
-            pair[bool(words)] = seconds_of_step(nproc, steps, words)
-        ratios.append(pair[True] / pair[False])
-        print(f"round {number + 1}: {1e3 * pair[False]:.2f} ms, with receipts {1e3 * pair[True]:.2f} ms", flush=True)
-    print(f"median {statistics.median(ratios):.4f}, {min(ratios):.4f} to {max(ratios):.4f}")
+        (run,) = Path(folder, "runs").iterdir()
+        begin = time.perf_counter()
+        done = program("audit", str(run), "--step", "10", "--json", f"{folder}/audit.json")
+        seconds = time.perf_counter() - begin
+        print(done.stdout + done.stderr)
+        verdict = json.loads(Path(folder, "audit.json").read_text())["steps"]["verdict"]
+    print(f"{verdict}, {seconds:.1f} s from the start of the audit to its end")
+    note("audit of a step", {"s": seconds, "verdict": verdict})
+    return int(verdict != "equal")
 
 
 def main() -> None:
@@ -160,22 +204,29 @@ def main() -> None:
     ways = parser.add_mutually_exclusive_group(required=True)
     ways.add_argument("--cases", type=int, metavar="N", help="random audits")
     ways.add_argument("--alterations", action="store_true", help="planted alterations")
-    ways.add_argument("--cost", action="store_true", help="what receipts cost a step of the 345M")
+    ways.add_argument("--cost", action="store_true", help="what receipts cost a step")
+    ways.add_argument("--one", action="store_true", help="seconds of an audit of one step")
     ways.add_argument("--alter", type=Path, metavar="RUN", help="change a weight of the newest checkpoint")
     parser.add_argument("--on-gpus", action="store_true", help="--cases: of runs on two GPUs, on one")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="with --on-gpus; cpu: a trial of it")
-    parser.add_argument("--nproc", type=int, default=1, help="GPUs of --cost")
+    parser.add_argument("--recipe", default="recipes/gpt2_345m.py", help="of --cost and --one")
     parser.add_argument("--rounds", type=int, default=12, help="interleaved rounds of --cost")
-    parser.add_argument("--steps", type=int, default=200, help="steps of a run of --cost")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a turn of --cost")
     parser.add_argument("--seed", type=int, default=1, help="of --cases")
-    options = parser.parse_args()
+    options, overrides = parser.parse_known_args()
+    if overrides and not (options.cost or options.one):
+        parser.error(f"there is no option {overrides[0]}")
+    for name in ("--global_batch_size", "--micro_batch_size"):
+        overrides = overrides if name in overrides else [name, "16", *overrides]
     begin = time.time()
     wrong = 0
     if options.alter:
         newest = list_checkpoints(options.alter / "checkpoints")[-1]
         change(options.alter, step_of(newest), WEIGHT)
     elif options.cost:
-        measure_cost(options.nproc, options.rounds, options.steps)
+        measure_cost(options, overrides)
+    elif options.one:
+        wrong = measure_audit(options, overrides)
     else:
         auditing.start_processes = audited  # forks, which begin at once
         if options.alterations:

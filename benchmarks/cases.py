@@ -1,13 +1,18 @@
-"""Medians of CUDA graph replays, interleaved between the variants of a case, against the floor of bytes or FLOPs."""
+"""Medians of CUDA graph replays, interleaved between the variants of a case, against the floor of bytes or FLOPs.
 
+Options of every script that uses this: --cases PATTERN, --variants PATTERN (regular expressions of names)."""
+
+import argparse
 import importlib.util
+import re
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from figures import note
 from timing import COPY_RATE, MATRIX_RATE, capture
 from torch import Tensor
 
@@ -69,21 +74,35 @@ def medians(variants: dict[str, Callable[[], object]], rounds: int = 20) -> dict
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+def chosen(cases: list[Case]) -> list[Case]:
+    """Return the cases, and of each the variants, that the command line asks for by `--cases` and `--variants`, regular
+    expressions."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--cases", default="")
+    parser.add_argument("--variants", default="")
+    asked, _ = parser.parse_known_args()
+    found = []
+    for case in cases:
+        variants = {name: work for name, work in case.variants.items() if re.search(asked.variants, name)}
+        if variants and re.search(asked.cases, case.name):
+            found.append(replace(case, variants=variants))
+    return found
+
+
 def run_cases(cases: list[Case], rounds: int = 20) -> list[dict]:
     """Measure and print a table: microseconds, TB/s or TFLOP/s on the floor's count, time over the floor."""
     results = []
-    for case in cases:
+    for case in chosen(cases):
         print(f"\n{case.name}   floor {case.floor * 1e6:.1f} us")
         graphs = {name: capture(work).replay for name, work in case.variants.items()}
         for name, seconds in medians(graphs, rounds).items():
-            rate = (
-                f"{case.bytes / seconds / 1e12:7.2f} TB/s"
-                if case.bytes / COPY_RATE >= case.flops / MATRIX_RATE
-                else (f"{case.flops / seconds / 1e12:7.0f} TFLOP/s")
-            )
+            moves = case.bytes / COPY_RATE >= case.flops / MATRIX_RATE
+            unit, rate = ("TB/s", case.bytes / seconds / 1e12) if moves else ("TFLOP/s", case.flops / seconds / 1e12)
             over = seconds / case.floor if case.floor else float("nan")
-            print(f"  {name:28s}{seconds * 1e6:10.1f} us {rate}{over:8.2f} x floor  {case.notes.get(name, '')}")
+            told = f"{rate:7.2f}" if moves else f"{rate:7.0f}"
+            print(f"  {name:28s}{seconds * 1e6:10.1f} us {told} {unit}{over:8.2f} x floor  {case.notes.get(name, '')}")
             results.append({"case": case.name, "variant": name, "us": seconds * 1e6, "over_floor": over})
+            note(f"{case.name}: {name}", {"us": seconds * 1e6, "x floor": over, unit: rate})
         del graphs
         torch.cuda.empty_cache()
     return results

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from figures import note
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -220,6 +221,7 @@ def show(rows: dict[str, list[dict[str, float]]], size: float, args: argparse.Na
     print(f"{'':<20}{'stall':>10}{'total':>10}{'load':>10}{'GB/s saved':>12}{'GB/s loaded':>13}")
     times = {name: medians(found) for name, found in rows.items()}
     for name, t in times.items():
+        note(name, {**{f"{kind} s": t[kind] for kind in ("stall", "total", "load")}, "GB": size / 1e9})
         figures = "".join(f"{t[kind]:10.3f}" for kind in ("stall", "total", "load"))
         print(f"{name:<20}{figures}{size / 1e9 / t['total']:12.2f}{size / 1e9 / t['load']:13.2f}")
     mine, (name, peer) = times[OURS], list(times.items())[-1]

@@ -4,6 +4,7 @@
     python benchmarks/decode.py --model 1558m --batches 1 --peers dtgpt naive_graph
     python benchmarks/decode.py --model llama32_1b --length 2048 --batches 1 64
     python benchmarks/decode.py --model 345m --batches 64 256 --positions 512 --peers dtgpt exact
+    python benchmarks/decode.py --model llama32_1b --length 2048 --batches 1 --peers dtgpt gpt_fast --gpt-fast CHECKOUT
     torchrun --nproc-per-node 2 benchmarks/decode.py --model 345m --plan tp2 --batches 1
 
 Random weights, greedy tokens; the timed ones begin LEAD tokens behind the given position. The bound is the bytes of the
@@ -24,7 +25,8 @@ from pathlib import Path
 
 import torch
 from decode_models import MODELS, bytes_read
-from decode_peers import LEAD, EnginePeer, NaiveGraphPeer, Peer, TransformersPeer, drain
+from decode_peers import LEAD, EnginePeer, GptFastPeer, NaiveGraphPeer, Peer, TransformersPeer, drain
+from figures import note
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
@@ -46,7 +48,7 @@ from dtgpt.util.peers import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 USUAL = ("dtgpt", "naive_graph", "hf_compiled", "hf_eager")  # peers, where none are named
-PEERS = (*USUAL, "exact")  # the engine with `exact`: on a GPU
+PEERS = (*USUAL, "exact", "gpt_fast")  # the engine with `exact`: on a GPU; --gpt-fast
 HEADS = ["batch", "position", "peer", "ms a token", "tokens/s", "of bound", "of dtgpt"]
 TIMEOUT = 600.0  # s that a rank waits for others
 
@@ -91,6 +93,7 @@ def make_peers(args: argparse.Namespace, engine: Engine, device: torch.device) -
         "naive_graph": partial(NaiveGraphPeer, config, device, dtype),
         "hf_compiled": partial(TransformersPeer, config, device, dtype, static=True),
         "hf_eager": partial(TransformersPeer, config, device, dtype, static=False),
+        "gpt_fast": partial(GptFastPeer, args.gpt_fast, config, device, dtype),
     }
     return {name: makers[name]() for name in PEERS if name in args.peers}
 
@@ -120,6 +123,7 @@ def measure_decode(args: argparse.Namespace, engine: Engine, rate: float) -> lis
                 row = {"batch": batch, "position": position, "peer": name, "seconds": times, "tokens_per_second": speed}
                 results.append(row | {"bound": bound, "of_bound": speed / bound})
                 print(line(results[-1], results), flush=True)
+                hand_over(results[-1])
     return results
 
 
@@ -132,6 +136,17 @@ def line(row: dict, results: list[dict]) -> str:
     cells += [f"{row['tokens_per_second']:,.0f}", f"{row['of_bound']:.1%}"]
     cells += [f"{row['tokens_per_second'] / ours['tokens_per_second']:.2f}" if ours else "-"]
     return "".join(cell.rjust(13) for cell in cells)
+
+
+def hand_over(row: dict) -> None:
+    """Hand the figures of a row to all.py."""
+    rounds = [1e3 * each for each in row["seconds"]]
+    figures = {
+        "ms": statistics.median(rounds),
+        "tokens/s": row["tokens_per_second"],
+        "of bound %": 100 * row["of_bound"],
+    }
+    note(f"{row['peer']}, {row['batch']} at {row['position']}", figures, rounds)
 
 
 def measure_rounds(args: argparse.Namespace, engine: Engine) -> list[dict]:
@@ -234,6 +249,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict:
     if args.prefill:
         results["prefill"] = rates = measure_prefill(args, engine)
         print(", ".join(f"{name} {value:,.0f} tokens/s" for name, value in rates.items()))
+        note("prefill", {f"{name} tokens/s": value for name, value in rates.items()})
     engine.release()
     return results | {"model": args.model, "plan": args.plan, "dtype": args.dtype, "environment": environment(device)}
 
@@ -259,6 +275,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="numbers of sequences")
     parser.add_argument("--positions", type=int, nargs="+", default=[0, 512], help="tokens before the first timed ones")
     parser.add_argument("--peers", nargs="+", default=list(USUAL), choices=PEERS)
+    parser.add_argument("--gpt-fast", type=Path, help="checkout of gpt-fast, for the peer gpt_fast (LLaMA)")
     parser.add_argument("--tokens", type=int, default=128, help="timed steps of a measurement")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each peer")
     parser.add_argument("--slots", type=int, default=0, help="of the engine; default: the largest batch")
@@ -268,6 +285,8 @@ def parse() -> argparse.Namespace:
     if args.tokens < LONGEST_ROUND:
         parser.error(f"--tokens {args.tokens} is less than a round; use {LONGEST_ROUND} or more")
     args.config = MODELS[args.model]
+    if "gpt_fast" in args.peers and not (args.gpt_fast and args.config.architecture == "llama"):
+        parser.error("the peer gpt_fast needs --gpt-fast CHECKOUT and a --model of LLaMA")
     if args.length:
         args.config = replace(args.config, seq_length=args.length)
     needed, there = max(args.positions) + 1 + LEAD + args.tokens, args.config.seq_length

@@ -1,9 +1,13 @@
-"""Ways to generate tokens, each behind the same two calls: dtgpt's engine, transformers, and a naive CUDA graph."""
+"""Ways to generate tokens, each behind the same two calls: dtgpt's engine, transformers, gpt-fast, and a naive CUDA
+graph."""
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -108,6 +112,58 @@ class StopWatch:
 
     def end(self) -> None:
         pass
+
+
+class GptFastPeer(Peer):
+    """gpt-fast's model and its decoding of one token, compiled as its generate.py does it. It draws each token from the
+    softmax of its logits; dtgpt's is greedy."""
+
+    def __init__(self, folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype):
+        sys.path.insert(0, str(folder))
+        tokenizer = ModuleType("tokenizer")  # theirs needs libraries, and no text is encoded
+        sys.modules["tokenizer"] = tokenizer
+        tokenizer.get_tokenizer = None  # type: ignore[attr-defined]
+        import generate as theirs
+        from model import ModelArgs, Transformer
+
+        self.theirs, self.device = theirs, device
+        sizes = ModelArgs(
+            block_size=config.seq_length, vocab_size=config.vocab_size, n_layer=config.num_layers,
+            n_head=config.num_heads, dim=config.hidden_size, intermediate_size=config.ffn_hidden_size,
+            n_local_heads=config.num_kv_heads, rope_base=config.rope_theta, norm_eps=config.norm_eps,
+        )  # fmt: skip
+        with device:
+            self.model = Transformer(sizes).to(dtype).eval()
+        self.decode: Callable[..., Any] = theirs.decode_one_token
+        if device.type == "cuda":
+            self.decode = torch.compile(theirs.decode_one_token, mode="reduce-overhead", fullgraph=True)
+
+    @torch.no_grad()
+    def prepare(self, prompt: list[int], batch: int, tokens: int) -> None:
+        super().prepare(prompt, batch, tokens)
+        self.first = len(prompt)
+        with self.device:
+            self.model.setup_caches(max_batch_size=batch, max_seq_length=self.first + LEAD + tokens)
+        length = self.model.max_seq_length
+        self.mask = self.theirs.create_block_mask(self.theirs.causal_mask, 1, 1, length, length, device=self.device)
+        self.step_time()  # compiles
+
+    @torch.no_grad()
+    def step_time(self) -> float:
+        token = torch.ones(self.batch, 1, dtype=torch.int64, device=self.device)
+        position = torch.tensor([self.first], device=self.device, dtype=torch.int)
+        begin = 0.0
+        for count in range(LEAD + self.tokens):
+            if count == LEAD:
+                drain(self.device)
+                begin = time.perf_counter()
+            token = self.decode(self.model, token, position, self.mask)[0].clone()
+            position += 1
+        drain(self.device)
+        return (time.perf_counter() - begin) / self.tokens
+
+    def close(self) -> None:
+        pass  # one size of its cache is asked for
 
 
 class NaiveGraphPeer(Peer):

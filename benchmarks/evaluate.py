@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from figures import note
 from transformers_model import transformers_model
 
 import dtgpt
@@ -196,6 +197,8 @@ def main() -> int:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    for r in results:
+        note(r["task"], {"s": min(r["seconds"]), "transformers / dtgpt": r["times"], "samples": r["samples"]})
     if args.json:
         found = {"arguments": {k: str(v) for k, v in vars(args).items()}, "environment": environment(device)}
         args.json.write_text(json.dumps({**found, "forward": forward, "tasks": results}, indent=1) + "\n")

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from decode_models import MODELS
+from figures import note
 from torch import Tensor
 
 from dtgpt.config.execution import Settings, choose_device
@@ -146,6 +147,8 @@ def compare_tokens(args: argparse.Namespace) -> None:
         count, wrong = differing(stage, mesh, some, batch, whole)
         shape = f"{batch} of {'all positions' if whole else 'their own length'}"
         say(f"  micro-batches of {shape}: {wrong} of {count:,} log-probabilities differ", flush=True)
+        if mesh.rank == 0:
+            note(f"{name}, micro-batches of {shape}", {"differ": wrong, "log-probabilities": count})
     for each in (drawing, mesh):
         for close in each.before_end:
             close()

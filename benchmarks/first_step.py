@@ -27,6 +27,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from figures import note
+
 CACHES = ("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 PACKAGES = (
     *("torch", "torchgen", "functorch", "triton", "sympy", "mpmath", "networkx", "numpy", "safetensors", "packaging"),
@@ -208,6 +210,7 @@ def main() -> int:
                 steps = ", ".join(f"{seconds:.1f}" for seconds in found.steps)
                 print(f"{title}: seconds from the start to steps 1 to {STEPS}: {steps}", flush=True)
                 print(f"    losses {' '.join(found.losses)}", flush=True)
+                note(title, {f"s to step {step}": seconds for step, seconds in enumerate(found.steps, 1)})
                 taken.setdefault((trees[place], number > 0), []).append(found.steps)
                 if args.phases:
                     print_phases(found)

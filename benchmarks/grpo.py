@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from decode_models import MODELS
 from exact import trained
+from figures import note
 
 from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.recipe import Recipe
@@ -113,7 +114,12 @@ def main() -> None:
     found = {key: round(statistics.median(record[key] for record in kept), 4) for key in (*PARTS, *RATES)}
     whole = statistics.median(sum(record[part] for part in PARTS) for record in kept)
     print(json.dumps({"step_seconds": round(whole, 4), **found} | ({"peak GiB": memory} if memory else {})))
+    rounds = [sum(record[part] for part in PARTS) for record in kept]
+    steps = {"s": whole, "drawn s": found["rollout_seconds"], "rewards s": found["scoring_seconds"]}
+    steps |= {"trained s": found["training_seconds"], "drawn tokens/s": found["rollout_tokens_per_second"]}
+    note("step", {**steps, "trained tokens/s": found["training_tokens_per_second"], "GiB": memory}, rounds)
     if args.bits:
+        note("bits", {"differ": wrong, "log-probabilities": tokens})
         print(f"{wrong} of {tokens:,} log-probabilities differ in their bits")
 
 

@@ -9,12 +9,14 @@ that of its generation.
 """
 
 import argparse
+import statistics
 import tempfile
 import time
 
 import torch
 import transformers
 from decode_models import MODELS
+from figures import note
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers_model import transformers_model
 
@@ -91,6 +93,10 @@ def main() -> None:
     for step, seconds in enumerate(times.steps):
         print(f"step {step + 1}: {seconds:.2f} s", flush=True)
     print(f"generate: {[(round(seconds, 2), shape) for seconds, shape in generated]}")
+    kept = times.steps[1:] or times.steps
+    drawn = [seconds for seconds, _ in generated][1:] or [seconds for seconds, _ in generated]
+    memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    note("step", {"s": statistics.median(kept), "drawn s": statistics.median(drawn), "GiB": memory}, kept)
     if on_gpu:
         print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 

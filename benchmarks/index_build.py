@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from figures import note
 
 from dtgpt.data.megatron.blend import blend_order
 from dtgpt.data.megatron.samples import build_sample_index, count_epochs
@@ -152,6 +153,7 @@ def main() -> None:
     rounds = [{name: in_fresh_process(name) for name in names} for _ in range(options.rounds)]
     best = {name: min((r[name] for r in rounds), key=lambda result: result["seconds"]) for name in names}
     for name, r in best.items():
+        note(name, {"s": r["seconds"], "MiB": r["added"] / 2**20})
         spread = f"{r['seconds']:.2f}-{max(x[name]['seconds'] for x in rounds):.2f} s"
         memory_ = f"adds {r['added'] / 2**20:.0f} MiB at its peak ({r['peak'] / 2**20:.0f} MiB in all)"
         print(f"{name:9s} {spread}, {r['cpu']:.2f} s of CPU, {memory_}; {', '.join(r['arrays'])}; {r['digest']}")

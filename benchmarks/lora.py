@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 
 import torch
+from figures import note
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
@@ -31,7 +32,8 @@ TINY = LlamaConfig(
     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden_size=96, seq_length=64,
     vocab_size=1024,
 )  # fmt: skip
-PACKED = DataConfig(reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+TEXT = DataConfig(tokenizer="bytes")
+PACKED = replace(TEXT, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
 
 
 def measure(recipe: Recipe, steps: int, warm_up: int) -> dict[str, float]:
@@ -73,6 +75,7 @@ def main() -> None:
     base = Recipe(
         name="lora",
         model=replace(small, seq_length=length),
+        data=TEXT,
         optimizer=OptimizerConfig(lr=1e-5),
         micro_batch_size=sizes["full"],
         global_batch_size=4 * sizes["full"],
@@ -89,7 +92,10 @@ def main() -> None:
     runs = {"lora": lora, "pretraining": base, "packed": replace(base, data=PACKED)}
     for name, recipe in runs.items():
         if options.only in (None, name):
-            print(json.dumps({"run": name} | measure(recipe, options.steps, options.warm_up)), flush=True)
+            found = measure(recipe, options.steps, options.warm_up)
+            print(json.dumps({"run": name} | found), flush=True)
+            units = {"tokens/s": "tokens/s", "peak GiB": "GiB", "planned GiB": "planned GiB", "loss": "loss"}
+            note(name, {unit: found.get(key) for key, unit in units.items()})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Plans on four or eight GPUs of one host: first whether they are right, then how fast they are.
+"""Whether plans are right on four or eight GPUs of one host. `all.py` checks it before it measures there.
 
     python benchmarks/many_gpus.py                                       # all of it, on the GPUs that are there
     python benchmarks/many_gpus.py --parts plans random                  # parts by name
@@ -9,11 +9,9 @@
     tests     pytest -m cuda of the folders whose tests need several GPUs
     random    dtgpt compare --random 40
     node      two torchruns of half of the GPUs each; one is killed, the other goes on by itself and ends the run
-    scaling   replicas beside one GPU, pipelines, Llama 3 8B at samples of 8,192 and 131,072 tokens
-    decode    a token of one sequence and of 64 under tp
 
-Where one of the first five fails, nothing is measured. The text is that of Python's standard library, as bytes. Options
-that this script does not know are options of the recipe of `plans`.
+The text is that of Python's standard library, as bytes. Options that this script does not know are options of the
+recipe of `plans`.
 """
 
 import argparse
@@ -49,7 +47,6 @@ NODE_STEPS = {"cuda": "400", "cpu": "60"}  # a GPU does hundreds a second
 KILLED_AFTER = 20  # steps
 LOST = 600.0  # seconds for the run to get there, and for the rest of it
 PATIENCE = 0.1  # seconds between looks at the run
-ROOM = 100e9  # bytes of a GPU on which one GPU's step and three plans of it are open at once
 
 
 def plans(args: argparse.Namespace) -> bool:
@@ -111,54 +108,21 @@ def _wait(is_there: Callable[[], bool]) -> None:
         time.sleep(PATIENCE)
 
 
-def scaling(args: argparse.Namespace) -> bool:
-    n = args.gpus
-    replicas = [f"dp{n}", f"dp{n}_zero1", f"dp{n}_zero3"]
-    has_room = torch.cuda.get_device_properties(0).total_memory > ROOM
-    turns = [replicas] if has_room else [[one] for one in replicas]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(n), "benchmarks/scaling.py"]
-    step = ["benchmarks/train_step.py", "--dropout", "0"]
-    small = [*step, "--micro_batch_size", "4", "--micro_batches", str(4 * n)]
-    long = [*step, "--model", "llama3_8b", "--micro_batch_size", "1", "--steps", "4", "--warmup", "3"]
-    others = ["dp2_tp4_sp"] if n == 8 else []
-    with tempfile.TemporaryDirectory() as folder:
-        data = python_sources(folder)
-        done = [run([*launch, "--plans", *some, "--micro_batch_size", "32", *data]) for some in turns]
-        done.append(run([*small, "--plans", "single", *others, f"pp{n}", *data]))
-        done.append(run([*long, "--plans", f"dp{n}_zero3", f"tp{n}_sp", *data]))
-        length = ["--model.seq_length", "131072", "--recompute", "full", "--steps", "2", "--warmup", "2"]
-        done.append(run([*long, "--plans", f"cp{n}_zero3", *length, *data]))
-    return all(done)
-
-
-def decode(args: argparse.Namespace) -> bool:
-    done = []
-    for model in ("345m", "llama3_8b"):
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(args.gpus), "benchmarks/decode.py"]
-        own = ["--model", model, "--positions", "512", "--prefill", "0", "--peers", "dtgpt", "--batches", "1", "64"]
-        own += ["--tokens", "64", "--rounds", "3"]
-        done.append(run([*launch, "--plan", f"tp{args.gpus}", *own]))
-    return all(done)
-
-
 CHECKS = {"plans": plans, "rows": rows, "tests": tests, "random": random, "node": node}
-MEASURES = {"scaling": scaling, "decode": decode}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gpus", type=int, choices=sorted(PLANS), default=torch.cuda.device_count() or None)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--parts", nargs="+", choices=[*CHECKS, *MEASURES], default=[*CHECKS, *MEASURES])
+    parser.add_argument("--parts", nargs="+", choices=CHECKS, default=list(CHECKS))
     args, args.options = parser.parse_known_args()
     if args.gpus not in PLANS:
         parser.error(f"this machine has {args.gpus or 'no'} GPUs; use one with 4 or 8, or --device cpu --gpus 4")
-    for kind in (CHECKS, MEASURES):
-        wrong = [name for name in args.parts if name in kind and not kind[name](args)]
-        if wrong:
-            print(f"\nfailed: {', '.join(wrong)}", file=sys.stderr)
-            return 1
-    return 0
+    wrong = [name for name in args.parts if not CHECKS[name](args)]
+    if wrong:
+        print(f"\nfailed: {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from decode_models import MODELS
+from figures import note
 from timing import COPY_RATE, capture
 from torch import Tensor, nn
 
@@ -54,6 +55,7 @@ def microseconds(work: Callable[[], object], count: int, rounds: int = 20) -> fl
 
 def line(name: str, rows: int, bytes_moved: float, found: dict[str, float]) -> None:
     cells = "  ".join(f"{label} {value:8.2f}" for label, value in found.items())
+    note(f"{name}, {rows} rows", {f"{label} us": value for label, value in found.items()})
     print(f"{name:>22} M={rows:<4} floor {1e6 * bytes_moved / COPY_RATE:7.2f}  {cells}", flush=True)
 
 

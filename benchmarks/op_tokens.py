@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from figures import note
 from timing import capture
 from torch import Tensor
 
@@ -134,6 +135,7 @@ def compare(mesh: Mesh, name: str, sizes: tuple[int, int, int, int]) -> None:
         print(f"{name}, {mesh.plan.name}: {sent / 1e6:.0f} MB sent forward; same bits: {same}")
         for way, seconds in times.items():
             moved = sent if way.startswith("forward") else 2 * sent
+            note(f"{name}, {way}", {"us": seconds * 1e6, "GB/s": moved / seconds / 1e9})
             print(f"  {way:28} {seconds * 1e6:9.1f} us, {moved / seconds / 1e9:6.1f} GB/s", flush=True)
 
 

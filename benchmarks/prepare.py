@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from figures import note
+
 RUN = "import sys; from dtgpt.data.prepare.command import command; sys.exit(command(sys.argv[1:]))"
 
 
@@ -110,6 +112,7 @@ def main() -> int:
             same = same and len(digests) == 1
             for tool, seconds in best.items():
                 rate = corpus.stat().st_size / 1e6 / seconds
+                note(f"{tool}, {workers} workers", {"MB/s": rate})
                 print(f"{workers} workers  {tool:<12}{seconds:8.1f} s {rate:7.2f} MB/s", flush=True)
             if len(best) == 2:
                 print(f"{workers} workers  {best['Megatron-LM'] / best['dtgpt']:.1f} times as fast; "

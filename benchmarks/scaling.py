@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from figures import note
 from train_step import make_recipe, timed
 
 from dtgpt.config.execution import choose_device
@@ -74,6 +75,7 @@ def in_turns(
             rounds = " ".join(f"{t:.2f}" for t in times)
             ranks = " ".join(f"{statistics.median(one[name]):.2f}" for one in everyone)
             found = f"{statistics.median(times):8.2f} ms, {shares[name]:.4f} of linear"
+            note(name, {"ms": statistics.median(times), "of linear": shares[name]}, times)
             print(f"{name:12} {found}; ranks {ranks}; rounds {rounds}", flush=True)
     return shares
 

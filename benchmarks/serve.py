@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from figures import note
 from serve_clients import Answer
 from torch import Tensor
 
@@ -169,6 +170,15 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def hand_over(figures: dict[str, Any], clients: int) -> None:
+    """Hand the figures to all.py."""
+    rates = {name: figures[name] for name in ("engine tokens/s", "server tokens/s", "share of the engine")}
+    note(f"{clients} clients", rates)
+    for count in (1, clients):
+        first = figures[f"first token at {count} client{'s' * (count > 1)}, ms"]
+        note(f"first token at {count}", {f"{name} ms": value for name, value in first.items()})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="345m")
@@ -188,6 +198,7 @@ def main() -> int:
         write_model(args.model, folder, args.device)
         figures = {"model": args.model, **measure(args, folder)}
     print(json.dumps(figures, indent=1))
+    hand_over(figures, args.clients)
     if args.output:
         Path(args.output).write_text(json.dumps({**environment(torch.device(args.device)), **figures}, indent=1) + "\n")
     return 0

@@ -24,6 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from figures import note, ratios
 from step_floor import FORWARD, floor, say_floor
 
 from dtgpt.compare.compare import fitting_plan
@@ -226,10 +227,17 @@ def table(results: list[dict]) -> str:
     return "\n".join(row[0].ljust(width) + "".join(cell.rjust(12) for cell in row[1:]) for row in rows)
 
 
+def hand_over(r: dict) -> None:
+    """Hand the figures of a plan to all.py."""
+    figures = {"tokens/s": r["tokens_per_second"], "tokens/s a GPU": r["per_gpu"], "ms": 1e3 * r["step"]}
+    figures |= {"MFU %": r["mfu"] and 100 * r["mfu"], "x floor": r["over_floor"], "host ms": 1e3 * r["host"]}
+    note(r["plan"], {**figures, "GiB": r["allocated"], "loss": r["loss"]}, [1e3 * each for each in r["rounds"]])
+
+
 def ratio(first: list[float], second: list[float]) -> str:
     """How many times faster the first setting is, from medians by round."""
-    ratios = sorted(b / a for a, b in zip(first, second, strict=True))
-    return f"{statistics.median(ratios):.4f} (rounds {ratios[0]:.4f} to {ratios[-1]:.4f})"
+    found = ratios(first, second)
+    return f"{found['ratio']:.4f} (rounds {found['lowest']:.4f} to {found['highest']:.4f})"
 
 
 def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -266,9 +274,12 @@ def compare(args: argparse.Namespace, overrides: list[str]) -> int:
             results += json.loads(file.read_text()) if code == 0 else []
             failed += [name] if code else []
     print("\n" + table(results))
+    for r in results:
+        hand_over(r)
     if args.against is not None:
         for a, b in zip(results[::2], results[1::2], strict=True):
             print(f"{a['plan']} is {ratio(a['rounds'], b['rounds'])} x as fast as {b['plan']}")
+            note(f"{a['plan']} / {b['plan']}", ratios(a["rounds"], b["rounds"]))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
     for name in failed:

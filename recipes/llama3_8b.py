@@ -6,10 +6,11 @@ plan       dtgpt plan recipes/llama3_8b.py --world 8 --gpu H100
 command    torchrun --nproc-per-node 8 recipes/llama3_8b.py --data.path tokens_text_document
 two GPUs   the same with --nproc-per-node 2, or with --plan tp2_sp
 fine-tune  the same with --init_from Meta-Llama-3-8B --optimizer.lr 1e-5 --optimizer.warmup 100 --steps 1000
-expect     on two H200 with a sample for each replica (--global_batch_size 2): 9,410 tokens/s a GPU, 55.1 % MFU and
-           84.5 GiB by NCCL (85.3 by copy engines, as planned); under tp2_sp with one sample 9,208, 53.9 % and 73.1 GiB.
-           Gradients of several micro-batches take 15 GiB more. On 8 GPUs 58 GiB each, as planned. The full run was not
-           tried.
+expect     on two H200 with a sample for each replica (--global_batch_size 2) 84.5 GiB by NCCL (85.3 by copy engines, as
+           planned). Gradients of several micro-batches take 15 GiB more. On 8 GPUs 58 GiB each, as planned. The full
+           run was not tried.
+measured   on two with --global_batch_size 2 9,410 tokens/s a GPU, 84.48 GiB; under tp2_sp with one sample 9,208, 73.11
+           GiB (docs/benchmarks.md)
 
 8000 steps of warmup to 3e-4, then a cosine to a hundredth of that over 1,200,000 steps. The paper begins with batches
 of 4 million tokens in samples of 4096, and goes on with 8 million in samples of 8192; here all steps have 4 million in
