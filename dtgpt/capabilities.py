@@ -3,7 +3,7 @@ works as before."""
 
 # The module that describes the capability, and those of the capabilities whose modules it imports. Sections of recipes
 # stand in this order, in `--help` too, and formats are asked in it: pairs of answers are chats, too, and these are
-# token files; that of library_tokenizers takes every file.
+# token files; that of library_tokenizers takes every file. A run that interop does not know is dtgpt's: init_from.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
@@ -18,7 +18,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.optim.fp8", ()),
     ("dtgpt.optim.z_scores", ()),
     ("dtgpt.data.prepare", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron")),
-    ("dtgpt.posttrain.lora", ()),
+    ("dtgpt.posttrain.lora", ("dtgpt.train.init_from",)),
     ("dtgpt.posttrain.dpo", ("dtgpt.data.megatron", "dtgpt.posttrain.chats")),
     (
         "dtgpt.posttrain.chats",
@@ -44,8 +44,10 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.models.families",
             "dtgpt.optim.fp16",
             "dtgpt.posttrain.lora",
+            "dtgpt.train.init_from",
         ),
     ),
+    ("dtgpt.train.init_from", ()),
     ("dtgpt.translate", ()),
     (
         "dtgpt.planning",

@@ -1,27 +1,19 @@
 """The tokenizer of a model in any format, and the ids at which its texts end: what a run keeps, or files beside the
 weights.
 
-A run that begins with the model needs its tokenizer: the weights were trained on its ids, and not on another one's.
-Ends come from files that name them, in a format which a capability reads; the tokenizer's end of text is that of all
-other models."""
+Weights mean the ids of the tokenizer with which they were trained, and not those of another one. Ends come from files
+that name them, in a format which a capability reads; the tokenizer's end of text is that of all other models."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from dtgpt.checkpoint.manifest import STATE
 from dtgpt.checkpoint.open import formats, run_of
-from dtgpt.config.sections import DataConfig
-from dtgpt.data.open import format_of
-from dtgpt.data.text import EMBEDDED
 from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer, tokenizer_file
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
-from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
-
-OPTIONS = {"data.tokenizer": "auto", "data.tokenizer_file": None, "data.vocab_file": None}  # that may name a tokenizer
 
 
 def named_tokenizer(
@@ -63,61 +55,6 @@ def tokenizer_place(path: Path) -> Path | None:
         return path / "tokenizer.json"
     named = (form.tokenizer_folder(path) for form in formats())
     return next((folder for folder in [path, *filter(None, named)] if tokenizer_file(folder)), None)
-
-
-def named_in(data: DataConfig) -> list[str]:
-    """Return the options that name a tokenizer in these data."""
-    return [name for name, default in OPTIONS.items() if getattr(data, name.removeprefix("data.")) != default]
-
-
-def with_own_tokenizer(path: Path, data: DataConfig, model: ModelConfig) -> DataConfig:
-    """Return the data with the tokenizer of the model at `path` that a run begins with, where nothing names theirs.
-    Raises UserError where a text would need it and there is none, or it has more tokens than `model`."""
-    if not path.exists() or named_in(data):
-        return data
-    prepared = format_of(data.path)
-    if prepared and prepared.has_tokenizer(data):
-        return data
-    place, own = tokenizer_place(path), tokenizer_beside(path)
-    if place is not None and own is not None:
-        if own.spells or not prepared:
-            check_size(own, model)
-            return replace(data, tokenizer_file=str(place))
-    elif not prepared:
-        raise UserError(
-            f"{path} has no tokenizer by which {_name_data(data)} becomes tokens; copy its tokenizer's files there, or "
-            "name the one that it was trained with: --data.tokenizer_file FILE, or --data.tokenizer gpt2"
-        )
-    return data
-
-
-def check_own_tokenizer(path: Path, data: DataConfig, ours: Tokenizer) -> bool:
-    """Return whether nothing is known of the model at `path` by which it was trained with another tokenizer than
-    `ours`, that of the data. Raise UserError where it was; warn where that was asked for."""
-    own = tokenizer_beside(path)
-    if own is None or not ours.spells or own.is_same(ours):
-        return True
-    told = (
-        f"{path} was trained with another tokenizer ({_describe(own)}) than {_name_data(data)} has ({_describe(ours)})"
-    )
-    if data.other_tokenizer:
-        say(f"{told}: its embeddings mean other tokens", warning=True)
-        return False
-    options = " ".join(f"--{name} {OPTIONS[name] or 'none'}" for name in named_in(data))
-    take = f"give {options} to take that one, " if options and format_of(data.path) is None else ""
-    raise UserError(
-        f"{told}; {take}prepare a text with it (dtgpt prepare TEXT --tokenizer {tokenizer_place(path)} "
-        "--output-prefix PREFIX), or name the tokenizer of the data with --data.tokenizer or --data.tokenizer_file to "
-        "train on other tokens"
-    )
-
-
-def _name_data(data: DataConfig) -> str:
-    return f"data.path={data.path}" if data.path else EMBEDDED
-
-
-def _describe(tokenizer: Tokenizer) -> str:
-    return f"{tokenizer.name}, {tokenizer.vocab_size} tokens"
 
 
 def check_tokenizer(run: Path, ours: Tokenizer) -> None:

@@ -24,10 +24,11 @@ from dtgpt.config.schedule import parse_rampup
 from dtgpt.data.dataset import PART_NAMES, Dataset, bits_per_byte, perplexity
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import describe_run, values_of
-from dtgpt.run.records import TIMED, Begun, JsonLines, Sink, read_records
+from dtgpt.run.records import Begun, JsonLines, Sink, read_records
 from dtgpt.util.console import counted, duration, hanging, parameters, say, terminal_width
 from dtgpt.util.hardware import device_name, peak_flops, total_memory
 from dtgpt.util.storage import write_text
+from dtgpt.util.timers import TIMED
 
 HANG = 8  # the column in which the lines of the header begin
 

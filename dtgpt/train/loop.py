@@ -22,7 +22,6 @@ from typing import Any
 
 from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
-from dtgpt.checkpoint.open import keep_of_model
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.tokenizer import check_tokenizer
 from dtgpt.config.recipe import Recipe
@@ -106,17 +105,13 @@ def _train(setup: Setup, stop: StopRequest) -> int:
         loop = Loop(recipe, trainer, lock, stop, observers, setup.watch)
         if checkpoint:
             loop.resume(checkpoint)
-        elif resume.foreign:
-            resume.foreign.hand_over(trainer, recipe.batch_sizes)
         if not trainer.objective.prepare(trainer.step, former, loop.interrupted) or loop.interrupted():
             return loop.stopped("before the first step")
 
         # Nothing was written so far. Now that all is known to be right, the run gets its folder.
         if former is None:
             folder = mesh.on_rank_0(lambda: lock.take(create_run(Path(recipe.runs), recipe.name)))
-            if (begin := recipe.init_from) is not None:
-                own = type(recipe.model)
-                mesh.on_rank_0(lambda: keep_of_model(Path(begin), own, dataset.tokenizer, folder))
+            mesh.on_rank_0(lambda: setup.begin.save(type(recipe.model), dataset.tokenizer, folder))
             mesh.on_rank_0(lambda: trainer.objective.save(folder))
             return loop.run_to_end(folder, left)
         values = values_of(recipe.resolved())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dtgpt.checkpoint.load import find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.checkpoint.tokenizer import check_own_tokenizer, check_size, ends_of
+from dtgpt.checkpoint.tokenizer import check_size, ends_of
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Dataset, default_cache
@@ -23,10 +23,10 @@ from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import values_of
 from dtgpt.run.signals import StopRequest
-from dtgpt.train.checkpoints import load_initial_weights, place_of_frozen, restore
+from dtgpt.train.checkpoints import restore
 from dtgpt.train.objective import objective_of
 from dtgpt.train.observer import Observer, observers_of
-from dtgpt.train.start import Job, ResumePoint, make_job, model_to_begin_with
+from dtgpt.train.start import Job, ResumePoint, make_job
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
 from dtgpt.util.console import say
@@ -46,7 +46,7 @@ class Setup:
     mesh: Mesh
 
     def __init__(self, job: Job):
-        self.recipe, self.resume, self.choice = job.recipe, job.resume, job.choice
+        self.recipe, self.resume, self.begin, self.choice = job.recipe, job.resume, job.begin, job.choice
         self.everyone = Process.from_environment()
         self.process = self.everyone.among(job.choice.plan.world)  # this one among those that the plan uses
 
@@ -133,19 +133,16 @@ class Setup:
         return read_on_every_node(lambda: read_dataset(self.recipe), self.mesh, self.process)
 
     def make_trainer(self, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Trainer:
-        """Return a trainer at its first step. Its weights are random ones, or those that the recipe's `init_from`
-        names; a run that goes on leaves them to the `checkpoint` that is loaded next, but for those that it freezes."""
-        recipe, resume = self.recipe, self.resume
-        begin = model_to_begin_with(recipe.init_from, recipe.resume)
-        if checkpoint is not None:
-            begin = place_of_frozen(checkpoint, recipe.init_from) if recipe.freezes_weights else None
-        same = begin is not None and check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
-        ends = ends_of(resume.run or (begin if same else None), dataset.tokenizer, recipe.model.vocab_size).ids
+        """Return a trainer at its first step, with the weights with which the run begins. A run that goes on leaves
+        them to the `checkpoint` that is loaded next, but for those that it freezes."""
+        recipe, run = self.recipe, self.resume.run
+        begin = self.begin if checkpoint is None else self.begin.beside(checkpoint, recipe.freezes_weights)
+        named = begin.model_of_ends(recipe.data, dataset.tokenizer)
+        ends = ends_of(run or named, dataset.tokenizer, recipe.model.vocab_size).ids
         kind, given = objective_of(recipe)
-        draw_weights = begin is None and resume.run is None
+        draw_weights = begin.path is None and run is None
         trainer = Trainer(recipe, self.settings, self.mesh, kind(given, dataset), draw_weights, ends)
-        if begin is not None and resume.foreign is None:
-            load_initial_weights(begin, trainer)
+        begin.give_weights(trainer, recipe.batch_sizes)
         return trainer
 
 

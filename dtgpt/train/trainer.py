@@ -36,10 +36,9 @@ from dtgpt.parallel.build import (
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
-from dtgpt.run.records import TIMED
 from dtgpt.train.objective import HeldOut, Objective, Parts, never
 from dtgpt.util import seams
-from dtgpt.util.timers import Timers
+from dtgpt.util.timers import TIMED, Timers
 
 
 class StepResult(NamedTuple):
@@ -94,7 +93,6 @@ class Trainer:
 
         # The optimizer. It reads the gradients that the engine leaves in the shards, and scales the loss of a
         # micro-batch by its part of the mean.
-        self.bases: dict[str, Any] = {}  # what checkpoints say of the weights that they leave out
         self.step, self.sizes = 0, recipe.batch_sizes()
         self.micro_batches = settings.micro_batches
         self.optimizer = Update(

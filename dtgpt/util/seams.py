@@ -105,7 +105,8 @@ class Capability:
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
     launches: tuple[str, ...] = ()  # the processes of a run: the class of a `Launch`, one at most
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
-    bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.checkpoints.Base`
+    beginnings: tuple[str, ...] = ()  # a run with other weights than new ones: what makes a `train.start.Beginning`
+    bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.init_from.begin.Base`
     observers: tuple[str | When, ...] = ()  # what happens between steps
     former_starts: tuple[
         str, ...

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+TIMED = ("forward_backward", "forward", "backward", "optimizer", "data")  # parts of a step that have timers
+
 
 class Timers:
     """Seconds that parts of steps take, by name, on this rank.
