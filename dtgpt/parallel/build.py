@@ -33,9 +33,8 @@ from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.ops.attention.core import operations
 from dtgpt.ops.loss.head import CoupledLoss
 from dtgpt.parallel.collectives import Collectives, transport
-from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
+from dtgpt.parallel.engine import Graphs, SingleStageEngine, TrainingEngine
 from dtgpt.parallel.gradients import choose_sums
-from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage

@@ -7,19 +7,52 @@ the summed gradients in the shards: without a pipeline the one below, with one t
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.shards import Shards
+from dtgpt.util import seams
 from dtgpt.util.timers import NO_TIMERS, Timers
 
 if TYPE_CHECKING:  # half a second to import, which a run without ZeRO does not need
     from torch.distributed.fsdp import FSDPModule
+
+Result = TypeVar("Result")
+
+
+class Graphs:
+    """Pieces of a step by name. Here each runs as it is; a capability replays them as CUDA graphs.
+
+    enabled: whether pieces are going to be captured: then timers cannot measure within them.
+    captured: whether steps are replayed by now: then nothing that they left may be freed.
+    """
+
+    enabled = False
+    captured = False
+
+    def run(self, name: str, work: Callable[..., Result], *inputs: Tensor | None) -> Result:
+        """Return what `work(*inputs)` returns."""
+        return work(*inputs)
+
+    def next_step(self) -> None:
+        """Take note that a step begins."""
+
+    def restart(self) -> None:
+        """Forget the pieces because steps change."""
+
+    def release(self) -> None:
+        """Forget the pieces before the process group ends."""
+
+
+def open_graphs(wanted: bool) -> Graphs:
+    """Return what runs the pieces of a step, as graphs where these are wanted. All that is queued from here on may be
+    captured."""
+    kinds = seams.listed("graphs") if wanted else []
+    return kinds[0]() if kinds else Graphs()
 
 
 class TrainingEngine(ABC):

@@ -33,7 +33,7 @@ from dtgpt.parallel.build import (
     scale_gradients,
     smoke_test_table,
 )
-from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.engine import open_graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.train.objective import HeldOut, Objective, Parts, never
@@ -68,7 +68,7 @@ class Trainer:
         self.settings, self.mesh, self.log = settings, mesh, recipe.log
         self.objective, self.dataset, self.overfits = objective, objective.dataset, recipe.data.overfit
         self.schedule, self.steps = recipe.schedule, recipe.num_steps
-        self.graphs = Graphs(settings.graphs)  # early: all that is queued from here on may be captured
+        self.graphs = open_graphs(settings.graphs)  # early: all that is queued from here on may be captured
         mesh.before_end.append(self.graphs.release)
 
         # The model, in this rank's shards. Every random number of the run follows from the seed, and each element of a

@@ -36,7 +36,7 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "recipe": r"config/(recipe|sections|execution|overrides|recipe_rules|schedule|recipe_file)",
     "step": (
-        r"optim/(update|step_state)|train/(trainer|objective|interval_loss)|parallel/graphs"
+        r"optim/(update|step_state)|train/(trainer|objective|interval_loss)"
     ),
     "loop": (
         r"train/(loop|start|setup|checkpoints|observer)|run/(folder|saved_recipe|report|records|signals)"

@@ -21,10 +21,10 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.collectives import FlatSum, NarrowSum
+from dtgpt.parallel.engine import Graphs
 from dtgpt.parallel.exact_sums.buckets import ExactBucket, RoundedBucket, SummedBucket
 from dtgpt.parallel.exact_sums.sums import ExactSums
 from dtgpt.parallel.gradients import Bucket, Buckets, choose_sums
-from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shards import Shard, Shards, region_of_tp
 from dtgpt.parallel.shared_memory.pieces import Pieces
@@ -70,7 +70,7 @@ def build_rank(settings: Settings, optimizer: OptimizerConfig, rank: int) -> Bui
     """Return `rank` as `Trainer` builds it: mesh, stages, shards, buckets and optimizer, all without memory."""
     with open_one_rank(settings.plan, rank) as mesh:
         stages, shards = build_stages(settings, mesh, key=None)
-        make_engine(stages, shards, settings, Graphs(enabled=False))
+        make_engine(stages, shards, settings, Graphs())
         return describe_built(stages, shards, optimizer.make(shards), settings)
 
 
