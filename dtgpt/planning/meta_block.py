@@ -21,7 +21,8 @@ from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.serve import split_backward
-from dtgpt.parallel.layout import INPUTS, OUTPUTS, Layout, slices
+from dtgpt.parallel.layout import INPUTS, OUTPUTS, slices
+from dtgpt.planning.layout import Layout
 from dtgpt.posttrain.lora.adapters import local_adapter
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util import seams
