@@ -33,14 +33,13 @@ from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.ops.attention.core import operations
 from dtgpt.ops.loss.head import CoupledLoss
 from dtgpt.parallel.collectives import Collectives, transport
-from dtgpt.parallel.engine import Graphs, SingleStageEngine, TrainingEngine
+from dtgpt.parallel.engine import NO_TIMERS, Graphs, SingleStageEngine, Timers, TrainingEngine
 from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
-from dtgpt.util.timers import NO_TIMERS, Timers
 
 # What a plan alone needs is imported where the plan has it: DTensor, torch's pipelines and its compiler take a second.
 if TYPE_CHECKING:

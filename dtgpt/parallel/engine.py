@@ -5,7 +5,8 @@ the summed gradients in the shards: without a pipeline the one below, with one t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.util import seams
-from dtgpt.util.timers import NO_TIMERS, Timers
 
 if TYPE_CHECKING:  # half a second to import, which a run without ZeRO does not need
     from torch.distributed.fsdp import FSDPModule
@@ -32,7 +33,10 @@ class Graphs:
     """
 
     enabled = False
-    captured = False
+
+    @property
+    def captured(self) -> bool:
+        return False
 
     def run(self, name: str, work: Callable[..., Result], *inputs: Tensor | None) -> Result:
         """Return what `work(*inputs)` returns."""
@@ -53,6 +57,31 @@ def open_graphs(wanted: bool) -> Graphs:
     captured."""
     kinds = seams.listed("graphs") if wanted else []
     return kinds[0]() if kinds else Graphs()
+
+
+class Timers:
+    """Times of the parts of a step. Here nothing is measured; a capability does where `enabled`."""
+
+    enabled = False
+
+    def measure(self, name: str, host: bool = False) -> AbstractContextManager[None]:
+        """Return a context that adds its time to that of `name`. host: measure the host, not the device's queue."""
+        return nullcontext()
+
+    def next_step(self) -> None:
+        """Count a step."""
+
+    def seconds(self, mesh: Mesh) -> dict[str, float]:
+        """Return the mean seconds of the parts of a step since the last call, as figures of a record: those of the
+        slowest rank for each part. Waits for the device."""
+        return {}
+
+    def line(self, record: Mapping[str, float], graphs: bool) -> str:
+        """Return what the console shows of these figures of a record. graphs: whether steps are replayed as graphs."""
+        return ""
+
+
+NO_TIMERS = Timers()
 
 
 class TrainingEngine(ABC):

@@ -28,7 +28,6 @@ from dtgpt.run.records import Begun, JsonLines, Sink, read_records
 from dtgpt.util.console import counted, duration, hanging, parameters, say, terminal_width
 from dtgpt.util.hardware import device_name, peak_flops, total_memory
 from dtgpt.util.storage import write_text
-from dtgpt.util.timers import TIMED
 
 HANG = 8  # the column in which the lines of the header begin
 
@@ -145,8 +144,6 @@ class RunReport(Report):
         if "z" in self.shown and "loss_z" in metrics:
             own["z"] = metrics["loss_z"], metrics["grad_norm_z"]
         say(progress_line(record | own, self.steps))
-        if timers := timer_line(record, self.settings.graphs):
-            say(timers)
 
     def figures(self, step: int, figures: Mapping[str, float | None], *lines: str) -> None:
         self._write({"step": step, **_known(figures)})
@@ -236,7 +233,7 @@ def _known(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-# The progress line, and that of the timers.
+# The progress line.
 
 
 def _memory(record: dict[str, Any]) -> str:
@@ -292,20 +289,6 @@ def progress_line(record: dict[str, Any], steps: int) -> str:
         if len("  ".join(parts.values())) > width:
             parts.pop(name, None)
     return "  ".join(parts.values())
-
-
-def timer_line(record: dict[str, Any], graphs: bool) -> str:
-    """Return `ms/step: forward-backward 36.9 (forward 12.1, backward 24.3), ...` of a record; empty without timers.
-    graphs: steps are replayed as CUDA graphs, in which forward and backward are one."""
-    known = {name: record[f"{name}_seconds"] * 1000 for name in TIMED if record.get(f"{name}_seconds") is not None}
-    if not known:
-        return ""
-    parts = [f"{name} {known[name]:.1f}" for name in ("forward", "backward") if name in known]
-    inner = ", ".join(parts) or ("replayed as CUDA graphs" if graphs else "")
-    shown = {name: f"{name.replace('_', '-')} {value:.1f}" for name, value in known.items()}
-    if inner and "forward_backward" in shown:
-        shown["forward_backward"] += f" ({inner})"
-    return "  ms/step: " + ", ".join(shown[n] for n in ("forward_backward", "optimizer", "data") if n in shown)
 
 
 def _power(scale: float) -> str:

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
@@ -33,12 +31,11 @@ from dtgpt.parallel.build import (
     scale_gradients,
     smoke_test_table,
 )
-from dtgpt.parallel.engine import open_graphs
+from dtgpt.parallel.engine import Timers, open_graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.train.objective import HeldOut, Objective, Parts, never
 from dtgpt.util import seams
-from dtgpt.util.timers import TIMED, Timers
 
 
 class StepResult(NamedTuple):
@@ -83,7 +80,8 @@ class Trainer:
 
         # What runs micro-batches forward and backward through it, and what steps keep for the next one. States may
         # give modules what they compute with, which has to be there before anything runs.
-        self.timers = Timers(recipe.log.timers, mesh.device)
+        timers = seams.listed("timers", recipe.log)
+        self.timers: Timers = timers[0](mesh.device) if timers else Timers()
         self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
         states = make_states(recipe, settings, mesh)
         for state in states:
@@ -177,16 +175,6 @@ class Trainer:
             for state in self.optimizer.states:
                 stack.enter_context(state.as_loaded())
             yield
-
-    def times(self) -> dict[str, float]:
-        """Return the mean seconds of the parts of a step since the last call, those of the slowest rank for each part;
-        nothing without timers. Waits for the device."""
-        if not self.timers.enabled:
-            return {}
-        own = self.timers.take()
-        seconds = torch.tensor([own.get(name, -1.0) for name in TIMED], dtype=torch.float64, device=self.mesh.device)
-        slowest = self.mesh.all_reduce(seconds, ReduceOp.MAX).tolist()
-        return {f"{name}_seconds": value for name, value in zip(TIMED, slowest, strict=True) if value >= 0}
 
     def samples_before(self, step: int) -> int:
         """Return the samples that the run had seen when `step` began."""

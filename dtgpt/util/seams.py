@@ -107,6 +107,7 @@ class Capability:
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
     beginnings: tuple[str, ...] = ()  # a run with other weights than new ones: what makes a `train.start.Beginning`
     bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.init_from.begin.Base`
+    timers: tuple[str | When, ...] = ()  # of the parts of a step: a class that derives from `parallel.engine.Timers`
     graphs: tuple[str, ...] = ()  # what replays pieces of a step: a class that derives from `parallel.engine.Graphs`
     observers: tuple[str | When, ...] = ()  # what happens between steps
     former_starts: tuple[
