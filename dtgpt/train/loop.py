@@ -22,8 +22,8 @@ from typing import Any
 
 from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
+from dtgpt.checkpoint.open import check_tokenizer
 from dtgpt.checkpoint.save import Saver
-from dtgpt.checkpoint.tokenizer import check_tokenizer
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import Dataset

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dtgpt.checkpoint.load import find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.checkpoint.tokenizer import check_size, ends_of
+from dtgpt.checkpoint.open import check_size, ends_of
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Dataset, default_cache

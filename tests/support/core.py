@@ -41,7 +41,7 @@ CORE = {  # rooms, and their files as regular expressions
     "loop": (
         r"train/(loop|start|setup|checkpoints|observer)|run/(folder|saved_recipe|report|records|signals)"
     ),
-    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|open|tokenizer)",
+    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|open)",
     "data": (
         r"data/(cache|dataset|open|text)|"
         r"data/tokenizers/(tokenizer|open)"

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtgpt.checkpoint.load import FREE, check_same_architecture, check_same_model, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.checkpoint.open import formats, open_config, open_source
-from dtgpt.checkpoint.tokenizer import check_size, tokenizer_beside, tokenizer_place
+from dtgpt.checkpoint.open import check_size, formats, open_config, open_source, tokenizer_beside, tokenizer_place
 from dtgpt.config.execution import Settings
 from dtgpt.config.overrides import replace_values
 from dtgpt.config.recipe import Recipe
