@@ -60,12 +60,24 @@ def run(job: Job) -> int:
     or the machine raises UserError before a run folder is made or changed.
     """
     stop = StopRequest(job.recipe.exit_after)  # the time counts from here, reading of data included
-    setup = Setup(job)
-    if setup.is_left_over:
-        return setup.wait_for_others(stop)
+    setup, recipe, choice, everyone = Setup(job), job.recipe, job.choice, Process.from_environment()
+    ended = peers(everyone.world).wait_if_left_over(
+        process=everyone,
+        active=choice.plan.world,
+        stop=stop,
+        seconds=recipe.timeout,
+        lost_after=recipe.lost_after,
+        plan=choice.plan.name,
+        chosen=len(choice.fits) > 1,
+    )
+    if ended is not None:
+        return ended
     with ExitStack() as stack:
         setup.join(stack)
-        return setup.tell_end(stop, lambda: _train(setup, stop))
+        setup.watch.on_stop = stop.ask  # a signal that a waiting process gets reaches rank 0
+        code = _train(setup, stop)
+        setup.watch.end_run(code)
+        return code
 
 
 def _train(setup: Setup, stop: StopRequest) -> int:

@@ -22,7 +22,6 @@ from dtgpt.data.open import DataRequest, check_counted, check_ends, open_dataset
 from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import values_of
-from dtgpt.run.signals import StopRequest
 from dtgpt.train.checkpoints import restore
 from dtgpt.train.objective import objective_of
 from dtgpt.train.observer import Observer, observers_of
@@ -50,17 +49,12 @@ class Setup:
         self.everyone = Process.from_environment()
         self.process = self.everyone.among(job.choice.plan.world)  # this one among those that the plan uses
 
-    @property
-    def is_left_over(self) -> bool:
-        """Whether the plan does not use this process."""
-        return self.everyone.rank >= self.choice.plan.world
-
     def join(self, stack: ExitStack) -> None:
         """Check the job against this machine, then bring the processes of its plan together; `stack` ends the process
         group. Raises UserError in a process that the plan leaves over."""
-        recipe, rank = self.recipe, self.everyone.rank
-        if self.is_left_over:
-            raise UserError(f"the plan {self.choice.plan.name} leaves rank {rank} over; only dtgpt train lets it wait")
+        recipe, everyone, plan = self.recipe, self.everyone, self.choice.plan
+        if everyone.rank >= plan.world:
+            raise UserError(f"the plan {plan.name} leaves rank {everyone.rank} over; only dtgpt train lets it wait")
         for line in self.choice.describe():
             say(line)
         # All that one process can refuse comes before it meets the others, who would wait for it.
@@ -70,10 +64,10 @@ class Setup:
         stack.enter_context(memory_errors_as_user_errors(_remedy_for_memory(self.settings)))
 
         # From the watch on, a process that dies ends the others too, and they say which it was.
-        self.watch = Watch()
-        if self.everyone.world > 1 and not dist.is_initialized():
-            self.watch = stack.enter_context(self.watch_over())
-        others = peers(self.everyone.world)
+        self.watch, others = Watch(), peers(everyone.world)
+        if everyone.world > 1 and not dist.is_initialized():
+            watch = others.watch(everyone, recipe.timeout, recipe.lost_after, plan.name, len(self.choice.fits) > 1)
+            self.watch = stack.enter_context(watch)
         stack.enter_context(others.losses_as_user_errors(recipe.timeout, lambda: "start the run again"))
         values = self.what_ranks_agree_on()
         self.mesh = stack.enter_context(open_mesh(self.settings, recipe.timeout, self.process, values, self.watch))
@@ -95,37 +89,6 @@ class Setup:
         values = {name: str(value) for name, value in values_of(self.recipe).items()}
         found = self.resume.checkpoint or self.resume.run
         return values if found is None else {**values, "resume": str(found)}
-
-    @contextmanager
-    def watch_over(self) -> Iterator[Watch]:
-        """Yield the watch over all processes, which have agreed on the plan; those that wait are not in the process
-        group. Raises UserError where they do not meet within the recipe's `timeout`, or this one differs from rank
-        0."""
-        everyone, recipe, plan = self.everyone, self.recipe, self.choice.plan.name
-        with peers(everyone.world).watch(everyone, recipe.timeout, recipe.lost_after) as watch:
-            theirs = watch.of_rank_0("plan", plan)
-            if len(self.choice.fits) > 1 and theirs != plan:
-                raise UserError(
-                    f"rank {everyone.rank} differs from rank 0 in the plan: {plan} there, {theirs} on rank 0; start "
-                    "every rank with the same command on the same code"
-                )
-            yield watch
-
-    def wait_for_others(self, stop: StopRequest) -> int:
-        """Return the exit code of the run, for which a process that the plan leaves over waits without memory of a GPU.
-        It ends like the others where a process is lost, and passes a signal that it gets on to rank 0."""
-        with self.watch_over() as watch, stop:
-            watch.remedy = lambda: "go on with --resume if the run has a checkpoint, else start it again"
-            return watch.wait_for_end(lambda: stop.requested)
-
-    def tell_end(self, stop: StopRequest, work: Callable[[], int]) -> int:
-        """Return the exit code that `work` returns, and tell it to the processes that wait. A signal that one of these
-        gets reaches rank 0 as a request to its `stop`."""
-        self.watch.on_stop = stop.ask
-        code = work()
-        if self.process.rank == 0:
-            self.watch.end_run(code)
-        return code
 
     def read_dataset(self) -> Dataset:
         """Return the data. One process of each node reads them first and fills the node's cache, from which the others
