@@ -25,7 +25,6 @@ from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.open import check_tokenizer
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import Dataset
 from dtgpt.run.folder import AUTO, RunLock, check_runs, create_run, values_of, why_new_run
 from dtgpt.run.records import read_records
@@ -103,7 +102,9 @@ def _train(setup: Setup, stop: StopRequest) -> int:
         # Then the data. They tell whether the last step of a run that goes on has left anything to do.
         dataset = setup.read_dataset()
         steps, length, left = recipe.num_steps, recipe.sample_length, list[str]()
-        observers = [*observers_of_core(recipe.log, steps), *setup.observers]
+        # Those whose work a run that goes on may find undone; `Loop` adds the two that need more than a recipe.
+        held_out = [HeldOutLoss("valid", recipe.log.eval_interval, steps), HeldOutLoss("test", 0, steps)]
+        observers: list[Observer] = [*held_out, *setup.observers]
         if former and checkpoint:
             done = checkpoint.state["step"]
             left = mesh.on_rank_0(lambda: left_to_do(former, done, steps, length, observers, dataset))
@@ -129,11 +130,6 @@ def _train(setup: Setup, stop: StopRequest) -> int:
         values = values_of(recipe.resolved())
         mesh.on_rank_0(lambda: continue_run(former, values, trainer.step))
         return loop.run_to_end(former, left)
-
-
-def observers_of_core(log: LogConfig, steps: int) -> list[Observer]:
-    """Return those whose work a run that goes on may find undone; `Loop` adds the two that need more than a recipe."""
-    return [HeldOutLoss("valid", log.eval_interval, steps), HeldOutLoss("test", 0, steps)]
 
 
 class Loop:
