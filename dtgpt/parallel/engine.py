@@ -2,6 +2,8 @@
 
 The loop does not know how many micro-batches, stages or ranks there are. An engine runs them in their order, and leaves
 the summed gradients in the shards: without a pipeline the one below, with one that of `dtgpt.parallel.pipeline`.
+
+Where a step could be replayed as CUDA graphs, or be measured, it calls `Graphs` and `Timers`, which do neither here.
 """
 
 from abc import ABC, abstractmethod

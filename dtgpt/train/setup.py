@@ -3,7 +3,7 @@
 Each process was started by itself, with its own command line, files and clock, and knows of the others only how many
 they are. So each checks the job against its own machine first; then they meet, and hold what they are about to run
 against rank 0's. A difference that is not found here would hang the run at its first collective, or train replicas
-apart. Processes that the plan leaves over wait for the end of the run.
+apart. Processes that the plan leaves over do not come here (`util/peers.py`).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,9 +1,9 @@
 """The start of a run: which recipe it has, what is refused before its processes meet, and what it is made of.
 
-Read from the top: the recipe that a command works on (its file, its options, and what a run that goes on keeps); the
-checks, which make it a `Job`; then data and trainer. Whatever is wrong is refused here, in one sentence, before a run
-folder is made or changed. What only some runs need is asked of whoever owns it: the run folder of its `recipe.json`, a
-model of its tokenizer and dimensions, a format of the run of another library.
+Read from the top: what a run begins with; the recipe that a command works on (its file, its options, and what a run
+that goes on keeps); the checks, which make it a `Job`. Whatever is wrong is refused here, in one sentence, before a run
+folder is made or changed. What only some runs need is asked of whoever owns it: of a run folder its `recipe.json`, of
+another model (`Beginning`) its tokenizer, its dimensions and its weights.
 """
 
 from collections.abc import Callable, Collection
