@@ -29,7 +29,6 @@ from dtgpt.parallel.build import (
     make_engine,
     micro_batch_weight,
     scale_gradients,
-    smoke_test_table,
 )
 from dtgpt.parallel.engine import Timers, open_graphs
 from dtgpt.parallel.mesh import Mesh
@@ -86,8 +85,8 @@ class Trainer:
         states = make_states(recipe, settings, mesh)
         for state in states:
             state.attach(self.stages)
-        if settings.plan.table:
-            smoke_test_table(self.engine, settings)
+        for test in seams.listed("table_tests") if settings.plan.table else []:
+            test(self.engine, settings)
 
         # The optimizer. It reads the gradients that the engine leaves in the shards, and scales the loss of a
         # micro-batch by its part of the mean.

@@ -92,6 +92,7 @@ class Capability:
     build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
     degrees: Mapping[str, str] = field(default_factory=dict)  # fields of plans: what checks one, by its name
     own_styles: tuple[str, ...] = ()  # of a plan's own table of modules: what joins them to the default ones
+    table_tests: tuple[str, ...] = ()  # of an engine whose plan has a table, with its settings, before the first step
     sums: Mapping[str, str] = field(
         default_factory=dict
     )  # of gradients: a `parallel.gradients.Sums`, by a recipe's `reduce`
