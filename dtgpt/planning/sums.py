@@ -11,7 +11,6 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.roles import Role
 from dtgpt.parallel.collectives import transport
 from dtgpt.parallel.gradients import Buckets, choose_sums
-from dtgpt.parallel.shared_memory.scatter import CopyScatter
 from dtgpt.util import seams
 
 Parameters = Sequence[Any]  # on a rank, by numbers of elements: `planning.parameters.LocalParameter`
@@ -140,6 +139,8 @@ class ExactCosts(BucketCosts):
 
     def bytes_at_once(self, parameters: Parameters) -> int:
         """Return the bytes of what is sent, and arrives, of a block or the rest of a stage."""
+        from dtgpt.parallel.shared_memory.scatter import CopyScatter  # of these sums alone
+
         plan = self.settings.plan
         ranks = plan.data_ranks
         if ranks == 1:
