@@ -129,9 +129,9 @@ FAULTS = [
     ),
     Fault(
         "fp16: each rank decides for itself whether to skip",
-        "dtgpt/parallel/shards.py",
-        "return norm, (counts[len(squares) :] > 0) | ~norm.isfinite()",
-        "return norm, excess | ~norm.isfinite()",
+        "dtgpt/optim/fp16/loss_scale.py",
+        "self._excess = (counts[len(squares) :] > 0) | ~norm.isfinite()",
+        "self._excess = excess | ~norm.isfinite()",
     ),
     Fault(
         "fractions: stages are counted as replicas of the loss weights",

@@ -15,8 +15,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
-from dtgpt.checkpoint.tokenizer import check_size, ends_of, named_tokenizer
+from dtgpt.checkpoint.open import check_recipe, check_size, ends_of, named_tokenizer, open_source, with_addend
 from dtgpt.config.execution import MOST_SLOTS, Settings, choose_device, choose_dtype
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan

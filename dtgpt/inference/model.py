@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.load import load_weights
-from dtgpt.checkpoint.tokenizer import ends_of, tokenizer_beside
+from dtgpt.checkpoint.open import ends_of, tokenizer_beside
 from dtgpt.config.execution import MOST_SLOTS, Settings
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.commands import broadcast_json, told_by_rank_0

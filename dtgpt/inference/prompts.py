@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.checkpoint.open import tokenizer_beside
 from dtgpt.data.tokenizers.open import FILES, make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.request import SpecialIds, check_prompt

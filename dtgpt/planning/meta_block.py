@@ -20,7 +20,8 @@ from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.serve import split_backward
-from dtgpt.parallel.layout import INPUTS, OUTPUTS, Layout, slices
+from dtgpt.parallel.layout import INPUTS, OUTPUTS, slices
+from dtgpt.planning.layout import Layout
 from dtgpt.planning.meta_shapes import result_of
 from dtgpt.planning.torch_private import EagerDispatchMode
 from dtgpt.posttrain.lora.adapters import local_adapter

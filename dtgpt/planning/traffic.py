@@ -8,11 +8,11 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
-from dtgpt.parallel.gradients import Collective
 from dtgpt.parallel.layout import INPUTS, OUTPUTS
 from dtgpt.parallel.shared_memory.edges import edges_of
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
+from dtgpt.planning.sums import Collective
 
 MATRICES_TRAVEL = "matrices to the ranks that update them, and back"
 

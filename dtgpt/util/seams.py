@@ -92,6 +92,7 @@ class Capability:
     build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
     degrees: Mapping[str, str] = field(default_factory=dict)  # fields of plans: what checks one, by its name
     own_styles: tuple[str, ...] = ()  # of a plan's own table of modules: what joins them to the default ones
+    table_tests: tuple[str, ...] = ()  # of an engine whose plan has a table, with its settings, before the first step
     sums: Mapping[str, str] = field(
         default_factory=dict
     )  # of gradients: a `parallel.gradients.Sums`, by a recipe's `reduce`
@@ -105,7 +106,10 @@ class Capability:
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
     launches: tuple[str, ...] = ()  # the processes of a run: the class of a `Launch`, one at most
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
-    bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.checkpoints.Base`
+    beginnings: tuple[str, ...] = ()  # a run with other weights than new ones: what makes a `train.start.Beginning`
+    bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.init_from.begin.Base`
+    timers: tuple[str | When, ...] = ()  # of the parts of a step: a class that derives from `parallel.engine.Timers`
+    graphs: tuple[str, ...] = ()  # what replays pieces of a step: a class that derives from `parallel.engine.Graphs`
     observers: tuple[str | When, ...] = ()  # what happens between steps
     former_starts: tuple[
         str, ...

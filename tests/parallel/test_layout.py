@@ -22,11 +22,12 @@ from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.muon.normuon import NorMuonConfig
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.inference import inference_table
-from dtgpt.parallel.layout import Layout, ParameterLayout, axes_of, slices
+from dtgpt.parallel.layout import ParameterLayout, axes_of, slices
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import layout_of
 from dtgpt.planning.activations import block_activations
 from dtgpt.planning.gpus import known_gpu
+from dtgpt.planning.layout import Layout
 from dtgpt.planning.report import describe_plan
 from dtgpt.posttrain.lora.config import LoraConfig
 from tests.support import bodies_architecture, bodies_checkpoint, bodies_layout, bodies_lora, bodies_optimizer

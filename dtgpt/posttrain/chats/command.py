@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.checkpoint.open import tokenizer_beside
 from dtgpt.commands.command import Command
 from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
 from dtgpt.commands.model_options import open_as_asked
