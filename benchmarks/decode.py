@@ -29,11 +29,12 @@ from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan_choice import parse_plan
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.cache import SlotState
 from dtgpt.inference.commands import Begin, Decode, Read
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import PromptJob, SpecialIds, variant_of
+from dtgpt.inference.request import PromptJob, variant_of
 from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.models.decoder import build_model
 from dtgpt.ops.random.philox import root_key

@@ -1,16 +1,19 @@
-"""The engine of generation: it takes requests, runs the scheduler's rounds, and returns events.
+"""The engine of generation: it takes jobs, runs the scheduler's rounds, and returns what is new of their sequences.
 
 `step` launches a round and then reads the results of the round before, so that the device never waits for the host.
 The price: a round is launched before it is known which sequences the last one has ended. Tokens after the one that
 ended a sequence are discarded, and its slot is free one round later.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.cache import SlotState
 from dtgpt.inference.commands import (
     Begin,
@@ -23,18 +26,20 @@ from dtgpt.inference.commands import (
     Release,
     follow,
 )
-from dtgpt.inference.options import SearchedRows
 from dtgpt.inference.request import (
     NOT_FINITE,
     Alternatives,
-    Event,
+    Completion,
+    NotFinite,
     PromptJob,
     Score,
+    SequenceUpdate,
     alternatives_of,
     key_of,
     variant_of,
 )
 from dtgpt.inference.scheduler import IDLE_TOKENS, PromptChunk, Round, Row, Scheduler, Start
+from dtgpt.inference.sequence import ActiveJob
 from dtgpt.inference.step import Pending, Step
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -42,6 +47,7 @@ from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util import seams
 
+AHEAD = 2  # jobs that wait, for each slot
 COPIED = 1 << 16  # positions of slots that are copied at once, which takes as much memory for the time of a copy
 
 
@@ -52,27 +58,13 @@ class PromptScorer(Protocol):
     # position `first` on, and returns pending scores of all but the first one.
     command: type[Any]
 
-    def event(self, handle: int, ids: Sequence[int], alternatives: int, chunks: Sequence[Any]) -> Event | None:
-        """Return the event of a prompt, of whose chunks these are the scores; None where they are not finite."""
-
-    def score(self, ids: list[int], event: Event, alternatives: int) -> Score:
-        """Return what a user gets of that event."""
+    def score(self, ids: list[int], alternatives: int, chunks: Sequence[Any]) -> Score | None:
+        """Return the scores of a prompt, of whose chunks these are the results; None where they are not finite."""
 
 
 def prompt_scorer() -> PromptScorer:
     """Return what scores prompts. Raise UserError where there is nothing."""
     return seams.first("scorers", "prompt_logprobs needs what scores prompts, and this dtgpt has nothing; leave it out")
-
-
-@dataclass
-class _Active:
-    """A request that is not finished."""
-
-    request: PromptJob
-    live: set[int]  # choices that are not finished
-    ids: dict[int, list[int]]  # new tokens of each choice
-    scores: list[Any] = field(default_factory=list)  # of the chunks of the prompt that are read, where asked for
-    search: SearchedRows | None = None  # of a request that asks for one, once it has started
 
 
 class _Launched(NamedTuple):
@@ -85,12 +77,12 @@ class _Launched(NamedTuple):
 
 
 class Engine:
-    """Serves requests with the stages of a model. Every rank makes one; rank 0 then submits requests and takes steps,
-    while all others `follow` until rank 0 releases them:
+    """Serves jobs with the stages of a model. Every rank makes one; rank 0 then submits jobs and takes steps, while all
+    others `follow` until rank 0 releases them:
 
-        handle = engine.submit(PromptJob([5, 900, 17], Options(max_new_tokens=8)))
+        number = engine.submit(PromptJob([5, 900, 17], Options(max_new_tokens=8)))
         while engine.busy:
-            events = engine.step()
+            updates = engine.step()
         engine.release()
 
     Before `release` the stages must not be used otherwise; after it the engine may serve again. Compiled stages of a
@@ -108,12 +100,17 @@ class Engine:
         timeout: float = 600.0,
         graphs: bool = False,
         exact: bool = False,
+        tokenizer: Tokenizer | None = None,
+        special: SpecialIds | None = None,
     ):
         """Allocate the cache of `slots` sequences. `vocab_size`: ids that may be drawn and asked for, those of the
         tokenizer; None: of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs`:
         replay passes as CUDA graphs on a GPU; not for stages that are sharded over replicas. `exact`: give
-        log-probabilities the bits of training's forward pass. Raise UserError where these cannot be."""
+        log-probabilities the bits of training's forward pass. `tokenizer`: which makes texts of ids, on rank 0; None:
+        there are none. `special`: the ids that rules look for; None: those of each job. Raise UserError where these
+        cannot be."""
         self.stages, self.config, self.mesh, self.slots, self.timeout = stages, config, mesh, slots, timeout
+        self.tokenizer, self.special = tokenizer, special
         self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
         kinds = seams.listed("rank_steps") if graphs and mesh.device.type == "cuda" else []
         kind: type[Step] = kinds[0] if kinds else Step
@@ -123,10 +120,10 @@ class Engine:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget all requests."""
+        """Forget all jobs."""
         self._scheduler = Scheduler(self.slots, idle_tokens=IDLE_TOKENS if self.batch_tokens else None)
-        self._requests: dict[int, _Active] = {}
-        self._ended: list[Event] = []  # of choices that were cancelled since the last step
+        self._active: dict[int, ActiveJob] = {}  # by number
+        self._ended: list[SequenceUpdate] = []  # of choices that were cancelled since the last step
         self._launched: _Launched | None = None
 
     @property
@@ -136,44 +133,74 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do or to return."""
-        return bool(self._requests or self._ended or self._launched)
+        """Whether any job is not finished, or its end not told."""
+        return bool(self._active or self._ended)
 
-    def submit(self, request: PromptJob) -> int:
-        """Take a request, and return the handle that its events have. Raises UserError, one sentence, for a request
-        that can never be served."""
-        request.validate(self.vocab_size, self.config.seq_length, self.slots)
-        handle, self._submitted = self._submitted, self._submitted + 1
-        choices = range(request.choices)
-        self._requests[handle] = _Active(request, set(choices), {choice: [] for choice in choices})
+    def submit(self, job: PromptJob) -> int:
+        """Take a job, and return the number that its updates have. Raises UserError, one sentence, for a job that can
+        never be done."""
+        job = replace(job, special=self.special or job.special)
+        job.validate(self.vocab_size, self.config.seq_length, self.slots)
+        number, self._submitted = self._submitted, self._submitted + 1
+        self._active[number] = ActiveJob(number, job, self.tokenizer)
         self._scheduler.add(
-            request=handle,
-            prefill=len(request.ids) - 1,
-            choices=request.rows,
-            new_tokens=request.options.max_new_tokens,
-            searches=request.options.search is not None,
-            client=request.client,
+            request=number,
+            prefill=len(job.ids) - 1,
+            choices=job.rows,
+            new_tokens=job.options.max_new_tokens,
+            searches=job.options.search is not None,
+            client=job.client,
         )
-        return handle
+        return number
 
-    def cancel(self, handle: int, choice: int | None = None) -> None:
-        """End a choice of a request, or all of them; a search ends as a whole. The next step returns an event for
-        each choice that was not finished."""
-        active = self._requests.get(handle)
+    def cancel(self, number: int, choice: int | None = None) -> None:
+        """End a choice of a job, or all of them; a search ends as a whole. The next step returns an update for each
+        choice that was not finished."""
+        active = self._active.get(number)
         if active is None:
             return
-        ended = self._scheduler.cancel(handle, None if active.request.options.search else choice)
-        for one in sorted(active.live) if active.request.options.search else ended:
-            self._ended.append(Event(handle, one, [], [], [], "cancelled"))
-            self._remove(handle, one)
+        searches = active.job.options.search is not None
+        ended = self._scheduler.cancel(number, None if searches else choice)
+        self._ended += [active.end(one, "cancelled") for one in (active.live if searches else sorted(ended))]
+        if not active.live:
+            del self._active[number]
 
-    def step(self) -> list[Event]:
-        """Launch the next round, and return the events of the round before."""
+    def step(self) -> list[SequenceUpdate]:
+        """Launch the next round, and return what the round before added."""
         with self._channel.failures_shared(self.timeout):
             work = self._scheduler.next_round()
             before, self._launched = self._launched, None if work is None else self._launch(work)
-            events, self._ended = self._ended, []
-            return events if before is None else events + self._collect(before)
+            ended, self._ended = self._ended, []
+            return ended if before is None else ended + self._collect(before)
+
+    def finite_step(self) -> list[SequenceUpdate]:
+        """Take a step. Raise NotFinite where logits end a job."""
+        updates = self.step()
+        if any(update.finish == NOT_FINITE for update in updates):
+            raise NotFinite
+        return updates
+
+    def stream(self, job: PromptJob, stopped: Callable[[], bool] = lambda: False) -> Iterator[SequenceUpdate]:
+        """Yield what each step adds to a job, to its end, or to that of the step after which `stopped` is true."""
+        number = self.submit(job)
+        while self.busy:
+            yield from self.finite_step()
+            if stopped():
+                self.cancel(number)  # of what has ended, nothing
+
+    def run(self, jobs: Iterable[PromptJob]) -> Iterator[list[Completion]]:
+        """Yield the sequences of each job, in the order of the jobs, as they are finished."""
+        source, order, done = iter(jobs), deque[int](), {}
+        while True:
+            while len(self._active) < AHEAD * self.slots and (job := next(source, None)) is not None:
+                order.append(self.submit(job))
+            if not order:
+                return
+            for update in self.finite_step():
+                if update.completions is not None:
+                    done[update.job] = update.completions
+            while order and order[0] in done:
+                yield done.pop(order.popleft())
 
     def ping(self) -> None:
         """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""
@@ -213,7 +240,7 @@ class Engine:
 
     def _read(self, chunks: Sequence[PromptChunk]) -> list[tuple[int, Pending[Any]]]:
         """Read chunks of prompts, several in a pass where these ask for no scores. Return the scores, by request."""
-        asked = {chunk: self._requests[chunk.request].request for chunk in chunks}
+        asked = {chunk: self._active[chunk.request].job for chunk in chunks}
         together = self._rank_step.group([chunk for chunk in chunks if not asked[chunk].options.prompt_logprobs])
         for group in together:
             self.command(Read([chunk.slot for chunk in group], [asked[chunk].ids[: chunk.stop] for chunk in group]))
@@ -236,8 +263,8 @@ class Engine:
         copies: list[tuple[int, int, tuple[int, int]]] = []  # source, target, key
         longest = 0
         for start in starts:
-            active = self._requests[start.request]
-            asked, begun = active.request, list(zip(start.choices, start.slots, strict=True))
+            active = self._active[start.request]
+            asked, begun = active.job, list(zip(start.choices, start.slots, strict=True))
             if asked.options.search is not None:
                 active.search = asked.options.search.begin(asked, start.slots)
                 begun = begun[:1]  # a search begins with one row
@@ -259,95 +286,81 @@ class Engine:
 
     def _variant(self, rows: Sequence[Row]) -> Variant:
         """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""
-        active = [self._requests[row.request] for row in rows]
+        active = [self._active[row.request] for row in rows]
         searches = [one.search for one in active if one.search is not None]
-        alternatives = max(
-            [one.request.options.top_logprobs for one in active] + [one.alternatives for one in searches]
-        )
+        alternatives = max([one.job.options.top_logprobs for one in active] + [one.alternatives for one in searches])
         rounded = 1 << (alternatives - 1).bit_length() if alternatives else 0
-        variant = variant_of([one.request.options for one in active], min(rounded, self.vocab_size))
+        variant = variant_of([one.job.options for one in active], min(rounded, self.vocab_size))
         return variant._replace(beams=bool(searches))
 
-    def _collect(self, launched: _Launched) -> list[Event]:
-        events, work = list[Event](), launched.work
-        for request, pending in launched.scores:
-            if request in self._requests:
-                self._requests[request].scores.append(pending.wait())
+    def _collect(self, launched: _Launched) -> list[SequenceUpdate]:
+        updates, work = list[SequenceUpdate](), launched.work
+        for number, pending in launched.scores:
+            if number in self._active:
+                self._active[number].chunks.append(pending.wait())
         for start in work.starts:
-            if start.request in self._requests:
-                events += self._begin(start)
+            if start.request in self._active:
+                updates += self._begin(self._active[start.request])
         if launched.drawn is not None:
             results = launched.drawn.wait()
             tokens, logprobs = results.tokens.tolist(), results.logprobs.tolist()  # of all rows at once
             for index, row in enumerate(work.rows):
-                active = self._requests.get(row.request)
-                if active is not None and row.choice in active.live:
-                    count = active.request.options.top_logprobs
+                active = self._active.get(row.request)
+                if active is not None and active.sequences[row.choice].finish is None:
+                    count = active.job.options.top_logprobs
                     likeliest = alternatives_of(Sampled(*(part[index] for part in results)), count) if count else []
-                    events += self._extend(row, tokens[index], logprobs[index], likeliest)
+                    updates += self._extend(active, row.choice, tokens[index], logprobs[index], likeliest)
         if launched.candidates is not None:
             results = launched.candidates.wait()
-            for request in dict.fromkeys(row.request for row in work.searched):
-                if request in self._requests:
-                    own = {row.choice: index for index, row in enumerate(work.searched) if row.request == request}
-                    events += self._search(request, own, results)
-        return events
+            for number in dict.fromkeys(row.request for row in work.searched):
+                if number in self._active:
+                    own = {row.choice: index for index, row in enumerate(work.searched) if row.request == number}
+                    updates += self._search(self._active[number], own, results)
+        return updates
 
-    def _search(self, request: int, rows: dict[int, int], results: Sampled) -> list[Event]:
-        """Let a search choose from the results of its choices, whose `rows` those are. Return the events of its
-        sequences where it is over."""
-        active = self._requests[request]
+    def _search(self, active: ActiveJob, rows: dict[int, int], results: Sampled) -> list[SequenceUpdate]:
+        """Let a search choose from the results of its choices, whose `rows` those are. Return its sequences where it is
+        over."""
         assert active.search is not None
         if results.logprobs[list(rows.values())].isnan().any():
-            return self._break_off(request)
+            return self._end_all(active, NOT_FINITE)
         ids, logprobs = results.top_ids[:, 0].tolist(), results.top_logprobs[:, 0].tolist()
         candidates = {choice: list(zip(ids[row], logprobs[row], strict=True)) for choice, row in rows.items()}
         if chosen := active.search.advance(candidates, self.command):
-            self._scheduler.go_on(request, chosen)
+            self._scheduler.go_on(active.number, chosen)
             return []
-        for choice in range(active.request.rows):
-            self._scheduler.finish(request, choice)
-        del self._requests[request]
-        return active.search.events(request)
+        self._scheduler.cancel(active.number)
+        del self._active[active.number]
+        return [
+            active.add(choice, found.finish, found.ids, found.logprobs, [], found.score)
+            for choice, found in enumerate(active.search.found())
+        ]
 
-    def _begin(self, start: Start) -> list[Event]:
-        """Return the event of the prompt's scores, if any, and those of choices that want no tokens."""
-        active, events = self._requests[start.request], list[Event]()
-        asked = active.request
-        if asked.options.prompt_logprobs:
-            event = prompt_scorer().event(start.request, asked.ids, asked.options.top_logprobs, active.scores)
-            if event is None:
-                return self._break_off(start.request)
-            events.append(event)
-        if asked.options.max_new_tokens == 0:
-            for choice in sorted(active.live):
-                events.append(Event(start.request, choice, [], [], [], "length"))
-                self._scheduler.finish(start.request, choice)
-                self._remove(start.request, choice)
-        return events
+    def _begin(self, active: ActiveJob) -> list[SequenceUpdate]:
+        """Take the scores of the prompt, if any. Return the ends of choices that want no tokens."""
+        job = active.job
+        if job.options.prompt_logprobs:
+            active.prompt = prompt_scorer().score(job.ids, job.options.top_logprobs, active.chunks)
+            if active.prompt is None:
+                return self._end_all(active, NOT_FINITE)
+        return [] if job.options.max_new_tokens else self._end_all(active, "length")
 
     def _extend(
-        self, row: Row, tokens: list[int], logprobs: list[float], alternatives: list[Alternatives]
-    ) -> list[Event]:
+        self, active: ActiveJob, choice: int, tokens: list[int], logprobs: list[float], alternatives: list[Alternatives]
+    ) -> list[SequenceUpdate]:
         """Add new tokens to a choice, up to that which ends it."""
-        active = self._requests[row.request]
-        new, finish = active.request.accept(active.ids[row.choice], tokens, logprobs)
+        new, finish = active.job.accept(active.sequences[choice].ids, tokens, logprobs)
         if finish == NOT_FINITE:
-            return self._break_off(row.request)
-        event = Event(row.request, row.choice, tokens[:new], logprobs[:new], alternatives[:new], finish)
-        active.ids[row.choice] += event.ids
-        if finish:
-            self._scheduler.finish(row.request, row.choice)
-            self._remove(row.request, row.choice)
-        return [event]
+            return self._end_all(active, NOT_FINITE)
+        update = active.add(choice, finish, tokens[:new], logprobs[:new], alternatives[:new])
+        if update.finish:
+            self._scheduler.finish(active.number, choice)
+        if not active.live:
+            del self._active[active.number]
+        return [update]
 
-    def _break_off(self, handle: int) -> list[Event]:
-        """End all choices of a request at logits that are not finite: those of the others are, or would be, too."""
-        self._scheduler.cancel(handle)
-        return [Event(handle, choice, [], [], [], NOT_FINITE) for choice in sorted(self._requests.pop(handle).live)]
-
-    def _remove(self, request: int, choice: int) -> None:
-        live = self._requests[request].live
-        live.remove(choice)
-        if not live:
-            del self._requests[request]
+    def _end_all(self, active: ActiveJob, finish: str) -> list[SequenceUpdate]:
+        """End all choices of a job: where logits of one are not finite, those of the others are, or would be, too."""
+        self._scheduler.cancel(active.number)
+        del self._active[active.number]
+        return [active.end(choice, finish) for choice in active.live]

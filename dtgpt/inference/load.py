@@ -23,8 +23,8 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.base_options import check_switches
 from dtgpt.inference.model import Model
-from dtgpt.inference.options import check_switches
 from dtgpt.inference.step import decode_kernels
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source

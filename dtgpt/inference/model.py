@@ -25,12 +25,12 @@ from dtgpt.checkpoint.load import load_weights
 from dtgpt.checkpoint.tokenizer import ends_of, tokenizer_beside
 from dtgpt.config.execution import MOST_SLOTS, Settings
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.base_options import SpecialIds, check_switches
 from dtgpt.inference.commands import broadcast_json, told_by_rank_0
 from dtgpt.inference.engine import Engine, prompt_scorer
-from dtgpt.inference.options import check_switches, read_options
+from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import GivenPrompts, read_prompts, segments, special_ids, tokenizer_of
-from dtgpt.inference.request import Completion, NotFinite, PromptJob, SpecialIds, check_range, completion_of, to_plain
-from dtgpt.inference.session import Session
+from dtgpt.inference.request import Completion, NotFinite, PromptJob, check_range, completion_of, to_plain
 from dtgpt.inference.step import gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
@@ -41,7 +41,6 @@ from dtgpt.parallel.cache_sizes import bytes_per_slot, free_memory, slots_that_f
 from dtgpt.parallel.inference import inference_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import run_in_turn
-from dtgpt.util import seams
 from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.peers import Process
@@ -67,13 +66,6 @@ def need_of(jobs: Sequence[PromptJob]) -> Need:
     return Need(sum(job.rows for job in jobs), max(job.rows for job in jobs))
 
 
-class _Stream(NamedTuple):
-    """A stream on rank 0."""
-
-    session: Session
-    seen: list[Any]  # its pieces so far
-
-
 class Model:
     """A GPT cut by a plan. All ranks call the same methods with the same arguments, and all get the result."""
 
@@ -95,7 +87,7 @@ class Model:
         self._wanted, self._given, self.exact = slots, tokenizer, exact
         self._engine: Engine | None = None
         self._reserved = 0  # slots that were wanted of it
-        self._stream: _Stream | None = None  # which is not read to its end
+        self._stream: list[Any] | None = None  # the pieces so far of a stream that is not read to its end
         self._lock = RLock()
         self._lost = False  # whether one of several processes has failed: they are no longer in step
 
@@ -174,9 +166,9 @@ class Model:
                     found.segments = segments(known, found.ids)
             return list(map(to_plain, completions))
 
-        def work(session: Session, asked: _Asked) -> Any:
+        def work(engine: Engine, asked: _Asked) -> Any:
             given, jobs = asked
-            return {**given._asdict(), "found": list(map(plain, session.run(jobs)))}
+            return {**given._asdict(), "found": list(map(plain, engine.run(jobs)))}
 
         answer = self.run(lambda: self._asked(prompts, options), work)
         several = (options.get("num_return_sequences") or 1) > 1
@@ -206,9 +198,9 @@ class Model:
                 raise UserError("stream=True follows one sequence; give one prompt, one sequence and no beams")
             return need, asked
 
-        def work(session: Session, asked: _Asked) -> Iterator[Any]:
+        def work(engine: Engine, asked: _Asked) -> Iterator[Any]:
             given, (job,) = asked
-            for update in session.stream(job):
+            for update in engine.stream(job):
                 yield from update.ids if given.texts is None else [update.text] * bool(update.text)
 
         return self.stream(prepare, work)
@@ -270,9 +262,7 @@ class Model:
             )
         if options.prompt_logprobs:
             prompt_scorer()  # or raises where there is none
-        if options.stop_strings and not seams.listed("text_ends"):
-            raise UserError("this dtgpt does not search for stop strings; use stop_token_ids")
-        if options.stop_strings and not self.tokenizer.spells:  # or raises where there is none at all
+        if options.reads_text and not self.tokenizer.spells:  # or raises where there is none at all
             raise UserError("the model's tokens have no text, in which stop strings could be found; use stop_token_ids")
 
     @property
@@ -298,7 +288,7 @@ class Model:
         slots = f"{counted(self.slots, 'slot')} of {byte_size(self.bytes_per_slot)}"
         say_error(f"{model}, {self.mesh.plan.name}: {byte_size(weights)} of weights and {slots} on each device")
 
-    def run(self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Session, P], Any]) -> Any:
+    def run(self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Engine, P], Any]) -> Any:
         """Call `prepare` on rank 0, and `work` with the value that it returned beside its need of the cache. Return on
         every rank what `work` returned, which is made of texts, numbers, lists and dicts. A UserError of `prepare`, and
         a NotFinite of `work`, are raised on every rank."""
@@ -306,20 +296,19 @@ class Model:
             prepared = self._reserve(prepare)
             if prepared is None:
                 return self._follow()
-            session = self._begin()
-            value, finite = None, True
+            engine, value, finite = self._begin(), None, True
             try:
-                value = work(session, *prepared)
+                value = work(engine, *prepared)
             except NotFinite:
                 finite = False
             except BaseException:
-                self._fail(session)
+                self._fail()
                 raise
-            session.close()
+            engine.release()
             return self._share(value, finite)
 
     def stream(
-        self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Session, P], Iterator[Any]]
+        self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Engine, P], Iterator[Any]]
     ) -> Iterator[Any]:
         """Call `prepare` on rank 0, and return an iterator over what `work` yields there. The other ranks get
         all of it when it is complete. Any other use of the model ends the stream: to read on is then a UserError."""
@@ -327,20 +316,24 @@ class Model:
             prepared = self._reserve(prepare)
         return self._pieces(work, prepared)
 
-    def _pieces(self, work: Callable[[Session, P], Iterator[Any]], prepared: tuple[P] | None) -> Iterator[Any]:
+    def _pieces(self, work: Callable[[Engine, P], Iterator[Any]], prepared: tuple[P] | None) -> Iterator[Any]:
         if prepared is None:
             yield from self._follow()
             return
         with self.alone():
-            stream = self._stream = _Stream(self._begin(), [])
-        pieces = work(stream.session, *prepared)
+            pieces, stream = work(self._begin(), *prepared), list[Any]()
+            self._stream = stream
         try:
             while True:
                 with self._lock:
+                    if self._stream is not stream:
+                        raise UserError(
+                            "the model was used again before a stream had ended; read it to its end, or close it first"
+                        )
                     piece = next(pieces, _END)
                     if piece is _END:
                         return self._end(stream)
-                    stream.seen.append(piece)
+                    stream.append(piece)
                 yield piece
         except GeneratorExit:  # nobody reads on
             self._end(stream)
@@ -351,7 +344,7 @@ class Model:
         except BaseException:
             if self._stream is stream:
                 self._stream = None
-                self._fail(stream.session)
+                self._fail()
             raise
 
     @contextmanager
@@ -365,13 +358,13 @@ class Model:
                 self._end(self._stream)
             yield
 
-    def _end(self, stream: _Stream, finite: bool = True) -> None:
+    def _end(self, stream: list[Any], finite: bool = True) -> None:
         """End a stream, unless it has ended: the ranks that follow it go on."""
         with self._lock:
             if self._stream is stream:
                 self._stream = None
-                stream.session.close()
-                broadcast_json(self.mesh, [stream.seen, finite])
+                self.engine.release()
+                broadcast_json(self.mesh, [stream, finite])
 
     def _share(self, value: Any = None, finite: bool = True) -> Any:
         """Return on every rank the value of rank 0. Raise NotFinite where rank 0 met logits that are not."""
@@ -386,12 +379,14 @@ class Model:
             raise UserError("the model has failed since this stream was asked for; ask for it again")
         return self._engine
 
-    def _begin(self) -> Session:
-        return Session(self.engine, self.known_tokenizer, self.special)
+    def _begin(self) -> Engine:
+        engine = self.engine
+        engine.tokenizer, engine.special = self.known_tokenizer, self.special
+        return engine
 
-    def _fail(self, session: Session) -> None:
+    def _fail(self) -> None:
         """Forget the engine, whose state is not known."""
-        session.fail()
+        self.engine.fail()
         self._engine, self._reserved, self._lost = None, 0, self.mesh.world > 1
 
     def _follow(self) -> Any:

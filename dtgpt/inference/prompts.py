@@ -15,7 +15,8 @@ from torch import Tensor
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.data.tokenizers.open import FILES, make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.request import SpecialIds, check_prompt
+from dtgpt.inference.base_options import SpecialIds
+from dtgpt.inference.request import check_prompt
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.util import seams

@@ -16,8 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.base_options import MOST_SEQUENCES
 from dtgpt.inference.beams.search import Beams
-from dtgpt.inference.options import MOST_SEQUENCES, Options
+from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import TooLong, check_length, encode, segments
 from dtgpt.inference.request import Completion, PromptJob
 from dtgpt.models.config import ModelConfig

@@ -142,7 +142,7 @@ def test_log_probabilities_are_those_of_the_whole_window(config, dtype, bound):
     events = drain(engine)
     engine.release()
     for handle, request in zip(handles, asked, strict=True):
-        mine = [event for event in events if event.request == handle]
+        mine = [event for event in events if event.job == handle]
         new, logprobs = [i for event in mine for i in event.ids], [x for event in mine for x in event.logprobs]
         ids = torch.tensor([request.ids + new], device=CUDA)
         with torch.no_grad():

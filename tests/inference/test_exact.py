@@ -15,7 +15,6 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.kernels import serve
 from dtgpt.inference.kernels.serve import KERNELS
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import PROMPT
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
@@ -110,11 +109,10 @@ def generated(engine: Engine) -> list[tuple[list[int], list[float], int]]:
     scored = {}
     while engine.busy:
         for event in engine.step():
-            if event.choice == PROMPT:
-                scored[event.request] = event.logprobs
-            else:
-                found[event.request][0].extend(event.ids)
-                found[event.request][1].extend(event.logprobs)
+            if event.prompt is not None:
+                scored[event.job] = event.prompt.logprobs
+            found[event.job][0].extend(event.ids)
+            found[event.job][1].extend(event.logprobs)
             for token, logprob, top in zip(event.ids, event.logprobs, event.alternatives, strict=False):
                 assert dict(top).get(token, logprob) == logprob  # the same token has the same bits among these
     engine.release()

@@ -6,9 +6,10 @@ import re
 import pytest
 import torch
 
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.cache import SlotState
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import SpecialIds, variant_of
+from dtgpt.inference.request import variant_of
 from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_STOPS, NONE, Variant, unpack
 from dtgpt.util.errors import UserError
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtgpt.inference.options import check_stop_strings
 from dtgpt.inference.prompts import TextStream, segments, token_of
+from dtgpt.inference.rules.options import check_stop_strings
 from dtgpt.inference.rules.stop_strings import StopSearch
 from dtgpt.util.errors import UserError
 from tests.support.vocabularies import KINDS, of_every_kind
@@ -170,7 +170,7 @@ def test_a_line_end_that_ends_a_text_is_part_of_it():
 ])  # fmt: skip
 def test_stop_strings_that_are_none_are_refused(strings, words):
     with pytest.raises(UserError) as error:
-        check_stop_strings(strings)
+        check_stop_strings("stop_strings", tuple(strings))
     assert all(word in str(error.value) for word in words)
 
 

@@ -1,17 +1,16 @@
 """Which stages the kernels of decode steps serve, as the core asks for it."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.inference.cache import Cache
-from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of, tells_weights
+from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of
 from dtgpt.inference.step import DecodeKernels, Decoders
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.decode_weights import decode_weights
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import attention_cores, inventory
 from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
@@ -58,8 +57,7 @@ class _Kernels:
         parts = inventory(config)
         kinds = set(parts.examples)
         with torch.device("meta"):
-            blocks: list[Any] = [config.make_block(index) for index in kinds]
-            known = all(tells_weights(block) and block.decode_weights().activation for block in blocks)
+            known = all(_has_kernels(config.make_block(index)) for index in kinds)
         cores = [core for index in kinds for core in parts.cores(index)]
         if not known or any(core.head_dim not in HEAD_SIZES or not core.is_plain for core in cores):
             raise UserError(NO_KERNELS)
@@ -72,6 +70,11 @@ class _Kernels:
 
 
 KERNELS: DecodeKernels = _Kernels()
+
+
+def _has_kernels(block: nn.Module) -> bool:
+    weights = decode_weights(block)
+    return weights is not None and weights.activation is not None
 
 
 def as_in_training(
@@ -107,12 +110,12 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -
         return None  # of a run that trains adapters
     usable = all(type(p.data) is Tensor and p.dtype.itemsize in sizes_known and has_triton(p) for p in parameters)
     sizes = {layer.keys.shape[-1] for layer in cache.layers}
-    if not usable or not all(map(tells_weights, modules)) or not sizes <= set(HEAD_SIZES):
+    if not usable or any(decode_weights(module) is None for module in modules) or not sizes <= set(HEAD_SIZES):
         return None
-    blocks: list[Any] = [block for stage in stages for block in stage.blocks.values()]
+    blocks = [block for stage in stages for block in stage.blocks.values()]
     if not all(core.is_plain for block in blocks for core in attention_cores(block)):
         return None
-    if len(cache.layers) != len(blocks) or not all(block.decode_weights().activation for block in blocks):
+    if len(cache.layers) != len(blocks) or not all(map(_has_kernels, blocks)):
         return None
     layers = iter(cache.layers)
     kind = ExactStage if exact else FusedStage

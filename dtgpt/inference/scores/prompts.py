@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.inference.cache import Chunk
-from dtgpt.inference.request import PROMPT, Event, Score, alternatives_of
+from dtgpt.inference.request import Score, alternatives_of
 from dtgpt.inference.scores.tokens import Scores, token_scores
 from dtgpt.inference.step import Pending, Step, decode_kernels, gather_columns
 
@@ -55,24 +55,16 @@ def _scores(step: Step, logits: Tensor, targets: Tensor, alternatives: int) -> S
 class _Scorer:
     command = ReadAndScore
 
-    def event(self, handle: int, ids: Sequence[int], alternatives: int, chunks: Sequence[Scores]) -> Event | None:
+    def score(self, ids: list[int], alternatives: int, chunks: Sequence[Scores]) -> Score | None:
         if any(chunk.logprobs.isnan().any() for chunk in chunks):
             return None
-        return Event(
-            request=handle,
-            choice=PROMPT,
-            ids=list(ids[1:]),
-            logprobs=[value for chunk in chunks for value in chunk.logprobs.tolist()],
-            alternatives=[row for chunk in chunks for row in alternatives_of(chunk, alternatives)],
-            greedy=tuple(flag for chunk in chunks for flag in chunk.greedy.tolist()),
-        )
-
-    def score(self, ids: list[int], event: Event, alternatives: int) -> Score:
         return Score(
             ids=ids,
-            logprobs=event.logprobs,
-            greedy=list(event.greedy),
-            alternatives=event.alternatives if alternatives else [],
+            logprobs=[value for chunk in chunks for value in chunk.logprobs.tolist()],
+            greedy=[flag for chunk in chunks for flag in chunk.greedy.tolist()],
+            alternatives=[row for chunk in chunks for row in alternatives_of(chunk, alternatives)]
+            if alternatives
+            else [],
         )
 
 

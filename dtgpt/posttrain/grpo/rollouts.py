@@ -24,7 +24,6 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.request import Completion, NotFinite, PromptJob
-from dtgpt.inference.session import Session
 from dtgpt.inference.step import decode_kernels
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
@@ -190,6 +189,8 @@ class Rollouts:
             vocab_size=min(self.tokenizer.vocab_size, config.vocab_size),
             timeout=self.timeout,
             graphs=graphs,
+            tokenizer=self.tokenizer,
+            special=special_ids(self.tokenizer, self.ends),
         )
         try:
             engine = make(exact=self.exact)
@@ -211,14 +212,13 @@ class Rollouts:
 
     def _lead(self, prompts: range) -> tuple[dict[str, Any], RolloutsFailed | None]:
         """Draw and reward the answers to prompts, on the rank that leads. Return what other ranks need to know."""
-        session = Session(self.engine, self.tokenizer, special_ids(self.tokenizer, self.ends))
         failure: RolloutsFailed | NotFinite | None = None
         try:
             asked = [self._asked(index) for index in prompts]
-            drawn = list(session.run([job for _, job in asked]))
+            drawn = list(self.engine.run([job for _, job in asked]))
         except (RolloutsFailed, NotFinite) as error:
             failure = error
-        session.close()
+        self.engine.release()
         if isinstance(failure, NotFinite):
             return {"diverged": f"{failure}, a lower --optimizer.lr"}, None
         if failure is not None:
