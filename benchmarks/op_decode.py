@@ -16,12 +16,12 @@ from decode_models import MODELS
 from timing import COPY_RATE, capture
 from torch import Tensor, nn
 
+from dtgpt.inference.kernels.weights import decode_weights
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.decode_weights import decode_weights
 from dtgpt.models.inventory import inventory
-from dtgpt.ops.decode.weights import BlockWeights
 from dtgpt.ops.kernels.attention.cached import decode_attention
 from dtgpt.ops.kernels.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
+from dtgpt.ops.kernels.decode.weights import BlockWeights
 from dtgpt.parallel.cache_sizes import core_sizes
 
 CUDA = torch.device("cuda")

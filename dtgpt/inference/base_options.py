@@ -98,7 +98,7 @@ class SearchedRows(Protocol):
     def alternatives(self) -> int:
         """The number of likeliest tokens of each row that `advance` needs."""
 
-    def advance(self, candidates: Mapping[int, Candidates], command: Callable[[Any], Any]) -> list[int]:
+    def advance(self, candidates: Mapping[int, Candidates], command: Callable[..., Any]) -> list[int]:
         """Choose the rows of the next step from the likeliest tokens of each choice, after all rules, and put them into
         slots by commands (`dtgpt.inference.commands`). Return their choices; none: the search is over."""
 

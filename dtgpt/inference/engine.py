@@ -8,24 +8,15 @@ ended a sequence are discarded, and its slot is free one round later.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference import commands
 from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.cache import SlotState
-from dtgpt.inference.commands import (
-    Begin,
-    Channel,
-    Command,
-    Copy,
-    Decode,
-    Ping,
-    Read,
-    Release,
-    follow,
-)
+from dtgpt.inference.commands import Channel, follow
 from dtgpt.inference.request import (
     NOT_FINITE,
     Alternatives,
@@ -40,13 +31,15 @@ from dtgpt.inference.request import (
 )
 from dtgpt.inference.scheduler import IDLE_TOKENS, PromptChunk, Round, Row, Scheduler, Start
 from dtgpt.inference.sequence import ActiveJob
-from dtgpt.inference.step import Pending, Step
+from dtgpt.inference.step import Pending, Step, step_kind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util import seams
 
+P = ParamSpec("P")
+R = TypeVar("R")
 AHEAD = 2  # jobs that wait, for each slot
 COPIED = 1 << 16  # positions of slots that are copied at once, which takes as much memory for the time of a copy
 
@@ -54,9 +47,9 @@ COPIED = 1 << 16  # positions of slots that are copied at once, which takes as m
 class PromptScorer(Protocol):
     """What a capability has for log-probabilities of the tokens of prompts, at the seam `scorers`."""
 
-    # (slot, first, ids, alternatives) -> the command that reads all of `ids` but the last one into a slot, from
-    # position `first` on, and returns pending scores of all but the first one.
-    command: type[Any]
+    # The command (slot, first, ids, alternatives) that reads all of `ids` but the last one into a slot, from position
+    # `first` on, and returns pending scores of all but the first one.
+    command: Callable[..., Any]
 
     def score(self, ids: list[int], alternatives: int, chunks: Sequence[Any]) -> Score | None:
         """Return the scores of a prompt, of whose chunks these are the results; None where they are not finite."""
@@ -112,8 +105,7 @@ class Engine:
         self.stages, self.config, self.mesh, self.slots, self.timeout = stages, config, mesh, slots, timeout
         self.tokenizer, self.special = tokenizer, special
         self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
-        kinds = seams.listed("rank_steps") if graphs and mesh.device.type == "cuda" else []
-        kind: type[Step] = kinds[0] if kinds else Step
+        kind = step_kind(mesh.device, graphs, exact)
         self._rank_step = kind(stages, mesh, config, dtype, slots, vocab_size, exact)
         self._channel = Channel(mesh)
         self._submitted = 0
@@ -205,8 +197,7 @@ class Engine:
     def ping(self) -> None:
         """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""
         with self._channel.failures_shared(self.timeout):
-            self.command(Ping())
-            self._channel.meet()
+            self.command(commands.ping)
 
     def follow(self) -> None:
         """Execute the commands of rank 0 on another rank, until rank 0 calls `release`. Raises UserError where any
@@ -218,7 +209,7 @@ class Engine:
         """Forget all requests, let the other ranks return from `follow`, and leave the stages as they were before."""
         self._forget()
         with self._channel.failures_shared(self.timeout):
-            self.command(Release())
+            self.command(commands.release)
 
     def fail(self) -> None:
         """Let the other ranks fail, where this one cannot go on, and leave the stages as they were before."""
@@ -226,10 +217,10 @@ class Engine:
         self._rank_step.detach()
         self._channel.close()
 
-    def command(self, command: Command) -> Any:
+    def command(self, command: Callable[Concatenate[Step, P], R], *arguments: P.args, **none: P.kwargs) -> R:
         """Let every rank execute a command, on rank 0; return its result."""
-        self._channel.send(command)
-        return command.execute(self._rank_step)
+        self._channel.send(command, arguments)
+        return command(self._rank_step, *arguments, **none)
 
     def _launch(self, work: Round) -> _Launched:
         # Prompts come first: a sequence that starts needs its prompt in the cache, and decodes in this very round.
@@ -243,19 +234,20 @@ class Engine:
         asked = {chunk: self._active[chunk.request].job for chunk in chunks}
         together = self._rank_step.group([chunk for chunk in chunks if not asked[chunk].options.prompt_logprobs])
         for group in together:
-            self.command(Read([chunk.slot for chunk in group], [asked[chunk].ids[: chunk.stop] for chunk in group]))
+            prompts = [asked[chunk].ids[: chunk.stop] for chunk in group]
+            self.command(commands.read, [chunk.slot for chunk in group], prompts, 0)
         scores, done = [], {chunk for group in together for chunk in group}
         for chunk in chunks:
             one, (request, slot, first, stop) = asked[chunk], chunk
             if one.options.prompt_logprobs:  # which need the token after the chunk, too
-                read = prompt_scorer().command(slot, first, one.ids[first : stop + 1], one.options.top_logprobs)
-                scores.append((request, self.command(read)))
+                ids, alternatives = one.ids[first : stop + 1], one.options.top_logprobs
+                scores.append((request, self.command(prompt_scorer().command, slot, first, ids, alternatives)))
             elif chunk not in done:
-                self.command(Read([slot], [one.ids[first:stop]], first))
+                self.command(commands.read, [slot], [one.ids[first:stop]], first)
         return scores
 
     def _decode(self, rows: Sequence[Row], steps: int) -> Pending[Sampled] | None:
-        return self.command(Decode([row.slot for row in rows], steps, self._variant(rows))) if rows else None
+        return self.command(commands.decode, [row.slot for row in rows], steps, self._variant(rows)) if rows else None
 
     def _start(self, starts: Sequence[Start]) -> None:
         """Begin the choices of requests: the first of each in the slot that has read the prompt, the others as copies
@@ -270,7 +262,7 @@ class Engine:
                 begun = begun[:1]  # a search begins with one row
             (choice, source), *others = begun
             payload = SlotState.encode(asked.ids, asked.options, asked.special, asked.prompt_index, choice)
-            self.command(Begin(source, payload))
+            self.command(commands.begin, source, payload)
             if (len(copies) + len(others)) * max(longest, len(asked.ids)) > COPIED:
                 self._copy(copies, longest)
                 copies, longest = [], 0
@@ -282,7 +274,7 @@ class Engine:
         """Copy the first `length` positions and the state of slots; copies: (source, target, key of the target)."""
         if copies:
             sources, targets, keys = zip(*copies, strict=True)
-            self.command(Copy(sources, targets, length, keys))
+            self.command(commands.copy, sources, targets, length, keys)
 
     def _variant(self, rows: Sequence[Row]) -> Variant:
         """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple, Self, TypeVar
@@ -30,20 +31,19 @@ from dtgpt.inference.commands import broadcast_json, told_by_rank_0
 from dtgpt.inference.engine import Engine, prompt_scorer
 from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import GivenPrompts, read_prompts, segments, special_ids, tokenizer_of
-from dtgpt.inference.request import Completion, NotFinite, PromptJob, check_range, completion_of, to_plain
+from dtgpt.inference.request import Completion, NotFinite, PromptJob, check_range
 from dtgpt.inference.step import gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Source
-from dtgpt.parallel.cache_sizes import bytes_per_slot, free_memory, slots_that_fit
+from dtgpt.parallel.cache_sizes import bytes_per_slot, slots_on_every_rank
 from dtgpt.parallel.inference import inference_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.peers import Process
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # types of tokens
 GPT2_IDS = SpecialIds(newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
@@ -159,22 +159,17 @@ class Model:
         if stream:
             return self._pieces_of(prompts, details or return_full_text, options)
 
-        def plain(completions: list[Completion]) -> list[dict[str, Any]]:
-            known = self.known_tokenizer
-            if details and known:
-                for found in completions:
-                    found.segments = segments(known, found.ids)
-            return list(map(to_plain, completions))
-
         def work(engine: Engine, asked: _Asked) -> Any:
-            given, jobs = asked
-            return {**given._asdict(), "found": list(map(plain, engine.run(jobs)))}
+            (given, jobs), known = asked, self.known_tokenizer
+            found = list(engine.run(jobs))
+            for one in chain.from_iterable(found):
+                one.segments = segments(known, one.ids) if details and known else None
+            return {**given._asdict(), "found": found}
 
         answer = self.run(lambda: self._asked(prompts, options), work)
         several = (options.get("num_return_sequences") or 1) > 1
         results = []
-        for index, sequences in enumerate(answer["found"]):
-            completions: list[Any] = list(map(completion_of, sequences))
+        for index, completions in enumerate(answer["found"]):
             if not details:
                 completions = [_bare(found, answer, index, return_full_text) for found in completions]
             results.append(completions if several else completions[0])
@@ -290,8 +285,8 @@ class Model:
 
     def run(self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Engine, P], Any]) -> Any:
         """Call `prepare` on rank 0, and `work` with the value that it returned beside its need of the cache. Return on
-        every rank what `work` returned, which is made of texts, numbers, lists and dicts. A UserError of `prepare`, and
-        a NotFinite of `work`, are raised on every rank."""
+        every rank what `work` returned, which is made of texts, numbers, results, lists and dicts. A UserError of
+        `prepare`, and a NotFinite of `work`, are raised on every rank."""
         with self.alone():
             prepared = self._reserve(prepare)
             if prepared is None:
@@ -419,12 +414,7 @@ class Model:
     def _make_engine(self, wanted: int, needed: int) -> None:
         """Make an engine of `wanted` slots, or as many as fit into memory. Raise UserError where `needed` do not."""
         self._engine, self._reserved = None, 0  # the memory of the last one is free for the next
-        local_world = Process.from_environment().local_world
-
-        def fitting() -> int:
-            return slots_that_fit(free_memory(self.mesh.device, local_world), self.config, self.mesh.plan, self.dtype)
-
-        fits = min(self.mesh.turns(fitting, lambda rank: True))
+        fits = slots_on_every_rank(self.mesh, self.config, self.mesh.plan, self.dtype)
         if needed > fits:
             raise UserError(
                 f"{counted(needed, 'slot')} of the cache, {byte_size(self.bytes_per_slot)} each, do not fit into "

@@ -198,21 +198,10 @@ class SequenceUpdate(NamedTuple):
     completions: list[Completion] | None  # with the last update of a job, all of its sequences
 
 
-def to_plain(found: Completion | Score) -> dict[str, Any]:
-    """Return texts, numbers, lists and dicts, from which `completion_of` or `score_of` makes the same again."""
-    return {name: to_plain(value) if isinstance(value, Score) else value for name, value in vars(found).items()}
-
-
-def completion_of(plain: dict[str, Any]) -> Completion:
-    prompt = plain["prompt"]
-    fields = {**plain, "alternatives": _alternatives(plain), "prompt": None if prompt is None else score_of(prompt)}
-    return Completion(**fields)
-
-
-def score_of(plain: dict[str, Any]) -> Score:
-    return Score(**{**plain, "alternatives": _alternatives(plain)})
-
-
-def _alternatives(plain: dict[str, Any]) -> list[Alternatives]:
-    """Return alternatives as tuples, of which JSON makes lists."""
-    return [[(i, logprob) for i, logprob in row] for row in plain["alternatives"]]
+def results_of(plain: dict[str, Any]) -> Any:
+    """Return the `Completion` or `Score` of which JSON has made a dict; any other dict as it is."""
+    kind = next((kind for kind in (Completion, Score) if plain.keys() == kind.__dataclass_fields__.keys()), None)
+    if kind is None:
+        return plain
+    pairs = [[(i, logprob) for i, logprob in row] for row in plain["alternatives"]]  # of which JSON makes lists
+    return kind(**plain | {"alternatives": pairs})

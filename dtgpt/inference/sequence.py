@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.base_options import SearchedRows
-from dtgpt.inference.prompts import TextStream
+from dtgpt.inference.prompts import TextStream, text_stream
 from dtgpt.inference.request import Alternatives, Completion, PromptJob, Score, SequenceUpdate
 
 
@@ -37,7 +37,7 @@ class ActiveSequence:
         self.score: float | None = None  # of a search
         self._text = ""
         self._ends = job.special.ends
-        self._stream = TextStream(tokenizer, job.ids) if tokenizer else None
+        self._stream = text_stream(tokenizer, job.ids) if tokenizer else None
         self._end: TextEnd | None = job.options.text_end(job)
 
     def take(self, ids: list[int], finish: str | None) -> tuple[str, int]:

@@ -17,10 +17,11 @@ from dtgpt.config.plan import Plan, ResolvedPlan, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.sampling.sequences import PARAMETERS
-from dtgpt.parallel.mesh import RankCoordinates
+from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
+from dtgpt.util.peers import Process
 
 SHARE = 0.9  # of free memory: the rest is for activations and for the allocator's own use
 
@@ -94,13 +95,19 @@ def slots_that_fit(free: int, config: ModelConfig, plan: ResolvedPlan, dtype: to
     return slots
 
 
-def free_memory(device: torch.device, local_world: int) -> int:
+def slots_on_every_rank(mesh: Mesh, config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype) -> int:
+    """Return the number of slots under `plan` for which all ranks of the mesh have memory now. Raise UserError on each
+    of them where one has none for a single slot."""
+    return min(mesh.turns(lambda: slots_that_fit(free_memory(mesh.device), config, plan, dtype), lambda rank: True))
+
+
+def free_memory(device: torch.device) -> int:
     """Return the bytes that a rank may still allocate: of its CUDA device, or its part of the machine's free memory,
-    which the `local_world` processes of a node share."""
+    which the processes of a node share."""
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
-    return _free_main_memory() // local_world
+    return _free_main_memory() // Process.from_environment().local_world
 
 
 def _free_main_memory() -> int:

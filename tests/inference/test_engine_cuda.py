@@ -73,7 +73,7 @@ def serve(engine: Engine, asked: list[PromptJob]) -> list[list[int]]:
 )
 def test_the_text_is_the_same_alone_and_in_company(config, name):
     engine, asked = make(config, torch.bfloat16), requests(SAMPLINGS[name])
-    assert engine._rank_step.decoders is not None
+    assert engine._rank_step.fused is not None
     together = serve(engine, asked)
     assert [serve(engine, [request])[0] for request in reversed(asked)][::-1] == together
     assert serve(make(config, torch.bfloat16, slots=3), asked) == together

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from dtgpt.models.decode_weights import decode_weights
+from dtgpt.inference.kernels.weights import decode_weights
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.kernels import extension

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from dtgpt.inference.kernels.weights import decode_weights
 from dtgpt.models import layers
 from dtgpt.models.binding import bind
-from dtgpt.models.decode_weights import decode_weights
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.activations import swiglu

@@ -16,8 +16,8 @@ from dtgpt.commands.generate import command as generate_command
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.evaluation.shared_model import open_shared
 from dtgpt.inference.kernels.stages import parts_of
+from dtgpt.inference.kernels.weights import decode_weights
 from dtgpt.interop.inspect import model_digest
-from dtgpt.models.decode_weights import decode_weights
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.posttrain.chats.command import command as chat_command

@@ -10,7 +10,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.cache import Cache
-from dtgpt.inference.commands import Read
+from dtgpt.inference.commands import read
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob, SequenceUpdate
@@ -146,10 +146,10 @@ def read_prompts(config: ModelConfig, plan: str, prompts: list[list[int]], batch
         engine.follow()
     else:
         if batch_tokens:
-            engine.command(Read(range(len(prompts)), prompts))
+            engine.command(read, range(len(prompts)), prompts, 0)
         else:
             for slot, ids in enumerate(prompts):
-                engine.command(Read([slot], [ids]))
+                engine.command(read, [slot], [ids], 0)
         engine.release()
     return [kept_of(engine._rank_step.cache, slot)[:, :, :, : len(ids)] for slot, ids in enumerate(prompts)]
 

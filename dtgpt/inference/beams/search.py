@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dtgpt.inference.base_options import Candidates, FoundSequence, SearchedRows
-from dtgpt.inference.commands import Assign, Copy
+from dtgpt.inference.commands import assign, copy
 from dtgpt.inference.request import PromptJob
 from dtgpt.util.errors import UserError, shown
 
@@ -204,7 +204,7 @@ class BeamSlots:
         """The number of likeliest tokens of each row that `advance` needs."""
         return self.search.alternatives
 
-    def advance(self, candidates: Mapping[int, Candidates], command: Callable[[Any], Any]) -> list[int]:
+    def advance(self, candidates: Mapping[int, Candidates], command: Callable[..., Any]) -> list[int]:
         """Choose the rows of the next step from the likeliest tokens of each choice, and put them into slots. Return
         their choices; none: the search is over.
 
@@ -223,9 +223,9 @@ class BeamSlots:
             chosen.append(target)
         if copies:
             filled = len(self.asked.ids) + self.search.length - 1  # the last token is not in the cache yet
-            command(Copy(self._slots(copies.values()), self._slots(copies), filled))
+            command(copy, self._slots(copies.values()), self._slots(copies), filled, [])
         if rows:
-            command(Assign(self._slots(chosen), [row.token for row in rows]))
+            command(assign, self._slots(chosen), [row.token for row in rows])
         self._choices = chosen
         return chosen
 

@@ -50,6 +50,11 @@ class CapturedStep(Step):
     `batch_tokens`: most tokens of a pass over several prompts, padding included; 0: each prompt has a pass of its own.
     """
 
+    @staticmethod
+    def serves(device: torch.device, graphs: bool, exact: bool) -> bool:
+        """Return whether steps are of this kind."""
+        return graphs and device.type == "cuda"
+
     def __init__(self, *arguments: Any, **options: Any):
         """Take the arguments of `Step`, on a GPU."""
         super().__init__(*arguments, **options)
@@ -137,7 +142,7 @@ class CapturedStep(Step):
             return (torch.full_like(rows, self.slots),)
 
         def work(slots: Tensor) -> Sampled:
-            return Step.draw_steps(self, slots, steps, variant)
+            return super(CapturedStep, self).draw_steps(slots, steps, variant)
 
         return self._graphs.run(("decode", len(rows), steps, variant), work, (rows,), idle)
 

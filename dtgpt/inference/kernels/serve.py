@@ -1,24 +1,28 @@
-"""Which stages the kernels of decode steps serve, as the core asks for it."""
+"""Steps of generation by kernels, and which stages they serve."""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.inference.cache import Cache
+from dtgpt.inference.cache import Cache, DecodeRows
 from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of
-from dtgpt.inference.step import DecodeKernels, Decoders
+from dtgpt.inference.kernels.weights import decode_weights
+from dtgpt.inference.step import ExactBits, Step
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.decode_weights import decode_weights
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.inventory import attention_cores, inventory
 from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
 from dtgpt.ops.kernels.decode.blocks import next_rows
 from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.loss.cross_entropy import losses_of, over_group, real_columns, row_losses, row_terms
+from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.errors import UserError
 
 NO_KERNELS = (
@@ -27,15 +31,37 @@ NO_KERNELS = (
 )
 
 
-class _Kernels:
-    def serve(self, stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool) -> Decoders | None:
-        fused = fuse(stages, mesh, cache, exact)
-        if fused is not None:
-            return Decoders(stages=fused, next_rows=next_rows)
-        if exact:
-            raise UserError(NO_KERNELS)
-        return None
+class KernelStep(Step):
+    """A `Step` whose rows are decoded by kernels, where they know the model; with the bits of training's forward pass
+    where these are asked for."""
 
+    @staticmethod
+    def serves(device: torch.device, graphs: bool, exact: bool) -> bool:
+        """Return whether steps are of this kind."""
+        return exact or device.type == "cuda"
+
+    def __init__(self, *arguments: Any, **options: Any):
+        """Take the arguments of `Step`. Raise UserError for a model that cannot have the bits that are asked for."""
+        super().__init__(*arguments, **options)
+        self.fused = fuse(self.stages, self.mesh, self.cache, self.exact)
+        if self.exact and self.fused is None:
+            raise UserError(NO_KERNELS)
+
+    def row_logits(self, slots: Tensor) -> Tensor | None:
+        if self.fused is None:
+            return super().row_logits(slots)
+        tokens, positions = next_rows(slots, self.cache.state.token, self.cache.state.position)
+        logits = run_in_turn(self.fused, self.mesh, (tokens[None], DecodeRows(slots, positions)), self.dtype)
+        return None if logits is None else logits[0]
+
+    def choose(self, logits: Tensor, slots: Tensor, variant: Variant) -> Sampled:
+        drawn = super().choose(logits, slots, variant)
+        if not self.exact:
+            return drawn
+        return drawn._replace(**BITS.exact_scores(logits, drawn.tokens, drawn.top_ids, self.mesh, self.config))
+
+
+class _Bits:
     def check_exact(self, device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
         if not has_triton(torch.empty(0, device=device)):
             raise UserError(
@@ -69,7 +95,7 @@ class _Kernels:
         return as_in_training(logits, ids, top_ids, config.vocab_size, first, mesh.tp_group)
 
 
-KERNELS: DecodeKernels = _Kernels()
+BITS: ExactBits = _Bits()
 
 
 def _has_kernels(block: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Stages whose decode steps are kernels of `dtgpt.ops.decode`."""
+"""Stages whose decode steps are kernels of `dtgpt.ops.kernels.decode`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.inference.cache import DecodeRows, LayerCache
-from dtgpt.models.decode_weights import decode_weights
+from dtgpt.inference.kernels.weights import decode_weights
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Context
 from dtgpt.ops.kernels.decode import exact as exact_blocks

@@ -52,14 +52,14 @@ class StopSearch:
     def read(self, stream: "TextStream", ids: Sequence[int], before: int) -> tuple[str, int]:
         """Return the text of ids, and how many of them there are up to the one that completes a stop string. before:
         the new tokens that the sequence has already."""
-        mark, text = stream.mark(), stream.extend(ids)
+        mark, text = dict(vars(stream)), stream.extend(ids)
         if not self.ends(text):
             return self.add(text), len(ids)
         # Which token completes the string is seen only where each is decoded alone.
-        stream.go_back(mark)
+        vars(stream).update(mark)
         pieces: list[str] = []
         while not self.found and len(pieces) < len(ids):
-            pieces.append(self.add(stream.add(ids[len(pieces)]), before + len(pieces) >= self._least))
+            pieces.append(self.add(stream.extend([ids[len(pieces)]]), before + len(pieces) >= self._least))
         return "".join(pieces), len(pieces)
 
     def rest(self, text: str) -> str:

@@ -1,7 +1,7 @@
 """The weights of modules of GPT-2's and LLaMA's kind as the kernels of decode steps read them.
 
 The modules know nothing of these kernels. A class of another family or of a user's own tells its weights by a method
-`decode_weights`, which returns one of the tuples of `dtgpt.ops.decode.weights`.
+`decode_weights`, which returns one of the tuples of `dtgpt.ops.kernels.decode.weights`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from torch import nn
 
 from dtgpt.models import gpt2, llama
 from dtgpt.ops.activations import fused_name
-from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
+from dtgpt.ops.kernels.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.rotary_positions import angle_table
 
 
