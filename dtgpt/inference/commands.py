@@ -187,11 +187,6 @@ def broadcast_json(mesh: Mesh, value: Any = None) -> Any:
     return json.loads(body.numpy().tobytes(), object_hook=results_of)
 
 
-def from_rank_0(mesh: Mesh, work: Callable[[], Any]) -> Any:
-    """Return on every rank what `work` returns on rank 0, and raise its UserError on every rank."""
-    return told_by_rank_0(mesh, lambda: (work(), None))[0]
-
-
 def told_by_rank_0(mesh: Mesh, work: Callable[[], tuple[Any, K]]) -> tuple[Any, tuple[K] | None]:
     """Call `work` on rank 0, and return the first of its two values on every rank. The second one stays there: it comes
     as (value,), None on the other ranks. Raise a UserError of `work` on every rank."""

@@ -114,14 +114,19 @@ class Model:
             raise UserError(f"tokens are {shown(tokens)}, not a tensor; give whole numbers [B, T]")
         if tokens.dim() != 2 or tokens.dtype not in INTEGERS or tokens.is_meta or not len(tokens):
             raise UserError(f"tokens are {tokens.dtype} {list(tokens.shape)}; give whole numbers [B, T]")
-        length, whole = tokens.shape[1], self.config.seq_length
-        if not 1 <= length <= whole:
-            raise UserError(f"{length} tokens are not a valid input; use 1 to {whole}")
+        length, most = tokens.shape[1], self.config.seq_length
+        if not 1 <= length <= most:
+            raise UserError(f"{length} tokens are not a valid input; use 1 to {most}")
         check_range(int(tokens.min()), int(tokens.max()), self.config.vocab_size)
         batch = Batch(tokens.to(self.mesh.device, torch.int64))
         with self.alone():
+            columns, shape = self.config.padded_vocab_size, (len(tokens), length)
             logits = run_in_turn(self.stages, self.mesh, batch, self.dtype)
-            return self._gather(logits, (len(tokens), length))[..., : self.config.vocab_size]
+            if logits is None:  # of a rank that does not hold the last stage
+                whole = torch.empty(*shape, columns, dtype=self.dtype, device=self.mesh.device)
+            else:
+                whole = gather_columns(logits.flatten(0, 1), self.mesh, columns).unflatten(0, shape)
+            return self.mesh.from_last_stage(whole.contiguous())[..., : self.config.vocab_size]
 
     def generate(
         self,
@@ -157,7 +162,7 @@ class Model:
             if not details and options.get(name) not in (None, 0):
                 raise UserError(f"{name} is one of the details; add details=True, or leave it out")
         if stream:
-            return self._pieces_of(prompts, details or return_full_text, options)
+            return self._stream_of(prompts, details or return_full_text, options)
 
         def work(engine: Engine, asked: _Asked) -> Any:
             (given, jobs), known = asked, self.known_tokenizer
@@ -184,7 +189,10 @@ class Model:
         found = self.generate(prompts, details=True, split_special_tokens=split_special_tokens, **options)
         return [one.prompt for one in found] if isinstance(found, list) else found.prompt
 
-    def _pieces_of(self, prompts: Any, more: bool, options: Mapping[str, Any]) -> Iterator[Any]:
+    def _stream_of(self, prompts: Any, more: bool, options: Mapping[str, Any]) -> Iterator[Any]:
+        """Return an iterator over the pieces of a single prompt. The other ranks get all of them when the text is
+        complete. Any other use of the model ends the stream: to read on is then a UserError."""
+
         def prepare() -> tuple[Need, _Asked]:
             if more:
                 raise UserError("stream=True yields pieces of the text; leave details and return_full_text out")
@@ -193,12 +201,9 @@ class Model:
                 raise UserError("stream=True follows one sequence; give one prompt, one sequence and no beams")
             return need, asked
 
-        def work(engine: Engine, asked: _Asked) -> Iterator[Any]:
-            given, (job,) = asked
-            for update in engine.stream(job):
-                yield from update.ids if given.texts is None else [update.text] * bool(update.text)
-
-        return self.stream(prepare, work)
+        with self.alone():
+            prepared = self._reserve(prepare)
+        return self._pieces(prepared)
 
     def _asked(self, prompts: Any, options: Mapping[str, Any]) -> tuple[Need, _Asked]:
         """Return what a call asks for. Raise UserError where an argument is wrong."""
@@ -209,16 +214,6 @@ class Model:
         for job in jobs:
             self.check(job)
         return need_of(jobs), (given, jobs)
-
-    def _gather(self, logits: Tensor | None, shape: tuple[int, int]) -> Tensor:
-        """Join the columns of tp ranks, then send them from the stage that has the head to all others."""
-        mesh = self.mesh
-        if logits is None:
-            logits = torch.empty(*shape, self.config.padded_vocab_size, dtype=self.dtype, device=mesh.device)
-        else:
-            rows = gather_columns(logits.flatten(0, 1), mesh, self.config.padded_vocab_size)
-            logits = rows.unflatten(0, shape)
-        return mesh.from_last_stage(logits.contiguous())
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -302,22 +297,15 @@ class Model:
             engine.release()
             return self._share(value, finite)
 
-    def stream(
-        self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Engine, P], Iterator[Any]]
-    ) -> Iterator[Any]:
-        """Call `prepare` on rank 0, and return an iterator over what `work` yields there. The other ranks get
-        all of it when it is complete. Any other use of the model ends the stream: to read on is then a UserError."""
-        with self.alone():
-            prepared = self._reserve(prepare)
-        return self._pieces(work, prepared)
-
-    def _pieces(self, work: Callable[[Engine, P], Iterator[Any]], prepared: tuple[P] | None) -> Iterator[Any]:
+    def _pieces(self, prepared: tuple[_Asked] | None) -> Iterator[Any]:
         if prepared is None:
             yield from self._follow()
             return
+        ((given, (job,)),) = prepared
         with self.alone():
-            pieces, stream = work(self._begin(), *prepared), list[Any]()
+            updates, stream = self._begin().stream(job), list[Any]()
             self._stream = stream
+        pieces = (piece for one in updates for piece in (one.ids if given.texts is None else filter(None, [one.text])))
         try:
             while True:
                 with self._lock:
