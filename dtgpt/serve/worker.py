@@ -92,7 +92,6 @@ class EngineWorker:
         self._cause = ""
         # Of the main thread:
         self._places: dict[int, _Place] = {}  # by number in the engine
-        self._numbers: dict[Ticket, list[int]] = {}
         self._deadline: float | None = None  # when what still runs ends with what it has
         self._since: float | None = None  # when the step or ping began that is under way
         self._finite_weights: bool | None = None  # None: nothing has made them doubtful
@@ -236,11 +235,10 @@ class EngineWorker:
             except UserError as error:  # which `submit` should have found
                 return _call(ticket.loop, ticket.fail, bad_request(error))
             self._places[number] = _Place(ticket, index)
-            self._numbers.setdefault(ticket, []).append(number)
 
     def _stop(self, engine: Engine, ticket: Ticket) -> None:
-        for number in self._numbers.get(ticket, []):
-            if number in self._places:
+        for number, place in self._places.items():
+            if place.ticket is ticket:
                 engine.cancel(number)
 
     def _drain(self, seconds: float) -> None:
@@ -261,7 +259,7 @@ class EngineWorker:
         for update in updates:
             ticket, job = self._places[update.job]
             if update.completions is not None:
-                self._forget(update.job)
+                del self._places[update.job]
             if update.finish == NOT_FINITE:
                 self._doubt_weights(engine)
                 _call(ticket.loop, ticket.fail, NotFiniteProblem(500, LOGITS))
@@ -271,13 +269,6 @@ class EngineWorker:
             own.append(_ended(update._replace(job=job)))
         for loop, batch in batches.items():
             _call(loop, _deliver, batch)
-
-    def _forget(self, number: int) -> None:
-        ticket = self._places.pop(number).ticket
-        numbers = self._numbers[ticket]
-        numbers.remove(number)
-        if not numbers:
-            del self._numbers[ticket]
 
     def _fail_tickets(self, error: HttpProblem) -> None:
         for ticket in list(self._tickets):
