@@ -231,19 +231,16 @@ class Engine:
 
     def _read(self, chunks: Sequence[PromptChunk]) -> list[tuple[int, Pending[Any]]]:
         """Read chunks of prompts, several in a pass where these ask for no scores. Return the scores, by request."""
-        asked = {chunk: self._active[chunk.request].job for chunk in chunks}
-        together = self._rank_step.group([chunk for chunk in chunks if not asked[chunk].options.prompt_logprobs])
-        for group in together:
-            prompts = [asked[chunk].ids[: chunk.stop] for chunk in group]
-            self.command(commands.read, [chunk.slot for chunk in group], prompts, 0)
-        scores, done = [], {chunk for group in together for chunk in group}
-        for chunk in chunks:
-            one, (request, slot, first, stop) = asked[chunk], chunk
-            if one.options.prompt_logprobs:  # which need the token after the chunk, too
-                ids, alternatives = one.ids[first : stop + 1], one.options.top_logprobs
-                scores.append((request, self.command(prompt_scorer().command, slot, first, ids, alternatives)))
-            elif chunk not in done:
-                self.command(commands.read, [slot], [one.ids[first:stop]], first)
+        jobs = {chunk: self._active[chunk.request].job for chunk in chunks}
+        for group in self._rank_step.group([chunk for chunk in chunks if not jobs[chunk].options.prompt_logprobs]):
+            prompts = [jobs[chunk].ids[chunk.first : chunk.stop] for chunk in group]
+            self.command(commands.read, [chunk.slot for chunk in group], prompts, group[0].first)
+        scores = []
+        for chunk, job in jobs.items():
+            if job.options.prompt_logprobs:  # which need the token after the chunk, too
+                ids, alternatives = job.ids[chunk.first : chunk.stop + 1], job.options.top_logprobs
+                read = self.command(prompt_scorer().command, chunk.slot, chunk.first, ids, alternatives)
+                scores.append((chunk.request, read))
         return scores
 
     def _decode(self, rows: Sequence[Row], steps: int) -> Pending[Sampled] | None:

@@ -96,8 +96,8 @@ class Step:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def group(self, chunks: Sequence[PromptChunk]) -> list[list[PromptChunk]]:
-        """Return the chunks to read together, two or more in each pass."""
-        return []
+        """Return the chunks to read in each pass, those of a prompt in their order: here each alone."""
+        return [[chunk] for chunk in chunks]
 
     @torch.no_grad()
     def read(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], first: int = 0) -> None:

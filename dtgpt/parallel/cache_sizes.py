@@ -47,10 +47,9 @@ def block_core_sizes(config: ModelConfig, plan: Plan) -> list[list[CoreSize]]:
         from dtgpt.parallel.tensor import degrees_of_heads  # half a second to import: DTensor
 
         degrees = degrees_of_heads(config, plan)
-    sizes: dict[tuple[int, int], list[CoreSize]] = {}  # by kind of block and degree
-    for key in dict.fromkeys(zip(parts.examples, degrees, strict=True)):
-        sizes[key] = core_sizes(config, *key)
-    return [sizes[key] for key in zip(parts.examples, degrees, strict=True)]
+    kinds = list(zip(parts.examples, degrees, strict=True))
+    sizes = {kind: core_sizes(config, *kind) for kind in dict.fromkeys(kinds)}
+    return [sizes[kind] for kind in kinds]
 
 
 def core_sizes(config: ModelConfig, block: int, tp: int) -> list[CoreSize]:

@@ -65,7 +65,9 @@ class CapturedStep(Step):
         self.mesh.before_end.append(release_of(self._graphs))
 
     def group(self, chunks: Sequence[PromptChunk]) -> list[list[PromptChunk]]:
-        return group_prompts(chunks, self.cache.state.positions, self.batch_tokens)
+        together = group_prompts(chunks, self.cache.state.positions, self.batch_tokens)
+        grouped = {chunk for group in together for chunk in group}
+        return together + [[chunk] for chunk in chunks if chunk not in grouped]
 
     @torch.no_grad()
     def read(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], first: int = 0) -> None:
