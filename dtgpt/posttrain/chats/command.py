@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from dtgpt.checkpoint.tokenizer import tokenizer_beside
 from dtgpt.commands.command import Command
-from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
+from dtgpt.commands.generate import HEADINGS, Execution, SamplingWords, sampling_of
 from dtgpt.commands.model_options import open_as_asked
 from dtgpt.data.library_tokenizers.chat_template import keep_template, template_of
 from dtgpt.inference.engine import Engine
@@ -33,6 +33,8 @@ class ChatOptions(Execution, SamplingWords):  # fields are listed from the last 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
         "max_new_tokens": "sampling",
         "stop_token_ids": "end of an answer",
+        "do_sample": "sampling",
+        **HEADINGS,
         "stop_strings": "end of an answer",
         "plan": "execution",
         "tokenizer": "tokenizer",
