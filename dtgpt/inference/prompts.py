@@ -131,9 +131,10 @@ class TextStream(Protocol):
 
 def text_stream(tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> TextStream:
     """Return the stream of the text behind a prompt."""
-    kinds: list[Callable[[Tokenizer], TextStream]] = [*seams.listed("text_streams"), _Single]
-    # Tokens that are the same bytes in every text are the same with any library.
-    stream = _Bytes(tokenizer) if tokenizer.bytes_of(0) is not None else kinds[0](tokenizer)
+    if tokenizer.bytes_of(0) is not None:  # each token is the same bytes in every text
+        stream: TextStream = _Bytes(tokenizer)
+    else:
+        stream = [*seams.listed("text_streams"), _Single][0](tokenizer)
     stream.skip([i for i in prompt if i < tokenizer.vocab_size])  # a model may have more tokens
     return stream
 

@@ -203,5 +203,5 @@ def results_of(plain: dict[str, Any]) -> Any:
     kind = next((kind for kind in (Completion, Score) if plain.keys() == kind.__dataclass_fields__.keys()), None)
     if kind is None:
         return plain
-    pairs = [[(i, logprob) for i, logprob in row] for row in plain["alternatives"]]  # of which JSON makes lists
-    return kind(**plain | {"alternatives": pairs})
+    likeliest = [[(i, logprob) for i, logprob in row] for row in plain["alternatives"]]  # of which JSON makes lists
+    return kind(**plain | {"alternatives": likeliest})

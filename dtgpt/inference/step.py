@@ -63,8 +63,10 @@ def exact_bits() -> ExactBits:
 def step_kind(device: torch.device, graphs: bool, exact: bool) -> "type[Step]":
     """Return the class of a rank's steps: `Step`, with what capabilities do otherwise on this device. graphs: whether
     CUDA graphs may hold the steps. exact: whether log-probabilities have the bits of training's forward pass."""
-    kinds = [kind for kind in seams.listed("rank_steps") if kind.serves(device, graphs, exact)]
-    return type("RankStep", (*kinds, Step), {}) if kinds else Step
+    if device.type == "cpu" and not exact:
+        return Step
+    kinds = [kind for kind in seams.listed("rank_steps") if kind.serves(graphs)]
+    return type("RankStep", (*kinds, Step), {})
 
 
 class Step:

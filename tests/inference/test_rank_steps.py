@@ -70,8 +70,9 @@ def test_texts_and_scores_are_those_of_the_plain_step(taken, monkeypatch, kinds,
 
 
 @pytest.mark.parametrize("device, graphs, exact, names", [
-    (CPU, True, False, []), (CPU, False, True, ["KernelStep"]), (CUDA, False, False, ["KernelStep"]),
-    (CUDA, True, False, ["CapturedStep", "KernelStep"]), (CUDA, True, True, ["CapturedStep", "KernelStep"]),
+    (CPU, True, False, []), (CPU, False, False, []), (CPU, False, True, ["KernelStep"]),
+    (CUDA, False, False, ["KernelStep"]), (CUDA, True, False, ["CapturedStep", "KernelStep"]),
+    (CUDA, True, True, ["CapturedStep", "KernelStep"]),
 ], ids=str)  # fmt: skip
 def test_a_device_has_the_steps_that_serve_it(device, graphs, exact, names):
     kinds = [kind.__name__ for kind in step_kind(device, graphs, exact).__mro__]

@@ -51,9 +51,9 @@ class CapturedStep(Step):
     """
 
     @staticmethod
-    def serves(device: torch.device, graphs: bool, exact: bool) -> bool:
-        """Return whether steps are of this kind."""
-        return graphs and device.type == "cuda"
+    def serves(graphs: bool) -> bool:
+        """Return whether steps are of this kind, where CUDA graphs may hold them or not."""
+        return graphs
 
     def __init__(self, *arguments: Any, **options: Any):
         """Take the arguments of `Step`, on a GPU."""

@@ -36,9 +36,9 @@ class KernelStep(Step):
     where these are asked for."""
 
     @staticmethod
-    def serves(device: torch.device, graphs: bool, exact: bool) -> bool:
-        """Return whether steps are of this kind."""
-        return exact or device.type == "cuda"
+    def serves(graphs: bool) -> bool:
+        """Return whether steps are of this kind, where CUDA graphs may hold them or not."""
+        return True
 
     def __init__(self, *arguments: Any, **options: Any):
         """Take the arguments of `Step`. Raise UserError for a model that cannot have the bits that are asked for."""
