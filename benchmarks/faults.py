@@ -286,8 +286,8 @@ FAULTS = [
     Fault(
         "fp8: an activation that no fused kernel knows is replaced by SwiGLU",
         "dtgpt/ops/fp8/products.py",
-        "        return fused_name(activation, has_bias)",
-        '        return fused_name(activation, has_bias) or "swiglu"',
+        "        name = fused_name(activation, first.bias is not None)",
+        '        name = fused_name(activation, first.bias is not None) or "swiglu"',
     ),
     Fault(
         "tp: the mean square of all heads is that of a rank's own",

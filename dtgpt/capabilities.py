@@ -85,6 +85,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "dtgpt.data.library_tokenizers",
             "dtgpt.data.prepare",
+            "dtgpt.inference.rules",
             "dtgpt.inference.scores",
             "dtgpt.interop",
             "dtgpt.parallel.context_parallel",

@@ -95,7 +95,7 @@ FOLDERS = {
         "flash flash_kernels flash_launch flash_mask flash_tiles descriptor_kernels warp_kernels warp_tiles "
         "cached_kernels exact_kernels shared_kernels packed window"
     ),
-    ("dtgpt.ops.decode", "dtgpt.ops.kernels.decode"): "blocks exact kernels rows",
+    ("dtgpt.ops.decode", "dtgpt.ops.kernels.decode"): "blocks exact kernels rows weights",
     ("dtgpt.ops.sampling", "dtgpt.ops.kernels.sampling"): (
         "edit_kernels filter_kernels kernels primitives record_kernels"
     ),

@@ -22,9 +22,9 @@ from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.base_options import check_switches
 from dtgpt.inference.model import Model
-from dtgpt.inference.options import check_switches
-from dtgpt.inference.step import decode_kernels
+from dtgpt.inference.step import exact_bits
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.parallel.launch import end_process_group, start_process_group
@@ -110,7 +110,7 @@ def open_model(
     dtype = choose_dtype(precision, place)
     check_kernels(place)
     if exact:
-        decode_kernels().check_exact(place, resolved, dtype)
+        exact_bits().check_exact(place, resolved, dtype)
     if process.world > 1 and not dist.is_initialized():
         start_process_group(place, TIMEOUT)
         atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
@@ -127,7 +127,7 @@ def open_model(
     source.config.validate()
     ends_of(path, None, source.config.vocab_size)  # which refuses what is not an id, before weights are read
     if exact:
-        decode_kernels().check_blocks(source.config)
+        exact_bits().check_blocks(source.config)
     config = shortened(source.config, max_length)
     batch = resolved.dp * 2 * resolved.pp  # the fewest samples that every schedule takes
     resolved.validate(config, 1, batch, config.seq_length)

@@ -125,13 +125,12 @@ class Capability:
     alternatives: Mapping[str, str] = field(default_factory=dict)  # of a plan: what can `parse` them, and `choose` one
     sharings: tuple[str, ...] = ()  # of the tokens of a row by samples: a `models.layers.Sharing` for `Batch.copies`
     prompt_options: tuple[str, ...] = ()  # of `dtgpt generate`: a dataclass of options, with a function `chosen`
-    searches: tuple[str, ...] = ()  # for sequences, in place of draws: an `inference.options.SearchKind`
-    decoders: tuple[str, ...] = ()  # what serves decode steps: an `inference.step.DecodeKernels`
-    rank_steps: tuple[str, ...] = ()  # of generation on a GPU: a class that derives from `inference.step.Step`
+    options: tuple[str, ...] = ()  # of a prompt: a class that derives from `inference.base_options.BaseOptions`
+    exact_bits: tuple[str, ...] = ()  # of training's forward pass: an `inference.step.ExactBits`
+    rank_steps: tuple[str, ...] = ()  # of generation: a class that derives from `inference.step.Step`, with `serves`
     scorers: tuple[str, ...] = ()  # of the tokens of prompts: an `inference.engine.PromptScorer`
     logit_rules: tuple[str, ...] = ()  # before a token is chosen: a function like `inference.rules.edits.edit`
-    text_ends: tuple[str, ...] = ()  # what makes an `inference.session.TextEnd` for a prompt, or returns None
-    text_decoders: tuple[str, ...] = ()  # of tokens that depend on others: an `inference.prompts.TextDecoder`
+    text_streams: tuple[str, ...] = ()  # of tokens that depend on others: an `inference.prompts.TextStream`
     explanations: tuple[str, ...] = ()  # `Explanations`
     # What may serve an operation: a sequence of `ops.serve.Kernel`, by the operation's name.
     kernels: Mapping[str, str] = field(default_factory=dict)

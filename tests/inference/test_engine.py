@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, SpecialIds
+from dtgpt.inference.request import NOT_FINITE
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.errors import UserError
@@ -129,11 +130,10 @@ def test_prompts_up_to_the_whole_length_are_scored_and_new_tokens_are_too(plan, 
         return (expected.argmax(1) == torch.tensor(ids[first:])).tolist()
 
     for index, ids in enumerate(prompts):
-        scores, end = (event for event in events if event.request == index)
-        assert (scores.choice, scores.ids, scores.finish) == (PROMPT, ids[1:], None)
-        assert list(scores.greedy) == check([scores], ids, 1)
-        assert end == Event(index, 0, [], [], [], "length")
-    found = [event for event in events if event.request == len(prompts)]
+        (end,) = (event for event in events if event.job == index)
+        assert end.prompt.ids == ids and end.prompt.greedy == check([end.prompt], ids, 1)
+        assert (end.choice, end.ids, end.finish) == (0, [], "length")
+    found = [event for event in events if event.job == len(prompts)]
     assert all(check(found, [5, 90, *(token for event in found for token in event.ids)], 2))
 
 

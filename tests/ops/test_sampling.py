@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import SpecialIds
 from dtgpt.inference.rules.edits import ban_repeated_ngrams
 from dtgpt.inference.scores import tokens as scores
 from dtgpt.inference.scores.tokens import token_scores

@@ -75,7 +75,7 @@ def nothing_is_left(service, http):
 
 def idle(service):
     worker = service.worker
-    return not (worker._tickets or worker._rows or worker._places or worker._numbers)
+    return not (worker._tickets or worker._rows or worker._places)
 
 
 def connect(address):

@@ -47,8 +47,8 @@ CORE = {  # rooms, and their files as regular expressions
         r"data/tokenizers/(tokenizer|open)"
     ),
     "generate": (
-        r"inference/(engine|session|scheduler|request|commands|step|cache|model|load|options|prompts)|"
-        r"parallel/cache_sizes|ops/attention/cached|ops/decode/weights|"
+        r"inference/(engine|sequence|scheduler|request|commands|step|cache|model|load|base_options|options|prompts)|"
+        r"parallel/cache_sizes|ops/attention/cached|"
         r"ops/sampling/(sample|sequences)"
     ),
     "util": (

@@ -50,6 +50,11 @@ class CapturedStep(Step):
     `batch_tokens`: most tokens of a pass over several prompts, padding included; 0: each prompt has a pass of its own.
     """
 
+    @staticmethod
+    def serves(graphs: bool) -> bool:
+        """Return whether steps are of this kind, where CUDA graphs may hold them or not."""
+        return graphs
+
     def __init__(self, *arguments: Any, **options: Any):
         """Take the arguments of `Step`, on a GPU."""
         super().__init__(*arguments, **options)
@@ -60,7 +65,9 @@ class CapturedStep(Step):
         self.mesh.before_end.append(release_of(self._graphs))
 
     def group(self, chunks: Sequence[PromptChunk]) -> list[list[PromptChunk]]:
-        return group_prompts(chunks, self.cache.state.positions, self.batch_tokens)
+        together = group_prompts(chunks, self.cache.state.positions, self.batch_tokens)
+        grouped = {chunk for group in together for chunk in group}
+        return together + [[chunk] for chunk in chunks if chunk not in grouped]
 
     @torch.no_grad()
     def read(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], first: int = 0) -> None:
@@ -137,7 +144,7 @@ class CapturedStep(Step):
             return (torch.full_like(rows, self.slots),)
 
         def work(slots: Tensor) -> Sampled:
-            return Step.draw_steps(self, slots, steps, variant)
+            return super(CapturedStep, self).draw_steps(slots, steps, variant)
 
         return self._graphs.run(("decode", len(rows), steps, variant), work, (rows,), idle)
 

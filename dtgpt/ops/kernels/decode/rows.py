@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.decode.weights import BlockWeights, Rotary
 from dtgpt.ops.kernels.decode.exchange import Exchange, Fields
+from dtgpt.ops.kernels.decode.weights import BlockWeights, Rotary
 from dtgpt.ops.kernels.devices import has_hopper, multiprocessors, why_below, why_no_build
 from dtgpt.ops.kernels.extension import library
 from dtgpt.util.hardware import HOPPER
