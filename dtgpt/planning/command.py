@@ -18,7 +18,7 @@ from dtgpt.train.start import checked, settle, with_steps
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds
-from dtgpt.util.hardware import what_runs_on
+from dtgpt.util.shared.gpu_limits import what_runs_on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ import torch
 
 from dtgpt.optim.fp8.precision import check_fp8, no_float8
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import FLOAT8, total_memory
+from dtgpt.util.hardware import total_memory
+from dtgpt.util.shared.gpu_limits import FLOAT8
 
 GIB = 2**30
 LARGEST = 1024  # GiB; larger numbers are those of products

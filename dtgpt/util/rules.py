@@ -133,20 +133,6 @@ class Is(Condition):
         return f"{self.names[0]} {self.relation} {value}"
 
 
-class Where(Condition):
-    """A function of the config says of a field that it cannot be so. Its docstring says when."""
-
-    def __init__(self, name: str, function: Callable[[Any], bool]):
-        super().__init__(name)
-        self.function = function
-
-    def fits(self, values: Values, name: str) -> bool:
-        return self.function(values.config)
-
-    def __str__(self) -> str:
-        return f"{self.names[0]}: {self.function.__doc__ or self.function.__name__}"
-
-
 class Rule:
     """Values that cannot stand together: the sentence about them, said where all `conditions` hold.
 

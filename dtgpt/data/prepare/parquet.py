@@ -9,7 +9,8 @@ from io import BufferedReader
 from pathlib import Path
 
 from dtgpt.data.prepare.compressed import PIECE
-from dtgpt.util.errors import UserError, optional_package
+from dtgpt.util.errors import UserError
+from dtgpt.util.shared.optional import optional_package
 
 PROGRAM = Path(__file__).with_name("parquet_rows.py")
 
