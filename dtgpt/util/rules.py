@@ -27,23 +27,14 @@ from typing import Any, NamedTuple
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.seams import OFF
 
-
-def _within(value: Any, others: Any) -> bool:
-    return value in others
-
-
-def _outside(value: Any, others: Any) -> bool:
-    return value not in others
-
-
 RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
     "!=": operator.ne,
     ">": operator.gt,
     ">=": operator.ge,
     "<": operator.lt,
-    "in": _within,
-    "not in": _outside,
+    "in": lambda value, others: value in others,
+    "not in": lambda value, others: value not in others,
     "is no multiple of": operator.mod,
 }
 
