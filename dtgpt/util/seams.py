@@ -21,8 +21,7 @@ class CommandEntry(NamedTuple):
 
     part: str  # what is called with the words after the name, and returns the exit code: a `command.Command`
     usage: str = ""  # its lines in the list; none: it is for dtgpt itself
-    place: int = 1000  # among the names of commands
-    usage_place: int | None = None  # in the list, where it is another
+    place: int = 1000  # in the list
 
 
 class When(NamedTuple):
