@@ -22,6 +22,7 @@ class Timers:
         self.enabled, self._on_device = enabled, device.type == "cuda"
         self._steps, self._seconds = 0, defaultdict[str, float](float)
         self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()  # which the device may not have met
+        self._spare: list[torch.cuda.Event] = []
 
     def measure(self, name: str, host: bool = False) -> AbstractContextManager[None]:
         """Return a context that adds its time to that of `name`. host: measure the host, not the device's queue."""
@@ -50,12 +51,14 @@ class Timers:
 
     @contextmanager
     def _events(self, name: str) -> Iterator[None]:
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
+        begin, end = self._event(), self._event()
         begin.record()
         yield
         end.record()
         self._open.append((name, begin, end))
+
+    def _event(self) -> torch.cuda.Event:
+        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
 
     def _read(self, wait: bool) -> None:
         while self._open:
@@ -65,6 +68,7 @@ class Timers:
             elif not end.query():
                 return
             self._seconds[name] += begin.elapsed_time(end) / 1000
+            self._spare += [begin, end]
             self._open.popleft()
 
 

@@ -59,7 +59,8 @@ class FakeEvent:
 
 
 def test_events_of_the_device_are_read_when_it_has_passed_them(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent())
+    made = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: made.append(FakeEvent()) or made[-1])
     monkeypatch.setattr(FakeEvent, "clock", 0.0)
     monkeypatch.setattr(FakeEvent, "passed", 0)
     timers = Timers(True, torch.device("cuda"))
@@ -76,6 +77,7 @@ def test_events_of_the_device_are_read_when_it_has_passed_them(monkeypatch):
     assert not timers._open
     step()
     assert timers.take() == {"one": 1.0, "all": 3.0}
+    assert len(made) == 8  # those that were read are used again
 
 
 def test_losses_are_the_same_bits_with_and_without_timers(recipe):
