@@ -16,6 +16,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 __version__ = "0.2.0"
 
 seams.use(module for module, _ in CAPABILITIES)  # imported when the core asks for them
+seams.load("dtgpt.moved:serve_old_names")()
 
 PUBLIC = {  # name -> module; imported when it is asked for, so that a command answers at once
     "Plan": "dtgpt.config.plan",
