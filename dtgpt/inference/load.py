@@ -31,7 +31,7 @@ from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.hardware import check_kernels
+from dtgpt.util.hardware import check_device
 from dtgpt.util.peers import Process
 
 DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
@@ -108,7 +108,7 @@ def open_model(
     resolved = given.for_world(process.world)
     place = choose_device(device, process.local_rank)
     dtype = choose_dtype(precision, place)
-    check_kernels(place)
+    check_device(place)
     if exact:
         exact_bits().check_exact(place, resolved, dtype)
     if process.world > 1 and not dist.is_initialized():

@@ -25,10 +25,11 @@ from dtgpt.inference.model import Model, Need
 from dtgpt.serve.explanations import KEY
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.weights import WEIGHTS, has_finite_weights
-from dtgpt.util.errors import UserError, optional_package, shown
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.hardware import memory_errors_as_user_errors
 from dtgpt.util.peers import Process
+from dtgpt.util.shared.optional import optional_package
 
 LONGEST_NAME = 200  # characters
 SWITCH_INTERVAL = 0.0005  # seconds; Python's own 5 ms let the event loop hold the engine up for the length of a step

@@ -30,7 +30,7 @@ from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors, total_memory
+from dtgpt.util.hardware import check_device, check_memory, memory_errors_as_user_errors, total_memory
 from dtgpt.util.peers import Process, Watch, peers
 
 MOST_STATE = 128  # bytes of a parameter on a rank: weights, gradients, their sums and moments, of a tied table twice
@@ -76,12 +76,13 @@ class Setup:
         """Return the settings of the job on this machine. Raises UserError where a device is missing."""
         recipe = self.recipe
         device = choose_device(recipe.device, self.process.local_rank)
-        check_kernels(device)
+        check_device(device)
         for note in recipe.notes(self.choice, device.type):
             say(note, warning=True)
         settings = recipe.settings(self.choice.plan, device)
-        if caution := below_ampere(device, settings.dtype, recipe.attention, recipe.model.dropout):
-            say(caution, warning=True)
+        for note_on in seams.listed("device_notes") if device.type == "cuda" else ():
+            if note := note_on(settings):
+                say(note, warning=True)
         return settings
 
     def what_ranks_agree_on(self) -> dict[str, str]:

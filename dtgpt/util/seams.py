@@ -21,8 +21,7 @@ class CommandEntry(NamedTuple):
 
     part: str  # what is called with the words after the name, and returns the exit code: a `command.Command`
     usage: str = ""  # its lines in the list; none: it is for dtgpt itself
-    place: int = 1000  # among the names of commands
-    usage_place: int | None = None  # in the list, where it is another
+    place: int = 1000  # in the list
 
 
 class When(NamedTuple):
@@ -121,6 +120,8 @@ class Capability:
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
     cached_files: tuple[str, ...] = ()  # opens files of the cache that need not be in memory: a `data.cache.Opener`
     state_bytes: tuple[str, ...] = ()  # of a rank, before it allocates: a function of its settings and its number
+    device_checks: tuple[str, ...] = ()  # of a GPU: raises UserError where this torch cannot compute on it
+    device_notes: tuple[str, ...] = ()  # of `Settings` on a GPU: what a user should know, or None
     plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes
     alternatives: Mapping[str, str] = field(default_factory=dict)  # of a plan: what can `parse` them, and `choose` one
     sharings: tuple[str, ...] = ()  # of the tokens of a row by samples: a `models.layers.Sharing` for `Batch.copies`

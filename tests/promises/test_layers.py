@@ -17,8 +17,9 @@ LAYERS = (
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 # Capabilities that need each other, directly or through others, until a seam takes the place of an import.
 CIRCLES: list[list[str]] = []
-# Definitions of operations that capabilities use stand beside those of the core. Nothing else is of no folder.
-SHARED = {"ops.attention", "ops.fp8", "ops.optim"}
+# Definitions of operations that capabilities use stand beside those of the core, and so do functions that several of
+# them share. Nothing else is of no folder.
+SHARED = {"ops.attention", "ops.fp8", "ops.optim", "util.shared"}
 
 
 def room_of(file: Path) -> str:

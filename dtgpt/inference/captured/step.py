@@ -16,13 +16,13 @@ from torch import Tensor
 from dtgpt.inference.cache import LayerCache
 from dtgpt.inference.captured.graphs import StepGraphs
 from dtgpt.inference.captured.prompt_batches import BATCH_TOKENS, group_prompts, padded_length, padded_size
+from dtgpt.inference.captured.torch_private import without_split_k
 from dtgpt.inference.scheduler import LONGEST_ROUND, PromptChunk
 from dtgpt.inference.step import Step
 from dtgpt.models.batch import Batch
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.attention.prompts import write_prompts, write_rings
 from dtgpt.ops.sampling.sequences import Sampled, Variant
-from dtgpt.util.torch_private import without_split_k
 
 # Rows of steps that are so short that one graph holds all of a round: else the time between graphs would show.
 ROWS_OF_SHORT_STEPS = 8

@@ -38,7 +38,7 @@ from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed, call_method
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.hardware import TRITON
+from dtgpt.util.shared.gpu_limits import TRITON
 
 REWARD = attrgetter("reward")
 LARGEST_REWARD = 1e15  # gradients in fp32 have room for it
