@@ -24,7 +24,7 @@ from dtgpt.parallel.shared_memory.barrier import Barrier
 
 CPU = torch.device("cpu")
 ROOM = 1 << 12  # so that gradients arrive in several turns
-CONFIG = GPT2Config(num_layers=5, hidden_size=64, num_heads=2, seq_length=8, vocab_size=101)
+CONFIG = GPT2Config(num_layers=3, hidden_size=64, num_heads=2, seq_length=8, vocab_size=101)
 
 
 @contextmanager
