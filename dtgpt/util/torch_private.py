@@ -4,8 +4,7 @@ A new version of PyTorch may change each of them without a word: they stand in t
 name of capabilities, so that nobody has to look for them elsewhere."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 

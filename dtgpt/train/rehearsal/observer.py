@@ -15,7 +15,7 @@ from dtgpt.config.sections import LogConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.train.objective import LanguageModel
 from dtgpt.train.observer import Observer
-from dtgpt.util.hardware import TRITON
+from dtgpt.util.shared.gpu_limits import TRITON
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
