@@ -62,10 +62,14 @@ def exact_bits() -> ExactBits:
 
 def step_kind(device: torch.device, graphs: bool, exact: bool) -> "type[Step]":
     """Return the class of a rank's steps: `Step`, with what capabilities do otherwise on this device. graphs: whether
-    CUDA graphs may hold the steps. exact: whether log-probabilities have the bits of training's forward pass."""
-    if device.type == "cpu" and not exact:
+    CUDA graphs may hold the steps. exact: whether log-probabilities have the bits of training's forward pass. Raise
+    UserError where there is nothing for them."""
+    on_gpu = device.type == "cuda"
+    if exact:
+        exact_bits()  # or raises where there are none
+    elif not on_gpu:
         return Step
-    kinds = [kind for kind in seams.listed("rank_steps") if kind.serves(graphs)]
+    kinds = [kind for kind in seams.listed("rank_steps") if kind.serves(graphs and on_gpu)]
     return type("RankStep", (*kinds, Step), {})
 
 

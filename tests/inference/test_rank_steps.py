@@ -71,6 +71,7 @@ def test_texts_and_scores_are_those_of_the_plain_step(taken, monkeypatch, kinds,
 
 @pytest.mark.parametrize("device, graphs, exact, names", [
     (CPU, True, False, []), (CPU, False, False, []), (CPU, False, True, ["KernelStep"]),
+    (CPU, True, True, ["KernelStep"]),
     (CUDA, False, False, ["KernelStep"]), (CUDA, True, False, ["CapturedStep", "KernelStep"]),
     (CUDA, True, True, ["CapturedStep", "KernelStep"]),
 ], ids=str)  # fmt: skip
