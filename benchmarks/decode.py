@@ -31,11 +31,12 @@ from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan_choice import parse_plan
+from dtgpt.inference import commands
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.cache import SlotState
-from dtgpt.inference.commands import Begin, Decode, Read
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import PromptJob, SpecialIds, variant_of
+from dtgpt.inference.request import PromptJob, variant_of
 from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.models.decoder import build_model
 from dtgpt.ops.random.philox import root_key
@@ -159,15 +160,15 @@ def measure_rounds(args: argparse.Namespace, engine: Engine) -> list[dict]:
         hosts, totals = [], []
         for _ in range(args.rounds + 1):
             for slot in range(batch):
-                engine.command(Begin(slot, payload))
+                engine.command(commands.begin, slot, payload)
             drain(device)
             begin = time.perf_counter()
-            engine.command(Decode(range(batch), LONGEST_ROUND, variant))
+            engine.command(commands.decode, range(batch), LONGEST_ROUND, variant)
             hosts.append((time.perf_counter() - begin) / LONGEST_ROUND)
             drain(device)
             begin = time.perf_counter()
             for _ in range(count):
-                engine.command(Decode(range(batch), LONGEST_ROUND, variant))
+                engine.command(commands.decode, range(batch), LONGEST_ROUND, variant)
             drain(device)
             totals.append((time.perf_counter() - begin) / LONGEST_ROUND / count)
         host, total = statistics.median(hosts[1:]), statistics.median(totals[1:])
@@ -195,7 +196,7 @@ def measure_prefill(args: argparse.Namespace, engine: Engine) -> dict[str, float
 
     def alone() -> None:
         for _ in range(sequences):
-            engine.command(Read([0], [ids.tolist()]))
+            engine.command(commands.read, [0], [ids.tolist()], 0)
 
     def forward(targets: Tensor | None) -> float:
         work = replayed(lambda: model(batch, targets=targets), device)

@@ -72,8 +72,8 @@ def draw(engine: Engine, count: int, seed: int) -> list[tuple[list[int], list[fl
         prompts[engine.submit(PromptJob(ids, options, index))] = (ids, [])
     while engine.busy:
         for event in engine.step():
-            prompts[event.request][0].extend(event.ids)
-            prompts[event.request][1].extend(event.logprobs)
+            prompts[event.job][0].extend(event.ids)
+            prompts[event.job][1].extend(event.logprobs)
     engine.release()
     return mesh.gather(list(prompts.values()))[0]
 

@@ -129,9 +129,9 @@ FAULTS = [
     ),
     Fault(
         "fp16: each rank decides for itself whether to skip",
-        "dtgpt/parallel/shards.py",
-        "return norm, (counts[len(squares) :] > 0) | ~norm.isfinite()",
-        "return norm, excess | ~norm.isfinite()",
+        "dtgpt/optim/fp16/loss_scale.py",
+        "self._excess = (counts[len(squares) :] > 0) | ~norm.isfinite()",
+        "self._excess = excess | ~norm.isfinite()",
     ),
     Fault(
         "fractions: stages are counted as replicas of the loss weights",
@@ -286,8 +286,8 @@ FAULTS = [
     Fault(
         "fp8: an activation that no fused kernel knows is replaced by SwiGLU",
         "dtgpt/ops/fp8/products.py",
-        "        return fused_name(activation, has_bias)",
-        '        return fused_name(activation, has_bias) or "swiglu"',
+        "        name = fused_name(activation, first.bias is not None)",
+        '        name = fused_name(activation, first.bias is not None) or "swiglu"',
     ),
     Fault(
         "tp: the mean square of all heads is that of a rank's own",

@@ -89,7 +89,7 @@ PHASES = [
     ("weights", r":initialize;|:initialize$|fill_weight"),
     ("model laid out", r":build_stages|:lay_out_stage"),
     ("optimizer and states", r"optim/update.py:__init__"),
-    ("graphs captured", r"parallel/graphs.py:capture"),
+    ("graphs captured", r"parallel/graphs/captured.py:capture"),
     ("forward and backward", r"trainer.py:gradients"),
     ("update", r"trainer.py:update"),
     ("report", r"run/report.py|run/folder.py|run/records.py"),

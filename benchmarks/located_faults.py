@@ -104,8 +104,8 @@ LOCATED = [
         Fault(
             "the norm omits the parts of other ranks",
             "dtgpt/parallel/shards.py",
-            "return self.sums.root(self.mesh.all_reduce(self._squares()))",
-            "return self.sums.root(self._squares())",
+            "return self.sums.root(self.mesh.all_reduce(self.squares()))",
+            "return self.sums.root(self.squares())",
         ),
         "--plans zero3",
         "(all)",

@@ -17,11 +17,12 @@ from figures import note
 from timing import COPY_RATE, capture
 from torch import Tensor, nn
 
+from dtgpt.inference.kernels.weights import decode_weights
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
-from dtgpt.ops.decode.weights import BlockWeights
 from dtgpt.ops.kernels.attention.cached import decode_attention
 from dtgpt.ops.kernels.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
+from dtgpt.ops.kernels.decode.weights import BlockWeights
 from dtgpt.parallel.cache_sizes import core_sizes
 
 CUDA = torch.device("cuda")
@@ -63,8 +64,8 @@ def measure(config: ModelConfig, most_rows: list[int], position: int) -> None:
     """Print the times of a block's kernels and of the head, for each number of rows."""
     layers = max(4, WEIGHTS // (2 * inventory(config).block_flops(0, 0) // 6))
     modules = [part(config.make_block(0)) for _ in range(layers)]
-    blocks: list[BlockWeights] = [module.decode_weights() for module in modules]  # type: ignore[operator]
-    head = part(config.make_head()).decode_weights()  # type: ignore[operator]
+    blocks: list[BlockWeights] = [decode_weights(module) for module in modules]
+    head = decode_weights(part(config.make_head()))
     ((kv_heads, dim, _),) = core_sizes(config, 0, 1)
     keys, values = ([random(max(most_rows), kv_heads, config.seq_length, dim) for _ in blocks] for _ in range(2))
     for rows in most_rows:

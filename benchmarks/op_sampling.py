@@ -3,9 +3,10 @@
 import torch
 from cases import Case, run_cases
 
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.cache import SlotState
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import SpecialIds, variant_of
+from dtgpt.inference.request import variant_of
 from dtgpt.ops.sampling.sample import sample, sample_reference
 
 CUDA = torch.device("cuda")

@@ -47,7 +47,7 @@ def row(case: dict, measured: float, expected: float) -> str:
 def summary(gpu: str, fit: bool, errors: list[float]) -> str:
     """Return the row of docs/planning.md for the cases of a GPU that gave constants, or for its others."""
     sizes = [abs(error) for error in errors]
-    which = "gave the constants" if fit else "held out"
+    which = "used to fit the rates" if fit else "not used to fit them"
     return f"| {gpu}, {which} | {len(sizes)} | {statistics.median(sizes):.1%} | {max(sizes):.1%} |".replace("%", " %")
 
 

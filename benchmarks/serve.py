@@ -30,10 +30,10 @@ from torch import Tensor
 
 import dtgpt
 from dtgpt.data.tokenizers.open import make_tokenizer
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.model import Need
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob
-from dtgpt.inference.session import Session
 from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
@@ -94,18 +94,18 @@ def measure_engine(folder: Path, args: argparse.Namespace) -> None:
     def job(asked: dict[str, Any]) -> PromptJob:
         return PromptJob(asked["prompt"], Options(max_new_tokens=asked["max_tokens"], seed=asked["seed"], ends=False))
 
-    def work(session: Session, _: None) -> float:
-        warm_up(session, args.clients, model.config.seq_length, model.mesh.device.type == "cuda")
+    def work(engine: Engine, _: None) -> float:
+        warm_up(engine, args.clients, model.config.seq_length, model.mesh.device.type == "cuda")
         begin, new = time.monotonic(), 0
         clients = [iter(map(job, requests)) for requests in requests_of(args)]
-        running = {session.submit(next(client)): client for client in clients}
+        running = {engine.submit(next(client)): client for client in clients}
         while running:
-            for update in session.step():
+            for update in engine.step():
                 new += len(update.ids)
                 if update.completions is not None:
                     client = running.pop(update.job)
                     if (following := next(client, None)) is not None:
-                        running[session.submit(following)] = client
+                        running[engine.submit(following)] = client
         return new / (time.monotonic() - begin)
 
     print(model.run(lambda: (Need(args.clients, 1), None), work))

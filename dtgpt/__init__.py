@@ -1,4 +1,8 @@
-"""dtgpt: write GPT once as plain modules; change the parallel plan, keep the loss curve."""
+"""Train GPTs on PyTorch: write the model as plain modules, change the parallel plan, keep the loss curve.
+
+`load` opens a model to generate and score, `Recipe` and `Plan` describe a run, `open_trainer` trains by a loop of your
+own.
+"""
 
 import importlib
 import os

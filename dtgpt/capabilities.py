@@ -3,22 +3,25 @@ works as before."""
 
 # The module that describes the capability, and those of the capabilities whose modules it imports. Sections of recipes
 # stand in this order, in `--help` too, and formats are asked in it: pairs of answers are chats, too, and these are
-# token files; that of library_tokenizers takes every file.
+# token files; that of library_tokenizers takes every file. A run that interop does not know is dtgpt's: init_from.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
     ("dtgpt.train.texts", ()),
+    ("dtgpt.train.rehearsal", ("dtgpt.ops.kernels",)),
+    ("dtgpt.train.timers", ()),
     ("dtgpt.liveness", ()),
     ("dtgpt.parallel.shared_memory", ("dtgpt.ops.kernels",)),
     ("dtgpt.parallel.context_parallel", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.parallel.own_styles", ()),
+    ("dtgpt.parallel.graphs", ()),
     ("dtgpt.parallel.exact_sums", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.models.families", ()),
     ("dtgpt.optim.muon", ()),
     ("dtgpt.optim.fp8", ()),
     ("dtgpt.optim.z_scores", ()),
     ("dtgpt.data.prepare", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron")),
-    ("dtgpt.posttrain.lora", ()),
+    ("dtgpt.posttrain.lora", ("dtgpt.train.init_from",)),
     ("dtgpt.posttrain.dpo", ("dtgpt.data.megatron", "dtgpt.posttrain.chats")),
     (
         "dtgpt.posttrain.chats",
@@ -44,8 +47,10 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.models.families",
             "dtgpt.optim.fp16",
             "dtgpt.posttrain.lora",
+            "dtgpt.train.init_from",
         ),
     ),
+    ("dtgpt.train.init_from", ()),
     ("dtgpt.translate", ()),
     (
         "dtgpt.planning",
@@ -80,6 +85,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "dtgpt.data.library_tokenizers",
             "dtgpt.data.prepare",
+            "dtgpt.inference.rules",
             "dtgpt.inference.scores",
             "dtgpt.interop",
             "dtgpt.parallel.context_parallel",
@@ -90,7 +96,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.inference.beams", ()),
     ("dtgpt.inference.rules", ()),
     ("dtgpt.inference.scores", ()),
-    ("dtgpt.inference.captured", ()),
+    ("dtgpt.inference.captured", ("dtgpt.parallel.graphs",)),
     ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
     (
         "dtgpt.serve",

@@ -55,8 +55,7 @@ def commands() -> dict[str, CommandEntry]:
 
 def usage() -> str:
     """Return the list of commands."""
-    listed = sorted(commands().values(), key=lambda entry: entry.usage_place or entry.place)
-    lines = [line for entry in listed for line in entry.usage.splitlines()]
+    lines = [line for entry in commands().values() for line in entry.usage.splitlines()]
     return "\n".join([USAGE, "", *(f"  {line}" for line in lines)])
 
 

@@ -49,16 +49,17 @@ FOLDERS = {
     ("dtgpt.util", "dtgpt.ops.kernels"): "extension",
     ("dtgpt.util", "dtgpt.data.library_tokenizers"): "unpickler",
     ("dtgpt.util", "dtgpt.interop"): "pickles",
+    ("dtgpt.util", "dtgpt.train.timers"): "timers>parts",
     ("dtgpt.interop.hf", "dtgpt.interop.hf"): "activation>architecture groups>architecture",
     ("dtgpt.commands", "dtgpt"): "tools",
     ("dtgpt.parallel", "dtgpt.parallel.exact_sums"): "exact>sums exact_buckets>buckets",
-    ("dtgpt.interop", "dtgpt.checkpoint"): "open ends>tokenizer tokenizer",
+    ("dtgpt.interop", "dtgpt.checkpoint"): "open ends>open tokenizer>open",
     (
         "dtgpt.train",
         "dtgpt.train",
     ): "ending>checkpoints saving>checkpoints evaluate>objective samples>texts.generate progress>observer job>start "
     "settle>start startup>setup processes>setup",
-    ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>tokenizer",
+    ("dtgpt.train", "dtgpt.checkpoint"): "own_tokenizer>open",
     ("dtgpt.commands", "dtgpt.interop"): "convert inspect>inspect_command",
     ("dtgpt.commands", "dtgpt.data.prepare"): "prepare>command tokenizer>tokenizer_command",
     ("dtgpt.commands", "dtgpt.serve"): "serve>command",
@@ -94,7 +95,7 @@ FOLDERS = {
         "flash flash_kernels flash_launch flash_mask flash_tiles descriptor_kernels warp_kernels warp_tiles "
         "cached_kernels exact_kernels shared_kernels packed window"
     ),
-    ("dtgpt.ops.decode", "dtgpt.ops.kernels.decode"): "blocks exact kernels rows",
+    ("dtgpt.ops.decode", "dtgpt.ops.kernels.decode"): "blocks exact kernels rows weights",
     ("dtgpt.ops.sampling", "dtgpt.ops.kernels.sampling"): (
         "edit_kernels filter_kernels kernels primitives record_kernels"
     ),
@@ -111,7 +112,7 @@ FOLDERS = {
     ("dtgpt.data", "dtgpt.data.megatron"): "file_array",
     ("dtgpt.data", "dtgpt.data.prepare"): "documents",
     ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "char>tokenizer",
-    ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>tokenizer staging>shard_file",
+    ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>open staging>shard_file tokenizer>open",
     ("dtgpt.checkpoint", "dtgpt.interop"): "export>weights_alone",
     ("dtgpt.checkpoint", "dtgpt.train"): "state>checkpoints",
     ("dtgpt.optim", "dtgpt.optim"): "states>update loss_scale>fp16.loss_scale muon_kinds>muon",

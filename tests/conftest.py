@@ -112,6 +112,7 @@ def pytest_terminal_summary(terminalreporter, config):
             if hasattr(report, "duration") and (budget := dict(report.user_properties).get("budget"))
         ]  # a test that ended its process has none
         times, all_ran = slowness(config.option.numprocesses or 1), config.option.markexpr != "quick"
+        times *= recorded_map.TIMES if recorded_map.records(config) else 1
         for line in wrong_marks(found, times, all_ran):
             terminalreporter.write_line(line)
 

@@ -1,60 +1,33 @@
-"""What a path holds: its weights as a `Source`, and what else is known of the model.
+"""What a path holds: its weights as a `Source`, the tokenizer of the model, and the ids at which its texts end.
 
 dtgpt's own runs and checkpoints are read here. Whatever else there may be is asked of the formats that capabilities
 list as `sources`, in their order, so that none of their modules is loaded for a run that needs none of them.
+
+Weights mean the ids of the tokenizer with which they were trained, and not those of another one. Ends come from files
+that name them, in a format which a capability reads; the tokenizer's end of text is that of all other models.
 """
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 import torch
 
-from dtgpt.checkpoint.load import FREE, Saved, check_same_architecture, find_checkpoint
+from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.config.plan import ResolvedPlan
+from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer, tokenizer_file
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util import seams
-from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, did_you_mean
 
-if TYPE_CHECKING:
-    from dtgpt.config.recipe import Recipe
-    from dtgpt.config.schedule import BatchSizes
-
-    Check = Callable[[Recipe], object]
-    Count = Callable[[Recipe, int, int], Recipe]
-
 Own = type[ModelConfig] | None  # class of the model of a recipe, for a checkpoint of a class that is not dtgpt's
-
-
-class ForeignRun(ABC):
-    """A run of another library, with which training goes on as a new run of dtgpt."""
-
-    path: Path
-
-    @abstractmethod
-    def recipe(self, asked: "Recipe", given: Collection[str], check: "Check", count: "Count") -> "Recipe":
-        """Return the recipe with which the run goes on, `asked` with the options `given`: with the dimensions of its
-        model and the order of its samples. Say what else it was asked for. check: raises UserError for a value that
-        cannot be trained with. count: returns a recipe with `steps` in place of `train_samples`, for a run that goes on
-        with a step, after a number of samples."""
-
-    @abstractmethod
-    def check(self, model: ModelConfig, steps: int) -> None:
-        """Raise UserError where the run is of another model, or has done all `steps`."""
-
-    @abstractmethod
-    def hand_over(self, trainer: Any, sizes: "Callable[[int, int], BatchSizes]") -> None:
-        """Give a `Trainer` the weights, the optimizer's state and the counters. sizes: returns those of the batches of
-        a run that goes on at a step, after a number of samples."""
 
 
 class SourceFormat:
@@ -71,14 +44,6 @@ class SourceFormat:
 
     def open(self, path: Path, true_vocab_size: int | None) -> Source:
         """Return the model at `path`, of which `takes` is true. Raise UserError where it is damaged."""
-        raise NotImplementedError
-
-    def trains(self, path: Path) -> bool:
-        """Return whether `path` is a run of another library, with which training can go on."""
-        return False
-
-    def open_training(self, path: Path, vocab_size: int) -> ForeignRun:
-        """Return the run at `path`, of which `trains` is true. Raise UserError where it cannot go on here."""
         raise NotImplementedError
 
     def completed(self, path: Path, checkpoint: Checkpoint, mesh: Mesh | None, own: Own) -> Source | None:
@@ -172,21 +137,6 @@ def with_addend(source: Source, path: Path, addend: Path, mesh: Mesh | None = No
     return form.with_addend(source, path, addend, mesh)
 
 
-def training_format(resume: str) -> SourceFormat | None:
-    """Return the format of the run of another library that `resume` of a recipe names, None for anything else."""
-    path = Path(resume)
-    if (path / "recipe.json").is_file():
-        return None
-    return next((form for form in formats() if form.trains(path)), None)
-
-
-def open_training(resume: str | None, vocab_size: int) -> ForeignRun | None:
-    """Return the run of another library that `resume` of a recipe names, None for anything else. `vocab_size`: of the
-    recipe's model, by which rows of padding are known. Raise UserError where such a run cannot go on here."""
-    form = training_format(resume) if resume is not None else None
-    return None if form is None else form.open_training(Path(str(resume)), vocab_size)
-
-
 def open_config(path: Path, own: Own = None) -> ModelConfig:
     """Return the shape of the model at `path`; of dtgpt's own, without a look at its weights. `own`: class of the
     model of a recipe. Raise UserError where no format is recognized, or the model is damaged."""
@@ -206,52 +156,73 @@ def run_of(path: Path) -> Path | None:
     return next((folder for folder in owners if (folder / "recipe.json").is_file()), None)
 
 
-def model_values(
-    path: Path, asked: ModelConfig, given: Collection[str], sample_length: int | None = None
-) -> dict[str, Any]:
-    """Return the dimensions of the model at `path` that `asked` does not have, by the names of recipe fields. Raises
-    UserError where an option `given` contradicts them, or the architecture is another one. A shorter context is not a
-    contradiction, nor is a scaling of rotary positions; where positions are not learned, their number is the recipe's,
-    but for one that neither an option nor samples (`sample_length`, None: as many) ask for in spite of the model's."""
-    config, samples = open_config(path, type(asked)), sample_length or asked.seq_length
-    fits = "model.seq_length" not in given and samples <= config.seq_length < asked.seq_length
-    return dimensions(path, config, asked, given, takes_length=fits)
+def named_tokenizer(
+    config: ModelConfig, tokenizer: str | None, vocab_file: str | None, merge_file: str | None
+) -> Tokenizer | None:
+    """Return the tokenizer that options of `dtgpt generate` or `dtgpt convert` name; None where they name none. Raise
+    UserError where it has more tokens than the model."""
+    if tokenizer is None and vocab_file is None and merge_file is None:
+        return None
+    named = open_tokenizer(tokenizer or "gpt2", vocab_file, merge_file)
+    check_size(named, config)
+    return named
 
 
-def dimensions(
-    path: Path,
-    config: ModelConfig,
-    asked: ModelConfig,
-    given: Collection[str],
-    exact: bool = False,
-    takes_length: bool = False,
-) -> dict[str, Any]:
-    """Return the dimensions of a model of the shape `config`, which is at `path`, that `asked` does not have, by the
-    names of recipe fields. exact: where no length of samples is given, it is that of the model, and a shorter one is a
-    contradiction where positions are learned. takes_length: the number of positions is that of the model although they
-    are not learned."""
-    check_same_architecture(path, config, asked)
-    takes_length = takes_length or config.learns_positions or (exact and "model.seq_length" not in given)
-    own = FREE if takes_length else FREE | {"seq_length"}
-    if not exact:
-        own = own | {n for n in config.continued if f"model.{n}" in given}
-    held = {f"model.{n}": v for n, v in vars(config).items() if n not in own}
-    wanted = {name: getattr(asked, name.removeprefix("model.")) for name in held}
-    other = [n for n in held if n in given and wanted[n] != held[n]]
-    wrong = [n for n in other if exact or n != "model.seq_length" or wanted[n] > held[n]]
-    if wrong:
-        told = " and ".join(f"--{name} {wanted[name]}, where the model has {held[name]}" for name in wrong)
-        raise UserError(f"{path} cannot be begun with {told}; leave {' and '.join(f'--{n}' for n in wrong)} out")
-    taken = {n: v for n, v in held.items() if n not in given and v != wanted[n]}
-    if taken:
-        changes = [f"  {name}: {wanted[name]} -> {value}" for name, value in taken.items()]
-        say("\n".join([f"the model has the dimensions of {path} (recipe -> model):", *changes]))
-    return taken
+def check_size(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Raise UserError where a tokenizer has more tokens than the model."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; "
+            "give the one that the model was trained with"
+        )
 
 
-def keep_of_model(path: Path, own: type[ModelConfig], tokenizer: Tokenizer, run: Path) -> None:
-    """Write into the folder `run` what a new run with this tokenizer, and a model of the class `own`, keeps of the one
-    at `path` that its weights are from."""
-    config = open_config(path, own)
-    for form in formats():
-        form.keep(path, config, tokenizer, run)
+def tokenizer_beside(path: Path) -> Tokenizer | None:
+    """Return the tokenizer of the run to which `path` belongs, or the one whose files are in the folder `path`; None
+    where there is none."""
+    place = tokenizer_place(path)
+    if place is None:
+        return None
+    return open_tokenizer(str(place)) if place.is_dir() else load_tokenizer(place.parent)
+
+
+def tokenizer_place(path: Path) -> Path | None:
+    """Return the file of the tokenizer of a run to which `path` belongs, or the folder at `path` that has one's files,
+    or the one that its format names. None where there is none."""
+    if run := run_of(path):
+        return run / "tokenizer.json"
+    if (path / STATE).is_file() and (path / "tokenizer.json").is_file():  # of a run from which it was exported
+        return path / "tokenizer.json"
+    named = (form.tokenizer_folder(path) for form in formats())
+    return next((folder for folder in [path, *filter(None, named)] if tokenizer_file(folder)), None)
+
+
+def check_tokenizer(run: Path, ours: Tokenizer) -> None:
+    """Raise UserError where `run`, which goes on, was trained with another tokenizer than `ours`."""
+    if not load_tokenizer(run).is_same(ours):
+        raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
+
+
+class Ends(NamedTuple):
+    """Ids at which texts end. `source`: what names them; None: nothing does. `ignored`: ids that the files name beside
+    these, or in vain, and that the model does not have: nothing ever meets them."""
+
+    ids: tuple[int, ...]
+    source: str | None
+    ignored: tuple[int, ...] = ()
+
+
+def ends_of(path: Path | None, tokenizer: Tokenizer | None, vocab_size: int) -> Ends:
+    """Return the ends of the model at `path`, of any format: what its files name, or those of the model that it came
+    from. Where none does, it is the tokenizer's end of text, or that of GPT-2's own vocabulary. Raise UserError where a
+    file names what is not an id."""
+    found = [] if path is None else [form.ends(path) for form in formats()]
+    source, named = next(filter(None, found), (None, []))
+    ids = tuple(i for i in named if 0 <= i < vocab_size)
+    ignored = tuple(i for i in named if i not in ids)
+    if ids:
+        return Ends(ids, source, ignored)
+    if tokenizer is None and vocab_size == GPT2_124M.vocab_size:
+        return Ends((vocab_size - 1,), "GPT-2's vocabulary", ignored)
+    own = None if tokenizer is None or not tokenizer.spells else tokenizer.end_of_text
+    return Ends((), None, ignored) if own is None else Ends((own,), "its tokenizer", ignored)

@@ -133,7 +133,8 @@ class Saver:
             self._work(partial, step, state, None)
         if must:
             self.wait()
-            self.mesh.on_rank_0(self._raise)
+            if failure := self.mesh.on_rank_0(lambda: self._failure):
+                raise UserError(failure)
 
     def before_update(self) -> None:
         """Let what comes next wait until the copies are made: on a GPU the stream waits, else this thread."""
@@ -149,10 +150,6 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def _raise(self) -> None:
-        if self._failure is not None:
-            raise UserError(self._failure)
 
     def __enter__(self) -> "Saver":
         return self

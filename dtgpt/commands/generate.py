@@ -20,14 +20,14 @@ from dtgpt.commands.model_options import (
     open_as_asked,
 )
 from dtgpt.config.execution import MOST_SLOTS
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.model import Model, Need, need_of
-from dtgpt.inference.options import INITIAL, OPTIONS, biases, read_options
+from dtgpt.inference.options import INITIAL, OPTIONS, read_options
 from dtgpt.inference.prompts import encode
 from dtgpt.inference.request import Completion, PromptJob
-from dtgpt.inference.session import Session
 from dtgpt.util import seams
 from dtgpt.util.console import say_error, write
-from dtgpt.util.errors import UserError, shown
+from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
 
@@ -41,14 +41,11 @@ def sampling_words() -> Any:
     `max_new_tokens` stands for the initial number, or for as many as the model has positions for."""
     found = []
     for option in OPTIONS.values():
-        type_, default = option.kind, option.default
         if option.name in NOT_WORDS:
             continue
-        if type_ not in (bool, int, float):
-            type_, default = tuple[str, ...], ()
-        default, text = INITIAL.get(option.name, default), option.help
-        if option.name == "logit_bias":
-            text = f"{text}, as ID:NUMBER"
+        type_, default, text = option.kind, INITIAL.get(option.name, option.default), option.help
+        if option.values is not None:
+            type_, default, text = tuple[str, ...], (), f"{text}{option.values.form}"
         if option.name == "max_new_tokens":
             type_, default, text = int | None, None, f"{text}; none: {NEW_TOKENS}"
         bounds = Bounds(option.least, option.most)
@@ -84,6 +81,7 @@ class Execution:
 
 
 SamplingWords: Any = sampling_words()
+HEADINGS = {name: heading for more in seams.listed("options") for name, heading in more.headings.items()}
 MORE = seams.listed("prompt_options")  # dataclasses of more options, whose `chosen` returns what generates by them
 MoreOptions: Any = type("MoreOptions", (*MORE, PromptOptions), {})
 
@@ -101,8 +99,10 @@ class GenerateOptions(Execution, SamplingWords, MoreOptions):  # fields are list
         "prompt": "prompts and results",
         "max_new_tokens": "sampling",
         "stop_token_ids": "end of a text",
+        "do_sample": "sampling",
         "num_samples": "several texts, beam search",
-        "stop_strings": "end of a text",
+        "split_special_tokens": "prompts and results",
+        **HEADINGS,
         "plan": "execution",
         "tokenizer": "tokenizer",
     }
@@ -124,19 +124,10 @@ def generate(path: Path, options: GenerateOptions) -> None:
 def sampling_of(options: GenerateOptions) -> dict[str, Any]:
     """Return the options of the command line that `read_options` knows."""
     given = {name: getattr(options, RENAMED.get(name, name)) for name in OPTIONS if name not in NOT_WORDS}
-    given["stop_token_ids"] = [_number(word, int, "--stop-token-ids") for word in given["stop_token_ids"]]
-    split = [word.partition(":") for word in given["logit_bias"]]
-    numbers = [(_number(i, int, "--logit-bias"), _number(x, float, "--logit-bias")) for i, _, x in split]
-    given["logit_bias"] = biases(numbers)
+    for name, words in given.items():
+        if (values := OPTIONS[name].values) is not None:
+            given[name] = values.from_words(f"--{name.replace('_', '-')}", words)
     return given
-
-
-def _number(word: str, kind: type, option: str) -> Any:
-    try:
-        return kind(word)
-    except ValueError:
-        example = "50256:-100" if option == "--logit-bias" else "50256"
-        raise UserError(f"{option} takes words such as {example}, and {shown(word)} is not a number") from None
 
 
 def make_job(model: Model, prompt: str, given: dict[str, Any], index: int) -> PromptJob:
@@ -153,21 +144,21 @@ def _show(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
         job = make_job(model, options.prompt, base, 0)
         return need_of([job]), job
 
-    def work(session: Session, job: PromptJob) -> None:
+    def work(engine: Engine, job: PromptJob) -> None:
         model.describe()
-        show(session, options.prompt, job)
+        show(engine, options.prompt, job)
 
     model.run(prepare, work)
 
 
-def show(session: Session, prompt: str, job: PromptJob, stopped: Callable[[], bool] = lambda: False) -> None:
+def show(engine: Engine, prompt: str, job: PromptJob, stopped: Callable[[], bool] = lambda: False) -> None:
     """Write a prompt and its continuation to stdout as it is generated, or several when all are complete. `stopped`:
     whether to end with what there is."""
     several, found = job.rows > 1, list[Completion]()
     if not several:
         write(prompt)
     try:
-        for update in session.stream(job, stopped):
+        for update in engine.stream(job, stopped):
             found += update.completions or []
             if not several:
                 write(update.text)

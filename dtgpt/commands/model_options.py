@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dtgpt.checkpoint.tokenizer import named_tokenizer
+from dtgpt.checkpoint.open import named_tokenizer
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer

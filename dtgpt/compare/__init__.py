@@ -9,8 +9,8 @@ CAPABILITY = Capability(
             "dtgpt.compare.command:command",
             "dtgpt compare RECIPE.py --plans NAME [NAME ...] [--steps N]\n"
             "    run the same steps under several plans and on one process, and compare\n"
-            "dtgpt compare RUN_A RUN_B [--output FILE.png]\n"
-            "    show where the curves of two runs part, and in what the runs differ",
+            "dtgpt compare RUN_A RUN_B\n"
+            "    show where the curves of two runs diverge, and in what the runs differ",
             place=50,
         ),
         "record": CommandEntry("dtgpt.compare.command:record"),  # which `dtgpt compare` starts

@@ -36,8 +36,8 @@ class CompareOptions:
     one process; --seed then chooses them, and other options hold in all of them. A case that fails is shrunk, and the
     command that repeats it is printed.
 
-    With two runs, dtgpt compare RUN_A RUN_B shows where their curves part and what differs; dtgpt compare RUN_A --help
-    lists its options.
+    With two runs, dtgpt compare RUN_A RUN_B shows where their curves diverge and what differs; dtgpt compare RUN_A
+    --help lists its options.
     """
 
     plans: Annotated[tuple[str, ...], "plans to compare with one process"] = ()
@@ -117,20 +117,13 @@ def check_same_shapes(text: str, theirs: tuple[ModelConfig, int], ours: tuple[Mo
 
 
 def record(words: list[str]) -> int:
-    """Run `dtgpt record RECIPE.py FILE STEPS MOVED SHARED ROLE [--option value ...]`, which `dtgpt compare` starts in
-    each process. MOVED, SHARED: as in `Tracing`; ROLE: "reference", or "plan"."""
-    from dtgpt.compare.record import Tracing, move_weights, save_record
-    from dtgpt.compare.record import record as record_steps
-    from dtgpt.train.setup import open_trainer
+    """Run `dtgpt record RECIPE.py FILE STEPS MOVED SHARED ROLE [--option value ...]`, which `dtgpt compare --commits`
+    starts in each process. MOVED, SHARED: as in `Tracing`; ROLE: "reference", or "plan"."""
+    from dtgpt.compare.record import record_run
 
     if len(words) < 6:
         raise UserError("dtgpt record is internal to dtgpt compare; use dtgpt compare")
-    path, file, steps, moved, shared, role, *options = words
-    tracing = Tracing(Path(file), Path(shared), role == "reference", int(moved))
-    with open_trainer(load_recipe(Path(path), options)) as trainer:
-        if tracing.moved:
-            move_weights(trainer, tracing.moved)
-        save_record(record_steps(trainer, int(steps), tracing=tracing), tracing.file)
+    record_run(words)
     return 0
 
 
@@ -145,13 +138,12 @@ of_plans = RecipeCommand("compare RECIPE.py", CompareOptions, compare_plans, EXA
 @dataclass(frozen=True, kw_only=True)
 class CompareRunsOptions:
     """Compare the losses of two runs at the steps that both have recorded: whether they are equal bit for bit, within
-    rounding, or part, and at which step; and name each field in which recipe, data, code, execution or versions differ.
+    rounding, or part, and at which step; and name each field in which recipe, data, code or execution differ.
     A run is a run folder, or a metrics.jsonl. The exit code is 1 if the runs part. No weights are read: a --recipe is
     checked against the class of the runs' models, and not needed.
 
     The plans of one recipe are compared by dtgpt compare RECIPE.py, see dtgpt compare --help."""
 
-    output: Annotated[str | None, "PNG file of the curves and of how far they are apart; none: no picture"] = None
     tolerance: Annotated[float | None, "largest accepted relative difference; none: by precision", Bounds(0)] = None
     recipe: RecipeFile = None
 
@@ -169,26 +161,21 @@ def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
     for run in runs if own else ():
         if list_checkpoints(run / "checkpoints"):
             check_recipe(run, open_config(run, own), own)
-    from dtgpt.charts.plot import check_picture, import_pyplot
-    from dtgpt.compare.plot import plot_two_runs
     from dtgpt.compare.two_runs import compare_runs
     from dtgpt.compare.two_runs_report import report
 
-    if options.output is not None:
-        check_picture(Path(options.output))
-        import_pyplot()
     two = compare_runs(*runs, options.tolerance, TOLERANCE)
-    if options.output is not None:
-        plot_two_runs(two, Path(options.output))
     say(report(two))
     return 0 if two.parting is None else 1
 
 
 def explain_of_recipes(name: str, value: str) -> str | None:
-    """Return why two runs do not have an option that a recipe has, None for an option that neither has."""
+    """Return why two runs do not have an option, None for one of which nothing is known."""
+    if name == "output":
+        return "--output is an option of dtgpt plot, which draws both runs; dtgpt compare prints what differs"
     if name not in ("plans", "steps", "random", "case", "minutes", "against", "commits", "json"):
         return None
-    return f"--{name} belongs to dtgpt compare RECIPE.py; two runs are compared with --output and --tolerance alone"
+    return f"--{name} belongs to dtgpt compare RECIPE.py; two runs are compared with --tolerance alone"
 
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp8": 2e-3, "fp16": 1e-3}  # of losses, by the precision of the runs

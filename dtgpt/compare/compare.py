@@ -20,10 +20,11 @@ from typing import Any
 
 import dtgpt
 from dtgpt.compare.finding import Finding, Located
+from dtgpt.compare.fuzz.pool import Pool
 from dtgpt.compare.gate import Reference, locate, problem_of_reference, problem_of_tokens
-from dtgpt.compare.record import Record, read_record
+from dtgpt.compare.record import Record, Tracing, read_record, record_run
 from dtgpt.compare.verdict import Difference, Limits, difference, first_state, limits_between, problems
-from dtgpt.compare.workers import run_workers
+from dtgpt.compare.workers import run_in_pool, run_workers
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
@@ -57,11 +58,11 @@ def compare(
     against: Mapping[str, list[str]] = MappingProxyType({}),
     commits: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run the reference and each plan in processes of their own and print how they differ, and the first tensor in
-    which each does. Return the result as docs/compare.md describes its JSON: "status" is 0, or 1 where a plan is
-    further from the reference than `tolerance` (None: by precision), or has a fault. against: options of runs of one
-    process that are compared, too, by name. commits: of the code of the reference, and of all other runs; one: this
-    code."""
+    """Run the reference and each plan and print how they differ, and the first tensor in which each does; on GPUs the
+    processes stay from run to run. Return the result as docs/compare.md describes its JSON: "status" is 0, or 1 where a
+    plan is further from the reference than `tolerance` (None: by precision), or has a fault. against: options of runs
+    of one process that are compared, too, by name. commits: of the code of the reference, and of all other runs; one:
+    this code."""
     checked(recipe)
     most = recipe.num_steps
     if steps > most:
@@ -79,7 +80,7 @@ def compare(
             replace(recipe, plan=name).plan_for(plan.world)
         except UserError as error:
             raise UserError(f"plan {name}: {error}") from None
-    with tempfile.TemporaryDirectory(prefix="dtgpt-compare-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="dtgpt-compare-") as temporary, Pool(recipe.device) as pool:
         folder = Path(temporary)
         codes = [code_of(commit, folder / f"code-{place}") for place, commit in enumerate(commits)]
         theirs, ours = (codes[0], codes[-1] if len(codes) > 1 else None) if codes else (None, None)
@@ -90,6 +91,7 @@ def compare(
         sides += [Side(name, name, plan, options, ours) for name, plan in plans.items() if name != REFERENCE]
         sides += [Side(name, REFERENCE, plans[REFERENCE], more, ours) for name, more in against.items()]
 
+        pool.expect([side.plan.world for side in sides if side.code is None])
         records: dict[str, Record] = {}
         differences: dict[str, Difference] = {}
         located: dict[str, Located] = {}
@@ -98,7 +100,8 @@ def compare(
             name = side.name
             say(f"{name}: {counted(side.plan.world, 'process', 'processes')}, {counted(steps, 'step')}")
             file = folder / f"record-{place}"
-            records[name] = run_plan(path, side, steps, file, folder / "shared", is_reference=place == 0)
+            tracing = Tracing(file, folder / "shared", is_reference=place == 0)
+            records[name] = run_plan(pool, path, side, steps, tracing, recipe.timeout)
             if name in against:  # its options may choose other kernels
                 records[name] = replace(records[name], rounding="products")
             if all(map(math.isinf, records[name].norms)):
@@ -127,7 +130,8 @@ def compare(
             if tolerance is not None or unfit is not None or not unsettled:
                 break
             say(f"{name}: one process whose initial weights are moved by their last bit, as rounding alone would")
-            moved = run_plan(path, sides[0], steps, folder / name.replace(" ", "-"), folder / "shared", moved=number)
+            tracing = Tracing(folder / name.replace(" ", "-"), folder / "shared", is_reference=False, moved=number)
+            moved = run_plan(pool, path, sides[0], steps, tracing, recipe.timeout)
             differences[name] = difference(moved, records[REFERENCE])
             records[name] = replace(moved, tensors={})
             wrong = verdicts(records, differences, tolerance)
@@ -231,21 +235,21 @@ def fitting_plan(name: str, names: list[str], own: Mapping[str, Plan]) -> Plan:
     return plan.for_world(max([2, *(p.world for p in others)]))
 
 
-def run_plan(
-    path: Path, side: Side, steps: int, file: Path, shared: Path, moved: int = 0, is_reference: bool = False
-) -> Record:
-    """Start the processes of a side through torchrun, wait for them, and read what they recorded at `file`. The
-    other arguments are fields of `Tracing`."""
-    role = "reference" if is_reference else "plan"
-    words = ["record", str(path), str(file), str(steps), str(moved), str(shared), role, *side.options]
-    more = {}
-    if side.code is not None:
+def run_plan(pool: Pool, path: Path, side: Side, steps: int, tracing: Tracing, patience: float) -> Record:
+    """Run a side and read what it recorded: in processes of the pool, or where it has other code than this one in
+    processes of its own. patience: seconds that its processes wait for each other."""
+    role = "reference" if tracing.is_reference else "plan"
+    words = [str(path), str(tracing.file), str(steps), str(tracing.moved), str(tracing.shared), role, *side.options]
+    words += ["--plan", side.plan_name]
+    if side.code is None:
+        failed = run_in_pool(pool, side.plan.world, record_run, (words,), patience)
+    else:
         beside = str(path.parent)  # modules of the recipe, which code of older commits does not look for there
         more = {"PYTHONPATH": os.pathsep.join([str(side.code), beside]), "PYTHONSAFEPATH": "1"}
-    failed = run_workers(side.plan.world, [*words, "--plan", side.plan_name], more)
+        failed = run_workers(side.plan.world, ["record", *words], more)
     if failed is not None:
         raise UserError(f"plan {side.name}: {failed or 'failed; see its output above'}")
-    return read_record(file)
+    return read_record(tracing.file)
 
 
 def report(

@@ -1,7 +1,7 @@
 """What a run has recorded: its curves, and recipe, data, code and machine of its last start."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from dtgpt.run.records import metric_lines, parse_record
 from dtgpt.run.saved_recipe import read_recipe
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, did_you_mean
-from dtgpt.util.storage import read_json
 
 TRAINING = ("step_loss", "loss")  # of the step alone, and the mean since the last multiple of log.interval
 HELD_OUT = ("validation_loss", "test_loss")
@@ -85,7 +84,6 @@ class Run:
     metrics: Path
     curves: Curves
     recipe: dict[str, Any] = field(default_factory=dict)  # of the last start, flat; empty where it is not recorded
-    environment: dict[str, Any] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -101,11 +99,6 @@ class Run:
         interval = self.recipe.get("log.interval")
         changed = any("log.interval" in _group(start, "before") for start in self.starts)
         return interval if type(interval) is int and interval > 0 and not changed else None
-
-    @property
-    def code_files(self) -> dict[str, Any]:
-        """The digests of dtgpt's source files in the last start."""
-        return _group(self.environment, "code")
 
     @property
     def start(self) -> dict[str, Any]:
@@ -131,9 +124,10 @@ def open_run_or_metrics(path: Path) -> Run:
         has = f"{counted(unread, 'line')} that hold no record" if unread else "no losses yet"
         raise UserError(f"{path} has {has}, so that there is nothing to compare; {EXAMPLE}")
     if folder is not None:
-        environment = folder / "environment.json"
-        run.recipe = flat(_read_or_note(run, folder / "recipe.json", lambda: read_recipe(folder)))
-        run.environment = _read_or_note(run, environment, lambda: read_json(environment, ""))
+        try:
+            run.recipe = flat(read_recipe(folder))
+        except UserError as error:
+            run.problems.append(str(error).partition(";")[0])
         run.starts = read_starts(folder)
         # A run that goes on has no `init_from` any more. What it began with is what its first start had.
         for start in reversed(run.starts):
@@ -142,19 +136,6 @@ def open_run_or_metrics(path: Path) -> Run:
             steps = ", ".join(str(start["step"]) for start in run.starts[1:])
             run.problems.append(f"its last start is compared; it went on after step {steps} ({STARTS})")
     return run
-
-
-def _read_or_note(run: Run, file: Path, read: Callable[[], Any]) -> dict[str, Any]:
-    """Return what `read` reads from a file of the run; nothing, and a problem of the run, where it cannot."""
-    if not file.exists():
-        run.problems.append(f"{file} does not exist")
-        return {}
-    try:
-        found = read()
-    except UserError as error:
-        run.problems.append(str(error).partition(";")[0])
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _places(path: Path) -> tuple[Path | None, Path]:

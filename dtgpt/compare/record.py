@@ -35,6 +35,8 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.train.objective import LanguageModel
+from dtgpt.train.setup import open_trainer
+from dtgpt.train.start import load_recipe
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.hardware import peak_memory
 
@@ -104,6 +106,17 @@ class Tracing:
     shared: Path
     is_reference: bool
     moved: int = 0
+
+
+def record_run(words: list[str]) -> None:
+    """Record the steps of a recipe, in each process of its plan. words: RECIPE.py, FILE, STEPS, MOVED, SHARED and ROLE
+    of `dtgpt record`, then options."""
+    path, file, steps, moved, shared, role, *options = words
+    tracing = Tracing(Path(file), Path(shared), role == "reference", int(moved))
+    with open_trainer(load_recipe(Path(path), options)) as trainer:
+        if tracing.moved:
+            move_weights(trainer, tracing.moved)
+        save_record(record(trainer, int(steps), tracing=tracing), tracing.file)
 
 
 def record(

@@ -5,7 +5,6 @@ whether two runs part; gradient norm, learning rate and figures of tasks are sho
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtgpt.compare.history import HELD_OUT, TRAINING, Curve, Curves, Run, open_run_or_metrics
-from dtgpt.compare.starts import flat
 from dtgpt.config.overrides import value_text
 from dtgpt.data.dataset import PERPLEXITIES
 from dtgpt.util.errors import UserError, shown_name
@@ -43,13 +41,13 @@ EXECUTION = (
     "compile",
     "graph",
     "device",
+    "torch",
 )
 # Fields of a recipe without influence on a curve; of these sections, all but what is measured on the way.
 WITHOUT_INFLUENCE = ("name", "timeout", "runs", "resume", "exit_after", "exit_interval")
 SECTIONS = ("log.", "checkpoint.")
 MEASURES = ("log.eval_samples", "log.eval_tasks", "log.eval_tasks_limit")
 MASKS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")  # what is done with the tokens
-MACHINE = re.compile(r"(python|platform|cuda|packages\..*)$")  # of environment.json
 
 
 class Point(NamedTuple):
@@ -181,43 +179,27 @@ class FieldGroup(NamedTuple):
 
 
 def differences(a: Run, b: Run) -> dict[str, FieldGroup]:
-    """Return in what the last starts of two runs differ, in groups: "recipe" and "data" decide the curve, "code" and
-    "versions" should not change it, "execution" changes its rounding alone, "other" fields do not change it."""
+    """Return in what the last starts of two runs differ, in groups: "recipe" and "data" decide the curve, "code" should
+    not change it, "execution" changes its rounding alone. Fields that do not change it are left out."""
     recipes, starts = (a.recipe, b.recipe), (a.start, b.start)
     names = sorted({*a.recipe, *b.recipe})
     of_data = [name for name in names if name.startswith("data.") and name not in MASKS]
-    other = [
-        name for name in names if name in WITHOUT_INFLUENCE or (name.startswith(SECTIONS) and name not in MEASURES)
-    ]
     tables = [name for name in names if name.startswith("plans.")]
-    decides = [name for name in names if name not in {*of_data, *other, *tables, *EXECUTION}]
-
+    others = {*of_data, *tables, *EXECUTION, *WITHOUT_INFLUENCE}
+    measured = [name for name in names if not name.startswith(SECTIONS) or name in MEASURES]
     data = FieldGroup.of("data", fields_of(("data", "tokenizer"), starts), ("data" in start for start in starts))
-    if data.is_equal:  # the same tokens, wherever they are
-        other = sorted([*other, *of_data])
-    else:
+    if not data.is_equal:  # else they are the same tokens, wherever they are
         data.fields.extend(fields_of(of_data, recipes))
-    code = FieldGroup.of("code", fields_of(("code",), starts), ("code" in start for start in starts))
-    if code.differing:
-        code.fields.extend(fields_of(("git",), starts))
-    execution = []
+    execution = fields_of(tables, recipes)
     for name in EXECUTION:  # what `auto` meant, where both have recorded that
         execution += fields_of((name,), starts if all(name in start for start in starts) else recipes)
-    execution += fields_of(tables, recipes)
     with_plan = ("plan" in start or "plan" in recipe for start, recipe in zip(starts, recipes, strict=True))
-    machines = [
-        {name.removeprefix("packages."): value for name, value in flat(run.environment).items() if MACHINE.match(name)}
-        for run in (a, b)
-    ]
-    versions = fields_of(sorted(set().union(*machines)), machines)
-    known = ["seed" in recipe for recipe in recipes]
+    decides = fields_of([name for name in measured if name not in others], recipes)
     groups = [
-        FieldGroup.of("recipe", fields_of(decides, recipes), known),
+        FieldGroup.of("recipe", decides, ("seed" in recipe for recipe in recipes)),
         data,
-        code,
+        FieldGroup.of("code", fields_of(("code", "git"), starts), ("code" in start for start in starts)),
         FieldGroup.of("execution", execution, with_plan),
-        FieldGroup.of("versions", versions, map(bool, machines)),
-        FieldGroup.of("other", fields_of(other, recipes), known),
     ]
     return {group.title: group for group in groups}
 

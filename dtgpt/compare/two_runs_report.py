@@ -9,20 +9,17 @@ from dtgpt.compare.two_runs import GIVEN, FieldGroup, Metric, Point, TwoRuns
 from dtgpt.util.console import counted, hanging, terminal_width
 from dtgpt.util.errors import shown_name
 
-MOST_FILES = 6  # of dtgpt's source that are named
 EXPLANATIONS = {
     "recipe": "what decides the curve",
     "data": "the tokens and their order",
     "code": "dtgpt's source files",
     "execution": "which changes rounding alone",
-    "versions": "of the last start",
-    "other": "which does not change the curve",
 }
 
 
 def report(two: TwoRuns) -> str:
     """Return the curves, how far they are apart, the fields that differ and, last, the verdict."""
-    fields = [line for group in two.groups.values() for line in _group_lines(group, two)]
+    fields = [line for group in two.groups.values() for line in _group_lines(group)]
     parts = [_heads(two), _curves(two), _table(two), fields, _verdict(two)]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
@@ -75,15 +72,10 @@ def _table(two: TwoRuns) -> Iterator[str]:
         yield f"{metric.title:<{width}}{len(metric.points):>9}{equal:>15}  {last}"
 
 
-def _group_lines(group: FieldGroup, two: TwoRuns) -> Iterator[str]:
+def _group_lines(group: FieldGroup) -> Iterator[str]:
     """Yield the state of a group, and the fields in which the runs differ."""
     state = "the same" if group.is_equal else "differs" if group.differing else f"not recorded by {group.without}"
     yield f"{group.title:<10} {state}  ({EXPLANATIONS[group.title]})"
-    one, other = two.a.code_files, two.b.code_files
-    if group.title == "code" and group.differing and one and other:
-        files = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-        more = f" and {len(files) - MOST_FILES} more" if len(files) > MOST_FILES else ""
-        yield hanging(f"  in {', '.join(map(shown_name, files[:MOST_FILES]))}{more}", 4)
     columns = terminal_width() or math.inf
     names = max((len(field.name) for field in group.listed), default=0)
     values = max((len(field.a) for field in group.listed), default=0)
@@ -98,7 +90,7 @@ def _group_lines(group: FieldGroup, two: TwoRuns) -> Iterator[str]:
 
 
 def _verdict(two: TwoRuns) -> Iterator[str]:
-    """Yield whether the curves are equal, within rounding or part, and why that may be."""
+    """Yield whether the curves are equal, within rounding or diverge, and why that may be."""
     limit = f"the tolerance of {two.tolerance.value:g} ({two.tolerance.source})"
     steps = f"{counted(len(two.steps), 'common step')}, {two.steps[0]} to {two.steps[-1]}"
     equal = "" if two.equal_until is None else f"; equal bit for bit up to step {two.equal_until}"
@@ -112,7 +104,7 @@ def _verdict(two: TwoRuns) -> Iterator[str]:
     else:
         metric, point = two.parting
         what = f"{point.step}: {metric.title} {_values(point)}, the first record above {limit}"
-        yield hanging(f"part at step {what}{_before(metric, point)}{equal}", 2)
+        yield hanging(f"diverge at step {what}{_before(metric, point)}{equal}", 2)
         yield hanging(_reason(two), 2)
 
 
@@ -141,7 +133,7 @@ def _before(metric: Metric, point: Point) -> str:
 
 
 def _reason(two: TwoRuns) -> str:
-    groups = [two.groups[title] for title in ("recipe", "data", "code", "execution", "versions")]
+    groups = two.groups.values()
     states = {
         "different": [g.title for g in groups if g.differing],
         "the same": [g.title for g in groups if g.is_equal],

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
+from dtgpt.compare.fuzz.pool import Pool, PoolJob
 from dtgpt.util.console import say_error
 from dtgpt.util.hardware import child_environment
 from dtgpt.util.peers import VARIABLES
@@ -27,3 +29,21 @@ def run_workers(world: int, words: list[str], more: Mapping[str, str] = MappingP
         say_error(output[-5000:])
         return ""
     return sentence.removeprefix("dtgpt: ")
+
+
+LONG = 1e6  # seconds; a process that waits for others for too long ends by itself
+
+
+def run_in_pool(
+    pool: Pool, world: int, work: Callable[..., Any], arguments: tuple[Any, ...], patience: float
+) -> str | None:
+    """Run `work(*arguments)` in `world` processes of the pool, and return as `run_workers` does. patience: seconds that
+    a collective may wait."""
+    (answers,) = pool.run([PoolJob(world, work, arguments)], LONG, patience)
+    pool.renew()
+    failures = [answer for answer in answers if answer.failure]
+    if failures:
+        first = min(failures, key=lambda answer: answer.when)
+        say_error(first.output[-5000:] or first.failure)
+        return ""
+    return next((answer.refusal for answer in answers if answer.refusal), None)

@@ -138,26 +138,6 @@ def parse_alternatives(text: str, own: Mapping[str, Plan] | None = None) -> dict
     return seams.load(parse)(text, own)
 
 
-def choose_plan(
-    alternatives: Mapping[str, Plan],
-    world: int,
-    micro_batches: int,
-    check: Check,
-    started: bool = True,
-    all_of_them: bool = False,
-) -> PlanChoice:
-    """Return the choice for `world` processes. There is one where it must fit `all_of_them`.
-
-    micro_batches: the global batch size / the micro-batch size, which dp divides. started: False where the
-    processes do not exist.
-    Raises UserError, one sentence, where nothing fits.
-    """
-    if not all_of_them:
-        return seams.load(seams.added("alternatives")["choose"])(alternatives, world, micro_batches, check, started)
-    ((name, named),) = alternatives.items()
-    return PlanChoice(plan=resolve(named, world, check, started), named=named, name=name, world=world)
-
-
 def resolve(plan: Plan, world: int, check: Check, started: bool = True) -> ResolvedPlan:
     """Return the plan for `world` processes, checked; raises UserError."""
     resolved = plan.for_world(world, started).without_idle_zero()

@@ -18,7 +18,7 @@ import torch
 
 from dtgpt.config.execution import Recompute, Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.plan_choice import OR, PlanChoice, choose_plan, parse_alternatives
+from dtgpt.config.plan_choice import OR, PlanChoice, parse_alternatives, resolve
 from dtgpt.config.recipe_rules import MOST_STEPS, NOTES, PLAN_RULES, RULES, SETTINGS_RULES
 from dtgpt.config.schedule import BatchSizes, Ramp, Schedule, check_rampup, parse_rampup
 from dtgpt.config.sections import (
@@ -53,6 +53,8 @@ else:
 @dataclass(frozen=True, kw_only=True)
 @with_sections(before="data")
 class Recipe:
+    """A run: model, data, optimizer, batch, plan, log and checkpoints. Each field is also an option."""
+
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
         "name": "experiment",
         "plan": "execution",
@@ -270,9 +272,14 @@ class Recipe:
     def choose_plan(self, world: int, started: bool = True) -> PlanChoice:
         """Return the plan for `world` processes, or fewer of them where `plan` has alternatives, checked against the
         model and the batch; raises UserError, one sentence. started: False where the processes need not exist."""
-        micro_batches = self.global_batch_size // self.micro_batch_size
-        alone = OR not in self.plan
-        return choose_plan(self.alternatives(), world, micro_batches, self.check_plan, started, all_of_them=alone)
+        alternatives = self.alternatives()
+        if OR in self.plan:
+            choose = seams.load(seams.added("alternatives")["choose"])
+            micro_batches = self.global_batch_size // self.micro_batch_size
+            return choose(alternatives, world, micro_batches, self.check_plan, started)
+        ((name, named),) = alternatives.items()
+        plan = resolve(named, world, self.check_plan, started)
+        return PlanChoice(plan=plan, named=named, name=name, world=world)
 
     def fewest_processes(self) -> int:
         """Return the processes of one replica of the first alternative of `plan`. Raises UserError, one sentence, where

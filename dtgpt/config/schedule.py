@@ -61,20 +61,13 @@ class BatchSizes:
         """whole: the global batch size; rampup: as in a recipe's `rampup_batch_size`."""
         self.whole, self.rampup = whole, parse_rampup(rampup, whole) if rampup is not None else None
         # (step, samples seen) at which each size begins, and the size: few, however many steps the ramp takes.
-        self._pieces = [(first_step, first_sample, self.after(first_sample))]
-        step, seen, size = self._pieces[0]
+        self.pieces = [(first_step, first_sample, self.after(first_sample))]
+        step, seen, size = self.pieces[0]
         while size != whole:
             step, seen = step + 1, seen + size
             if (larger := self.after(seen)) != size:
                 size = larger
-                self._pieces.append((step, seen, size))
-
-    def preceded_by(self, earlier: "BatchSizes") -> "BatchSizes":
-        """Return the sizes of a run that had those of `earlier` until these begin."""
-        joined = BatchSizes(self.whole)
-        joined.rampup, begin = self.rampup, self._pieces[0][0]
-        joined._pieces = [piece for piece in earlier._pieces if piece[0] < begin] + self._pieces
-        return joined
+                self.pieces.append((step, seen, size))
 
     def after(self, consumed: int) -> int:
         """Return the samples of the step that begins after `consumed` samples."""
@@ -100,7 +93,7 @@ class BatchSizes:
         return first + (samples - seen) // size
 
     def _piece(self, place: int, key: int = 0) -> tuple[int, int, int]:
-        return self._pieces[max(0, bisect_right(self._pieces, place, key=itemgetter(key)) - 1)]
+        return self.pieces[max(0, bisect_right(self.pieces, place, key=itemgetter(key)) - 1)]
 
 
 def check_rampup(rampup: str, model: ModelConfig, plan: ResolvedPlan, micro: int, whole: int, seq_length: int) -> None:

@@ -141,6 +141,8 @@ def with_sections(before: str) -> Callable[[type], type]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
+    """The data of a run, their tokenizer and their order."""
+
     path: Annotated[
         str | None,
         "text file (.txt or .jsonl), prefix of a prepared .bin and .idx, or weights and prefixes as in '0.3 A 0.7 B'; "
@@ -280,6 +282,8 @@ class LossScaleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
+    """What a run reports, and when: progress lines, evaluations, generated texts, metrics."""
+
     interval: Annotated[int, "number of steps between progress lines", Bounds(1)] = 10
     show: Annotated[
         str,
@@ -313,6 +317,8 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
+    """When a run saves checkpoints, and which ones it keeps."""
+
     interval: Annotated[
         int, "number of steps between checkpoints; 0: at the end only, unless minutes is given", Bounds(0)
     ] = 1000

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.inference.commands import from_rank_0
+from dtgpt.inference.commands import told_by_rank_0
 from dtgpt.inference.request import check_range
 from dtgpt.models.config import ModelConfig
 from dtgpt.parallel.mesh import Mesh
@@ -64,17 +64,18 @@ def share_samples(mesh: Mesh, samples: Sequence[Sample] | None, config: ModelCon
     """Return the samples of rank 0 on every rank; those of other ranks do not matter. Raise UserError, on every rank,
     for a sample that the model cannot score."""
     own = samples or ()
-    count, total = from_rank_0(mesh, lambda: (len(own), sum(len(sample.ids) for sample in own)))
+    (count, total), _ = told_by_rank_0(mesh, lambda: ((len(own), sum(len(sample.ids) for sample in own)), None))
     flat = torch.zeros(total + 2 * count, dtype=torch.int64)
 
-    def fill() -> None:
+    def fill() -> tuple[None, None]:
         numbers = flat.numpy()
         numbers[:count] = [len(sample.ids) for sample in own]
         numbers[count : 2 * count] = [sample.context for sample in own]
         numbers[2 * count :] = np.fromiter(chain.from_iterable(sample.ids for sample in own), np.int64, total)
         check_samples(samples_in(flat, count), config)
+        return None, None
 
-    from_rank_0(mesh, fill)
+    told_by_rank_0(mesh, fill)
     if mesh.world > 1:
         dist.broadcast(flat, 0, group=mesh.commands)
     return samples_in(flat, count)

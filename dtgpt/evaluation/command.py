@@ -64,9 +64,7 @@ class EvalOptions:
     overlapping_eval: Annotated[
         int | None, "wikitext103: tokens from one window to the next; none: 32, as Megatron-LM", Bounds(1)
     ] = None
-    limit: Annotated[
-        int | None, "measure the first passages, windows or items alone, for a look; none: all", Bounds(1)
-    ] = None
+    limit: Annotated[int | None, "measure only the first passages, windows or items; none: all", Bounds(1)] = None
     output: Annotated[str, "file for the results as JSON, replaced when they are complete", PATH] = "eval.json"
     batch_tokens: Annotated[
         int | None, "tokens of a batch, padding included; none: as many as keep the device busy", Bounds(1)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dtgpt.inference.options import LONGEST_STOP_STRING, MOST_STOP_STRINGS, NAMES, advice
+from dtgpt.inference.options import NAMES, advice
+from dtgpt.inference.rules.options import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 from dtgpt.util.errors import UserError, shown, shown_name
 
 NEW_TOKENS = 256  # where a task says nothing, as the harness's `hf` back end

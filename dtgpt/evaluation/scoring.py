@@ -22,7 +22,7 @@ from dtgpt.evaluation.batches import LENGTH_MULTIPLE, Rows, Sample, make_rows, p
 from dtgpt.inference.model import Model
 from dtgpt.inference.request import NotFinite
 from dtgpt.inference.scores.tokens import Scores, token_scores
-from dtgpt.inference.step import Pending, decode_kernels, gather_columns
+from dtgpt.inference.step import Pending, exact_bits, gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
@@ -164,7 +164,7 @@ def _scoring_head(
             wanted = targets[first : first + size]
             part = token_scores(columns, wanted, config.vocab_size)
             if exact:
-                part = part._replace(**decode_kernels().exact_scores(logits, wanted, part.top_ids, mesh, config))
+                part = part._replace(**exact_bits().exact_scores(logits, wanted, part.top_ids, mesh, config))
             parts.append(part)
         scores.append(Scores(*(torch.cat(values) for values in zip(*parts, strict=True))))
         return scores[0].logprobs

@@ -10,10 +10,10 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import TokenScores, scorer_of
 from dtgpt.inference.commands import broadcast_json
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.load import load
 from dtgpt.inference.model import Model, Need, need_of
 from dtgpt.inference.request import PromptJob
-from dtgpt.inference.session import Session
 
 SCORE, GENERATE, END = "score", "generate", "end"
 
@@ -72,9 +72,9 @@ class SharedModel:
                 self.model.check(job)
             return need_of(jobs), None
 
-        def work(session: Session, _: None) -> list[str]:
+        def work(engine: Engine, _: None) -> list[str]:
             texts = []
-            for completions in session.run(jobs):
+            for completions in engine.run(jobs):
                 ids = completions[0].ids
                 named = not hidden.isdisjoint(ids)
                 texts.append(

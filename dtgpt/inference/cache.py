@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from dtgpt.config.plan import Plan
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import SpecialIds, parameters_of
+from dtgpt.inference.request import key_of
 from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -154,7 +155,9 @@ class SlotState:
     @staticmethod
     def encode(ids: list[int], sampling: Options, special: SpecialIds, prompt_index: int, choice: int) -> Tensor:
         """Return all that `set` needs to start a sequence after the non-empty prompt `ids`: int64 on the CPU."""
-        return torch.cat([parameters_of(sampling, special, len(ids), prompt_index, choice), torch.tensor(ids)])
+        key_0, key_1 = key_of(sampling, prompt_index, choice)
+        numbers = {"prompt_length": len(ids), "key_0": key_0, "key_1": key_1}
+        return torch.cat([sampling.parameters(special, numbers), torch.tensor(ids)])
 
     def set(self, slot: int, payload: Tensor) -> None:
         """Start a sequence from what `encode` made."""

@@ -1,8 +1,8 @@
 """What rank 0 lets all ranks do, and what it tells them: commands, and values of a call.
 
-Rank 0 alone knows the requests. A command reaches the other ranks as int64 numbers over gloo, a value as JSON, never as
-a pickle, which would execute what arrives. Every rank executes each command: so all of them run the same passes in the
-same order.
+Rank 0 alone knows the jobs. A command is a function of a rank's step and of numbers, which reach the other ranks as
+int64 over gloo; a value of a call does as JSON. Nothing is a pickle, which would execute what arrives. Every rank
+executes each command: so all of them run the same passes in the same order.
 """
 
 import json
@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.inference.request import results_of
 from dtgpt.inference.step import Pending, Step
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
@@ -28,120 +29,80 @@ INLINE = 63  # numbers of a command that its first message holds, behind their c
 K = TypeVar("K")
 
 
-class Command(Protocol):
-    """A NamedTuple, one of `known_commands`."""
-
-    def execute(self, step: Step) -> Any:
-        """Do what is commanded on this rank. The results are those of rank 0 on every rank."""
+def read(step: Step, slots: Sequence[int], prompts: Sequence[Sequence[int]], first: int) -> None:
+    """Read prompts, or parts of them from position `first` on, into slots."""
+    step.read(slots, prompts, first)
 
 
-class Read(NamedTuple):
-    """Read prompts into slots."""
-
-    slots: Sequence[int]
-    prompts: Sequence[Sequence[int]]
-    first: int = 0
-
-    def execute(self, step: Step) -> None:
-        step.read(self.slots, self.prompts, self.first)
+def begin(step: Step, slot: int, payload: Tensor) -> None:
+    """Begin a sequence, from what `SlotState.encode` made, in a slot whose cache has all of its tokens but the last."""
+    step.cache.state.set(slot, payload)
 
 
-class Begin(NamedTuple):
-    """Begin a sequence in a slot whose cache has all of its tokens but the last."""
-
-    slot: int
-    payload: Tensor  # of `SlotState.encode`
-
-    def execute(self, step: Step) -> None:
-        step.cache.state.set(self.slot, self.payload)
-
-
-class Copy(NamedTuple):
+def copy(
+    step: Step, sources: Sequence[int], targets: Sequence[int], length: int, keys: Sequence[Sequence[int]]
+) -> None:
     """Copy the first `length` positions, and the state, of slots to others, all at once. keys: two words for each of
     the targets, whose draws belong to them from now on; none: to the key that was copied."""
-
-    sources: Sequence[int]
-    targets: Sequence[int]
-    length: int
-    keys: Sequence[Sequence[int]] = ()
-
-    def execute(self, step: Step) -> None:
-        step.cache.copy(self.sources, self.targets, self.length)
-        if self.keys:
-            step.cache.state.set_keys(self.targets, self.keys)
+    step.cache.copy(sources, targets, length)
+    if keys:
+        step.cache.state.set_keys(targets, keys)
 
 
-class Assign(NamedTuple):
+def assign(step: Step, slots: Sequence[int], tokens: Sequence[int]) -> None:
     """Replace the token that each slot has drawn last."""
-
-    slots: Sequence[int]
-    tokens: Sequence[int]
-
-    def execute(self, step: Step) -> None:
-        step.cache.state.assign(self.slots, self.tokens)
+    step.cache.state.assign(slots, tokens)
 
 
-class Decode(NamedTuple):
+def decode(step: Step, slots: Sequence[int], steps: int, variant: Variant) -> Pending[Sampled]:
     """Draw the next tokens of slots."""
-
-    slots: Sequence[int]
-    steps: int
-    variant: Variant
-
-    def execute(self, step: Step) -> Pending[Sampled]:
-        return step.decode(self.slots, self.steps, self.variant)
+    return step.decode(slots, steps, variant)
 
 
-class Ping(NamedTuple):
-    """Meet: sending alone tells nothing of a rank that hangs."""
-
-    def execute(self, step: Step) -> None:
-        """Do nothing: ranks meet in the channel."""
-
-
-class Release(NamedTuple):
-    """Leave the stages as they were, and return from `follow`."""
-
-    def execute(self, step: Step) -> None:
-        step.detach()
+def ping(step: Step) -> None:
+    """Wait for all ranks: sending alone tells nothing of a rank that hangs."""
+    if step.mesh.commands is not None:
+        dist.all_reduce(torch.zeros(1), group=step.mesh.commands)
 
 
-COMMANDS: tuple[type[Any], ...] = (Read, Begin, Copy, Assign, Decode, Ping, Release)
+def release(step: Step) -> None:
+    """Leave the stages as they were; `follow` returns then."""
+    step.detach()
 
 
 @cache
-def known_commands() -> tuple[type[Any], ...]:
+def known_commands() -> tuple[Callable[..., Any], ...]:
     """Return all commands, with those of capabilities, in the same order on every rank: one is sent as its index."""
-    return *COMMANDS, *(scorer.command for scorer in seams.listed("scorers"))
+    return read, begin, copy, assign, decode, ping, release, *(scorer.command for scorer in seams.listed("scorers"))
 
 
-def encode(value: Any) -> list[int]:
+def to_numbers(value: Any) -> list[int]:
     """Return a value as numbers: a whole number is itself, a NamedTuple its fields, and of any other sequence its
     length comes first."""
     if isinstance(value, int):
         return [int(value)]
     if hasattr(value, "_fields"):
-        return list(chain.from_iterable(map(encode, value)))
+        return list(chain.from_iterable(map(to_numbers, value)))
     parts = value.tolist() if isinstance(value, Tensor) else list(value)
-    numbers = parts if not parts or isinstance(parts[0], int) else chain.from_iterable(map(encode, parts))
+    numbers = parts if not parts or isinstance(parts[0], int) else chain.from_iterable(map(to_numbers, parts))
     return [len(parts), *numbers]
 
 
-def decode(kind: Any, numbers: Iterator[int]) -> Any:
+def from_numbers(kind: Any, numbers: Iterator[int]) -> Any:
     """Return the value of a type of which these are the numbers."""
     if kind in (int, bool):
         return kind(next(numbers))
     if hasattr(kind, "_fields"):
-        return kind(*(decode(part, numbers) for part in _parts(kind)))
+        return kind(*(from_numbers(part, numbers) for part in _types_of(kind)))
     item, count = (int,) if kind is Tensor else get_args(kind), next(numbers)
-    parts = list(islice(numbers, count)) if item == (int,) else [decode(item[0], numbers) for _ in range(count)]
+    parts = list(islice(numbers, count)) if item == (int,) else [from_numbers(item[0], numbers) for _ in range(count)]
     return torch.tensor(parts, dtype=torch.int64) if kind is Tensor else parts
 
 
 @cache
-def _parts(kind: Any) -> list[Any]:
-    hints = get_type_hints(kind)
-    return [hints[name] for name in kind._fields]
+def _types_of(kind: Any) -> list[Any]:
+    """Return the types of the fields of a NamedTuple, or of what a command takes beside the step."""
+    return [type_ for name, type_ in get_type_hints(kind).items() if name not in ("step", "return")]
 
 
 class Channel:
@@ -151,19 +112,20 @@ class Channel:
         self._mesh = mesh
         self._group = mesh.commands
 
-    def send(self, command: Command) -> None:
+    def send(self, command: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Broadcast a command from rank 0. Does nothing in a single process."""
         if self._group is None:
             return
-        numbers = torch.tensor([known_commands().index(type(command)), *encode(command)], dtype=torch.int64)
+        sent = [known_commands().index(command), *chain.from_iterable(map(to_numbers, arguments))]
+        numbers = torch.tensor(sent, dtype=torch.int64)
         first = torch.zeros(1 + INLINE, dtype=torch.int64)
         first[0], first[1 : 1 + len(numbers)] = len(numbers), numbers[:INLINE]
         dist.broadcast(first, 0, group=self._group)
         if len(numbers) > INLINE:
             dist.broadcast(numbers[INLINE:].contiguous(), 0, group=self._group)
 
-    def receive(self) -> Command:
-        """Return the next command of rank 0."""
+    def receive(self) -> tuple[Callable[..., Any], list[Any]]:
+        """Return the next command of rank 0, and its arguments."""
         first = torch.empty(1 + INLINE, dtype=torch.int64)
         dist.broadcast(first, 0, group=self._group)
         length, *numbers = first.tolist()
@@ -172,12 +134,8 @@ class Channel:
             dist.broadcast(rest, 0, group=self._group)
             numbers += rest.tolist()
         index, *found = numbers
-        return decode(known_commands()[index], iter(found))
-
-    def meet(self) -> None:
-        """Wait until all ranks have called this. Does nothing in a single process."""
-        if self._group is not None:
-            dist.all_reduce(torch.zeros(1), group=self._group)
+        command, left = known_commands()[index], iter(found)
+        return command, [from_numbers(kind, left) for kind in _types_of(command)]
 
     def close(self) -> None:
         """Close the channel on this rank. Ranks that wait for a command fail at once."""
@@ -208,29 +166,25 @@ class Channel:
 
 def follow(step: Step, channel: Channel) -> None:
     """Execute the commands of rank 0, until it releases this rank."""
-    while not isinstance(command := channel.receive(), Release):
-        command.execute(step)
-        if isinstance(command, Ping):
-            channel.meet()
-    command.execute(step)
+    command = None
+    while command is not release:
+        command, arguments = channel.receive()
+        command(step, *arguments)
 
 
 def broadcast_json(mesh: Mesh, value: Any = None) -> Any:
-    """Return the value of rank 0 on every rank: texts, numbers, and lists and dicts of these."""
+    """Return the value of rank 0 on every rank: texts, numbers, results, and lists and dicts of these."""
     if mesh.world == 1:
         return value
-    body = torch.frombuffer(bytearray(json.dumps(value).encode() if mesh.rank == 0 else b" "), dtype=torch.uint8)
+    body = torch.frombuffer(
+        bytearray(json.dumps(value, default=vars).encode() if mesh.rank == 0 else b" "), dtype=torch.uint8
+    )
     size = torch.tensor(len(body))
     dist.broadcast(size, 0, group=mesh.commands)
     if mesh.rank:
         body = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(body, 0, group=mesh.commands)
-    return json.loads(body.numpy().tobytes())
-
-
-def from_rank_0(mesh: Mesh, work: Callable[[], Any]) -> Any:
-    """Return on every rank what `work` returns on rank 0, and raise its UserError on every rank."""
-    return told_by_rank_0(mesh, lambda: (work(), None))[0]
+    return json.loads(body.numpy().tobytes(), object_hook=results_of)
 
 
 def told_by_rank_0(mesh: Mesh, work: Callable[[], tuple[Any, K]]) -> tuple[Any, tuple[K] | None]:

@@ -1,78 +1,63 @@
-"""The engine of generation: it takes requests, runs the scheduler's rounds, and returns events.
+"""The engine of generation: it takes jobs, runs the scheduler's rounds, and returns what is new of their sequences.
 
 `step` launches a round and then reads the results of the round before, so that the device never waits for the host.
 The price: a round is launched before it is known which sequences the last one has ended. Tokens after the one that
 ended a sequence are discarded, and its slot is free one round later.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference import commands
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.cache import SlotState
-from dtgpt.inference.commands import (
-    Begin,
-    Channel,
-    Command,
-    Copy,
-    Decode,
-    Ping,
-    Read,
-    Release,
-    follow,
-)
-from dtgpt.inference.options import SearchedRows
+from dtgpt.inference.commands import Channel, follow
 from dtgpt.inference.request import (
     NOT_FINITE,
     Alternatives,
-    Event,
+    Completion,
+    NotFinite,
     PromptJob,
     Score,
+    SequenceUpdate,
     alternatives_of,
     key_of,
     variant_of,
 )
 from dtgpt.inference.scheduler import IDLE_TOKENS, PromptChunk, Round, Row, Scheduler, Start
-from dtgpt.inference.step import Pending, Step
+from dtgpt.inference.sequence import ActiveJob
+from dtgpt.inference.step import Pending, Step, step_kind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util import seams
 
+P = ParamSpec("P")
+R = TypeVar("R")
+AHEAD = 2  # jobs that wait, for each slot
 COPIED = 1 << 16  # positions of slots that are copied at once, which takes as much memory for the time of a copy
 
 
 class PromptScorer(Protocol):
     """What a capability has for log-probabilities of the tokens of prompts, at the seam `scorers`."""
 
-    # (slot, first, ids, alternatives) -> the command that reads all of `ids` but the last one into a slot, from
-    # position `first` on, and returns pending scores of all but the first one.
-    command: type[Any]
+    # The command (slot, first, ids, alternatives) that reads all of `ids` but the last one into a slot, from position
+    # `first` on, and returns pending scores of all but the first one.
+    command: Callable[..., Any]
 
-    def event(self, handle: int, ids: Sequence[int], alternatives: int, chunks: Sequence[Any]) -> Event | None:
-        """Return the event of a prompt, of whose chunks these are the scores; None where they are not finite."""
-
-    def score(self, ids: list[int], event: Event, alternatives: int) -> Score:
-        """Return what a user gets of that event."""
+    def score(self, ids: list[int], alternatives: int, chunks: Sequence[Any]) -> Score | None:
+        """Return the scores of a prompt, of whose chunks these are the results; None where they are not finite."""
 
 
 def prompt_scorer() -> PromptScorer:
     """Return what scores prompts. Raise UserError where there is nothing."""
     return seams.first("scorers", "prompt_logprobs needs what scores prompts, and this dtgpt has nothing; leave it out")
-
-
-@dataclass
-class _Active:
-    """A request that is not finished."""
-
-    request: PromptJob
-    live: set[int]  # choices that are not finished
-    ids: dict[int, list[int]]  # new tokens of each choice
-    scores: list[Any] = field(default_factory=list)  # of the chunks of the prompt that are read, where asked for
-    search: SearchedRows | None = None  # of a request that asks for one, once it has started
 
 
 class _Launched(NamedTuple):
@@ -85,12 +70,12 @@ class _Launched(NamedTuple):
 
 
 class Engine:
-    """Serves requests with the stages of a model. Every rank makes one; rank 0 then submits requests and takes steps,
-    while all others `follow` until rank 0 releases them:
+    """Serves jobs with the stages of a model. Every rank makes one; rank 0 then submits jobs and takes steps, while all
+    others `follow` until rank 0 releases them:
 
-        handle = engine.submit(PromptJob([5, 900, 17], Options(max_new_tokens=8)))
+        number = engine.submit(PromptJob([5, 900, 17], Options(max_new_tokens=8)))
         while engine.busy:
-            events = engine.step()
+            updates = engine.step()
         engine.release()
 
     Before `release` the stages must not be used otherwise; after it the engine may serve again. Compiled stages of a
@@ -108,25 +93,29 @@ class Engine:
         timeout: float = 600.0,
         graphs: bool = False,
         exact: bool = False,
+        tokenizer: Tokenizer | None = None,
+        special: SpecialIds | None = None,
     ):
         """Allocate the cache of `slots` sequences. `vocab_size`: ids that may be drawn and asked for, those of the
         tokenizer; None: of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs`:
         replay passes as CUDA graphs on a GPU; not for stages that are sharded over replicas. `exact`: give
-        log-probabilities the bits of training's forward pass. Raise UserError where these cannot be."""
+        log-probabilities the bits of training's forward pass. `tokenizer`: which makes texts of ids, on rank 0; None:
+        there are none. `special`: the ids that rules look for; None: those of each job. Raise UserError where these
+        cannot be."""
         self.stages, self.config, self.mesh, self.slots, self.timeout = stages, config, mesh, slots, timeout
+        self.tokenizer, self.special = tokenizer, special
         self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
-        kinds = seams.listed("rank_steps") if graphs and mesh.device.type == "cuda" else []
-        kind: type[Step] = kinds[0] if kinds else Step
+        kind = step_kind(mesh.device, graphs, exact)
         self._rank_step = kind(stages, mesh, config, dtype, slots, vocab_size, exact)
         self._channel = Channel(mesh)
         self._submitted = 0
         self._forget()
 
     def _forget(self) -> None:
-        """Forget all requests."""
+        """Forget all jobs."""
         self._scheduler = Scheduler(self.slots, idle_tokens=IDLE_TOKENS if self.batch_tokens else None)
-        self._requests: dict[int, _Active] = {}
-        self._ended: list[Event] = []  # of choices that were cancelled since the last step
+        self._active: dict[int, ActiveJob] = {}  # by number
+        self._ended: list[SequenceUpdate] = []  # of choices that were cancelled since the last step
         self._launched: _Launched | None = None
 
     @property
@@ -136,50 +125,79 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do or to return."""
-        return bool(self._requests or self._ended or self._launched)
+        """Whether any job is not finished, or its end not told."""
+        return bool(self._active or self._ended)
 
-    def submit(self, request: PromptJob) -> int:
-        """Take a request, and return the handle that its events have. Raises UserError, one sentence, for a request
-        that can never be served."""
-        request.validate(self.vocab_size, self.config.seq_length, self.slots)
-        handle, self._submitted = self._submitted, self._submitted + 1
-        choices = range(request.choices)
-        self._requests[handle] = _Active(request, set(choices), {choice: [] for choice in choices})
+    def submit(self, job: PromptJob) -> int:
+        """Take a job, and return the number that its updates have. Raises UserError, one sentence, for a job that can
+        never be done."""
+        job = replace(job, special=self.special or job.special)
+        job.validate(self.vocab_size, self.config.seq_length, self.slots)
+        number, self._submitted = self._submitted, self._submitted + 1
+        self._active[number] = ActiveJob(number, job, self.tokenizer)
         self._scheduler.add(
-            request=handle,
-            prefill=len(request.ids) - 1,
-            choices=request.rows,
-            new_tokens=request.options.max_new_tokens,
-            searches=request.options.search is not None,
-            client=request.client,
+            request=number,
+            prefill=len(job.ids) - 1,
+            choices=job.rows,
+            new_tokens=job.options.max_new_tokens,
+            searches=job.options.search is not None,
+            client=job.client,
         )
-        return handle
+        return number
 
-    def cancel(self, handle: int, choice: int | None = None) -> None:
-        """End a choice of a request, or all of them; a search ends as a whole. The next step returns an event for
-        each choice that was not finished."""
-        active = self._requests.get(handle)
+    def cancel(self, number: int, choice: int | None = None) -> None:
+        """End a choice of a job, or all of them; a search ends as a whole. The next step returns an update for each
+        choice that was not finished."""
+        active = self._active.get(number)
         if active is None:
             return
-        ended = self._scheduler.cancel(handle, None if active.request.options.search else choice)
-        for one in sorted(active.live) if active.request.options.search else ended:
-            self._ended.append(Event(handle, one, [], [], [], "cancelled"))
-            self._remove(handle, one)
+        searches = active.job.options.search is not None
+        ended = self._scheduler.cancel(number, None if searches else choice)
+        self._ended += [active.end(one, "cancelled") for one in (active.live if searches else sorted(ended))]
+        if not active.live:
+            del self._active[number]
 
-    def step(self) -> list[Event]:
-        """Launch the next round, and return the events of the round before."""
+    def step(self) -> list[SequenceUpdate]:
+        """Launch the next round, and return what the round before added."""
         with self._channel.failures_shared(self.timeout):
             work = self._scheduler.next_round()
             before, self._launched = self._launched, None if work is None else self._launch(work)
-            events, self._ended = self._ended, []
-            return events if before is None else events + self._collect(before)
+            ended, self._ended = self._ended, []
+            return ended if before is None else ended + self._collect(before)
+
+    def finite_step(self) -> list[SequenceUpdate]:
+        """Take a step. Raise NotFinite where logits end a job."""
+        updates = self.step()
+        if any(update.finish == NOT_FINITE for update in updates):
+            raise NotFinite
+        return updates
+
+    def stream(self, job: PromptJob, stopped: Callable[[], bool] = lambda: False) -> Iterator[SequenceUpdate]:
+        """Yield what each step adds to a job, to its end, or to that of the step after which `stopped` is true."""
+        number = self.submit(job)
+        while self.busy:
+            yield from self.finite_step()
+            if stopped():
+                self.cancel(number)  # of what has ended, nothing
+
+    def run(self, jobs: Iterable[PromptJob]) -> Iterator[list[Completion]]:
+        """Yield the sequences of each job, in the order of the jobs, as they are finished."""
+        source, order, done = iter(jobs), deque[int](), {}
+        while True:
+            while len(self._active) < AHEAD * self.slots and (job := next(source, None)) is not None:
+                order.append(self.submit(job))
+            if not order:
+                return
+            for update in self.finite_step():
+                if update.completions is not None:
+                    done[update.job] = update.completions
+            while order and order[0] in done:
+                yield done.pop(order.popleft())
 
     def ping(self) -> None:
         """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""
         with self._channel.failures_shared(self.timeout):
-            self.command(Ping())
-            self._channel.meet()
+            self.command(commands.ping)
 
     def follow(self) -> None:
         """Execute the commands of rank 0 on another rank, until rank 0 calls `release`. Raises UserError where any
@@ -191,7 +209,7 @@ class Engine:
         """Forget all requests, let the other ranks return from `follow`, and leave the stages as they were before."""
         self._forget()
         with self._channel.failures_shared(self.timeout):
-            self.command(Release())
+            self.command(commands.release)
 
     def fail(self) -> None:
         """Let the other ranks fail, where this one cannot go on, and leave the stages as they were before."""
@@ -199,10 +217,10 @@ class Engine:
         self._rank_step.detach()
         self._channel.close()
 
-    def command(self, command: Command) -> Any:
+    def command(self, command: Callable[Concatenate[Step, P], R], *arguments: P.args, **none: P.kwargs) -> R:
         """Let every rank execute a command, on rank 0; return its result."""
-        self._channel.send(command)
-        return command.execute(self._rank_step)
+        self._channel.send(command, arguments)
+        return command(self._rank_step, *arguments, **none)
 
     def _launch(self, work: Round) -> _Launched:
         # Prompts come first: a sequence that starts needs its prompt in the cache, and decodes in this very round.
@@ -213,22 +231,20 @@ class Engine:
 
     def _read(self, chunks: Sequence[PromptChunk]) -> list[tuple[int, Pending[Any]]]:
         """Read chunks of prompts, several in a pass where these ask for no scores. Return the scores, by request."""
-        asked = {chunk: self._requests[chunk.request].request for chunk in chunks}
-        together = self._rank_step.group([chunk for chunk in chunks if not asked[chunk].options.prompt_logprobs])
-        for group in together:
-            self.command(Read([chunk.slot for chunk in group], [asked[chunk].ids[: chunk.stop] for chunk in group]))
-        scores, done = [], {chunk for group in together for chunk in group}
-        for chunk in chunks:
-            one, (request, slot, first, stop) = asked[chunk], chunk
-            if one.options.prompt_logprobs:  # which need the token after the chunk, too
-                read = prompt_scorer().command(slot, first, one.ids[first : stop + 1], one.options.top_logprobs)
-                scores.append((request, self.command(read)))
-            elif chunk not in done:
-                self.command(Read([slot], [one.ids[first:stop]], first))
+        jobs = {chunk: self._active[chunk.request].job for chunk in chunks}
+        for group in self._rank_step.group([chunk for chunk in chunks if not jobs[chunk].options.prompt_logprobs]):
+            prompts = [jobs[chunk].ids[chunk.first : chunk.stop] for chunk in group]
+            self.command(commands.read, [chunk.slot for chunk in group], prompts, group[0].first)
+        scores = []
+        for chunk, job in jobs.items():
+            if job.options.prompt_logprobs:  # which need the token after the chunk, too
+                ids, alternatives = job.ids[chunk.first : chunk.stop + 1], job.options.top_logprobs
+                read = self.command(prompt_scorer().command, chunk.slot, chunk.first, ids, alternatives)
+                scores.append((chunk.request, read))
         return scores
 
     def _decode(self, rows: Sequence[Row], steps: int) -> Pending[Sampled] | None:
-        return self.command(Decode([row.slot for row in rows], steps, self._variant(rows))) if rows else None
+        return self.command(commands.decode, [row.slot for row in rows], steps, self._variant(rows)) if rows else None
 
     def _start(self, starts: Sequence[Start]) -> None:
         """Begin the choices of requests: the first of each in the slot that has read the prompt, the others as copies
@@ -236,14 +252,14 @@ class Engine:
         copies: list[tuple[int, int, tuple[int, int]]] = []  # source, target, key
         longest = 0
         for start in starts:
-            active = self._requests[start.request]
-            asked, begun = active.request, list(zip(start.choices, start.slots, strict=True))
+            active = self._active[start.request]
+            asked, begun = active.job, list(zip(start.choices, start.slots, strict=True))
             if asked.options.search is not None:
                 active.search = asked.options.search.begin(asked, start.slots)
                 begun = begun[:1]  # a search begins with one row
             (choice, source), *others = begun
             payload = SlotState.encode(asked.ids, asked.options, asked.special, asked.prompt_index, choice)
-            self.command(Begin(source, payload))
+            self.command(commands.begin, source, payload)
             if (len(copies) + len(others)) * max(longest, len(asked.ids)) > COPIED:
                 self._copy(copies, longest)
                 copies, longest = [], 0
@@ -255,99 +271,85 @@ class Engine:
         """Copy the first `length` positions and the state of slots; copies: (source, target, key of the target)."""
         if copies:
             sources, targets, keys = zip(*copies, strict=True)
-            self.command(Copy(sources, targets, length, keys))
+            self.command(commands.copy, sources, targets, length, keys)
 
     def _variant(self, rows: Sequence[Row]) -> Variant:
         """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""
-        active = [self._requests[row.request] for row in rows]
+        active = [self._active[row.request] for row in rows]
         searches = [one.search for one in active if one.search is not None]
-        alternatives = max(
-            [one.request.options.top_logprobs for one in active] + [one.alternatives for one in searches]
-        )
+        alternatives = max([one.job.options.top_logprobs for one in active] + [one.alternatives for one in searches])
         rounded = 1 << (alternatives - 1).bit_length() if alternatives else 0
-        variant = variant_of([one.request.options for one in active], min(rounded, self.vocab_size))
+        variant = variant_of([one.job.options for one in active], min(rounded, self.vocab_size))
         return variant._replace(beams=bool(searches))
 
-    def _collect(self, launched: _Launched) -> list[Event]:
-        events, work = list[Event](), launched.work
-        for request, pending in launched.scores:
-            if request in self._requests:
-                self._requests[request].scores.append(pending.wait())
+    def _collect(self, launched: _Launched) -> list[SequenceUpdate]:
+        updates, work = list[SequenceUpdate](), launched.work
+        for number, pending in launched.scores:
+            if number in self._active:
+                self._active[number].chunks.append(pending.wait())
         for start in work.starts:
-            if start.request in self._requests:
-                events += self._begin(start)
+            if start.request in self._active:
+                updates += self._begin(self._active[start.request])
         if launched.drawn is not None:
             results = launched.drawn.wait()
             tokens, logprobs = results.tokens.tolist(), results.logprobs.tolist()  # of all rows at once
             for index, row in enumerate(work.rows):
-                active = self._requests.get(row.request)
-                if active is not None and row.choice in active.live:
-                    count = active.request.options.top_logprobs
+                active = self._active.get(row.request)
+                if active is not None and active.sequences[row.choice].finish is None:
+                    count = active.job.options.top_logprobs
                     likeliest = alternatives_of(Sampled(*(part[index] for part in results)), count) if count else []
-                    events += self._extend(row, tokens[index], logprobs[index], likeliest)
+                    updates += self._extend(active, row.choice, tokens[index], logprobs[index], likeliest)
         if launched.candidates is not None:
             results = launched.candidates.wait()
-            for request in dict.fromkeys(row.request for row in work.searched):
-                if request in self._requests:
-                    own = {row.choice: index for index, row in enumerate(work.searched) if row.request == request}
-                    events += self._search(request, own, results)
-        return events
+            for number in dict.fromkeys(row.request for row in work.searched):
+                if number in self._active:
+                    own = {row.choice: index for index, row in enumerate(work.searched) if row.request == number}
+                    updates += self._search(self._active[number], own, results)
+        return updates
 
-    def _search(self, request: int, rows: dict[int, int], results: Sampled) -> list[Event]:
-        """Let a search choose from the results of its choices, whose `rows` those are. Return the events of its
-        sequences where it is over."""
-        active = self._requests[request]
+    def _search(self, active: ActiveJob, rows: dict[int, int], results: Sampled) -> list[SequenceUpdate]:
+        """Let a search choose from the results of its choices, whose `rows` those are. Return its sequences where it is
+        over."""
         assert active.search is not None
         if results.logprobs[list(rows.values())].isnan().any():
-            return self._break_off(request)
+            return self._end_all(active, NOT_FINITE)
         ids, logprobs = results.top_ids[:, 0].tolist(), results.top_logprobs[:, 0].tolist()
         candidates = {choice: list(zip(ids[row], logprobs[row], strict=True)) for choice, row in rows.items()}
         if chosen := active.search.advance(candidates, self.command):
-            self._scheduler.go_on(request, chosen)
+            self._scheduler.go_on(active.number, chosen)
             return []
-        for choice in range(active.request.rows):
-            self._scheduler.finish(request, choice)
-        del self._requests[request]
-        return active.search.events(request)
+        self._scheduler.cancel(active.number)
+        del self._active[active.number]
+        return [
+            active.add(choice, found.finish, found.ids, found.logprobs, [], found.score)
+            for choice, found in enumerate(active.search.found())
+        ]
 
-    def _begin(self, start: Start) -> list[Event]:
-        """Return the event of the prompt's scores, if any, and those of choices that want no tokens."""
-        active, events = self._requests[start.request], list[Event]()
-        asked = active.request
-        if asked.options.prompt_logprobs:
-            event = prompt_scorer().event(start.request, asked.ids, asked.options.top_logprobs, active.scores)
-            if event is None:
-                return self._break_off(start.request)
-            events.append(event)
-        if asked.options.max_new_tokens == 0:
-            for choice in sorted(active.live):
-                events.append(Event(start.request, choice, [], [], [], "length"))
-                self._scheduler.finish(start.request, choice)
-                self._remove(start.request, choice)
-        return events
+    def _begin(self, active: ActiveJob) -> list[SequenceUpdate]:
+        """Take the scores of the prompt, if any. Return the ends of choices that want no tokens."""
+        job = active.job
+        if job.options.prompt_logprobs:
+            active.prompt = prompt_scorer().score(job.ids, job.options.top_logprobs, active.chunks)
+            if active.prompt is None:
+                return self._end_all(active, NOT_FINITE)
+        return [] if job.options.max_new_tokens else self._end_all(active, "length")
 
     def _extend(
-        self, row: Row, tokens: list[int], logprobs: list[float], alternatives: list[Alternatives]
-    ) -> list[Event]:
+        self, active: ActiveJob, choice: int, tokens: list[int], logprobs: list[float], alternatives: list[Alternatives]
+    ) -> list[SequenceUpdate]:
         """Add new tokens to a choice, up to that which ends it."""
-        active = self._requests[row.request]
-        new, finish = active.request.accept(active.ids[row.choice], tokens, logprobs)
+        new, finish = active.job.accept(active.sequences[choice].ids, tokens, logprobs)
         if finish == NOT_FINITE:
-            return self._break_off(row.request)
-        event = Event(row.request, row.choice, tokens[:new], logprobs[:new], alternatives[:new], finish)
-        active.ids[row.choice] += event.ids
-        if finish:
-            self._scheduler.finish(row.request, row.choice)
-            self._remove(row.request, row.choice)
-        return [event]
+            return self._end_all(active, NOT_FINITE)
+        update = active.add(choice, finish, tokens[:new], logprobs[:new], alternatives[:new])
+        if update.finish:
+            self._scheduler.finish(active.number, choice)
+        if not active.live:
+            del self._active[active.number]
+        return [update]
 
-    def _break_off(self, handle: int) -> list[Event]:
-        """End all choices of a request at logits that are not finite: those of the others are, or would be, too."""
-        self._scheduler.cancel(handle)
-        return [Event(handle, choice, [], [], [], NOT_FINITE) for choice in sorted(self._requests.pop(handle).live)]
-
-    def _remove(self, request: int, choice: int) -> None:
-        live = self._requests[request].live
-        live.remove(choice)
-        if not live:
-            del self._requests[request]
+    def _end_all(self, active: ActiveJob, finish: str) -> list[SequenceUpdate]:
+        """End all choices of a job: where logits of one are not finite, those of the others are, or would be, too."""
+        self._scheduler.cancel(active.number)
+        del self._active[active.number]
+        return [active.end(choice, finish) for choice in active.live]

@@ -15,24 +15,23 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
-from dtgpt.checkpoint.tokenizer import check_size, ends_of, named_tokenizer
+from dtgpt.checkpoint.open import check_recipe, check_size, ends_of, named_tokenizer, open_source, with_addend
 from dtgpt.config.execution import MOST_SLOTS, Settings, choose_device, choose_dtype
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import model_class
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.base_options import check_switches
 from dtgpt.inference.model import Model
-from dtgpt.inference.options import check_switches
-from dtgpt.inference.step import decode_kernels
+from dtgpt.inference.step import exact_bits
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.hardware import check_kernels
+from dtgpt.util.hardware import check_device
 from dtgpt.util.peers import Process
 
 DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
@@ -53,19 +52,20 @@ def load(
     adapter: str | PathLike | None = None,
     recipe: Recipe | str | PathLike | None = None,
 ) -> Model:
-    """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
-    tensor parallel over all of them. ZeRO and sequence parallelism mean nothing for inference: a plan that has them is
-    used without, with a note.
+    """Return the model at `path`: a run folder, a checkpoint, or a model of another library.
 
-    device: "auto", "cpu" or "cuda". precision: "auto", "fp32", "bf16" or "fp16". slots: sequences that are generated at
-    the same time, each with memory for `max_length` positions; "auto": as many as a call needs, up to 512 and to what
-    fits into memory. tokenizer: one of dtgpt, or its file, or a name such as gpt2; None for
-    the one that is saved with the model. max_length: largest number of tokens of a sequence, prompt included; None: all
-    positions of the model. A smaller one takes less memory, and changes no number. exact: give each token the
-    log-probability that a forward pass in training computes for it, to the bit (docs/bits.md); slower.
-    adapter: a run or a checkpoint with adapters (LoRA), or a folder of peft, which is added to the weights.
-    recipe: of the run, or its file, which is executed, where the class of its model is not dtgpt's.
-    Raise UserError where an argument is wrong.
+    plan: how to distribute the model over the processes that torchrun started; None: tensor parallel over all of them.
+    ZeRO and sequence parallelism have no effect on inference, and are left out with a note. device: "auto", "cpu" or
+    "cuda". precision: "auto", "fp32", "bf16" or "fp16". slots: number of sequences to generate at the same time, each
+    with memory for `max_length` positions; "auto": as many as a call needs, up to 512 and as fit into memory.
+    tokenizer: a tokenizer of dtgpt, its file, or a name such as gpt2; None: the one that is saved with the model.
+    max_length: largest number of tokens of a sequence with its prompt; None: all positions of the model. A smaller
+    number needs less memory, and does not change what is generated. exact: compute log-probabilities with the bits of a
+    forward pass of training (docs/bits.md); slower. adapter: adapters (LoRA) to add to the weights: a run, a
+    checkpoint, or a folder of peft. recipe: the recipe of the run, or its file, which is executed; needed if the class
+    of the model is not dtgpt's.
+
+    Raise UserError if an argument is wrong.
     """
     for name, value, kinds, advice in (
         ("path", path, (str, PathLike), "a run folder or another model"),
@@ -108,9 +108,9 @@ def open_model(
     resolved = given.for_world(process.world)
     place = choose_device(device, process.local_rank)
     dtype = choose_dtype(precision, place)
-    check_kernels(place)
+    check_device(place)
     if exact:
-        decode_kernels().check_exact(place, resolved, dtype)
+        exact_bits().check_exact(place, resolved, dtype)
     if process.world > 1 and not dist.is_initialized():
         start_process_group(place, TIMEOUT)
         atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
@@ -127,7 +127,7 @@ def open_model(
     source.config.validate()
     ends_of(path, None, source.config.vocab_size)  # which refuses what is not an id, before weights are read
     if exact:
-        decode_kernels().check_blocks(source.config)
+        exact_bits().check_blocks(source.config)
     config = shortened(source.config, max_length)
     batch = resolved.dp * 2 * resolved.pp  # the fewest samples that every schedule takes
     resolved.validate(config, 1, batch, config.seq_length)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple, Self, TypeVar
@@ -22,29 +23,27 @@ import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.load import load_weights
-from dtgpt.checkpoint.tokenizer import ends_of, tokenizer_beside
+from dtgpt.checkpoint.open import ends_of, tokenizer_beside
 from dtgpt.config.execution import MOST_SLOTS, Settings
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.base_options import SpecialIds, check_switches
 from dtgpt.inference.commands import broadcast_json, told_by_rank_0
 from dtgpt.inference.engine import Engine, prompt_scorer
-from dtgpt.inference.options import check_switches, read_options
+from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import GivenPrompts, read_prompts, segments, special_ids, tokenizer_of
-from dtgpt.inference.request import Completion, NotFinite, PromptJob, SpecialIds, check_range, completion_of, to_plain
-from dtgpt.inference.session import Session
+from dtgpt.inference.request import Completion, NotFinite, PromptJob, check_range
 from dtgpt.inference.step import gather_columns
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Source
-from dtgpt.parallel.cache_sizes import bytes_per_slot, free_memory, slots_that_fit
+from dtgpt.parallel.cache_sizes import bytes_per_slot, slots_on_every_rank
 from dtgpt.parallel.inference import inference_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.stages import run_in_turn
-from dtgpt.util import seams
 from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.peers import Process
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # types of tokens
 GPT2_IDS = SpecialIds(newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
@@ -67,15 +66,9 @@ def need_of(jobs: Sequence[PromptJob]) -> Need:
     return Need(sum(job.rows for job in jobs), max(job.rows for job in jobs))
 
 
-class _Stream(NamedTuple):
-    """A stream on rank 0."""
-
-    session: Session
-    seen: list[Any]  # its pieces so far
-
-
 class Model:
-    """A GPT cut by a plan. All ranks call the same methods with the same arguments, and all get the result."""
+    """A GPT that is ready to use, distributed by a plan. All ranks must call the same methods with the same arguments,
+    and all get the result."""
 
     def __init__(
         self,
@@ -95,7 +88,7 @@ class Model:
         self._wanted, self._given, self.exact = slots, tokenizer, exact
         self._engine: Engine | None = None
         self._reserved = 0  # slots that were wanted of it
-        self._stream: _Stream | None = None  # which is not read to its end
+        self._stream: list[Any] | None = None  # the pieces so far of a stream that is not read to its end
         self._lock = RLock()
         self._lost = False  # whether one of several processes has failed: they are no longer in step
 
@@ -122,14 +115,19 @@ class Model:
             raise UserError(f"tokens are {shown(tokens)}, not a tensor; give whole numbers [B, T]")
         if tokens.dim() != 2 or tokens.dtype not in INTEGERS or tokens.is_meta or not len(tokens):
             raise UserError(f"tokens are {tokens.dtype} {list(tokens.shape)}; give whole numbers [B, T]")
-        length, whole = tokens.shape[1], self.config.seq_length
-        if not 1 <= length <= whole:
-            raise UserError(f"{length} tokens are not a valid input; use 1 to {whole}")
+        length, most = tokens.shape[1], self.config.seq_length
+        if not 1 <= length <= most:
+            raise UserError(f"{length} tokens are not a valid input; use 1 to {most}")
         check_range(int(tokens.min()), int(tokens.max()), self.config.vocab_size)
         batch = Batch(tokens.to(self.mesh.device, torch.int64))
         with self.alone():
+            columns, shape = self.config.padded_vocab_size, (len(tokens), length)
             logits = run_in_turn(self.stages, self.mesh, batch, self.dtype)
-            return self._gather(logits, (len(tokens), length))[..., : self.config.vocab_size]
+            if logits is None:  # of a rank that does not hold the last stage
+                whole = torch.empty(*shape, columns, dtype=self.dtype, device=self.mesh.device)
+            else:
+                whole = gather_columns(logits.flatten(0, 1), self.mesh, columns).unflatten(0, shape)
+            return self.mesh.from_last_stage(whole.contiguous())[..., : self.config.vocab_size]
 
     def generate(
         self,
@@ -142,12 +140,12 @@ class Model:
     ) -> Any:
         """Continue prompts, and return the continuations without the prompts.
 
-        prompts: a text, or ids as a list or a tensor, gives a continuation of the same kind; a list of texts or of ids
-        gives a list of them. An empty text begins a document.
+        prompts: a text, or ids as a list or a tensor; or a list of texts or of ids, for which a list is returned. A
+        continuation has the form of its prompt. An empty text begins a document.
 
         stream: return an iterator over the pieces of the text, or the ids, of a single prompt. Under a plan of several
         processes every rank must read it to its end; ranks other than 0 get the pieces when the text is complete.
-        details: return `Completion` objects, with ids, log-probabilities and the reason of the end.
+        details: return `Completion` objects, with ids, log-probabilities and the reason why the text ended.
         return_full_text: begin each continuation with its prompt.
 
         options: those of `dtgpt.inference.options.Options`, named as in transformers where it has them;
@@ -155,49 +153,47 @@ class Model:
         leave; num_return_sequences above 1 gives a list for each prompt; top_logprobs and prompt_logprobs go with
         details.
 
-        A continuation is a function of its prompt, the options, the seed and the prompt's index in the list. The other
-        prompts and the plan change nothing but the rounding of logits.
+        A continuation depends on its prompt, the options, the seed and the prompt's index in the list. Other prompts
+        and the plan change only the rounding of logits.
 
-        Raise UserError, one sentence, before anything is computed, where an argument is wrong.
+        Raise UserError, before anything is computed, if an argument is wrong.
         """
         check_switches(stream=stream, details=details, return_full_text=return_full_text)
         for name in ("top_logprobs", "prompt_logprobs"):
             if not details and options.get(name) not in (None, 0):
                 raise UserError(f"{name} is one of the details; add details=True, or leave it out")
         if stream:
-            return self._pieces_of(prompts, details or return_full_text, options)
+            return self._stream_of(prompts, details or return_full_text, options)
 
-        def plain(completions: list[Completion]) -> list[dict[str, Any]]:
-            known = self.known_tokenizer
-            if details and known:
-                for found in completions:
-                    found.segments = segments(known, found.ids)
-            return list(map(to_plain, completions))
-
-        def work(session: Session, asked: _Asked) -> Any:
-            given, jobs = asked
-            return {**given._asdict(), "found": list(map(plain, session.run(jobs)))}
+        def work(engine: Engine, asked: _Asked) -> Any:
+            (given, jobs), known = asked, self.known_tokenizer
+            found = list(engine.run(jobs))
+            for one in chain.from_iterable(found):
+                one.segments = segments(known, one.ids) if details and known else None
+            return {**given._asdict(), "found": found}
 
         answer = self.run(lambda: self._asked(prompts, options), work)
         several = (options.get("num_return_sequences") or 1) > 1
         results = []
-        for index, sequences in enumerate(answer["found"]):
-            completions: list[Any] = list(map(completion_of, sequences))
+        for index, completions in enumerate(answer["found"]):
             if not details:
                 completions = [_bare(found, answer, index, return_full_text) for found in completions]
             results.append(completions if several else completions[0])
         return results[0] if answer["single"] else results
 
     def score(self, prompts: Any, *, top_logprobs: int = 0, split_special_tokens: bool = False) -> Any:
-        """Return a `Score` of a text, or of ids: the log-probability of each token after the first; a list of them for
-        a list of texts or of ids. `top_logprobs`: number of likeliest tokens to return in place of each.
+        """Return a `Score` of a text, or of ids: the log-probability of each token after the first. For a list of texts
+        or of ids, return a list. top_logprobs: number of likeliest tokens to return at each position, too.
         split_special_tokens: names of special tokens in the text are plain text. Raise UserError, before anything is
-        computed, where an argument is wrong."""
+        computed, if an argument is wrong."""
         options: dict[str, Any] = {"max_new_tokens": 0, "prompt_logprobs": True, "top_logprobs": top_logprobs}
         found = self.generate(prompts, details=True, split_special_tokens=split_special_tokens, **options)
         return [one.prompt for one in found] if isinstance(found, list) else found.prompt
 
-    def _pieces_of(self, prompts: Any, more: bool, options: Mapping[str, Any]) -> Iterator[Any]:
+    def _stream_of(self, prompts: Any, more: bool, options: Mapping[str, Any]) -> Iterator[Any]:
+        """Return an iterator over the pieces of a single prompt. The other ranks get all of them when the text is
+        complete. Any other use of the model ends the stream: to read on is then a UserError."""
+
         def prepare() -> tuple[Need, _Asked]:
             if more:
                 raise UserError("stream=True yields pieces of the text; leave details and return_full_text out")
@@ -206,12 +202,9 @@ class Model:
                 raise UserError("stream=True follows one sequence; give one prompt, one sequence and no beams")
             return need, asked
 
-        def work(session: Session, asked: _Asked) -> Iterator[Any]:
-            given, (job,) = asked
-            for update in session.stream(job):
-                yield from update.ids if given.texts is None else [update.text] * bool(update.text)
-
-        return self.stream(prepare, work)
+        with self.alone():
+            prepared = self._reserve(prepare)
+        return self._pieces(prepared)
 
     def _asked(self, prompts: Any, options: Mapping[str, Any]) -> tuple[Need, _Asked]:
         """Return what a call asks for. Raise UserError where an argument is wrong."""
@@ -222,16 +215,6 @@ class Model:
         for job in jobs:
             self.check(job)
         return need_of(jobs), (given, jobs)
-
-    def _gather(self, logits: Tensor | None, shape: tuple[int, int]) -> Tensor:
-        """Join the columns of tp ranks, then send them from the stage that has the head to all others."""
-        mesh = self.mesh
-        if logits is None:
-            logits = torch.empty(*shape, self.config.padded_vocab_size, dtype=self.dtype, device=mesh.device)
-        else:
-            rows = gather_columns(logits.flatten(0, 1), mesh, self.config.padded_vocab_size)
-            logits = rows.unflatten(0, shape)
-        return mesh.from_last_stage(logits.contiguous())
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -270,9 +253,7 @@ class Model:
             )
         if options.prompt_logprobs:
             prompt_scorer()  # or raises where there is none
-        if options.stop_strings and not seams.listed("text_ends"):
-            raise UserError("this dtgpt does not search for stop strings; use stop_token_ids")
-        if options.stop_strings and not self.tokenizer.spells:  # or raises where there is none at all
+        if options.reads_text and not self.tokenizer.spells:  # or raises where there is none at all
             raise UserError("the model's tokens have no text, in which stop strings could be found; use stop_token_ids")
 
     @property
@@ -298,49 +279,45 @@ class Model:
         slots = f"{counted(self.slots, 'slot')} of {byte_size(self.bytes_per_slot)}"
         say_error(f"{model}, {self.mesh.plan.name}: {byte_size(weights)} of weights and {slots} on each device")
 
-    def run(self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Session, P], Any]) -> Any:
+    def run(self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Engine, P], Any]) -> Any:
         """Call `prepare` on rank 0, and `work` with the value that it returned beside its need of the cache. Return on
-        every rank what `work` returned, which is made of texts, numbers, lists and dicts. A UserError of `prepare`, and
-        a NotFinite of `work`, are raised on every rank."""
+        every rank what `work` returned, which is made of texts, numbers, results, lists and dicts. A UserError of
+        `prepare`, and a NotFinite of `work`, are raised on every rank."""
         with self.alone():
             prepared = self._reserve(prepare)
             if prepared is None:
                 return self._follow()
-            session = self._begin()
-            value, finite = None, True
+            engine, value, finite = self._begin(), None, True
             try:
-                value = work(session, *prepared)
+                value = work(engine, *prepared)
             except NotFinite:
                 finite = False
             except BaseException:
-                self._fail(session)
+                self._fail()
                 raise
-            session.close()
+            engine.release()
             return self._share(value, finite)
 
-    def stream(
-        self, prepare: Callable[[], tuple[Need, P]], work: Callable[[Session, P], Iterator[Any]]
-    ) -> Iterator[Any]:
-        """Call `prepare` on rank 0, and return an iterator over what `work` yields there. The other ranks get
-        all of it when it is complete. Any other use of the model ends the stream: to read on is then a UserError."""
-        with self.alone():
-            prepared = self._reserve(prepare)
-        return self._pieces(work, prepared)
-
-    def _pieces(self, work: Callable[[Session, P], Iterator[Any]], prepared: tuple[P] | None) -> Iterator[Any]:
+    def _pieces(self, prepared: tuple[_Asked] | None) -> Iterator[Any]:
         if prepared is None:
             yield from self._follow()
             return
+        ((given, (job,)),) = prepared
         with self.alone():
-            stream = self._stream = _Stream(self._begin(), [])
-        pieces = work(stream.session, *prepared)
+            updates, stream = self._begin().stream(job), list[Any]()
+            self._stream = stream
+        pieces = (piece for one in updates for piece in (one.ids if given.texts is None else filter(None, [one.text])))
         try:
             while True:
                 with self._lock:
+                    if self._stream is not stream:
+                        raise UserError(
+                            "the model was used again before a stream had ended; read it to its end, or close it first"
+                        )
                     piece = next(pieces, _END)
                     if piece is _END:
                         return self._end(stream)
-                    stream.seen.append(piece)
+                    stream.append(piece)
                 yield piece
         except GeneratorExit:  # nobody reads on
             self._end(stream)
@@ -351,7 +328,7 @@ class Model:
         except BaseException:
             if self._stream is stream:
                 self._stream = None
-                self._fail(stream.session)
+                self._fail()
             raise
 
     @contextmanager
@@ -365,13 +342,13 @@ class Model:
                 self._end(self._stream)
             yield
 
-    def _end(self, stream: _Stream, finite: bool = True) -> None:
+    def _end(self, stream: list[Any], finite: bool = True) -> None:
         """End a stream, unless it has ended: the ranks that follow it go on."""
         with self._lock:
             if self._stream is stream:
                 self._stream = None
-                stream.session.close()
-                broadcast_json(self.mesh, [stream.seen, finite])
+                self.engine.release()
+                broadcast_json(self.mesh, [stream, finite])
 
     def _share(self, value: Any = None, finite: bool = True) -> Any:
         """Return on every rank the value of rank 0. Raise NotFinite where rank 0 met logits that are not."""
@@ -386,12 +363,14 @@ class Model:
             raise UserError("the model has failed since this stream was asked for; ask for it again")
         return self._engine
 
-    def _begin(self) -> Session:
-        return Session(self.engine, self.known_tokenizer, self.special)
+    def _begin(self) -> Engine:
+        engine = self.engine
+        engine.tokenizer, engine.special = self.known_tokenizer, self.special
+        return engine
 
-    def _fail(self, session: Session) -> None:
+    def _fail(self) -> None:
         """Forget the engine, whose state is not known."""
-        session.fail()
+        self.engine.fail()
         self._engine, self._reserved, self._lost = None, 0, self.mesh.world > 1
 
     def _follow(self) -> Any:
@@ -424,12 +403,7 @@ class Model:
     def _make_engine(self, wanted: int, needed: int) -> None:
         """Make an engine of `wanted` slots, or as many as fit into memory. Raise UserError where `needed` do not."""
         self._engine, self._reserved = None, 0  # the memory of the last one is free for the next
-        local_world = Process.from_environment().local_world
-
-        def fitting() -> int:
-            return slots_that_fit(free_memory(self.mesh.device, local_world), self.config, self.mesh.plan, self.dtype)
-
-        fits = min(self.mesh.turns(fitting, lambda rank: True))
+        fits = slots_on_every_rank(self.mesh, self.config, self.mesh.plan, self.dtype)
         if needed > fits:
             raise UserError(
                 f"{counted(needed, 'slot')} of the cache, {byte_size(self.bytes_per_slot)} each, do not fit into "

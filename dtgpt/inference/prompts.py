@@ -12,21 +12,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.checkpoint.open import tokenizer_beside
 from dtgpt.data.tokenizers.open import FILES, make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.request import SpecialIds, check_prompt
+from dtgpt.inference.base_options import SpecialIds
+from dtgpt.inference.request import check_prompt
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError, shown
 
 KINDS = "a text, a list of ids, or a list of either"
-SLICE, CUT = 8192, 16  # characters that are encoded at once to see how long a text is; tokens that cutting it may add
-
-
-class TooLong(UserError):
-    """A prompt that has far more tokens than the model has positions."""
 
 
 class GivenPrompts(NamedTuple):
@@ -73,20 +69,6 @@ def encode(text: str, tokenizer: Tokenizer, config: ModelConfig, split_special_t
     return ids
 
 
-def check_length(text: str, tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Raise TooLong for a text of more than twice as many tokens as the model has positions, as soon as so many are
-    found: to encode a text of a megabyte takes seconds."""
-    most, found = 2 * config.seq_length, 0
-    for begin in range(0, len(text) if len(text) > max(SLICE, most) else 0, SLICE):
-        piece = text[begin : begin + SLICE]
-        found += max(0, len(tokenizer.encode(piece, tokenizer.names_special)) - CUT)
-        if found > most:
-            raise TooLong(
-                f"the prompt has more than {found} tokens, but this model's maximum context length is "
-                f"{config.seq_length} tokens; use a shorter prompt"
-            )
-
-
 def check_ids(prompt: Any, config: ModelConfig) -> list[int]:
     """Return the ids of a prompt that was given as ids. Raise UserError where they are not the model's."""
     ids = _as_list(prompt) if isinstance(prompt, Tensor) else prompt
@@ -129,9 +111,13 @@ def special_ids(tokenizer: Tokenizer, ends: Sequence[int]) -> SpecialIds:
     return SpecialIds(tuple(ends), newline, double_newline, colon)
 
 
-class TextDecoder(Protocol):
-    """How ids that arrive one after the other become text: what a capability has at the seam `text_decoders`, for
-    tokens whose text depends on those around them. Its attributes are replaced, and never changed in place."""
+class TextStream(Protocol):
+    """The text of ids that arrive one after the other, what a capability has at the seam `text_streams` for tokens
+    whose text depends on those around them. Its attributes are replaced, and never changed in place.
+
+    All pieces together are the text that the ids add to that of the prompt, which ends with a whole character. So does
+    each piece: bytes that later ones may complete are held back.
+    """
 
     def skip(self, prompt: Sequence[int]) -> None:
         """Take the ids behind which the others come."""
@@ -143,43 +129,14 @@ class TextDecoder(Protocol):
         """Return the rest, in which U+FFFD stands for an incomplete character."""
 
 
-class TextStream:
-    """The text of ids that arrive one after the other.
-
-    All pieces together are the text that the ids add to that of `prompt`, which ends with a whole character. So does
-    each piece: bytes that later ones may complete are held back.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        self._decoder = _decoder_of(tokenizer)
-        self._decoder.skip([i for i in prompt if i < tokenizer.vocab_size])  # a model may have more tokens
-
-    def add(self, i: int) -> str:
-        """Return the text that is certain with this id."""
-        return self._decoder.extend([i])
-
-    def extend(self, ids: Sequence[int]) -> str:
-        """Return the text that is certain with these ids; decoding is called once, not once an id."""
-        return self._decoder.extend(ids)
-
-    def finish(self) -> str:
-        """Return the rest, in which U+FFFD stands for an incomplete character."""
-        return self._decoder.finish()
-
-    def mark(self) -> dict[str, Any]:
-        """Return what `go_back` needs to come back to this place."""
-        return dict(vars(self._decoder))  # decoders replace what they hold; they change none of it in place
-
-    def go_back(self, mark: dict[str, Any]) -> None:
-        """Forget the ids since a mark."""
-        vars(self._decoder).update(mark)
-
-
-def _decoder_of(tokenizer: Tokenizer) -> TextDecoder:
+def text_stream(tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> TextStream:
+    """Return the stream of the text behind a prompt."""
     if tokenizer.bytes_of(0) is not None:  # each token is the same bytes in every text
-        return _Bytes(tokenizer)
-    found = seams.listed("text_decoders")
-    return (found[0] if found else _Single)(tokenizer)
+        stream: TextStream = _Bytes(tokenizer)
+    else:
+        stream = [*seams.listed("text_streams"), _Single][0](tokenizer)
+    stream.skip([i for i in prompt if i < tokenizer.vocab_size])  # a model may have more tokens
+    return stream
 
 
 class _Single:
@@ -227,7 +184,7 @@ def token_of(tokenizer: Tokenizer, text: str) -> int | None:
             opening, ids = tokenizer.encode(before), tokenizer.encode(before + text)
         except UserError:  # a vocabulary of characters, without one of these
             continue
-        same = ids[:-1] == opening and TextStream(tokenizer, opening).add(ids[-1]) == text
+        same = ids[:-1] == opening and text_stream(tokenizer, opening).extend(ids[-1:]) == text
         return ids[-1] if same else None
     return None
 

@@ -1,7 +1,7 @@
 """What is asked of the engine, and what it answers: a prompt with its options, events of its sequences, results.
 
 A `PromptJob` is all that is known of a prompt from the call of a user to the end of its last sequence. The engine
-answers with an `Event` for each of its sequences that got new tokens; what a user gets is a `Completion`.
+answers with a `SequenceUpdate` for each of its sequences that got new tokens, the last with a `Completion` of each.
 """
 
 import math
@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from dtgpt.inference.options import GREEDY_BELOW, Options
+from dtgpt.inference.base_options import SpecialIds
+from dtgpt.inference.options import Options
 from dtgpt.ops.random.philox import fold_words
-from dtgpt.ops.sampling.sequences import NONE, Floats, Integers, Variant, pack
+from dtgpt.ops.sampling.sequences import Variant
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
-PROMPT = -1  # in place of a choice
 NOT_FINITE = "not_finite"  # the end of all of a request: the model's logits are NaN or infinite
 REMEDY = "dtgpt inspect names weights that are not finite: use an earlier checkpoint, or another --precision"
 LOGITS = f"the model's logits are not finite, so that no token can be drawn or scored; {REMEDY}"
@@ -30,15 +28,6 @@ class NotFinite(UserError):
 
     def __init__(self) -> None:
         super().__init__(LOGITS)
-
-
-class SpecialIds(NamedTuple):
-    """Ids that rules need: those at which texts end, and tokens of the tokenizer; None where it has no such token."""
-
-    ends: tuple[int, ...] = ()
-    newline: int | None = None  # "\n"
-    double_newline: int | None = None  # "\n\n"
-    colon: int | None = None  # ":"
 
 
 NO_SPECIAL_IDS = SpecialIds()
@@ -68,7 +57,7 @@ class PromptJob:
     @property
     def stop_ids(self) -> list[int]:
         """The ids that end a sequence whatever comes before them."""
-        return endings_of(self.options, self.special)
+        return self.options.end_ids(self.special)
 
     def validate(self, vocab_size: int, positions: int, slots: int) -> None:
         """Raise UserError for a request that no engine of these sizes can serve."""
@@ -117,88 +106,26 @@ class PromptJob:
 
     @cached_property
     def _decisive_ids(self) -> frozenset[int | None]:
-        """The ids at which `ends_with` or `bans_all` may be true, where log-probabilities are finite."""
-        pair = [self.special.newline] if self.options.stop_on_double_eol else []
-        return frozenset([*self.stop_ids, *pair, *([0] if self.options.no_repeat_ngram_size else [])])
+        return frozenset(self.options.decisive_ids(self.special))
 
     def ends_with(self, before: int, token: int, index: int) -> bool:
         """Return whether new token number `index`, from 0, ends the sequence. `before`: the token before it."""
-        return index >= self.options.min_new_tokens and self._would_end(before, token)
-
-    def _would_end(self, before: int, token: int) -> bool:
-        options, special = self.options, self.special
-        if token in options.stop_token_ids:
-            return True
-        if options.stop_on_double_eol:
-            return token == special.double_newline or before == token == special.newline
-        if options.stop_on_eol:
-            return token in (special.newline, special.double_newline)
-        return options.ends and token in special.ends
+        return self.options.ends_at(self.special, before, token, index)
 
     def bans_all(self, new: list[int], token: int, logprob: float) -> bool:
         """Return whether rules banned every token after `new` ones: `sample` then chose id 0, which is banned, too."""
-        if token:
-            return False
-        ids, n = [*self.ids, *new], self.options.no_repeat_ngram_size
-        last = [*ids[len(ids) - n + 1 :], token]
-        repeats = 0 < n <= len(ids) and any(ids[i : i + n] == last for i in range(len(ids) - n + 1))
-        early = len(new) < self.options.min_new_tokens and self._would_end(ids[-1], token)
-        return repeats or early or logprob == -math.inf
+        return self.options.bans_all(self.special, self.ids, new, token, logprob)
 
 
 def variant_of(samplings: Iterable[Options], alternatives: int = 0) -> Variant:
     """Return what a step must be able to do for these sequences."""
-    found = list(samplings)
-    longest = max((s.no_repeat_ngram_size for s in found), default=0)
-    return Variant(
-        filters=any(s.filters for s in found),
-        edits=any(s.edits for s in found),
-        ngram=1 << (longest - 1).bit_length() if longest else 0,
-        alternatives=alternatives,
-    )
+    found = [Variant(alternatives=alternatives), *(sampling.variant for sampling in samplings)]
+    return Variant(*map(max, zip(*found, strict=True)))
 
 
 def key_of(sampling: Options, prompt_index: int, choice: int) -> tuple[int, int]:
-    """Return the two words of the key of a sequence's draws."""
+    """Return the two words of the key of a sequence's draws, which belong to (seed, prompt_index, choice)."""
     return fold_words(sampling.seed, "text", prompt_index, choice)
-
-
-def parameters_of(sampling: Options, special: SpecialIds, prompt: int, prompt_index: int, choice: int) -> Tensor:
-    """Return a row of parameters for `dtgpt.ops.sampling`, int64 on the CPU.
-
-    prompt: number of ids of the prompt. The draws of a sequence belong to (seed, prompt_index, choice).
-    """
-    key_0, key_1 = key_of(sampling, prompt_index, choice)
-    colon, newline = special.colon, special.newline
-    if not sampling.prevent_newline_after_colon or colon is None or newline is None:
-        colon, newline = NONE, NONE
-    paired = special.newline if sampling.stop_on_double_eol else None
-    integers = Integers(
-        prompt_length=prompt,
-        key_0=key_0,
-        key_1=key_1,
-        top_k=sampling.top_k,
-        ngram=sampling.no_repeat_ngram_size,
-        min_new_tokens=sampling.min_new_tokens,
-        colon=colon,
-        newline=newline,
-        paired_newline=NONE if paired is None else paired,
-    )
-    values = {name: getattr(sampling, name) for name in Floats._fields}
-    if sampling.temperature < GREEDY_BELOW:
-        values["temperature"] = 0.0
-    return pack(integers, Floats(**values), sampling.logit_bias, endings_of(sampling, special))
-
-
-def endings_of(sampling: Options, special: SpecialIds) -> list[int]:
-    """Return the ids that end a sequence whatever comes before them (Megatron-LM's rules for ends of lines)."""
-    if sampling.stop_on_double_eol:
-        rule = [special.double_newline]
-    elif sampling.stop_on_eol:
-        rule = [special.newline, special.double_newline]
-    else:
-        rule = [*special.ends] if sampling.ends else []
-    return [*sampling.stop_token_ids, *(token for token in rule if token is not None)]
 
 
 def check_prompt(ids: list[int], vocab_size: int) -> None:
@@ -213,19 +140,6 @@ def check_range(smallest: int, largest: int, vocab_size: int) -> None:
     if smallest < 0 or largest >= vocab_size:
         ids = f"ids {shown(smallest)} to {shown(largest)}"
         raise UserError(f"{ids} are not all tokens of this model; use 0 to {vocab_size - 1}")
-
-
-class Event(NamedTuple):
-    """New tokens of a choice, or the scores of a prompt."""
-
-    request: int  # the handle that `Engine.submit` returned
-    choice: int  # from 0; PROMPT: the scores of the prompt, before any other event of the request
-    ids: list[int]  # new tokens, that which ended the sequence included; of a prompt, all but its first token
-    logprobs: list[float]  # of each of `ids`, without filters, at temperature 1
-    alternatives: list[list[tuple[int, float]]]  # for each of `ids`, the likeliest tokens and their log-probabilities
-    finish: str | None = None  # in the last event of a choice: "stop", "length", "cancelled" or NOT_FINITE
-    greedy: tuple[bool, ...] = ()  # of a prompt, whether each of `ids` is the likeliest token
-    score: float | None = None  # of a sequence that a search found, all in one event, the best in choice 0
 
 
 def alternatives_of(results: Any, count: int) -> list[Alternatives]:
@@ -268,21 +182,26 @@ class Completion:
         return None if self.prompt is None else self.prompt.logprobs
 
 
-def to_plain(found: Completion | Score) -> dict[str, Any]:
-    """Return texts, numbers, lists and dicts, from which `completion_of` or `score_of` makes the same again."""
-    return {name: to_plain(value) if isinstance(value, Score) else value for name, value in vars(found).items()}
+class SequenceUpdate(NamedTuple):
+    """What a step of the engine added to a sequence."""
+
+    job: int  # the number that `Engine.submit` returned
+    choice: int  # from 0; of a search, 0 is the best
+    ids: list[int]  # new tokens, with the one that ends the sequence
+    text: str  # new text, whole characters alone; what may become a stop string is held back
+    logprobs: list[float]  # of each of `ids`, before filters and penalties, at temperature 1
+    alternatives: list[Alternatives]  # in place of each of `ids`, where asked for
+    finish: (
+        str | None
+    )  # with the last update of a sequence: "stop", "length", "cancelled", or NOT_FINITE for all of a job
+    prompt: Score | None  # the scores of the prompt with every update, where asked for
+    completions: list[Completion] | None  # with the last update of a job, all of its sequences
 
 
-def completion_of(plain: dict[str, Any]) -> Completion:
-    prompt = plain["prompt"]
-    fields = {**plain, "alternatives": _alternatives(plain), "prompt": None if prompt is None else score_of(prompt)}
-    return Completion(**fields)
-
-
-def score_of(plain: dict[str, Any]) -> Score:
-    return Score(**{**plain, "alternatives": _alternatives(plain)})
-
-
-def _alternatives(plain: dict[str, Any]) -> list[Alternatives]:
-    """Return alternatives as tuples, of which JSON makes lists."""
-    return [[(i, logprob) for i, logprob in row] for row in plain["alternatives"]]
+def results_of(plain: dict[str, Any]) -> Any:
+    """Return the `Completion` or `Score` of which JSON has made a dict; any other dict as it is."""
+    kind = next((kind for kind in (Completion, Score) if plain.keys() == kind.__dataclass_fields__.keys()), None)
+    if kind is None:
+        return plain
+    likeliest = [[(i, logprob) for i, logprob in row] for row in plain["alternatives"]]  # of which JSON makes lists
+    return kind(**plain | {"alternatives": likeliest})

@@ -9,9 +9,9 @@ The stages may be those that `dtgpt.load` builds, or those of a run in training.
 are `Pending`, and the host reads them when it has launched the next round.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,19 +38,9 @@ SAMPLED = (torch.int64, torch.float32, torch.int64, torch.float32)  # types of t
 R = TypeVar("R", bound=tuple[Tensor, ...])  # two fields [..., M], and two [..., M, n] of the likeliest tokens
 
 
-class Decoders(NamedTuple):
-    """What serves the decode steps of the stages of a rank in their place."""
-
-    stages: Sequence[Callable[..., Tensor]]  # called with ids or activations `[1, B]`, and `DecodeRows`
-    next_rows: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (slots, tokens, positions) -> those of slots
-
-
-class DecodeKernels(Protocol):
-    """What a capability has for decode steps, at the seam `decoders`."""
-
-    def serve(self, stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool) -> Decoders | None:
-        """Return what serves these stages; None: their modules do. All ranks of the mesh take part. exact: for steps
-        with the bits of training's forward pass. Raise UserError where these cannot be."""
+class ExactBits(Protocol):
+    """What a capability has for log-probabilities with the bits of training's forward pass, at the seam `exact_bits`;
+    its steps, at the seam `rank_steps`, have them then."""
 
     def check_exact(self, device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
         """Raise UserError where generation cannot have the bits of training's forward pass."""
@@ -65,9 +55,22 @@ class DecodeKernels(Protocol):
         columns of the logits `[M, V_local]`."""
 
 
-def decode_kernels() -> DecodeKernels:
-    """Return what there is for decode steps. Raise UserError where there is nothing."""
-    return seams.first("decoders", "exact=True needs kernels of its own, and this dtgpt has none; leave exact out")
+def exact_bits() -> ExactBits:
+    """Return what there is for these bits. Raise UserError where there is nothing."""
+    return seams.first("exact_bits", "exact=True needs kernels of its own, and this dtgpt has none; leave exact out")
+
+
+def step_kind(device: torch.device, graphs: bool, exact: bool) -> "type[Step]":
+    """Return the class of a rank's steps: `Step`, with what capabilities do otherwise on this device. graphs: whether
+    CUDA graphs may hold the steps. exact: whether log-probabilities have the bits of training's forward pass. Raise
+    UserError where there is nothing for them."""
+    on_gpu = device.type == "cuda"
+    if exact:
+        exact_bits()  # or raises where there are none
+    elif not on_gpu:
+        return Step
+    kinds = [kind for kind in seams.listed("rank_steps") if kind.serves(graphs and on_gpu)]
+    return type("RankStep", (*kinds, Step), {})
 
 
 class Step:
@@ -90,20 +93,17 @@ class Step:
         exact: bool = False,
     ):
         """vocab_size: ids that may be drawn; None: those of the model. exact: compute log-probabilities with the bits
-        of training's forward pass. Raise UserError where nothing can."""
+        of training's forward pass, where the class can."""
         self.stages, self.mesh, self.config, self.dtype = stages, mesh, config, dtype
         self.slots, self.exact, self.vocab_size = slots, exact, vocab_size or config.vocab_size
         self.cache = Cache(stages, config, mesh.plan, slots, dtype, mesh.device)
-        self.decoders: Decoders | None = None
-        if exact or (mesh.device.type == "cuda" and seams.listed("decoders")):
-            self.decoders = decode_kernels().serve(stages, mesh, self.cache, exact)
         self._attached = False
         self._head_rows = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def group(self, chunks: Sequence[PromptChunk]) -> list[list[PromptChunk]]:
-        """Return the chunks to read together, two or more in each pass."""
-        return []
+        """Return the chunks to read in each pass, those of a prompt in their order: here each alone."""
+        return [[chunk] for chunk in chunks]
 
     @torch.no_grad()
     def read(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], first: int = 0) -> None:
@@ -134,30 +134,22 @@ class Step:
 
         The slots are the only input, and nothing here waits for the device: a CUDA graph can hold it.
         """
-        state, config = self.cache.state, self.config
-        logits = self._row_logits(slots)
-        drawn = None
-        if logits is not None:
-            columns = gather_columns(logits, self.mesh, config.padded_vocab_size)
-            drawn = sample(columns, state.sequences, slots, self.vocab_size, variant, config.vocab_size)
-            if self.exact:
-                exact = decode_kernels().exact_scores(logits, drawn.tokens, drawn.top_ids, self.mesh, config)
-                drawn = drawn._replace(**exact)
+        logits = self.row_logits(slots)
+        drawn = None if logits is None else self.choose(logits, slots, variant)
         drawn = self.from_last_stage(Sampled, SAMPLED, drawn, len(slots), variant.alternatives)
-        state.record(slots, drawn.tokens)
+        self.cache.state.record(slots, drawn.tokens)
         return drawn
 
-    def _row_logits(self, slots: Tensor) -> Tensor | None:
+    def row_logits(self, slots: Tensor) -> Tensor | None:
         """Return this rank's columns of the logits `[B, V_local]` after the next token of each slot; None on a rank
         that does not hold the head."""
-        state, decoders = self.cache.state, self.decoders
-        if decoders is None:
-            tokens, positions = state.token[slots], state.position[slots]
-            rows = DecodeRows(slots, positions)
-            return self.logits(Batch(tokens[None], positions=positions[None]), rows, len(slots))
-        tokens, positions = decoders.next_rows(slots, state.token, state.position)
-        logits = run_in_turn(decoders.stages, self.mesh, (tokens[None], DecodeRows(slots, positions)), self.dtype)
-        return None if logits is None else logits[0]
+        tokens, positions = self.cache.state.token[slots], self.cache.state.position[slots]
+        return self.logits(Batch(tokens[None], positions=positions[None]), DecodeRows(slots, positions), len(slots))
+
+    def choose(self, logits: Tensor, slots: Tensor, variant: Variant) -> Sampled:
+        """Choose the token after the next one of each slot by this rank's columns of the logits."""
+        columns = gather_columns(logits, self.mesh, self.config.padded_vocab_size)
+        return sample(columns, self.cache.state.sequences, slots, self.vocab_size, variant, self.config.vocab_size)
 
     def chunk_logits(self, tokens: Tensor, chunk: Chunk, head_rows: int) -> Tensor | None:
         """Fill the cache with the tokens `[T]` of a chunk, padded where tp ranks share them evenly. Return this rank's

@@ -16,5 +16,6 @@ CAPABILITY = Capability(
             place=130,
         ),
     },
+    beginnings=("dtgpt.interop.resume:begin",),
     sources=tuple(f"dtgpt.interop.formats:{name}" for name in ("HUGGING_FACE", "MEGATRON", "NANOGPT", "LLMC")),
 )

@@ -4,8 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from dtgpt.checkpoint.open import check_recipe, open_source, with_addend
-from dtgpt.checkpoint.tokenizer import named_tokenizer, tokenizer_beside, tokenizer_place
+from dtgpt.checkpoint.open import (
+    check_recipe,
+    named_tokenizer,
+    open_source,
+    tokenizer_beside,
+    tokenizer_place,
+    with_addend,
+)
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import Addend, MergeFile, RecipeFile, VocabFile
 from dtgpt.config.execution import DTYPES

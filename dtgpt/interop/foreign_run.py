@@ -5,12 +5,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from dtgpt.checkpoint.load import check_optimizer, check_same_model, fill_shards, states_to_fill
-from dtgpt.checkpoint.open import ForeignRun, dimensions
 from dtgpt.config.overrides import replace_values, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.schedule import BatchSizes
@@ -19,11 +19,16 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Part, Source
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.shards import Shard, Shards
+from dtgpt.train.init_from.begin import dimensions
+from dtgpt.train.start import checked, with_steps
 from dtgpt.util.console import counted, hanging, say
 from dtgpt.util.errors import UserError
 
+if TYPE_CHECKING:
+    from dtgpt.train.trainer import Trainer
 
-class TrainingSource(Source, ForeignRun):
+
+class TrainingSource(Source):
     """A run of another library to go on with. `read` returns fp32 master weights.
 
     `state` has `step`, `consumed_samples`, `updates` and perhaps `loss_scale`, as that of a checkpoint.
@@ -31,6 +36,7 @@ class TrainingSource(Source, ForeignRun):
     the run was asked for, by the names of recipe fields.
     """
 
+    path: Path
     optimizer: str  # its kind
     state: Mapping[str, Any]
     order_samples: int | None
@@ -40,20 +46,16 @@ class TrainingSource(Source, ForeignRun):
     def read_moment(self, name: str, moment: str, part: Part) -> Tensor:
         """Return the elements `part` of the optimizer's state `moment` of the parameter `name`: fp32 on the CPU."""
 
-    def recipe(
-        self,
-        asked: Recipe,
-        given: Collection[str],
-        check: Callable[[Recipe], object],
-        count: Callable[[Recipe, int, int], Recipe],
-    ) -> Recipe:
+    def settle(self, asked: Recipe, given: Collection[str]) -> Recipe:
+        """Return the recipe with which the run goes on, `asked` with the options `given`: with the dimensions of its
+        model and the order of its samples. Say what else it was asked for."""
         recipe = replace_values(asked, dimensions(self.path, self.config, asked.model, given, exact=True))
-        check(recipe)
+        checked(recipe)
         self._tell_values({name: attrgetter(name)(recipe) for name in self.values.keys() - set(given)})
         step, seen = self.state["step"], self.state["consumed_samples"]
         if recipe.train_samples is not None and seen > recipe.train_samples:
             raise UserError(f"{self.path} has already seen {counted(seen, 'sample')}; raise --train_samples")
-        recipe = count(recipe, step, seen)
+        recipe = with_steps(recipe, step, seen)
         ordered = None if "data.train_samples" in given else self.order_samples
         if ordered is None or format_of(recipe.data.path) is None:
             return recipe
@@ -77,12 +79,15 @@ class TrainingSource(Source, ForeignRun):
         say("\n".join([*lines, hanging(f"to keep them, give {options}", 2)]))
 
     def check(self, model: ModelConfig, steps: int) -> None:
+        """Raise UserError where the run is of another model, or has done all `steps`."""
         held = self.config if self.config.learns_positions else replace(self.config, seq_length=model.seq_length)
         check_same_model(self.path, held, model)
         if (done := self.state["step"]) >= steps:
             raise UserError(f"{self.path} has already done {counted(done, 'step')}; raise --steps to go on")
 
-    def hand_over(self, trainer: Any, sizes: Callable[[int, int], BatchSizes]) -> None:
+    def hand_over(self, trainer: "Trainer", sizes: Callable[[int, int], BatchSizes]) -> None:
+        """Give a trainer the weights, the optimizer's state and the counters. sizes: returns those of the batches of a
+        run that goes on at a step, after a number of samples."""
         for note in self.notes:
             say(note, warning=True)
         self._load(trainer.shards, trainer.optimizer.rule)

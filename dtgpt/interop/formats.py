@@ -4,7 +4,7 @@ format."""
 from pathlib import Path
 
 from dtgpt.checkpoint.manifest import STATE
-from dtgpt.checkpoint.open import ForeignRun, SourceFormat, run_of
+from dtgpt.checkpoint.open import SourceFormat, run_of
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.marks import ADAPTER_CONFIG, ORIGIN, TRACKER, is_megatron
 from dtgpt.models.config import ModelConfig
@@ -57,7 +57,7 @@ class HuggingFaceFormat(SourceFormat):
 
 
 class MegatronFormat(SourceFormat):
-    """Checkpoints of Megatron-LM, which are runs to go on with, too."""
+    """Checkpoints of Megatron-LM."""
 
     known = "a Megatron-LM folder (latest_checkpointed_iteration.txt or iter_...)"
 
@@ -71,14 +71,6 @@ class MegatronFormat(SourceFormat):
 
         distributed = distributed_folder(path)
         return Megatron(path, true_vocab_size) if distributed is None else TorchDist(distributed, true_vocab_size)
-
-    def trains(self, path: Path) -> bool:
-        return is_megatron(path)
-
-    def open_training(self, path: Path, vocab_size: int) -> ForeignRun:
-        from dtgpt.interop.megatron.training import MegatronTraining
-
-        return MegatronTraining(path, vocab_size)
 
     def tokenizer_folder(self, path: Path) -> Path | None:
         """Return the folder above that of an iteration."""

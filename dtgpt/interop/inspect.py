@@ -7,9 +7,8 @@ from pathlib import Path
 
 from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
-from dtgpt.checkpoint.open import check_recipe, open_source
+from dtgpt.checkpoint.open import check_recipe, ends_of, open_source, tokenizer_beside
 from dtgpt.checkpoint.shard_file import Damaged
-from dtgpt.checkpoint.tokenizer import ends_of, tokenizer_beside
 from dtgpt.interop.foreign import Watched
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source, has_vocabulary, parameter_shapes
@@ -17,7 +16,7 @@ from dtgpt.posttrain.lora.checkpoint import ADAPTER, base_of
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
-WHOLE = "every file as it was written"
+WHOLE = "every file verified"
 
 
 def inspect(path: Path, tensors: bool = False, own: type[ModelConfig] | None = None) -> str:

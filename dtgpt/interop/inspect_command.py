@@ -1,6 +1,5 @@
 """`dtgpt inspect`: what a path holds, a model or token files."""
 
-import json
 from dataclasses import dataclass
 from glob import has_magic
 from itertools import repeat
@@ -15,7 +14,7 @@ from dtgpt.data.megatron.paths import SHARDS, bin_path, idx_path, prefix_of, pre
 from dtgpt.data.megatron.prepared import open_sequences
 from dtgpt.data.megatron.token_shards import TokenShards
 from dtgpt.data.prepare.command import ALIASES
-from dtgpt.data.prepare.inspect import InspectDataConfig, describe, digests
+from dtgpt.data.prepare.inspect import InspectDataConfig, describe
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.inspect import inspect as inspect_model
 from dtgpt.interop.llmc import MAGIC
@@ -26,7 +25,6 @@ from dtgpt.util.storage import open_regular
 
 MODELS = (MAGIC.to_bytes(4, "little"), b"PK\x03\x04")  # first bytes of a .bin of llm.c and of one of PyTorch
 OF_MODELS = {"recipe", "tensors"}
-OF_DIGESTS = {"subset", "seq_length", "num_samples", "seed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +33,8 @@ class InspectOptions(InspectDataConfig):
 
       model         a run, a checkpoint or a model of another library; each file of
                     a checkpoint is verified
-      token files   PREFIX of a .bin and .idx, or shards: .bin of llm.c or nanoGPT, .npy (several: a quoted glob); with
-                    --digest, as JSON, digests of the samples in Megatron-LM's order, also of a blend, as in
-                    dtgpt inspect 0.3 PREFIX1 0.7 PREFIX2 --digest --num-samples N
+      token files   PREFIX of a .bin and .idx, or shards: .bin of llm.c or nanoGPT, .npy (several: a quoted glob); also
+                    a blend, as in dtgpt inspect 0.3 PREFIX1 0.7 PREFIX2
 
     All options but --recipe and --tensors apply to token files."""
 
@@ -83,10 +80,6 @@ def _begins_as_model(path: Path) -> bool:
 
 def _inspect_data(options: InspectOptions, changed: set[str]) -> None:
     prefixes, weights = parse_data_path(options.input)
-    if options.digest:
-        _refuse(changed & {"samples", "show"}, "cannot be combined with --digest")
-    else:
-        _refuse(changed & OF_DIGESTS, "needs --digest, which is not given")
     _refuse(changed & OF_MODELS, f"applies to models, and {prefixes[0]} is token files")
     vocabulary = None
     if options.tokenizer is not None or options.vocab_file is not None or options.merge_file is not None:
@@ -94,17 +87,8 @@ def _inspect_data(options: InspectOptions, changed: set[str]) -> None:
     eot = options.eot if options.eot is not None or vocabulary is None else vocabulary.end_of_text
     begin = None if options.eot is not None or vocabulary is None else vocabulary.begin_of_text
     opened = [open_sequences(prefix, eot, begin) for prefix in prefixes]
-    shards = [sequences for sequences in opened if isinstance(sequences, TokenShards)]
-    if not shards:
+    if not any(isinstance(sequences, TokenShards) for sequences in opened):
         _refuse(changed & {"eot"}, f"applies to shards, and {prefixes[0]} has an .idx")
-    if options.digest:
-        if shards and eot is None:
-            raise UserError(
-                f"{shards[0].name} has no .idx, so the token between documents, on which the order of samples depends, "
-                "is unknown; add --tokenizer gpt2 or --eot ID"
-            )
-        say(json.dumps(digests(opened, weights, options, vocabulary), indent=1))
-        return
     shares = repeat(None) if weights is None else normalised(weights)
     for prefix, sequences, fraction in zip(prefixes, opened, shares, strict=False):
         say(describe(prefix, sequences, fraction, options, vocabulary))

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dtgpt.util.errors import UserError, remedy
-from dtgpt.util.storage import FileLock, Held, atomic_folder, leftovers_of, remove_tree
+from dtgpt.util.shared.output_files import leftovers_of
+from dtgpt.util.storage import FileLock, Held, atomic_folder, remove_tree
 
 
 @contextmanager

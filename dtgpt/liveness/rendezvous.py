@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from dtgpt.util.console import stderr_dropped
 from dtgpt.util.errors import UserError
 from dtgpt.util.peers import Process
+from dtgpt.util.shared.stderr import stderr_dropped
 
 ALONE = 45.0  # seconds of a meeting that torchrun does not oversee: nobody ends those who wait for one that has died
 POLL = 0.05  # seconds between two looks of rank 0 at who has come

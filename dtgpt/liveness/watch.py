@@ -70,6 +70,7 @@ class Watch(peers_of_run.Watch):
         self._follower = threading.Thread(target=self._follow, daemon=True)
 
     def of_rank_0(self, name: str, value: str) -> str:
+        """Return the value that rank 0 has under this name."""
         if self.process.rank == 0:
             self.rendezvous.store.set(name, value)
         return self.rendezvous.store.get(name).decode()
@@ -98,9 +99,12 @@ class Watch(peers_of_run.Watch):
             time.sleep(peers.BEAT / 10)
 
     def end_run(self, code: int) -> None:
-        self.rendezvous.store.set("end", str(code))
+        if self.process.rank == 0:
+            self.rendezvous.store.set("end", str(code))
 
     def wait_for_end(self, requested: Callable[[], int | None]) -> int:
+        """Wait until rank 0 has called `end_run`, and return the exit code of the run. The first signal number that
+        `requested()` returns is passed on to rank 0."""
         passed_on = False
         while True:
             with suppress(RuntimeError):  # the store is lost, which ends this process soon

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from dtgpt.ops.attention.core import AttentionRule, Backend
 from dtgpt.ops.linear import Parts
 from dtgpt.ops.loss.head import CoupledLoss
-from dtgpt.ops.serve import is_apart
 
 
 class AttentionCache(Protocol):
@@ -26,37 +25,19 @@ class AttentionCache(Protocol):
 
 
 class QuantisedProduct(Protocol):
-    """The products of a matrix in fewer bits than its tensors have, by scales that follow from earlier steps."""
+    """The products of a matrix in fewer bits than its tensors have, by scales that follow from earlier steps: what a
+    capability binds to it."""
 
-    @property
-    def known(self) -> bool:
-        """Whether there are scales. Before that a step computes as without, and observes the values."""
+    def linear(self, bound: "Binding", x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x w^T + bias. bound: of the matrix. x: whole, or this rank's where the matrix sends it."""
 
-    @property
-    def observes(self) -> bool:
-        """Whether a pass takes the largest values, for products that are of few bits from the next step on."""
+    def mlp(self, x: Tensor, first: Any, second: Any, activation: Callable[..., Tensor]) -> Tensor | None:
+        """Return second(activation(first(x))) with few bits between the two matrices, of which this product is that of
+        the first; None where they are to be computed one after the other."""
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, into: Parts | None = None, out: Parts | None = None
-    ) -> Tensor:
-        """Return x w^T + bias of local tensors. into, out: where x and the result are parts of ranks, how they lie."""
-
-    def name_of(self, activation: Callable[..., Tensor], has_bias: bool) -> Any:
-        """Return what `mlp` calls the activation, with a bias or without; None where it does not know it."""
-
-    def mlp(
-        self,
-        x: Tensor,
-        weight_1: Tensor,
-        bias: Tensor | None,
-        weight_2: Tensor,
-        second: Any,
-        activation: Any,
-        into: Parts | None,
-        out: Parts | None,
-    ) -> Tensor:
-        """Return activation(x weight_1^T, bias) weight_2^T, with few bits between the matrices. second: the product of
-        the second matrix."""
+    def exchanges(self, bound: "Binding") -> bool:
+        """Return whether a matrix that a plan cuts sends its activations itself, in few bits: its input or its output
+        is then this rank's own."""
 
 
 class Binding(NamedTuple):
@@ -81,10 +62,8 @@ PLAIN = Binding()
 
 
 def exchanges(bound: Binding) -> bool:
-    """Return whether a matrix that a plan cuts sends its activations itself, in few bits: its input or its output is
-    then this rank's own."""
-    cut = bound.into is not None or bound.out is not None
-    return cut and bound.quantised is not None and bound.quantised.known and not is_apart()
+    """Return whether a matrix that a plan cuts sends its activations itself."""
+    return bound.quantised is not None and bound.quantised.exchanges(bound)
 
 
 def bound_of(module: nn.Module) -> Binding:

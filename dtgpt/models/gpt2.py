@@ -31,9 +31,8 @@ from dtgpt.models.layers import (
     mlp,
 )
 from dtgpt.models.roles import Role, Roles
-from dtgpt.ops.activations import BIASED, PlainName, fused_name
+from dtgpt.ops.activations import BIASED, PlainName
 from dtgpt.ops.attention.core import split_qkv
-from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.util.field_types import Bounds
 
 TABLE = "embedding.wte.weight"  # the token embedding, tied to the output projection
@@ -100,10 +99,6 @@ class Embedding(BoundModule):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         return self.drop((self.wte(tokens) + self.wpe(positions)).to(self.dtype), context.dropout_keys)
 
-    def decode_weights(self) -> EmbeddingWeights:
-        """Return the weights by which kernels of decode steps compute this embedding."""
-        return EmbeddingWeights(self.wte.weight, self.wpe.weight)
-
 
 class Block(BoundModule):
     """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x))).
@@ -126,27 +121,6 @@ class Block(BoundModule):
         x, h = self.ln_1(x)
         x, h = self.ln_2(x, self.attn(h, context), self.drop_1.site(keys))
         return add(x, self.mlp(h), self.drop_2.site(keys))
-
-    def decode_weights(self) -> BlockWeights:
-        """Return the weights by which kernels of decode steps compute this block."""
-        attn, mlp = self.attn, self.mlp
-        return BlockWeights(
-            norm_1=self.ln_1.weight,
-            norm_1_bias=self.ln_1.bias,
-            qkv=attn.qkv.weight,
-            qkv_bias=attn.qkv.bias,
-            proj=attn.proj.weight,
-            proj_bias=attn.proj.bias,
-            norm_2=self.ln_2.weight,
-            norm_2_bias=self.ln_2.bias,
-            fc=mlp.fc.weight,
-            fc_bias=mlp.fc.bias,
-            out=mlp.proj.weight,
-            out_bias=mlp.proj.bias,
-            eps=self.ln_1.eps,
-            head_dim=attn.head_dim,
-            activation=fused_name(mlp.activation, has_bias=True),
-        )
 
 
 class Attention(nn.Module):
@@ -190,7 +164,3 @@ class Head(BoundModule):
 
     def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: LossWeights = None) -> Tensor:
         return self.lm_head(self.ln_f(x), targets, loss_weights)
-
-    def decode_weights(self) -> HeadWeights:
-        """Return the weights by which kernels of decode steps compute this head."""
-        return HeadWeights(self.ln_f.weight, self.ln_f.bias, self.lm_head.weight, self.ln_f.eps)

@@ -9,14 +9,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from dtgpt.models.binding import PLAIN, Binding, BoundModule, QuantisedProduct, exchanges
+from dtgpt.models.binding import PLAIN, Binding, BoundModule
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
-from dtgpt.ops.linear import linear, local, on_local_tensors
+from dtgpt.ops.linear import linear, on_local_tensors
 from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import Coupled, coupled_loss, head_loss
 from dtgpt.ops.norms import norm, norm_and_pass, residual, residual_norm
 from dtgpt.ops.random.dropout import Site, dropout
-from dtgpt.ops.serve import is_apart
 from dtgpt.util.torch_private import is_dtensor
 
 NO_DROPOUT: Site = (None, 0.0)
@@ -58,7 +57,7 @@ class Linear(nn.Linear):
         weight = self.weight.to(x.dtype)
         bias = self.bias.to(x.dtype) if self.adds_bias and self.bias is not None else None
         if self.bound.quantised is not None:
-            return _quantised(self.bound, self.bound.quantised, x, weight, bias)
+            return self.bound.quantised.linear(self.bound, x, weight, bias)
         if self.bound.product is not None:
             return on_local_tensors(self.bound.product, x, weight, bias)
         return linear(x, weight, bias)
@@ -70,29 +69,15 @@ class DeferredBiasLinear(Linear):
     adds_bias = False
 
 
-def _quantised(bound: Binding, product: QuantisedProduct, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x w^T + bias by the product that is bound; x: whole, or this rank's where the matrix sends it."""
-    if not exchanges(bound) or (bound.into is not None and is_dtensor(x)):
-        return on_local_tensors(product.linear, x, weight, bias)
-    own_bias = None if bias is None else local(bias)
-    return product.linear(local(x), local(weight), own_bias, bound.into, bound.out)
-
-
 def mlp(x: Tensor, first: Linear, second: DeferredBiasLinear, activation: Callable[..., Tensor]) -> Tensor:
     """Return second(activation(first(x))), or with first.bias, which first leaves to the activation, as its second
-    argument. Where both products are quantised and know the activation, what lies between the matrices is, too, unless
-    a plan's own table cuts them."""
-    one, two = first.bound.quantised, second.bound.quantised
-    into, out = first.bound.into, second.bound.out
-    whole = not is_dtensor(first.weight) and not is_dtensor(second.weight)
-    fits = whole or (into is not None and out is not None)
+    argument. Products of fewer bits may compute all of it at once."""
+    if first.bound.quantised is not None:
+        whole = first.bound.quantised.mlp(x, first, second, activation)
+        if whole is not None:
+            return whole
     bias = () if first.bias is None else (first.bias,)
-    name = None if one is None or two is None else one.name_of(activation, first.bias is not None)
-    if one is None or name is None or not fits or not one.known or is_apart():
-        return second(activation(first(x), *bias))
-    weights = [local(module.weight.to(x.dtype)) for module in (first, second)]
-    own_bias = None if first.bias is None else local(first.bias)
-    return one.mlp(x, weights[0], own_bias, weights[1], two, name, into, out)
+    return second(activation(first(x), *bias))
 
 
 class LayerNorm(nn.LayerNorm):

@@ -32,9 +32,8 @@ from dtgpt.models.layers import (
 )
 from dtgpt.models.roles import Role, Roles
 from dtgpt.models.rotary import RotaryConfig
-from dtgpt.ops.activations import GATED, fused_name
-from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
-from dtgpt.ops.rotary_positions import angle_table, rotary_qkv
+from dtgpt.ops.activations import GATED
+from dtgpt.ops.rotary_positions import rotary_qkv
 
 Biases = Literal["none", "qkv", "all"]  # of attention
 ROLES: Roles = {
@@ -163,10 +162,6 @@ class Embedding(BoundModule):
     def compute(self, tokens: Tensor, context: Context) -> Tensor:
         return self.drop(self.tokens(tokens).to(self.dtype), context.dropout_keys)
 
-    def decode_weights(self) -> EmbeddingWeights:
-        """Return the weights by which kernels of decode steps compute this embedding."""
-        return EmbeddingWeights(self.tokens.weight, None)
-
 
 class Block(PreNormBlock):
     """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then the same with the MLP."""
@@ -174,28 +169,6 @@ class Block(PreNormBlock):
     def __init__(self, config: LlamaConfig, window: int | None):
         attention = Attention(config, window, config.attention_bias, config.qk_norm)
         super().__init__(config.hidden_size, config.norm_eps, config.dropout, attention, MLP(config))
-
-    def decode_weights(self) -> BlockWeights:
-        """Return the weights by which kernels of decode steps compute this block."""
-        attn, mlp = self.attn, self.mlp
-        return BlockWeights(
-            norm_1=self.norm_1.weight,
-            norm_1_bias=None,
-            qkv=attn.qkv.weight,
-            qkv_bias=attn.qkv.bias,
-            proj=attn.proj.weight,
-            proj_bias=attn.proj.bias,
-            norm_2=self.norm_2.weight,
-            norm_2_bias=None,
-            fc=mlp.gate_up.weight,
-            fc_bias=None,
-            out=mlp.down.weight,
-            out_bias=None,
-            eps=self.norm_1.eps,
-            head_dim=attn.head_dim,
-            activation=fused_name(mlp.activation, has_bias=False),
-            rotary=attn.decode_rotary(),
-        )
 
 
 class HeadNorm(nn.Module):
@@ -228,13 +201,6 @@ class Attention(nn.Module):
         heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.seen)
         return Branch(self.proj(heads.flatten(-2)), self.proj.bias)
 
-    def decode_rotary(self) -> Rotary:
-        """Return the angles, and the weights of norms of heads, for `decode_weights`."""
-        table = angle_table(self.rotation, self.head_dim, self.num_positions, self.qkv.weight.device)
-        if self.q_norm is None or self.k_norm is None:
-            return Rotary(table)
-        return Rotary(table, self.q_norm.weight, self.k_norm.weight, self.eps)
-
 
 class MLP(nn.Module):
     """SwiGLU, or another function of the gate, `[B, T, H]` -> `[B, T, F]` -> `[B, T, H]`. Rows of the first matrix:
@@ -260,7 +226,3 @@ class Head(BoundModule):
 
     def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: LossWeights = None) -> Tensor:
         return self.output(self.norm(x), targets, loss_weights)
-
-    def decode_weights(self) -> HeadWeights:
-        """Return the weights by which kernels of decode steps compute this head."""
-        return HeadWeights(self.norm.weight, None, self.output.weight, self.norm.eps)

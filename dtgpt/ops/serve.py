@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dtgpt.util import seams
-from dtgpt.util.torch_private import constant_result
+from dtgpt.util.torch_private import constant_result, spare_compiler
 
 
 class Kernel(NamedTuple):
@@ -70,6 +70,7 @@ def load_kernels(name: str) -> bool:
     if name not in _loaded:
         places = [each.kernels[name] for each in seams.capabilities() if name in each.kernels]
         OPERATIONS[name].kernels[:] = [kernel for place in places for kernel in seams.load(place)]
+        spare_compiler()
         _loaded.add(name)
     return True
 

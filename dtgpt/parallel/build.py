@@ -33,15 +33,12 @@ from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.ops.attention.core import operations
 from dtgpt.ops.loss.head import CoupledLoss
 from dtgpt.parallel.collectives import Collectives, transport
-from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
+from dtgpt.parallel.engine import NO_TIMERS, Graphs, SingleStageEngine, Timers, TrainingEngine
 from dtgpt.parallel.gradients import choose_sums
-from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
 from dtgpt.util import seams
-from dtgpt.util.errors import UserError
-from dtgpt.util.timers import NO_TIMERS, Timers
 
 # What a plan alone needs is imported where the plan has it: DTensor, torch's pipelines and its compiler take a second.
 if TYPE_CHECKING:
@@ -249,19 +246,3 @@ def micro_batch_weight(micro_batches: int, plan: ResolvedPlan) -> float:
     """Return what the gradient of one micro-batch's mean loss counts in the sum over all: the same under every plan, so
     that 16-bit gradients are of the same size, too."""
     return 1 / (micro_batches * plan.data_ranks)
-
-
-@torch.no_grad()
-def smoke_test_table(engine: TrainingEngine, settings: Settings) -> None:
-    """Run the model once where a recipe changed the plan's table; raises UserError where its styles do not fit."""
-    tokens = torch.zeros(1, settings.local_length, dtype=torch.int64, device=settings.device)
-    try:
-        engine.logits(tokens)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AssertionError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"the modules of the plan's table do not fit each other ({reason}); give a COLUMN and a ROW module that "
-            "follow each other styles that belong together, or leave both out"
-        ) from None

@@ -17,10 +17,11 @@ from dtgpt.config.plan import Plan, ResolvedPlan, divisors
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.ops.sampling.sequences import PARAMETERS
-from dtgpt.parallel.mesh import RankCoordinates
+from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.util.console import listed
 from dtgpt.util.errors import UserError
+from dtgpt.util.peers import Process
 
 SHARE = 0.9  # of free memory: the rest is for activations and for the allocator's own use
 
@@ -46,10 +47,9 @@ def block_core_sizes(config: ModelConfig, plan: Plan) -> list[list[CoreSize]]:
         from dtgpt.parallel.tensor import degrees_of_heads  # half a second to import: DTensor
 
         degrees = degrees_of_heads(config, plan)
-    sizes: dict[tuple[int, int], list[CoreSize]] = {}  # by kind of block and degree
-    for key in dict.fromkeys(zip(parts.examples, degrees, strict=True)):
-        sizes[key] = core_sizes(config, *key)
-    return [sizes[key] for key in zip(parts.examples, degrees, strict=True)]
+    kinds = list(zip(parts.examples, degrees, strict=True))
+    sizes = {kind: core_sizes(config, *kind) for kind in dict.fromkeys(kinds)}
+    return [sizes[kind] for kind in kinds]
 
 
 def core_sizes(config: ModelConfig, block: int, tp: int) -> list[CoreSize]:
@@ -94,13 +94,19 @@ def slots_that_fit(free: int, config: ModelConfig, plan: ResolvedPlan, dtype: to
     return slots
 
 
-def free_memory(device: torch.device, local_world: int) -> int:
+def slots_on_every_rank(mesh: Mesh, config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype) -> int:
+    """Return the number of slots under `plan` for which all ranks of the mesh have memory now. Raise UserError on each
+    of them where one has none for a single slot."""
+    return min(mesh.turns(lambda: slots_that_fit(free_memory(mesh.device), config, plan, dtype), lambda rank: True))
+
+
+def free_memory(device: torch.device) -> int:
     """Return the bytes that a rank may still allocate: of its CUDA device, or its part of the machine's free memory,
-    which the `local_world` processes of a node share."""
+    which the processes of a node share."""
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
-    return _free_main_memory() // local_world
+    return _free_main_memory() // Process.from_environment().local_world
 
 
 def _free_main_memory() -> int:

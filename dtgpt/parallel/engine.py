@@ -2,24 +2,88 @@
 
 The loop does not know how many micro-batches, stages or ranks there are. An engine runs them in their order, and leaves
 the summed gradients in the shards: without a pipeline the one below, with one that of `dtgpt.parallel.pipeline`.
+
+Where a step could be replayed as CUDA graphs, or be measured, it calls `Graphs` and `Timers`, which do neither here.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
-from dtgpt.util.timers import NO_TIMERS, Timers
+from dtgpt.util import seams
 
 if TYPE_CHECKING:  # half a second to import, which a run without ZeRO does not need
     from torch.distributed.fsdp import FSDPModule
+
+Result = TypeVar("Result")
+
+
+class Graphs:
+    """Pieces of a step by name. Here each runs as it is; a capability replays them as CUDA graphs.
+
+    enabled: whether pieces are going to be captured: then timers cannot measure within them.
+    captured: whether steps are replayed by now: then nothing that they left may be freed.
+    """
+
+    enabled = False
+
+    @property
+    def captured(self) -> bool:
+        return False
+
+    def run(self, name: str, work: Callable[..., Result], *inputs: Tensor | None) -> Result:
+        """Return what `work(*inputs)` returns."""
+        return work(*inputs)
+
+    def next_step(self) -> None:
+        """Take note that a step begins."""
+
+    def restart(self) -> None:
+        """Forget the pieces because steps change."""
+
+    def release(self) -> None:
+        """Forget the pieces before the process group ends."""
+
+
+def open_graphs(wanted: bool) -> Graphs:
+    """Return what runs the pieces of a step, as graphs where these are wanted. All that is queued from here on may be
+    captured."""
+    kinds = seams.listed("graphs") if wanted else []
+    return kinds[0]() if kinds else Graphs()
+
+
+class Timers:
+    """Times of the parts of a step. Here nothing is measured; a capability does where `enabled`."""
+
+    enabled = False
+
+    def measure(self, name: str, host: bool = False) -> AbstractContextManager[None]:
+        """Return a context that adds its time to that of `name`. host: measure the host, not the device's queue."""
+        return nullcontext()
+
+    def next_step(self) -> None:
+        """Count a step."""
+
+    def seconds(self, mesh: Mesh) -> dict[str, float]:
+        """Return the mean seconds of the parts of a step since the last call, as figures of a record: those of the
+        slowest rank for each part. Waits for the device."""
+        return {}
+
+    def line(self, record: Mapping[str, float], graphs: bool) -> str:
+        """Return what the console shows of these figures of a record. graphs: whether steps are replayed as graphs."""
+        return ""
+
+
+NO_TIMERS = Timers()
 
 
 class TrainingEngine(ABC):

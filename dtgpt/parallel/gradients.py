@@ -9,7 +9,6 @@ replicas while backward goes on (Li et al. 2020, "PyTorch Distributed": buckets 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
 
@@ -25,41 +24,25 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util import seams
 from dtgpt.util.torch_private import is_dtensor
 
-Parameters = Sequence[Any]  # on a rank, by numbers of elements: `planning.parameters.LocalParameter`
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One kind of message of one rank in a step."""
-
-    kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, send
-    over: str  # the ranks that take part: dp (with cp where both hold the same weights), cp, tp, pp
-    what: str
-    count: int
-    bytes: int  # of all `count` together: of the whole tensor that is gathered, reduced or sent
-
 
 class Sums:
     """No sums of their own: autograd adds up micro-batches on the parameters, and nobody has other gradients of them.
 
     orderless: whether sums do not depend on their order, and so have the same bits under every plan.
-    kept: whether they have memory of their own, from the beginning of a step on.
-    scatters: whether `fully_shard` makes them, and sends gradients while backward goes on.
-    total: the type in which addends of several ranks are added; `words` names it.
-    width, total_width: bytes of an element of the gradient that the optimizer gets, and of `totals`.
+    total: the type in which addends of several ranks are added.
     cuts: whether a rank holds its part of gradients only.
     pushed_dtype: the type of gradients that a faster transport scatters under ZeRO.
+    costs: what says for `dtgpt plan` how many bytes sums of a capability take and send, 'module:object': a
+        `planning.sums.Costs`; empty: those of what they derive from.
     """
 
-    orderless = kept = scatters = False
-    total, words = torch.float32, "fp32"
+    orderless = False
+    total = torch.float32
+    costs = ""
 
     def __init__(self, settings: Settings):
         plan, several = settings.plan, settings.micro_batches > 1
         self.settings = settings
-        # As narrow as the weights where replicas sent it so, and where a single micro-batch made it.
-        narrow = settings.low_precision and (plan.data_ranks > 1 or not several)
-        self.width = self.total_width = settings.dtype.itemsize if narrow else 4
         # ZeRO-2 cuts gradients as they come, ZeRO-1 after the last micro-batch, before which `fully_shard` sums in
         # fp32; a pipeline sums all micro-batches before it cuts.
         summed_before = plan.pp > 1 or (plan.zero == 1 and several)
@@ -93,41 +76,10 @@ class Sums:
         """Return the norm, fp32 scalar, from sums over the ranks of `squares`."""
         return squares[0].sqrt()
 
-    @property
-    def scattered_width(self) -> int:
-        """The bytes of an element of the gradients that `fully_shard` sends."""
-        return self.pushed_dtype.itemsize if is_pushed(self.settings) else 4
-
-    def bytes_of(self, parameters: Parameters) -> int:
-        """Return the bytes of these gradients and their sums on a rank."""
-        return sum(self.width * (p.local if self.cuts else p.by_tp) for p in parameters)
-
-    def bytes_at_once(self, parameters: Parameters) -> int:
-        """Return the bytes of what is sent at the same time beside those, and of what arrives."""
-        return 0
-
-    def messages(self, parameters: Parameters, groups: int) -> list[Collective]:
-        """Return the messages over replicas of a step, for the gradients of so many groups of parameters."""
-        return []
-
-
-class ScatteredSums(Sums):
-    """The sums of `fully_shard`, which reduces and scatters gradients under ZeRO."""
-
-    scatters = True
-
-    def messages(self, parameters: Parameters, groups: int) -> list[Collective]:
-        plan, width = self.settings.plan, self.scattered_width
-        reductions = self.settings.micro_batches if plan.zero >= 2 and plan.pp == 1 else 1
-        words = "gradients, fp32" if width == 4 else "gradients, summed in fp32"
-        size = width * sum(p.by_tp for p in parameters) * reductions
-        return [Collective("reduce-scatter", "dp", words, groups * reductions, size)]
-
 
 class Buckets(Sums):
     """A bucket for each block of this rank's stages and one for the ends of each."""
 
-    kept = True
     hooks = True  # whether backward hands in each gradient
 
     def __init__(self, settings: Settings):
@@ -165,41 +117,15 @@ class Buckets(Sums):
         found = {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.sums, strict=True)}
         return [found[p] for p in parameters]
 
-    def bytes_of(self, parameters: Parameters) -> int:
-        settings, plan = self.settings, self.settings.plan
-        if plan.data_ranks > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
-            copied = settings.device.type == "cuda" and transport().reaches(plan.data_ranks, plan.tp)
-            received = 1 - copied / plan.data_ranks  # copy engines do not bring a rank what it has itself
-            width = (1 + received) * settings.dtype.itemsize + (4 if settings.micro_batches > 1 else 0)
-            return round(width * sum(p.by_tp for p in parameters))
-        # A schedule that cuts backward in two has those of all passes on the parameters, too.
-        return (2 if plan.splits_backward else 1) * super().bytes_of(parameters)
-
-    def messages(self, parameters: Parameters, groups: int) -> list[Collective]:
-        size = self.width * sum(p.by_tp for p in parameters)
-        if not self.settings.low_precision:
-            return [Collective("all-reduce", "dp", "gradients, fp32", groups, size)]
-        return [
-            Collective("all-to-all", "dp", "gradients, pieces to sum", groups, size),
-            Collective("all-gather", "dp", "gradients, the sums", groups, size),
-        ]
-
 
 def choose_sums(settings: Settings) -> Sums:
-    """Return what sums the gradients of a run: a kind that a capability brings by its name in `reduce`; under ZeRO
-    `fully_shard`; buckets, where replicas or micro-batches in 16 bits are to be summed; or nothing but autograd."""
+    """Return what sums the gradients of a run: a kind that a capability brings by its name in `reduce`; buckets, where
+    replicas or micro-batches in 16 bits are to be summed; or nothing but autograd, and under ZeRO `fully_shard`."""
     if part := seams.added("sums").get(settings.reduce):
         return seams.load(part)(settings)
-    if settings.plan.zero:
-        return ScatteredSums(settings)
     several = settings.micro_batches > 1 and settings.low_precision
-    return Buckets(settings) if settings.plan.data_ranks > 1 or several else Sums(settings)
-
-
-def is_pushed(settings: Settings) -> bool:
-    """Return whether a plan may expect that a faster transport gathers and scatters what ZeRO cuts."""
-    plan = settings.plan
-    return not settings.freezes_weights and plan.shard > 1 and transport().reaches(plan.shard, plan.tp)
+    buckets = (settings.plan.data_ranks > 1 or several) and not settings.plan.zero
+    return Buckets(settings) if buckets else Sums(settings)
 
 
 class Bucket:

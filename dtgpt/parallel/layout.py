@@ -7,15 +7,13 @@ the same weights.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.models.config import ModelConfig
-from dtgpt.models.inventory import Parameter, Shape, inventory
+from dtgpt.models.inventory import Shape
 
 Part = tuple[range, ...]  # global indices of a part of a tensor
 OUTPUTS, INPUTS = -2, -1  # dimensions of a matrix, or a stack of matrices, `[out, in]`
@@ -78,44 +76,6 @@ class ParameterLayout:
         """Return the dimension of a matrix, or a stack of matrices, that an axis cuts, OUTPUTS or INPUTS; None for a
         vector, or where it cuts none."""
         return self.cuts[axis] - len(self.shape) if axis in self.cuts and len(self.shape) > 1 else None
-
-
-class Layout:
-    """The layout of each parameter of a model under a plan."""
-
-    def __init__(self, config: ModelConfig, plan: ResolvedPlan, table: Mapping[str, Any] | None = None):
-        """table: styles of tensor parallelism; None: those of the plan."""
-        self.config, self.plan, self.axes = config, plan, axes_of(plan)
-        self._describe: Callable[[str], tuple[Any, Mapping[str, int], tuple[str, ...]]] = lambda module: (None, {}, ())
-        if plan.tp > 1:
-            from dtgpt.parallel.tensor import describe_style, make_table  # DTensor, which no other plan needs
-
-            self._describe = partial(describe_style, table=table or make_table(config, plan))
-        self._examples = inventory(config).examples
-        self._known: dict[tuple[int | None, str], ParameterLayout] = {}
-
-    def of(self, parameter: Parameter) -> ParameterLayout:
-        """Return the layout of a parameter. Blocks of one kind have the same one, unless the plan's own table names
-        some of them."""
-        name, block = parameter.name, parameter.block
-        key = block, name
-        if block is not None and not self.plan.table:
-            key = self._examples[block], name.removeprefix(f"blocks.{block}.")
-        if key not in self._known:
-            self._known[key] = self._make(parameter)
-        return self._known[key]
-
-    def _make(self, parameter: Parameter) -> ParameterLayout:
-        module, _, kind = parameter.name.rpartition(".")
-        style, dims, sums = self._describe(module)
-        dim = dims.get(kind)
-        return ParameterLayout(
-            shape=parameter.shape,
-            axes=self.axes,
-            cuts=ZERO if dim is None else {**ZERO, "tp": dim},
-            sums_over=("tp",) if kind in sums else (),
-            style=style,
-        )
 
 
 def chunk(whole: range, pieces: int, index: int) -> range:

@@ -19,11 +19,9 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.serve import split_backward
 from dtgpt.parallel.collectives import Edges, transport
-from dtgpt.parallel.engine import TrainingEngine, orderless_mean, reshard
-from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.engine import NO_TIMERS, Graphs, Timers, TrainingEngine, orderless_mean, reshard
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import places_of_edge, run_in_turn
-from dtgpt.util.timers import NO_TIMERS, Timers
 
 
 class Stage(PipelineStage):

@@ -18,7 +18,6 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
-from dtgpt.ops.optim.optimizer import largest_magnitude
 from dtgpt.parallel.gradients import Sums
 from dtgpt.parallel.layout import ZERO, ParameterLayout, Part, axes_of, chunk, slices
 from dtgpt.parallel.mesh import DIMENSIONS, Mesh, RankCoordinates
@@ -174,24 +173,16 @@ class Shards:
     def norm(self) -> Tensor:
         """Return the global norm of the gradient, fp32 on the device and equal on all ranks: what several ranks hold
         counts once, and so does the tied table."""
-        return self.sums.root(self.mesh.all_reduce(self._squares()))
+        return self.sums.root(self.mesh.all_reduce(self.squares()))
 
-    def norm_and_excess(self, limits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `norm`, and for each of `limits [N]` whether an element of the global gradient is larger than it or
-        not finite: bool `[N]` on the device, equal on all ranks."""
-        excess = largest_magnitude(self._counted_gradients()).max() > limits
-        squares = self._squares()
-        counts = self.mesh.all_reduce(torch.cat([squares, excess.to(squares.dtype)]))
-        norm = self.sums.root(counts[: len(squares)])
-        return norm, (counts[len(squares) :] > 0) | ~norm.isfinite()
-
-    def _counted_gradients(self) -> list[Tensor]:
+    def counted_gradients(self) -> list[Tensor]:
+        """Return the gradients of what counts in the norm: of all but the last stage's copy of a tied table."""
         return [self.gradients[i] for i in self._counted]
 
-    def _squares(self) -> Tensor:
+    def squares(self) -> Tensor:
         """Return this rank's part of the squared norm."""
         alone = [self.gradients[i] for i in self._counted_alone]
-        return self.sums.squares(self._counted_gradients(), self._shares, alone)
+        return self.sums.squares(self.counted_gradients(), self._shares, alone)
 
     def gather(
         self, value: Callable[[Shard], Tensor], chosen: Callable[[Shard], bool] | None = None

@@ -403,13 +403,6 @@ def dims_of(style: ParallelStyle | None) -> Mapping[str, int]:
     return INPUTS if isinstance(style, RowwiseParallel) else {}
 
 
-def describe_style(module: str, table: Table) -> tuple[ParallelStyle | None, Mapping[str, int], tuple[str, ...]]:
-    """Return the style of a module, the dimension of each parameter that it cuts, and the parameters of which it leaves
-    addends of the gradient on the ranks, by their names in the module."""
-    style = style_of(module, table)
-    return style, dims_of(style), getattr(style, "sums_over_tp", ())
-
-
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
     `parallelize_module` unties."""

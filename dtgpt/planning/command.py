@@ -12,13 +12,13 @@ from dtgpt.config.plan_choice import AUTO, parse_alternatives
 from dtgpt.config.recipe import Recipe
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.planning.auto import AutoPlan, machine, with_choice
-from dtgpt.planning.gpus import Gpu, find_gpu, read_rates
+from dtgpt.planning.gpus import Gpu, find_gpu
 from dtgpt.tools.recipes import RecipeCommand
 from dtgpt.train.start import checked, settle, with_steps
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds
-from dtgpt.util.hardware import what_runs_on
+from dtgpt.util.shared.gpu_limits import what_runs_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,6 @@ class PlanOptions:
     gpu: Annotated[str | None, "GPU model, such as H100, or its memory in GiB; none: this machine's GPU, else H200"] = (
         None
     )
-    rates: Annotated[str | None, "file of a calibration of that GPU, for the time of a step; none: a table"] = None
-    calibrate: Annotated[
-        str | None,
-        "measure the rates of this machine's GPU and write them into this file, to plan with",
-    ] = None
     network: Annotated[
         float | None, "GB/s that a GPU sends to another host; none: those of hosts sold with it", Bounds(above=0)
     ] = None
@@ -88,8 +83,6 @@ def _check_options(own: PlanOptions, given: Options) -> None:
     """Raise UserError where options do not go together."""
     if own.plans and "plan" in given:
         raise UserError(f"--plan {given['plan'][0]} and --plans are both given; name all plans in --plans")
-    if own.rates and own.calibrate:
-        raise UserError(f"--rates {own.rates} and --calibrate {own.calibrate} are both given; leave one out")
     several = "--plans" if own.plans else "several numbers of --world" if len(own.world) > 1 else None
     if several and own.inference_slots is not None:
         raise UserError(
@@ -104,21 +97,15 @@ def _is_open(auto: AutoPlan, world: int | None) -> bool:
 
 def _cpu(own: PlanOptions) -> Gpu:
     """Return what a process on this machine's CPU has. Raise UserError for options about GPUs."""
-    for name in ("gpu", "rates", "calibrate", "network"):
+    for name in ("gpu", "network"):
         if (value := getattr(own, name)) is not None:
             raise UserError(f"--{name} {value} is about a GPU, and device=cpu plans for a CPU; leave one of them out")
     return machine("cpu", max(own.world, default=1))
 
 
 def _gpu(fp8: bool, own: PlanOptions) -> Gpu:
-    """Return the GPU that the options name, with the rates that they name."""
+    """Return the GPU that the options name, with the network that they name."""
     gpu = find_gpu(own.gpu, fp8)
-    if own.calibrate:
-        from dtgpt.planning.calibrate import calibrate
-
-        calibrate(Path(own.calibrate), gpu)
-    if path := own.rates or own.calibrate:
-        gpu = read_rates(Path(path), gpu)
     if own.network is None:
         return gpu
     if gpu.rates is None:

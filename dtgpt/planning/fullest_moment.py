@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from dtgpt.config.execution import Settings
 from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
-from dtgpt.parallel.gradients import is_pushed
 from dtgpt.parallel.layout import chunk
 from dtgpt.planning.activations import block_activations, block_work, residual_bytes, whole_bytes
 from dtgpt.planning.parameters import Rank
+from dtgpt.planning.sums import is_pushed
 
 
 @dataclass(frozen=True)

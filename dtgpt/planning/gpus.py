@@ -1,17 +1,15 @@
 """GPUs by name: their memory, what they compute with, and the rates that they reach in training steps."""
 
 import difflib
-import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 
 from dtgpt.optim.fp8.precision import check_fp8, no_float8
-from dtgpt.util.errors import UserError, shown_name
-from dtgpt.util.hardware import FLOAT8, total_memory
-from dtgpt.util.storage import write_text
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import total_memory
+from dtgpt.util.shared.gpu_limits import FLOAT8
 
 GIB = 2**30
 LARGEST = 1024  # GiB; larger numbers are those of products
@@ -174,55 +172,3 @@ HOW_WELL = {  # docs/planning.md has the table
     "H100": "0 to 10 % in 3 measured steps of one GPU; plans of several were not measured",
 }
 BY_SHEET = "by the data sheet, never measured: expect 30 % either way"
-
-
-def write_rates(path: Path, gpu: str, rates: Rates) -> None:
-    """Write a calibration of the GPU that CUDA calls `gpu`. Raises OSError."""
-    write_text(path, json.dumps({"gpu": gpu, **asdict(rates)}, indent=1) + "\n")
-
-
-def read_rates(path: Path, gpu: Gpu) -> Gpu:
-    """Return the GPU with the rates of the calibration at `path`. Raises UserError where the file cannot be read, is of
-    another GPU, or has rates that contradict each other or the data sheet."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--rates {path} cannot be read ({error}); make it with --calibrate {path}") from None
-    names = {field.name for field in fields(Rates)}
-    wrong = sorted((names | {"gpu"}) ^ found.keys()) if isinstance(found, dict) else ["everything"]
-    if wrong or not all(type(found[name]) in (int, float) and abs(found[name]) < 1e300 for name in names):
-        reason = ", ".join(wrong) or "a rate is no number"
-        raise UserError(f"--rates {path} is no calibration ({reason}); make one with --calibrate {path}")
-    theirs, ours = str(found["gpu"]), name_of(gpu.name) or gpu.name
-    if (name_of(theirs) or theirs) != ours:
-        raise UserError(
-            f"--rates {path} is a calibration of {shown_name(theirs)}, not of {ours}; give --gpu or another file"
-        )
-    rates = Rates(**{name: float(found[name]) for name in names})
-    check_rates(rates, name_of(theirs), str(path))
-    return replace(gpu, rates=rates, measured=f"by the calibration {path}")
-
-
-def check_rates(rates: Rates, name: str | None, path: str) -> None:
-    """Raise UserError where rates contradict each other, or the data sheet of `name`."""
-    for name_of_rate, value in vars(rates).items():
-        if value < 0 or (value == 0 and name_of_rate != "products_fp8"):
-            raise UserError(f"--rates {path}: {name_of_rate}={value:g} is not positive; calibrate again")
-    if 0 < rates.products_fp8 < rates.products:
-        raise UserError(
-            f"--rates {path}: products_fp8={rates.products_fp8:g} is below products={rates.products:g}, but 8 bits are "
-            "not slower than 16; calibrate again, with nothing else on the GPU"
-        )
-    if rates.attention > rates.products:
-        raise UserError(
-            f"--rates {path}: attention={rates.attention:g} is above products={rates.products:g}, its parts; "
-            "calibrate again, with nothing else on the GPU"
-        )
-    if name is None:
-        return
-    sheet = SHEETS[name]
-    for rate, most in (("products", sheet.bits_16), ("products_fp8", sheet.fp8), ("memory", sheet.bandwidth)):
-        if (value := getattr(rates, rate)) > 1.02 * most * 1e12:
-            raise UserError(
-                f"--rates {path}: {rate}={value:g} is above the {most * 1e12:g} of {name}'s data sheet; measure again"
-            )

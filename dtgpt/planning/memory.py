@@ -82,6 +82,8 @@ def _edges(here: Rank) -> float:
         sends, receives = (sum(rank is not None for rank in ranks) for ranks in zip(*ends, strict=True))
         places = most_edges(place) * places_of_edge(plan, settings.micro_batches)
         found += (places + here.passes * (sends - receives)) * residual_bytes(settings)
+    if plan.tp == plan.cp == 1:
+        return found
     if transport().reaches(plan.tp, 1):
         found += 2 * whole_bytes(settings)
     if transport().reaches(plan.cp, plan.tp) and ranks_of_heads(plan, settings.model) == plan.cp:

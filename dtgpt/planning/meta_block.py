@@ -9,7 +9,6 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtgpt.config.plan import ResolvedPlan
@@ -21,13 +20,16 @@ from dtgpt.ops.attention.core import AttentionRule
 from dtgpt.ops.fp8.products import Fp8Product
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.serve import split_backward
-from dtgpt.parallel.layout import INPUTS, OUTPUTS, Layout, slices
+from dtgpt.parallel.layout import INPUTS, OUTPUTS, slices
+from dtgpt.planning.layout import Layout
+from dtgpt.planning.meta_shapes import result_of
+from dtgpt.planning.torch_private import EagerDispatchMode
 from dtgpt.posttrain.lora.adapters import local_adapter
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util import seams
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(EagerDispatchMode):
     """Counts the bytes of the tensors that operations make, as long as they live."""
 
     def __init__(self, without: set[int]):
@@ -37,7 +39,7 @@ class LiveBytes(TorchDispatchMode):
         self._seen = set(without)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = result_of(func, args, kwargs or {})
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor)

@@ -10,8 +10,9 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.inventory import Parameter, inventory
 from dtgpt.models.roles import COLUMNS, MATRICES, STACKS, Role
 from dtgpt.optim.fp8.precision import FP8
-from dtgpt.parallel.layout import Layout, chunk
+from dtgpt.parallel.layout import chunk
 from dtgpt.planning.gpus import Rates
+from dtgpt.planning.layout import Layout
 from dtgpt.posttrain.lora.config import LoraConfig
 
 # Seconds of a kernel that its work does not explain: filling the GPU, the tail, the gap. Source: one GPU takes 87.8 ms

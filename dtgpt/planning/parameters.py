@@ -16,12 +16,13 @@ from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Parameter, Shape, inventory
 from dtgpt.models.roles import Role
-from dtgpt.parallel.gradients import Sums, choose_sums, is_pushed
-from dtgpt.parallel.layout import Layout, ParameterLayout
+from dtgpt.parallel.layout import ParameterLayout
 from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.shared_memory.gather import PLACES
 from dtgpt.parallel.shared_memory.scatter import CopyScatter
 from dtgpt.parallel.stages import block_ranges
+from dtgpt.planning.layout import Layout
+from dtgpt.planning.sums import Costs, costs_of, is_pushed
 from dtgpt.posttrain.lora.adapters import layouts_of, names_of
 from dtgpt.posttrain.lora.config import LoraConfig
 
@@ -134,9 +135,9 @@ class Rank:
         return Counter(examples[block] for block in self.blocks if again in (None, block in repeated))
 
     @cached_property
-    def sums(self) -> Sums:
-        """What sums the gradients."""
-        return choose_sums(self.settings)
+    def sums(self) -> Costs:
+        """What the sums of the gradients take."""
+        return costs_of(self.settings)
 
     @cached_property
     def gradients(self) -> int:
@@ -196,7 +197,7 @@ class Rank:
         plan, width = self.settings.plan, self.settings.dtype.itemsize
         places = min(PLACES, len(blocks)) if plan.reshards else len(blocks)  # which blocks use in turn
         in_blocks = sum(max(blocks[place::places]) for place in range(places))
-        largest = max([*blocks, around]) // plan.shard * self.sums.pushed_dtype.itemsize
+        largest = max([*blocks, around]) // plan.shard * self.sums.sums.pushed_dtype.itemsize
         return width * (in_blocks + around) + CopyScatter.bytes(largest, plan.shard)
 
     @property

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from dtgpt.config.execution import Settings
 from dtgpt.models.inventory import inventory
 from dtgpt.parallel.collectives import GPUS_OF_HOST
-from dtgpt.parallel.gradients import choose_sums
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.gpus import Rates
 from dtgpt.planning.operation_time import START, Operations, Passes, Work
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
+from dtgpt.planning.sums import costs_of
 from dtgpt.planning.traffic import MATRICES_TRAVEL, Collective, collectives_of
 
 LATENCY = 10e-6  # seconds of a message by copy engines within a host, with its flag; not measured apart
@@ -144,7 +144,7 @@ def update_time(settings: Settings, rates: Rates, trained: list[LocalParameter])
     if optimizer is None:
         return 0.0
     copies = settings.dtype.itemsize if settings.low_precision else 0
-    width = choose_sums(settings).width
+    width = costs_of(settings).width
     moved = sum(p.local * (2 * optimizer.state_bytes(p.shape, p.role) + 8 + copies + 2 * width) for p in trained)
     flops = sum(optimizer.whole_flops(p.shape, p.role) for p in trained) / settings.plan.ranks_of_stage
     return 4 * START + moved / rates.memory + flops / (WHOLE_REACHES * rates.products)

@@ -1,6 +1,17 @@
-"""What the planner uses of PyTorch's pipeline schedules although it is private."""
+"""What the planner uses of PyTorch although it is private."""
 
 from typing import Any, cast
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class EagerDispatchMode(TorchDispatchMode):
+    """A mode that is never compiled. Others tell torch.compile so before their first operation, and import it, half a
+    second, for that."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def backward_of_inputs(outputs: Any, gradients: Any, inputs: Any, weights: Any) -> list[dict[str, Any]]:

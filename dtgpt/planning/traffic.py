@@ -8,12 +8,11 @@ from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role
 from dtgpt.optim.fp8.precision import FP8
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
-from dtgpt.parallel.gradients import Collective
 from dtgpt.parallel.layout import INPUTS, OUTPUTS
 from dtgpt.parallel.shared_memory.edges import edges_of
-from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise, degrees_of_heads
 from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import LocalParameter, Rank, blocks_again
+from dtgpt.planning.sums import Collective
 
 MATRICES_TRAVEL = "matrices to the ranks that update them, and back"
 
@@ -43,6 +42,8 @@ def _over_cp(here: Rank) -> list[Collective]:
     settings, plan, config = here.settings, here.settings.plan, here.settings.model
     if plan.cp == 1:
         return []
+    from dtgpt.parallel.tensor import degrees_of_heads  # half a second to import: DTensor
+
     repeated = _repeated(settings)
     degrees, copies = degrees_of_heads(config, plan), ranks_of_queries(plan, config)
     tokens = settings.micro_batch_size * settings.local_length
@@ -60,6 +61,8 @@ def _over_tp(here: Rank) -> list[Collective]:
     settings, plan, passes = here.settings, here.settings.plan, here.settings.micro_batches
     if plan.tp == 1:
         return []
+    from dtgpt.parallel.tensor import Columnwise, DeferredBiasRowwise  # half a second to import: DTensor
+
     tokens = settings.rows.number * settings.rows.length
     unit = whole_bytes(settings)
     first, last = here.place.holds_first, here.place.holds_last

@@ -22,7 +22,7 @@ from dtgpt.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from dtgpt.checkpoint.tokenizer import check_tokenizer
+from dtgpt.checkpoint.open import check_tokenizer
 from dtgpt.compare.workers import run_workers
 from dtgpt.config.overrides import leaves, replace_values
 from dtgpt.config.recipe import Recipe

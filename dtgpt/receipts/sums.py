@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.receipts.digest import Piece, digest
-from dtgpt.util.hardware import TRITON
+from dtgpt.util.shared.gpu_limits import TRITON
 
 
 class Digests:

@@ -19,7 +19,6 @@ from dtgpt.util.storage import atomic_file, open_regular, parse_json
 LONGEST_LINE = 1 << 20  # bytes of a record
 LARGEST_INT = 1 << 53  # that a float holds exactly, and so the largest step
 FORMER = {"valid_loss": "validation_loss", "valid_bits_per_byte": "validation_bits_per_byte"}  # names of older versions
-TIMED = ("forward_backward", "forward", "backward", "optimizer", "data")  # parts of a step that have timers
 
 
 class Begun(NamedTuple):

@@ -24,7 +24,7 @@ from dtgpt.config.schedule import parse_rampup
 from dtgpt.data.dataset import PART_NAMES, Dataset, bits_per_byte, perplexity
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import describe_run, values_of
-from dtgpt.run.records import TIMED, Begun, JsonLines, Sink, read_records
+from dtgpt.run.records import Begun, JsonLines, Sink, read_records
 from dtgpt.util.console import counted, duration, hanging, parameters, say, terminal_width
 from dtgpt.util.hardware import device_name, peak_flops, total_memory
 from dtgpt.util.storage import write_text
@@ -134,18 +134,8 @@ class RunReport(Report):
         record |= self._rates(step, int(metrics["tokens"]))
         if recorded:
             self._write(record)
-        own: dict[str, Any] = {} if self.ramps else {"batch_size": None}
-        if "time" in self.shown:
-            own["time"] = time.strftime("%H:%M:%S")
-        if "ms" in self.shown and "seconds_per_step" in record:
-            own["ms"] = 1000 * record["seconds_per_step"]
-        if "ppl" in self.shown and "loss" in metrics:
-            own["ppl"] = perplexity(metrics["loss"])
-        if "z" in self.shown and "loss_z" in metrics:
-            own["z"] = metrics["loss_z"], metrics["grad_norm_z"]
-        say(progress_line(record | own, self.steps))
-        if timers := timer_line(record, self.settings.graphs):
-            say(timers)
+        asked = {name: record.get(SHOWN[name]) for name in SHOWN if name in self.shown}
+        say(progress_line(record | asked | ({} if self.ramps else {"batch_size": None}), self.steps))
 
     def figures(self, step: int, figures: Mapping[str, float | None], *lines: str) -> None:
         self._write({"step": step, **_known(figures)})
@@ -235,7 +225,7 @@ def _known(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-# The progress line, and that of the timers.
+# The progress line.
 
 
 def _memory(record: dict[str, Any]) -> str:
@@ -243,12 +233,14 @@ def _memory(record: dict[str, Any]) -> str:
     return f"mem {record['memory_gib']:.1f}{f'/{total:.0f}' if total else ''} GiB"
 
 
+# What `log.show` may ask for, by the value of a record that must be known for it.
+SHOWN = {"time": "step", "ppl": "loss", "z": "loss_z", "ms": "seconds_per_step"}
 # The parts of a progress line, in its order, by the value that must be known for it.
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "time": lambda r: r["time"],
+    "time": lambda r: time.strftime("%H:%M:%S"),
     "batch_size": lambda r: f"batch {r['batch_size']}",
     "loss": lambda r: f"loss {r['loss']:.4f}",
-    "ppl": lambda r: f"ppl {r['ppl']:.4g}",
+    "ppl": lambda r: f"ppl {perplexity(r['loss']):.4g}",
     "bits_per_byte": lambda r: f"bits/byte {r['bits_per_byte']:.3f}",
     "reward": lambda r: f"reward {r['reward']:.3f}",
     "answer_tokens": lambda r: f"length {r['answer_tokens']:.1f}",
@@ -256,12 +248,12 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "reward_margin": lambda r: f"margin {r['reward_margin']:.3f}",
     "reward_chosen": lambda r: f"chosen {r['reward_chosen']:.3f}",
     "grad_norm": lambda r: f"gnorm {r['grad_norm']:.2f}",
-    "z": lambda r: f"z {r['z'][0]:+.2f} {r['z'][1]:+.2f}",
+    "z": lambda r: f"z {r['loss_z']:+.2f} {r['grad_norm_z']:+.2f}",
     "skipped_outliers": lambda r: f"{counted(r['skipped_outliers'], 'outlier')} skipped",
     "empty_steps": lambda r: f"{counted(r['empty_steps'], 'step')} without a counted token",
     "lr": lambda r: f"lr {r['lr']:.1e}".replace("e-0", "e-"),
     "loss_scale": lambda r: f"scale {_power(r['loss_scale'])}, {r['skipped_steps']} skipped",
-    "ms": lambda r: f"{r['ms']:.1f} ms",
+    "ms": lambda r: f"{1000 * r['seconds_per_step']:.1f} ms",
     "tokens_per_second": lambda r: f"{_rounded(r['tokens_per_second'])} tok/s",
     "tokens_per_second_per_device": lambda r: f"{_rounded(r['tokens_per_second_per_device'])}/device",
     "mfu": lambda r: f"mfu {r['mfu']:.0%}",
@@ -291,20 +283,6 @@ def progress_line(record: dict[str, Any], steps: int) -> str:
         if len("  ".join(parts.values())) > width:
             parts.pop(name, None)
     return "  ".join(parts.values())
-
-
-def timer_line(record: dict[str, Any], graphs: bool) -> str:
-    """Return `ms/step: forward-backward 36.9 (forward 12.1, backward 24.3), ...` of a record; empty without timers.
-    graphs: steps are replayed as CUDA graphs, in which forward and backward are one."""
-    known = {name: record[f"{name}_seconds"] * 1000 for name in TIMED if record.get(f"{name}_seconds") is not None}
-    if not known:
-        return ""
-    parts = [f"{name} {known[name]:.1f}" for name in ("forward", "backward") if name in known]
-    inner = ", ".join(parts) or ("replayed as CUDA graphs" if graphs else "")
-    shown = {name: f"{name.replace('_', '-')} {value:.1f}" for name, value in known.items()}
-    if inner and "forward_backward" in shown:
-        shown["forward_backward"] += f" ({inner})"
-    return "  ms/step: " + ", ".join(shown[n] for n in ("forward_backward", "optimizer", "data") if n in shown)
 
 
 def _power(scale: float) -> str:

@@ -25,10 +25,11 @@ from dtgpt.inference.model import Model, Need
 from dtgpt.serve.explanations import KEY
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.weights import WEIGHTS, has_finite_weights
-from dtgpt.util.errors import UserError, optional_package, shown
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.hardware import memory_errors_as_user_errors
 from dtgpt.util.peers import Process
+from dtgpt.util.shared.optional import optional_package
 
 LONGEST_NAME = 200  # characters
 SWITCH_INTERVAL = 0.0005  # seconds; Python's own 5 ms let the event loop hold the engine up for the length of a step
@@ -40,7 +41,8 @@ class ServeOptions:
     (/v1/completions), and a web page. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
     convert` reads. Under torchrun, the processes share the model by a plan.
 
-    Requests that arrive join those that run. An answer depends on its request alone, and not on others or the plan.
+    New requests join the batch that is running. An answer depends on its request alone, not on other requests or
+    the plan.
 
     SIGTERM or Ctrl-C ends the server: running requests have --drain seconds. A second one ends it at once.
     """
@@ -54,7 +56,7 @@ class ServeOptions:
         "tokenizer": "tokenizer",
     }
 
-    host: Annotated[str, "address to listen on; other than of this machine alone: with --api-key"] = "127.0.0.1"
+    host: Annotated[str, "address to listen on; one that other machines can reach needs --api-key"] = "127.0.0.1"
     port: Annotated[int, "port; 0: any free one, which is printed", Bounds(0, 65535)] = 5000
     name: Annotated[str | None, "name of the model in /v1/models; none: that of the folder"] = None
     api_key: Annotated[

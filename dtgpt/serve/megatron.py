@@ -16,11 +16,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.base_options import MOST_SEQUENCES
 from dtgpt.inference.beams.search import Beams
-from dtgpt.inference.options import MOST_SEQUENCES, Options
-from dtgpt.inference.prompts import TooLong, check_length, encode, segments
+from dtgpt.inference.options import Options
+from dtgpt.inference.prompts import encode, segments
 from dtgpt.inference.request import Completion, PromptJob
 from dtgpt.models.config import ModelConfig
+from dtgpt.posttrain.chats.length import TooLong, check_length
 from dtgpt.serve.body import read_json
 from dtgpt.serve.megatron_request import OPTION_KEYS, ApiRequest, read_request
 from dtgpt.serve.openai_logprobs import LOWEST_LOGPROB

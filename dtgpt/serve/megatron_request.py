@@ -5,12 +5,13 @@ A sentence about a broken rule is Megatron-LM's own, blanks included: clients co
 rules about types differ on purpose: `true` and `false` are never numbers, and an integer stands for a float.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from dtgpt.inference.options import OPTIONS
 from dtgpt.util.errors import UserError
-from dtgpt.util.rules import Condition, Is, Missing, Other, Rule, Rules, Values, Where, check_rules
+from dtgpt.util.rules import Condition, Is, Missing, Other, Rule, Rules, Values, check_rules
 
 MOST_PROMPTS = 128
 HIGHEST_TEMPERATURE, MOST_TOP_K = float(OPTIONS["temperature"].most), 1000
@@ -65,6 +66,20 @@ class Not(Condition):
 
     def fits(self, values: Values, name: str) -> bool:
         return type(values.look(name)) not in self.types
+
+
+class Where(Condition):
+    """A function of the config says of a field that it cannot be so. Its docstring says when."""
+
+    def __init__(self, name: str, function: Callable[[Any], bool]):
+        super().__init__(name)
+        self.function = function
+
+    def fits(self, values: Values, name: str) -> bool:
+        return self.function(values.config)
+
+    def __str__(self) -> str:
+        return f"{self.names[0]}: {self.function.__doc__ or self.function.__name__}"
 
 
 class Sent(Condition):

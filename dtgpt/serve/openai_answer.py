@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.request import Completion
-from dtgpt.inference.session import SequenceUpdate
+from dtgpt.inference.request import Completion, SequenceUpdate
 from dtgpt.serve.openai_logprobs import Logprobs, TokenNames
 from dtgpt.serve.openai_request import CompletionRequest
 

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from dtgpt.inference.options import MOST_ALTERNATIVES
+from dtgpt.inference.base_options import MOST_ALTERNATIVES
 from dtgpt.posttrain.chats.messages import ARGUMENTS, read_arguments, read_messages
 from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.serve.openai_answer import CompletionAnswer

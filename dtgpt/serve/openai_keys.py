@@ -8,7 +8,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dtgpt.inference.options import MOST_SEQUENCES, Options, check_whole, declared, plain
+from dtgpt.inference.base_options import MOST_SEQUENCES, check_whole
+from dtgpt.inference.options import OPTIONS
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.util.errors import UserError, shown, shown_name
 
@@ -32,11 +33,8 @@ NAMED = {  # options with another name there
     "num_return_sequences": "n",
     "stop_strings": "stop",
 }
-OPTION_KEYS = {
-    NAMED.get(name, name): option
-    for name, option in declared(Options).items()
-    if name not in ("ends", "top_logprobs", "prompt_logprobs")
-}
+WITHOUT = "ends", "top_logprobs", "prompt_logprobs", "num_beams", "length_penalty", "early_stopping"
+OPTION_KEYS = {NAMED.get(name, name): option for name, option in OPTIONS.items() if name not in WITHOUT}
 
 
 class Kind(NamedTuple):
@@ -141,6 +139,6 @@ def read_option(name: str, value: Any) -> Any:
     option = OPTION_KEYS[name]
     if name == "top_k" and value == -1:  # vLLM's name of no limit
         return option.default
-    found = value if name == "stop_token_ids" and type(value) is int else plain(option.name, value)
+    found = value if name == "stop_token_ids" and type(value) is int else option.read(value)
     option.check(found, name=name)
     return found

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.prompts import TextStream
+from dtgpt.inference.prompts import text_stream
 from dtgpt.inference.request import Alternatives, Score
 from dtgpt.serve.openai_request import Prompt, text_of
 from dtgpt.util.errors import UserError
@@ -39,7 +39,7 @@ class TokenNames:
         if byte is not None:
             spelled = bytes([byte])
         if spelled is None:
-            return TextStream(tokenizer, self._before).add(i)
+            return text_stream(tokenizer, self._before).extend([i])
         try:
             return spelled.decode()
         except UnicodeDecodeError:
@@ -137,14 +137,14 @@ class Offsets:
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int] = (), start: int = 0):
         """prompt: ids before the first token. start: where the first token begins."""
         self._tokenizer, self._total = tokenizer, start
-        self._stream = TextStream(tokenizer, prompt) if tokenizer else None
+        self._stream = text_stream(tokenizer, prompt) if tokenizer else None
 
     def add(self, i: int) -> int:
         """Return where a token begins."""
         tokenizer, before = self._tokenizer, self._total
         if self._stream is None or tokenizer is None or i >= tokenizer.vocab_size:
             return before
-        self._total += len(self._stream.add(i))
+        self._total += len(self._stream.extend([i]))
         spelled = tokenizer.bytes_of(i)
         # With this token, bytes before it may have turned out not to be a character: U+FFFD stands for them.
         return before if spelled is None else max(before, self._total - len(spelled.decode(errors="replace")))

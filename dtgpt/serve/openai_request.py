@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.model import Model
 from dtgpt.inference.options import Options
-from dtgpt.inference.prompts import check_ids, check_length, encode
+from dtgpt.inference.prompts import check_ids, encode
 from dtgpt.inference.request import PromptJob
+from dtgpt.posttrain.chats.length import check_length
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_keys import OPTION_KEYS, TEXT, read_keys, read_kind
 from dtgpt.serve.problems import TOO_LONG, HttpProblem, bad_request

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from dtgpt.inference.prompts import TooLong
+from dtgpt.posttrain.chats.length import TooLong
 from dtgpt.util.errors import UserError, shown_name
 
 TOO_LONG = "context_length_exceeded"

@@ -4,8 +4,8 @@ import gc
 import socket
 from functools import partial
 
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.model import Model, Need
-from dtgpt.inference.session import Session
 from dtgpt.serve.app import make_app
 from dtgpt.serve.http import HttpServer, allow_many_connections
 from dtgpt.serve.service import Service
@@ -23,7 +23,7 @@ class Server:
         watch = partial(end_where_a_rank_is_silent, service.worker) if several else (lambda: None)
         self._http = HttpServer(make_app(service), listener, watch, service.worker.stop)
 
-    def serve(self, session: Session, warm: bool, drain: float) -> None:
+    def serve(self, engine: Engine, warm: bool, drain: float) -> None:
         """Serve until a signal ends it and running requests are finished, within `drain` seconds. `warm`: run steps of
         all shapes before the port opens."""
         model = self.model
@@ -31,14 +31,14 @@ class Server:
             graphs = model.mesh.device.type == "cuda"
             if graphs:
                 say_error("preparing steps of all shapes, which takes up to a minute (--warm-up off: at first use)")
-            warm_up(session, model.slots, model.config.seq_length, graphs)
+            warm_up(engine, model.slots, model.config.seq_length, graphs)
         allow_many_connections()
         gc.collect()
         gc.freeze()  # what was imported need not be searched for garbage again, which takes as long as many steps
         EndBySignal(self._service.worker, drain).install()
         self._http.start()
         served = f"{self._service.model_id} is served at {self.address}: page /, PUT /api, POST /v1/completions"
-        self._service.worker.run(session, ready=lambda: say(served))
+        self._service.worker.run(engine, ready=lambda: say(served))
 
     def close(self) -> None:
         """Send the answers that are under way, and close all connections."""
@@ -56,9 +56,9 @@ def lead(server: Server, need: Need, warm: bool, drain: float) -> None:
     """Serve, on rank 0."""
     model = server.model
 
-    def work(session: Session, _: None) -> None:
+    def work(engine: Engine, _: None) -> None:
         model.describe()
-        server.serve(session, warm, drain)
+        server.serve(engine, warm, drain)
 
     try:
         model.run(lambda: (need, None), work)
@@ -69,4 +69,4 @@ def lead(server: Server, need: Need, warm: bool, drain: float) -> None:
 def follow(model: Model, need: Need, drain: float) -> None:
     """Do what rank 0 commands, until it ends."""
     EndBySignal(None, drain).install()
-    model.run(lambda: (need, None), lambda session, _: None)
+    model.run(lambda: (need, None), lambda engine, _: None)

@@ -4,8 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 
-from dtgpt.inference.request import Completion, PromptJob
-from dtgpt.inference.session import SequenceUpdate
+from dtgpt.inference.request import Completion, PromptJob, SequenceUpdate
 from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.problems import HttpProblem
 

@@ -1,6 +1,6 @@
 """The engine's thread and the event loop's: requests go one way, new tokens the other.
 
-The main thread runs `EngineWorker.run`: it takes what was submitted, lets the session step, and hands all updates of a
+The main thread runs `EngineWorker.run`: it takes what was submitted, lets the engine step, and hands all updates of a
 round over in one call. Everything else is for event loops.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from dtgpt.inference.request import LOGITS, NOT_FINITE, PromptJob
-from dtgpt.inference.session import SequenceUpdate, Session
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.request import LOGITS, NOT_FINITE, PromptJob, SequenceUpdate
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.problems import HttpProblem, bad_request, without_folders
@@ -26,7 +26,7 @@ from dtgpt.util.errors import UserError
 
 HEARTBEAT = 5.0  # seconds without work after which the other ranks must answer a ping
 
-Command = Callable[[Session], None]
+Command = Callable[[Engine], None]
 
 
 class Refused(HttpProblem):
@@ -51,7 +51,7 @@ class NotFiniteProblem(HttpProblem):
 
 
 class _Place(NamedTuple):
-    """Which job of which ticket a job of the session is."""
+    """Which job of which ticket a job of the engine is."""
 
     ticket: Ticket
     job: int
@@ -73,7 +73,7 @@ class Status:
 
 
 class EngineWorker:
-    """Jobs of all requests, on one session. `slots`: of the session's cache. `check`: raises UserError for a job that
+    """Jobs of all requests, on one engine. `slots`: of its cache. `check`: raises UserError for a job that
     can never be done."""
 
     def __init__(
@@ -91,8 +91,7 @@ class EngineWorker:
         self._state = "starting"
         self._cause = ""
         # Of the main thread:
-        self._places: dict[int, _Place] = {}  # by number in the session
-        self._numbers: dict[Ticket, list[int]] = {}
+        self._places: dict[int, _Place] = {}  # by number in the engine
         self._deadline: float | None = None  # when what still runs ends with what it has
         self._since: float | None = None  # when the step or ping began that is under way
         self._finite_weights: bool | None = None  # None: nothing has made them doubtful
@@ -123,7 +122,7 @@ class EngineWorker:
         self._tickets.add(ticket)
         self._rows[client] += rows
         self.metrics.prompt_tokens.add(ticket.prompt_tokens)
-        self._commands.put(lambda session: self._begin(session, ticket))
+        self._commands.put(lambda engine: self._begin(engine, ticket))
         return ticket
 
     @property
@@ -146,7 +145,7 @@ class EngineWorker:
         self._rows -= Counter({ticket.jobs[0].client: ticket.rows})  # which forgets a client without any
         self.metrics.new_tokens.add(ticket.new_tokens)
         if not finished:
-            self._commands.put(lambda session: self._stop(session, ticket))
+            self._commands.put(lambda engine: self._stop(engine, ticket))
 
     def status(self) -> Status:
         """Return the state and the numbers of rows."""
@@ -177,7 +176,7 @@ class EngineWorker:
         by `Refused`; then `run` returns."""
         if self._state in ("ready", NOT_FINITE):  # at once: the engine may be amid a round
             self._state = "draining"
-        self._commands.put(lambda session: self._drain(seconds))
+        self._commands.put(lambda engine: self._drain(seconds))
 
     def stop(self) -> None:
         """End everything at the next round with what it has, and return from `run`."""
@@ -185,14 +184,14 @@ class EngineWorker:
 
     # The main thread
 
-    def run(self, session: Session, ready: Callable[[], None] = lambda: None) -> None:
+    def run(self, engine: Engine, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until `drain` or `stop` was called and everything has ended. `ready` is called once, when requests are
         taken."""
         self._state = "ready"
         try:
             ready()
             while self._deadline is None or self._places:
-                self._work(session)
+                self._work(engine)
             self._since = None
             self._fail_tickets(self._refusal())  # those that were submitted at the very end
         except BaseException as error:
@@ -200,71 +199,69 @@ class EngineWorker:
             self._fail_tickets(EngineFailed(self._cause))
             raise
 
-    def _work(self, session: Session) -> None:
+    def _work(self, engine: Engine) -> None:
         """Take commands, and let the engine take a step; where there is nothing to do, wait."""
-        self._take_commands(session)
+        self._take_commands(engine)
         if self._deadline is not None and time.monotonic() >= self._deadline:
             for number in list(self._places):
-                session.engine.cancel(number)
-        if session.busy:
+                engine.cancel(number)
+        if engine.busy:
             begin = self._since = time.monotonic()
-            updates = session.step()
+            updates = engine.step()
             self._since = time.monotonic()
             self.metrics.round_seconds.observe(self._since - begin)
-            self._hand_over(session, updates)
+            self._hand_over(engine, updates)
 
-    def _take_commands(self, session: Session) -> None:
+    def _take_commands(self, engine: Engine) -> None:
         """Execute what was put into the queue. Wait for it where the engine has nothing to do."""
-        if not session.busy and self._deadline is None:
+        if not engine.busy and self._deadline is None:
             command: Command = _ping  # nobody else would notice a rank that hangs while nothing is asked
             self._since = None
             with suppress(Empty):
                 command = self._commands.get(timeout=HEARTBEAT)
             self._since = time.monotonic()
-            command(session)
+            command(engine)
         while True:
             try:
-                self._commands.get_nowait()(session)
+                self._commands.get_nowait()(engine)
             except Empty:
                 return
 
-    def _begin(self, session: Session, ticket: Ticket) -> None:
-        """Hand the jobs of a ticket to the session."""
+    def _begin(self, engine: Engine, ticket: Ticket) -> None:
+        """Hand the jobs of a ticket to the engine."""
         for index, job in enumerate(ticket.jobs):
             try:
-                number = session.submit(job)
+                number = engine.submit(job)
             except UserError as error:  # which `submit` should have found
                 return _call(ticket.loop, ticket.fail, bad_request(error))
             self._places[number] = _Place(ticket, index)
-            self._numbers.setdefault(ticket, []).append(number)
 
-    def _stop(self, session: Session, ticket: Ticket) -> None:
-        for number in self._numbers.get(ticket, []):
-            if number in self._places:
-                session.engine.cancel(number)
+    def _stop(self, engine: Engine, ticket: Ticket) -> None:
+        for number, place in self._places.items():
+            if place.ticket is ticket:
+                engine.cancel(number)
 
     def _drain(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self._deadline = min(deadline, self._deadline or deadline)
         self._state = "draining"
 
-    def _doubt_weights(self, session: Session) -> None:
+    def _doubt_weights(self, engine: Engine) -> None:
         """Take no new requests where logits are not finite because the weights are not."""
         if self._finite_weights is None:
-            engine = session.engine
             self._finite_weights = has_finite_weights(engine.stages, engine.mesh, engine.config)
             if not self._finite_weights and self._state == "ready":
                 self._state = NOT_FINITE
 
-    def _hand_over(self, session: Session, updates: list[SequenceUpdate]) -> None:
+    def _hand_over(self, engine: Engine, updates: list[SequenceUpdate]) -> None:
         """Give the updates of a round to the tickets, with one call for each event loop."""
         batches: dict[asyncio.AbstractEventLoop, dict[Ticket, list[SequenceUpdate]]] = {}
         for update in updates:
             ticket, job = self._places[update.job]
             if update.completions is not None:
-                self._forget(update.job)
+                del self._places[update.job]
             if update.finish == NOT_FINITE:
-                self._doubt_weights(session)
+                self._doubt_weights(engine)
                 _call(ticket.loop, ticket.fail, NotFiniteProblem(500, LOGITS))
             if _has_nothing(update):
                 _call(ticket.loop, ticket.fail_without_tokens, self._refusal())
@@ -273,20 +270,13 @@ class EngineWorker:
         for loop, batch in batches.items():
             _call(loop, _deliver, batch)
 
-    def _forget(self, number: int) -> None:
-        ticket = self._places.pop(number).ticket
-        numbers = self._numbers[ticket]
-        numbers.remove(number)
-        if not numbers:
-            del self._numbers[ticket]
-
     def _fail_tickets(self, error: HttpProblem) -> None:
         for ticket in list(self._tickets):
             _call(ticket.loop, ticket.fail, error)
 
 
-def _ping(session: Session) -> None:
-    session.engine.ping()
+def _ping(engine: Engine) -> None:
+    engine.ping()
 
 
 def _deliver(batch: dict[Ticket, list[SequenceUpdate]]) -> None:

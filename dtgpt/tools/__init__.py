@@ -7,14 +7,12 @@ CAPABILITY = Capability(
         "recipe": CommandEntry(
             "dtgpt.tools.recipe:command",
             "dtgpt recipe [NAME]\n    print a recipe file that comes with dtgpt; without NAME, list them",
-            place=150,
-            usage_place=24,
+            place=24,
         ),
         "doctor": CommandEntry(
             "dtgpt.tools.doctor:command",
             "dtgpt doctor\n    check this machine: torch, GPUs, what they run, what is missing",
-            place=160,
-            usage_place=22,
+            place=22,
         ),
     },
     explanations=("dtgpt.tools.recipe:EXPLANATIONS",),

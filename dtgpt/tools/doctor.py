@@ -14,8 +14,9 @@ from dtgpt.commands.command import Command
 from dtgpt.data.dataset import default_cache
 from dtgpt.util import seams
 from dtgpt.util.console import hanging, say
-from dtgpt.util.hardware import FLOAT8, HOPPER, SIXTEEN_BITS, TRITON, describe_versions, why_no_compiler, why_no_kernels
+from dtgpt.util.hardware import describe_versions, why_no_compiler
 from dtgpt.util.rules import Given, Is, Missing, Rule, broken
+from dtgpt.util.shared.gpu_limits import FLOAT8, HOPPER, SIXTEEN_BITS, TRITON, why_no_kernels
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # torch, as in pyproject.toml
 EXTRAS = {

@@ -21,8 +21,8 @@ class RecipeOptions:
     """Print a recipe file that comes with dtgpt, or a job file for a cluster, to be edited and run; without NAME, list
     them.
 
-    dtgpt recipe gpt2_345m > mine.py && torchrun mine.py
-    dtgpt recipe slurm > slurm.sbatch && sbatch --nodes 2 slurm.sbatch mine.py"""
+      model:    dtgpt recipe gpt2_345m > mine.py && torchrun mine.py
+      cluster:  dtgpt recipe slurm > slurm.sbatch && sbatch --nodes 2 slurm.sbatch mine.py"""
 
     input: tuple[str, ...] = ()
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, remedy
-from dtgpt.util.storage import check_can_write, write_json
+from dtgpt.util.shared.output_files import check_can_write
+from dtgpt.util.storage import write_json
 
 
 def check_output(path: Path, option: str, usual: str, data: Sequence[Path] = ()) -> None:

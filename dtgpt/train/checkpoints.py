@@ -1,68 +1,31 @@
 """What a checkpoint takes from a trainer and gives to a trainer under any plan, and when a run saves one.
 
 The files are written in `checkpoint/`. Here stands what they mean to a run: `state_of` and `restore` are the two
-directions, `load_initial_weights` begins a new run with the weights of another one, and `Saving` is the observer that
-decides when to save, and what becomes of a run whose disk is full or whose folder is gone.
+directions, and `Saving` is the observer that decides when to save, and what becomes of a run whose disk is full or
+whose folder is gone.
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from dtgpt.checkpoint.load import check_same_model, load_training, load_weights
+from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.manifest import Checkpoint, describe_model, list_checkpoints, step_of
-from dtgpt.checkpoint.open import open_source
 from dtgpt.checkpoint.save import SaveClock, Saver
-from dtgpt.config.execution import Settings
 from dtgpt.config.schedule import BatchSizes
 from dtgpt.config.sections import CheckpointConfig
-from dtgpt.models.config import ModelConfig
-from dtgpt.models.source import Source
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.optim.step_state import entries_of
 from dtgpt.run.folder import RunLock, describe_run
 from dtgpt.run.report import Report
 from dtgpt.train.observer import AfterStep, Observer, Turn, is_due
 from dtgpt.train.trainer import Trainer
-from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 
 KEYS = ("weights", "data", "dropout", "sample")  # of random numbers, which a checkpoint tells
-
-
-class Base(ABC):
-    """The weights that a run freezes, which its checkpoints leave out: these say in an entry which they were, and how
-    what is trained belongs to them. A capability that freezes weights has one."""
-
-    entry: str  # its name
-
-    @abstractmethod
-    def place(self, checkpoint: Checkpoint, init_from: str | None) -> Path | None:
-        """Return where the weights are with which a run goes on, at `init_from` if they have moved. Raise UserError
-        where they are gone, or the checkpoint leaves none out."""
-
-    @abstractmethod
-    def describe(self, settings: Settings, path: Path, source: Source) -> dict[str, Any]:
-        """Return the entry of a run that has begun with the weights of `source` at `path`."""
-
-    @abstractmethod
-    def check(self, checkpoint: Checkpoint, entry: dict[str, Any] | None) -> None:
-        """Raise UserError where a run with this entry cannot go on with a checkpoint. None: the run freezes nothing."""
-
-
-def bases() -> list[Base]:
-    return seams.listed("bases")
-
-
-def place_of_frozen(checkpoint: Checkpoint, init_from: str | None) -> Path | None:
-    """Return where the weights are that a run freezes, which goes on with a checkpoint. init_from: of its recipe."""
-    return next((base.place(checkpoint, init_from) for base in bases()), None)
 
 
 def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +41,6 @@ def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
         "world": settings.plan.world,
         "recipe": recipe,
         **describe_model(settings.model),
-        **trainer.bases,
         **trainer.objective.state(trainer.step),
         "data_digest": trainer.dataset.digest,
         **trainer.optimizer.state(),
@@ -101,45 +63,8 @@ def restore(checkpoint: Checkpoint, trainer: Trainer, sizes: Callable[[int, int]
     """Load the weights, the moments and the step of a checkpoint of any plan. `sizes` returns those of the batches of a
     run that goes on at a step, after a number of samples."""
     state = checkpoint.state
-    for base in bases():
-        if base.entry in state or base.entry in trainer.bases:
-            base.check(checkpoint, trainer.bases.get(base.entry))
     load_training(checkpoint, trainer.shards, trainer.optimizer.rule)
     trainer.restore(state, sizes(state["step"], state["consumed_samples"]))
-
-
-def load_initial_weights(path: Path, trainer: Trainer) -> None:
-    """Fill the shards of a new run with the weights at `path`, of another run or of another library. Raises UserError
-    where it holds another model."""
-    config = trainer.settings.model
-    source = open_source(path, trainer.mesh, own=type(config))
-    held = source.config
-    if config.seq_length < held.seq_length and held.learns_positions:
-        say(f"{path} has {held.seq_length} positions, of which this run takes the first {config.seq_length}")
-        held = replace(held, seq_length=config.seq_length)
-    elif not held.learns_positions:
-        if config.seq_length > held.seq_length:
-            say(f"{path} has {held.seq_length} positions; those up to {config.seq_length} are new to it", warning=True)
-        held = replace(held, seq_length=config.seq_length)
-    if type(held) is type(config):  # else the check says so
-        held = _continued(path, held, config)
-    check_same_model(path, held, config)
-    for note in source.notes:
-        say(note, warning=True)
-    frozen = trainer.shards.frozen
-    load_weights(source, frozen or trainer.shards)
-    if frozen is not None:
-        said = {base.entry: partial(base.describe, trainer.settings, path, source) for base in bases()}
-        trainer.bases = {name: trainer.mesh.on_rank_0(describe) for name, describe in said.items()}
-
-
-def _continued(path: Path, held: ModelConfig, config: ModelConfig) -> ModelConfig:
-    """Return the model at `path` with those values of the run's that are asked for in spite of its own, and say so."""
-    changed = [name for name in sorted(config.continued) if getattr(held, name) != getattr(config, name)]
-    if changed:
-        values = ", ".join(f"model.{name} {getattr(held, name)} -> {getattr(config, name)}" for name in changed)
-        say(f"the weights of {path} go on with other positions: {values}")
-    return replace(held, **{name: getattr(config, name) for name in changed})
 
 
 class Saving(Observer):

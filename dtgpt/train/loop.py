@@ -22,11 +22,9 @@ from typing import Any
 
 from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
-from dtgpt.checkpoint.open import keep_of_model
+from dtgpt.checkpoint.open import check_tokenizer
 from dtgpt.checkpoint.save import Saver
-from dtgpt.checkpoint.tokenizer import check_tokenizer
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import Dataset
 from dtgpt.run.folder import AUTO, RunLock, check_runs, create_run, values_of, why_new_run
 from dtgpt.run.records import read_records
@@ -61,12 +59,24 @@ def run(job: Job) -> int:
     or the machine raises UserError before a run folder is made or changed.
     """
     stop = StopRequest(job.recipe.exit_after)  # the time counts from here, reading of data included
-    setup = Setup(job)
-    if setup.is_left_over:
-        return setup.wait_for_others(stop)
+    setup, recipe, choice, everyone = Setup(job), job.recipe, job.choice, Process.from_environment()
+    ended = peers(everyone.world).wait_if_left_over(
+        process=everyone,
+        active=choice.plan.world,
+        stop=stop,
+        seconds=recipe.timeout,
+        lost_after=recipe.lost_after,
+        plan=choice.plan.name,
+        chosen=len(choice.fits) > 1,
+    )
+    if ended is not None:
+        return ended
     with ExitStack() as stack:
         setup.join(stack)
-        return setup.tell_end(stop, lambda: _train(setup, stop))
+        setup.watch.on_stop = stop.ask  # a signal that a waiting process gets reaches rank 0
+        code = _train(setup, stop)
+        setup.watch.end_run(code)
+        return code
 
 
 def _train(setup: Setup, stop: StopRequest) -> int:
@@ -92,7 +102,9 @@ def _train(setup: Setup, stop: StopRequest) -> int:
         # Then the data. They tell whether the last step of a run that goes on has left anything to do.
         dataset = setup.read_dataset()
         steps, length, left = recipe.num_steps, recipe.sample_length, list[str]()
-        observers = [*observers_of_core(recipe.log, steps), *setup.observers]
+        # Those whose work a run that goes on may find undone; `Loop` adds the two that need more than a recipe.
+        held_out = [HeldOutLoss("valid", recipe.log.eval_interval, steps), HeldOutLoss("test", 0, steps)]
+        observers: list[Observer] = [*held_out, *setup.observers]
         if former and checkpoint:
             done = checkpoint.state["step"]
             left = mesh.on_rank_0(lambda: left_to_do(former, done, steps, length, observers, dataset))
@@ -106,27 +118,18 @@ def _train(setup: Setup, stop: StopRequest) -> int:
         loop = Loop(recipe, trainer, lock, stop, observers, setup.watch)
         if checkpoint:
             loop.resume(checkpoint)
-        elif resume.foreign:
-            resume.foreign.hand_over(trainer, recipe.batch_sizes)
         if not trainer.objective.prepare(trainer.step, former, loop.interrupted) or loop.interrupted():
             return loop.stopped("before the first step")
 
         # Nothing was written so far. Now that all is known to be right, the run gets its folder.
         if former is None:
             folder = mesh.on_rank_0(lambda: lock.take(create_run(Path(recipe.runs), recipe.name)))
-            if (begin := recipe.init_from) is not None:
-                own = type(recipe.model)
-                mesh.on_rank_0(lambda: keep_of_model(Path(begin), own, dataset.tokenizer, folder))
+            mesh.on_rank_0(lambda: setup.begin.save(type(recipe.model), dataset.tokenizer, folder))
             mesh.on_rank_0(lambda: trainer.objective.save(folder))
             return loop.run_to_end(folder, left)
         values = values_of(recipe.resolved())
         mesh.on_rank_0(lambda: continue_run(former, values, trainer.step))
         return loop.run_to_end(former, left)
-
-
-def observers_of_core(log: LogConfig, steps: int) -> list[Observer]:
-    """Return those whose work a run that goes on may find undone; `Loop` adds the two that need more than a recipe."""
-    return [HeldOutLoss("valid", log.eval_interval, steps), HeldOutLoss("test", 0, steps)]
 
 
 class Loop:

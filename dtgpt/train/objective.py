@@ -23,13 +23,12 @@ from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
-from dtgpt.parallel.engine import TrainingEngine
+from dtgpt.parallel.engine import Timers, TrainingEngine
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util import seams
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import to_device
-from dtgpt.util.timers import Timers
 
 Interrupted = Callable[[], bool]  # whether somebody has asked to stop, the same on all ranks
 

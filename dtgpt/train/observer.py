@@ -154,9 +154,11 @@ class Progress(Observer):
             "batch_size": trainer.sizes.at(step - 1),
             **trainer.objective.figures(self._interval.totals()),
             **trainer.optimizer.metrics(),
-            **trainer.times(),
+            **trainer.timers.seconds(trainer.mesh),
         }
         after.report.step(step, metrics, recorded)
+        if line := trainer.timers.line(metrics, trainer.settings.graphs):
+            say(line)
         if not self._cautioned and (caution := trainer.objective.caution(metrics)):
             say(caution, warning=True)
             self._cautioned = True

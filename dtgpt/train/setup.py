@@ -3,7 +3,7 @@
 Each process was started by itself, with its own command line, files and clock, and knows of the others only how many
 they are. So each checks the job against its own machine first; then they meet, and hold what they are about to run
 against rank 0's. A difference that is not found here would hang the run at its first collective, or train replicas
-apart. Processes that the plan leaves over wait for the end of the run.
+apart. Processes that the plan leaves over do not come here (`util/peers.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dtgpt.checkpoint.load import find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.checkpoint.tokenizer import check_own_tokenizer, check_size, ends_of
+from dtgpt.checkpoint.open import check_size, ends_of
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Dataset, default_cache
@@ -22,16 +22,15 @@ from dtgpt.data.open import DataRequest, check_counted, check_ends, open_dataset
 from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import values_of
-from dtgpt.run.signals import StopRequest
-from dtgpt.train.checkpoints import load_initial_weights, place_of_frozen, restore
+from dtgpt.train.checkpoints import restore
 from dtgpt.train.objective import objective_of
 from dtgpt.train.observer import Observer, observers_of
-from dtgpt.train.start import Job, ResumePoint, make_job, model_to_begin_with
+from dtgpt.train.start import Job, ResumePoint, make_job
 from dtgpt.train.trainer import Trainer
 from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors, total_memory
+from dtgpt.util.hardware import check_device, check_memory, memory_errors_as_user_errors, total_memory
 from dtgpt.util.peers import Process, Watch, peers
 
 MOST_STATE = 128  # bytes of a parameter on a rank: weights, gradients, their sums and moments, of a tied table twice
@@ -46,21 +45,16 @@ class Setup:
     mesh: Mesh
 
     def __init__(self, job: Job):
-        self.recipe, self.resume, self.choice = job.recipe, job.resume, job.choice
+        self.recipe, self.resume, self.begin, self.choice = job.recipe, job.resume, job.begin, job.choice
         self.everyone = Process.from_environment()
         self.process = self.everyone.among(job.choice.plan.world)  # this one among those that the plan uses
-
-    @property
-    def is_left_over(self) -> bool:
-        """Whether the plan does not use this process."""
-        return self.everyone.rank >= self.choice.plan.world
 
     def join(self, stack: ExitStack) -> None:
         """Check the job against this machine, then bring the processes of its plan together; `stack` ends the process
         group. Raises UserError in a process that the plan leaves over."""
-        recipe, rank = self.recipe, self.everyone.rank
-        if self.is_left_over:
-            raise UserError(f"the plan {self.choice.plan.name} leaves rank {rank} over; only dtgpt train lets it wait")
+        recipe, everyone, plan = self.recipe, self.everyone, self.choice.plan
+        if everyone.rank >= plan.world:
+            raise UserError(f"the plan {plan.name} leaves rank {everyone.rank} over; only dtgpt train lets it wait")
         for line in self.choice.describe():
             say(line)
         # All that one process can refuse comes before it meets the others, who would wait for it.
@@ -70,10 +64,10 @@ class Setup:
         stack.enter_context(memory_errors_as_user_errors(_remedy_for_memory(self.settings)))
 
         # From the watch on, a process that dies ends the others too, and they say which it was.
-        self.watch = Watch()
-        if self.everyone.world > 1 and not dist.is_initialized():
-            self.watch = stack.enter_context(self.watch_over())
-        others = peers(self.everyone.world)
+        self.watch, others = Watch(), peers(everyone.world)
+        if everyone.world > 1 and not dist.is_initialized():
+            watch = others.watch(everyone, recipe.timeout, recipe.lost_after, plan.name, len(self.choice.fits) > 1)
+            self.watch = stack.enter_context(watch)
         stack.enter_context(others.losses_as_user_errors(recipe.timeout, lambda: "start the run again"))
         values = self.what_ranks_agree_on()
         self.mesh = stack.enter_context(open_mesh(self.settings, recipe.timeout, self.process, values, self.watch))
@@ -82,12 +76,13 @@ class Setup:
         """Return the settings of the job on this machine. Raises UserError where a device is missing."""
         recipe = self.recipe
         device = choose_device(recipe.device, self.process.local_rank)
-        check_kernels(device)
+        check_device(device)
         for note in recipe.notes(self.choice, device.type):
             say(note, warning=True)
         settings = recipe.settings(self.choice.plan, device)
-        if caution := below_ampere(device, settings.dtype, recipe.attention, recipe.model.dropout):
-            say(caution, warning=True)
+        for note_on in seams.listed("device_notes") if device.type == "cuda" else ():
+            if note := note_on(settings):
+                say(note, warning=True)
         return settings
 
     def what_ranks_agree_on(self) -> dict[str, str]:
@@ -96,63 +91,30 @@ class Setup:
         found = self.resume.checkpoint or self.resume.run
         return values if found is None else {**values, "resume": str(found)}
 
-    @contextmanager
-    def watch_over(self) -> Iterator[Watch]:
-        """Yield the watch over all processes, which have agreed on the plan; those that wait are not in the process
-        group. Raises UserError where they do not meet within the recipe's `timeout`, or this one differs from rank
-        0."""
-        everyone, recipe, plan = self.everyone, self.recipe, self.choice.plan.name
-        with peers(everyone.world).watch(everyone, recipe.timeout, recipe.lost_after) as watch:
-            theirs = watch.of_rank_0("plan", plan)
-            if len(self.choice.fits) > 1 and theirs != plan:
-                raise UserError(
-                    f"rank {everyone.rank} differs from rank 0 in the plan: {plan} there, {theirs} on rank 0; start "
-                    "every rank with the same command on the same code"
-                )
-            yield watch
-
-    def wait_for_others(self, stop: StopRequest) -> int:
-        """Return the exit code of the run, for which a process that the plan leaves over waits without memory of a GPU.
-        It ends like the others where a process is lost, and passes a signal that it gets on to rank 0."""
-        with self.watch_over() as watch, stop:
-            watch.remedy = lambda: "go on with --resume if the run has a checkpoint, else start it again"
-            return watch.wait_for_end(lambda: stop.requested)
-
-    def tell_end(self, stop: StopRequest, work: Callable[[], int]) -> int:
-        """Return the exit code that `work` returns, and tell it to the processes that wait. A signal that one of these
-        gets reaches rank 0 as a request to its `stop`."""
-        self.watch.on_stop = stop.ask
-        code = work()
-        if self.process.rank == 0:
-            self.watch.end_run(code)
-        return code
-
     def read_dataset(self) -> Dataset:
         """Return the data. One process of each node reads them first and fills the node's cache, from which the others
         read."""
         return read_on_every_node(lambda: read_dataset(self.recipe), self.mesh, self.process)
 
     def make_trainer(self, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Trainer:
-        """Return a trainer at its first step. Its weights are random ones, or those that the recipe's `init_from`
-        names; a run that goes on leaves them to the `checkpoint` that is loaded next, but for those that it freezes."""
-        recipe, resume = self.recipe, self.resume
-        begin = model_to_begin_with(recipe.init_from, recipe.resume)
-        if checkpoint is not None:
-            begin = place_of_frozen(checkpoint, recipe.init_from) if recipe.freezes_weights else None
-        same = begin is not None and check_own_tokenizer(begin, recipe.data, dataset.tokenizer)
-        ends = ends_of(resume.run or (begin if same else None), dataset.tokenizer, recipe.model.vocab_size).ids
+        """Return a trainer at its first step, with the weights with which the run begins. A run that goes on leaves
+        them to the `checkpoint` that is loaded next, but for those that it freezes."""
+        recipe, run = self.recipe, self.resume.run
+        begin = self.begin if checkpoint is None else self.begin.beside(checkpoint, recipe.freezes_weights)
+        named = begin.model_of_ends(recipe.data, dataset.tokenizer)
+        ends = ends_of(run or named, dataset.tokenizer, recipe.model.vocab_size).ids
         kind, given = objective_of(recipe)
-        draw_weights = begin is None and resume.run is None
+        draw_weights = begin.path is None and run is None
         trainer = Trainer(recipe, self.settings, self.mesh, kind(given, dataset), draw_weights, ends)
-        if begin is not None and resume.foreign is None:
-            load_initial_weights(begin, trainer)
+        begin.give_weights(trainer, recipe.batch_sizes)
         return trainer
 
 
 @contextmanager
 def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
-    """Yield a trainer of the recipe without a run of its own: processes, data, model, optimizer. It is at its first
-    step, or at that of the newest checkpoint in the folder of `run`."""
+    """Connect the processes that torchrun started, and yield a trainer with the recipe's data, model and optimizer. It
+    is before its first step, or, with a run folder `run`, after the step of its newest checkpoint. No run folder is
+    created. Every rank must call it."""
     setup = Setup(make_job(recipe, ResumePoint(run=run), Process.from_environment().world))
     with ExitStack() as stack:
         setup.join(stack)

@@ -1,23 +1,26 @@
 """The start of a run: which recipe it has, what is refused before its processes meet, and what it is made of.
 
-Read from the top: the recipe that a command works on (its file, its options, and what a run that goes on keeps); the
-checks, which make it a `Job`; then data and trainer. Whatever is wrong is refused here, in one sentence, before a run
-folder is made or changed. What only some runs need is asked of whoever owns it: the run folder of its `recipe.json`, a
-model of its tokenizer and dimensions, a format of the run of another library.
+Read from the top: what a run begins with; the recipe that a command works on (its file, its options, and what a run
+that goes on keeps); the checks, which make it a `Job`. Whatever is wrong is refused here, in one sentence, before a run
+folder is made or changed. What only some runs need is asked of whoever owns it: of a run folder its `recipe.json`, of
+another model (`Beginning`) its tokenizer, its dimensions and its weights.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
-from dtgpt.checkpoint.open import ForeignRun, model_values, open_training, training_format
-from dtgpt.checkpoint.tokenizer import named_in, with_own_tokenizer
-from dtgpt.config.overrides import Options, explain_for, read_words, replace_values, take
+from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints, read_state, step_of
+from dtgpt.config.overrides import Options, explain_for, read_words, take
 from dtgpt.config.plan_choice import AUTO, OR, PlanChoice
 from dtgpt.config.recipe import RUN_NAME, Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module, named_kind, of_kind
+from dtgpt.config.schedule import BatchSizes
+from dtgpt.config.sections import DataConfig, Section
 from dtgpt.data.open import check_data, format_of, with_tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.models.config import ModelConfig
 from dtgpt.run.folder import run_to_resume
 from dtgpt.run.saved_recipe import check_data_of_run, read_recipe, recipe_of_run, saved_value
 from dtgpt.util import seams
@@ -25,15 +28,62 @@ from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import check_value
 
+if TYPE_CHECKING:
+    from dtgpt.train.trainer import Trainer
+
+
+class Beginning:
+    """What a run begins with, beside the checkpoint with which it may go on. Here: new weights. Capabilities have those
+    of other models, and runs of other libraries."""
+
+    path: Path | None = None  # of the other model
+
+    def settle(self, asked: Recipe, given: Collection[str]) -> Recipe:
+        """Return the recipe to work on: `asked`, with what the other model decides, but for the options `given`."""
+        return asked
+
+    def with_tokenizer(self, data: DataConfig, model: ModelConfig) -> DataConfig:
+        """Return the data with the tokenizer of the other model, where nothing names theirs."""
+        return data
+
+    def check(self, sections: Collection[Section], model: ModelConfig, steps: int) -> None:
+        """Raise UserError where a new run with these sections, model and number of steps cannot begin so."""
+        for section in sections:
+            section.check_new_weights()
+
+    def beside(self, checkpoint: Checkpoint, freezes: bool) -> "Beginning":
+        """Return what a run needs beside its checkpoint. freezes: whether it trains other weights than the model's."""
+        return self
+
+    def model_of_ends(self, data: DataConfig, tokenizer: Tokenizer) -> Path | None:
+        """Return the model whose texts end as those of the run. Raise UserError where it has another tokenizer."""
+        return None
+
+    def give_weights(self, trainer: "Trainer", sizes: Callable[[int, int], BatchSizes]) -> None:
+        """Fill the shards, whose weights are not drawn where there is a `path`. sizes: those of the batches of a run
+        that goes on at a step, after a number of samples."""
+
+    def save(self, own: type[ModelConfig], tokenizer: Tokenizer, run: Path) -> None:
+        """Write into the folder of a new run what it keeps of the other model. own: class of its model."""
+
+
+def beginning(init_from: str | None, resume: str | Path | None, vocab_size: int) -> Beginning:
+    """Return what a run begins with. Arguments as of a recipe, but that `resume` may be the run that was found.
+    vocab_size: of its model."""
+    for begin in seams.listed("beginnings") if init_from or resume else []:  # else nothing is imported
+        if (found := begin(init_from, resume, vocab_size)) is not None:
+            return found
+    if init_from:
+        raise UserError(f"init_from={init_from} needs a capability that begins with other models; leave it out")
+    return Beginning()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """Where a run begins: with a checkpoint of `run`, with the `foreign` run of another library, or, without either,
-    with new weights or those that the recipe's `init_from` names."""
+    """The `run` that goes on, None: a new one begins."""
 
     run: Path | None = None
     checkpoint: Path | None = None  # the one that the user named; None: the newest that is whole
-    foreign: ForeignRun | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +92,7 @@ class Job:
 
     recipe: Recipe  # with a number of steps, and the tokenizer that `auto` means
     resume: ResumePoint
+    begin: Beginning
     choice: PlanChoice
 
 
@@ -70,10 +121,8 @@ def settle(file: Recipe, options: Options) -> Recipe:
 def find_resume_point(resume: str | None, runs: str, name: str, vocab_size: int) -> ResumePoint:
     """Return where a run goes on by the values of its recipe, which need not be checked yet. `vocab_size`: of the
     model. Raises UserError where `resume` names neither a run nor a checkpoint, or one that cannot be read."""
-    if not resume:
+    if not resume or beginning(None, resume, vocab_size).path is not None:  # of another library
         return ResumePoint()
-    if (foreign := open_training(resume, vocab_size)) is not None:
-        return ResumePoint(foreign=foreign)
     check_value("name", name, RUN_NAME)  # by which `auto` searches
     run, checkpoint = run_to_resume(resume, Path(runs), name)
     return ResumePoint(run=run, checkpoint=checkpoint)
@@ -86,16 +135,7 @@ def settle_at(resume: ResumePoint, file: Recipe, asked: Recipe, given: Collectio
     if (run := resume.run) is not None:
         recipe = recipe_of_run(run, file, asked, given, lambda file: with_steps(_checked(file)))
         return recipe if recipe.train_samples is None else _counted_on(recipe, run, resume.checkpoint)
-    if resume.foreign is None and not asked.init_from:
-        return asked
-    # A recipe file does not decide for a tokenizer that another model than that of `init_from` was trained with.
-    if not set(named_in(asked.data)).isdisjoint(given):
-        asked = replace(asked, data=replace(asked.data, other_tokenizer=True))
-    if resume.foreign is not None:
-        return resume.foreign.recipe(asked, given, checked, with_steps)
-    # A new run of another model's weights has that model's dimensions, unless an option asks for others.
-    values = model_values(Path(str(asked.init_from)), asked.model, given, asked.sample_length)
-    return replace_values(asked, values)
+    return beginning(asked.init_from, asked.resume, asked.model.vocab_size).settle(asked, given)
 
 
 def with_steps(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Recipe:
@@ -142,37 +182,26 @@ def make_job(recipe: Recipe, resume: ResumePoint, world: int, retry: str | None 
     if resume.run is not None:
         check_data_of_run(resume.run, recipe.data.path)
     recipe = checked(recipe)
-    if resume.run is None and (resume.foreign is not None or recipe.init_from is None):
-        for section in recipe.sections:
-            section.check_new_weights()
+    begin = beginning(recipe.init_from, recipe.resume or resume.run, recipe.model.vocab_size)
+    if resume.run is None:
+        begin.check(recipe.sections, recipe.model, recipe.num_steps)
     recipe = with_plan(recipe, world)
-    if resume.foreign is not None:
-        resume.foreign.check(recipe.model, recipe.num_steps)
     try:
         choice = recipe.choose_plan(world)
     except UserError as error:
         told, needed = tell_plan(str(error), recipe.plan, resume.run), recipe.fewest_processes()
         raise UserError(f"{told}; such as: {retry} {needed}" if retry and needed > world else told) from None
-    return Job(recipe=recipe, resume=resume, choice=choice)
-
-
-def model_to_begin_with(init_from: str | None, resume: str | None) -> Path | None:
-    """Return the run, folder or file whose weights a new run takes; None where it begins with random ones. Arguments as
-    of a recipe."""
-    if init_from:
-        return Path(init_from)
-    return Path(resume) if resume and training_format(resume) else None
+    return Job(recipe=recipe, resume=resume, begin=begin, choice=choice)
 
 
 def checked(recipe: Recipe) -> Recipe:
     """Return the recipe with the number of steps and the tokenizer that it means. Raises UserError, one sentence, on
     the first value that cannot be trained with, or that does not fit the data."""
     recipe.validate()
-    begin = model_to_begin_with(recipe.init_from, recipe.resume)
-    data, vocab_size = recipe.data, recipe.model.vocab_size
-    if begin is not None:
-        data = with_own_tokenizer(begin, data, recipe.model)
-    check_data(data, vocab_size, begin)
+    vocab_size = recipe.model.vocab_size
+    begin = beginning(recipe.init_from, recipe.resume, vocab_size)
+    data = begin.with_tokenizer(recipe.data, recipe.model)
+    check_data(data, vocab_size, begin.path)
     recipe = with_steps(replace(recipe, data=data))
     return replace(recipe, data=with_tokenizer(recipe.data, vocab_size))
 

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
@@ -31,15 +29,12 @@ from dtgpt.parallel.build import (
     make_engine,
     micro_batch_weight,
     scale_gradients,
-    smoke_test_table,
 )
-from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.engine import Timers, open_graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
-from dtgpt.run.records import TIMED
 from dtgpt.train.objective import HeldOut, Objective, Parts, never
 from dtgpt.util import seams
-from dtgpt.util.timers import Timers
 
 
 class StepResult(NamedTuple):
@@ -50,8 +45,8 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """What a run computes with, made in the order in which each part needs the one before. Files, reports and signals
-    are the loop's."""
+    """The parts with which this rank trains: batches, model, gradients, optimizer. Every rank must call the same
+    methods in the same order. It writes no files: that is the loop's."""
 
     def __init__(
         self,
@@ -69,7 +64,7 @@ class Trainer:
         self.settings, self.mesh, self.log = settings, mesh, recipe.log
         self.objective, self.dataset, self.overfits = objective, objective.dataset, recipe.data.overfit
         self.schedule, self.steps = recipe.schedule, recipe.num_steps
-        self.graphs = Graphs(settings.graphs)  # early: all that is queued from here on may be captured
+        self.graphs = open_graphs(settings.graphs)  # early: all that is queued from here on may be captured
         mesh.before_end.append(self.graphs.release)
 
         # The model, in this rank's shards. Every random number of the run follows from the seed, and each element of a
@@ -84,17 +79,17 @@ class Trainer:
 
         # What runs micro-batches forward and backward through it, and what steps keep for the next one. States may
         # give modules what they compute with, which has to be there before anything runs.
-        self.timers = Timers(recipe.log.timers, mesh.device)
+        timers = seams.listed("timers", recipe.log)
+        self.timers: Timers = timers[0](mesh.device) if timers else Timers()
         self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
         states = make_states(recipe, settings, mesh)
         for state in states:
             state.attach(self.stages)
-        if settings.plan.table:
-            smoke_test_table(self.engine, settings)
+        for test in seams.listed("table_tests") if settings.plan.table else []:
+            test(self.engine, settings)
 
         # The optimizer. It reads the gradients that the engine leaves in the shards, and scales the loss of a
         # micro-batch by its part of the mean.
-        self.bases: dict[str, Any] = {}  # what checkpoints say of the weights that they leave out
         self.step, self.sizes = 0, recipe.batch_sizes()
         self.micro_batches = settings.micro_batches
         self.optimizer = Update(
@@ -179,16 +174,6 @@ class Trainer:
             for state in self.optimizer.states:
                 stack.enter_context(state.as_loaded())
             yield
-
-    def times(self) -> dict[str, float]:
-        """Return the mean seconds of the parts of a step since the last call, those of the slowest rank for each part;
-        nothing without timers. Waits for the device."""
-        if not self.timers.enabled:
-            return {}
-        own = self.timers.take()
-        seconds = torch.tensor([own.get(name, -1.0) for name in TIMED], dtype=torch.float64, device=self.mesh.device)
-        slowest = self.mesh.all_reduce(seconds, ReduceOp.MAX).tolist()
-        return {f"{name}_seconds": value for name, value in zip(TIMED, slowest, strict=True) if value >= 0}
 
     def samples_before(self, step: int) -> int:
         """Return the samples that the run had seen when `step` began."""

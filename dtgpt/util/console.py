@@ -10,8 +10,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import TextIO
 
 # Characters that a terminal obeys, or that turn the direction of others, of texts that others may have written.
@@ -141,22 +141,3 @@ def _drop(stream: TextIO) -> None:
         number = os.open(os.devnull, os.O_WRONLY)
         os.dup2(number, stream.fileno())
         os.close(number)
-
-
-@contextmanager
-def stderr_dropped() -> Iterator[None]:
-    """Drop what C++ code writes to stderr inside of the block: Python's filters of warnings do not see it."""
-    with suppress(OSError, ValueError):  # stderr may be closed
-        sys.stderr.flush()
-    try:
-        kept = os.dup(2)
-    except OSError:
-        yield
-        return
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -8,7 +8,6 @@ import difflib
 import errno
 import os
 import reprlib
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,6 @@ REMEDIES = {
 
 class UserError(Exception):
     """Bad input: one sentence that names the value, the rule and the remedy. Shown without a traceback, exit code 2."""
-
-
-def optional_package(package: str, what: str, module: str = "", extra: str = "data") -> Any:
-    """Import a package of an extra, which `what` needs. Raises UserError if it is missing."""
-    try:
-        return import_module(module or package)
-    except ImportError:
-        sentence = f"{what} needs the package {package}, which is missing; run pip install 'dtgpt[{extra}]'"
-        raise UserError(sentence) from None
 
 
 def near_path(path: Path) -> Path | None:

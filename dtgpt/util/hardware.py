@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 import dtgpt
+from dtgpt.util import seams
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
-
-TRITON = importlib.util.find_spec("triton") is not None
 
 # Dense peak of 16-bit floats in FLOP/s by the vendors' data sheets, by words of the name that CUDA reports, as regular
 # expressions; the first match counts.
@@ -59,8 +58,6 @@ PEAK_FLOPS = {
     "RTX 3090": 71e12,
 }
 
-SIXTEEN_BITS, FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)  # least compute capabilities: of bf16, of fp8, of TMA
-
 
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
@@ -68,65 +65,10 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
-def oldest_capability(architectures: Iterable[str]) -> tuple[int, int]:
-    """Return the least compute capability for which torch has kernels, by names such as sm_90 and compute_120."""
-    known = [arch.partition("_")[2].rstrip("af") for arch in architectures if arch.startswith(("sm_", "compute_"))]
-    return min(((int(number[:-1]), int(number[-1])) for number in known), default=(0, 0))
-
-
-def why_no_kernels(name: str, capability: tuple[int, int], architectures: Iterable[str]) -> str | None:
-    """Return why this torch cannot compute on a GPU, and what to install; None where it can."""
-    oldest = oldest_capability(architectures)
-    if capability >= oldest:
-        return None
-    remedy = "use another GPU, or --device cpu"
-    if capability >= (7, 0):  # Volta: the builds for CUDA 12.6 have kernels from 5.0 on
-        remedy = "install the build for CUDA 12.6: pip install torch --index-url https://download.pytorch.org/whl/cu126"
-    return (
-        f"{name} has compute capability {capability[0]}.{capability[1]}, and this torch has kernels from "
-        f"{oldest[0]}.{oldest[1]} on; {remedy}"
-    )
-
-
-def check_kernels(device: torch.device) -> None:
-    """Raise UserError where this torch cannot compute on the device."""
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if reason := why_no_kernels(device_name(device), capability, torch.cuda.get_arch_list()):
-            raise UserError(reason)
-
-
-def below_ampere(device: torch.device, dtype: torch.dtype, attention: str, dropout: float) -> str | None:
-    """Return what to use on a GPU that has neither bf16 nor what flash attention is written for; None where nothing
-    better is known. dtype: of activations."""
-    if device.type != "cuda":
-        return None
-    capability = torch.cuda.get_device_capability(device)
-    return what_runs_on(device_name(device), capability, dtype, attention, dropout)
-
-
-def what_runs_on(
-    name: str, capability: tuple[int, int], dtype: torch.dtype, attention: str, dropout: float
-) -> str | None:
-    """Return what to use on a GPU of this name and compute capability, which need not be here; None where nothing
-    better is known. dtype: of activations."""
-    if capability >= SIXTEEN_BITS:
-        return None
-    wanted = ["--precision fp16"] if dtype == torch.bfloat16 else []
-    if attention == "flash" or (attention == "auto" and dtype.itemsize == 2):
-        wanted.append(f"--attention {'fused_softmax' if dropout else 'sdpa'}")
-    if not wanted:
-        return None
-    return (
-        f"{name} has compute capability {capability[0]}.{capability[1]}, and bf16 and flash attention need 8.0 (A100): "
-        f"use {' '.join(wanted)}"
-    )
-
-
-@functools.cache
-def has_float8(device: torch.device) -> bool:
-    """Return whether a GPU multiplies 8-bit floats, as those from compute capability 8.9 on do."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8
+def check_device(device: torch.device) -> None:
+    """Raise UserError where a capability knows that this torch cannot compute on a GPU."""
+    for check in seams.listed("device_checks") if device.type == "cuda" else ():
+        check(device)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

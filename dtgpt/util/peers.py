@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -61,20 +62,11 @@ class Watch:
         self.remedy: Callable[[], str] = lambda: "start the run again"
         self.on_stop: Callable[[int], None] = lambda number: os.kill(os.getpid(), number)
 
-    def of_rank_0(self, name: str, value: str) -> str:
-        """Return the value that rank 0 has under this name."""
-        return value
-
     def tell(self, error: BaseException) -> None:
         """Tell the other processes why this one ends."""
 
     def end_run(self, code: int) -> None:
-        """Tell the processes that wait for the end of the run, on rank 0, that it has come, with this exit code."""
-
-    def wait_for_end(self, requested: Callable[[], int | None]) -> int:
-        """Wait until rank 0 has called `end_run`, and return the exit code of the run. The first signal number that
-        `requested()` returns is passed on to rank 0."""
-        return 0
+        """Tell the processes that wait for the end of the run that it has come, with this exit code."""
 
 
 class Peers:
@@ -95,10 +87,20 @@ class Peers:
         """Return what to raise in place of an error with which a process group did not begin within `seconds`."""
         return error
 
-    def watch(self, process: Process, seconds: float, lost_after: float) -> AbstractContextManager[Watch]:
+    def watch(
+        self, process: Process, seconds: float, lost_after: float, plan: str = "", chosen: bool = False
+    ) -> AbstractContextManager[Watch]:
         """Meet the other processes within `seconds`, then watch over them until the context ends. lost_after: seconds
-        without a sign of life after which a process counts as lost."""
+        without a sign of life after which a process counts as lost. plan: of this process, which has `chosen` it among
+        several. Raise UserError where rank 0 has chosen another."""
         return nullcontext(Watch())
+
+    def wait_if_left_over(
+        self, process: Process, active: int, stop: Any, seconds: float, lost_after: float, plan: str, chosen: bool
+    ) -> int | None:
+        """Wait for the end of the run where this process is not among its `active` ones, and return the exit code of
+        the run; None: it is among them. stop: a `StopRequest`, which is passed on to rank 0. Others: as for `watch`."""
+        return None
 
     def losses_as_user_errors(self, seconds: float, remedy: Callable[[], str]) -> AbstractContextManager[None]:
         """Turn errors that say that another process has ended, or did not answer within `seconds`, into a UserError

@@ -27,23 +27,14 @@ from typing import Any, NamedTuple
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.seams import OFF
 
-
-def _within(value: Any, others: Any) -> bool:
-    return value in others
-
-
-def _outside(value: Any, others: Any) -> bool:
-    return value not in others
-
-
 RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
     "!=": operator.ne,
     ">": operator.gt,
     ">=": operator.ge,
     "<": operator.lt,
-    "in": _within,
-    "not in": _outside,
+    "in": lambda value, others: value in others,
+    "not in": lambda value, others: value not in others,
     "is no multiple of": operator.mod,
 }
 
@@ -131,20 +122,6 @@ class Is(Condition):
     def __str__(self) -> str:
         value = self.value.name if isinstance(self.value, Other) else repr(self.value)
         return f"{self.names[0]} {self.relation} {value}"
-
-
-class Where(Condition):
-    """A function of the config says of a field that it cannot be so. Its docstring says when."""
-
-    def __init__(self, name: str, function: Callable[[Any], bool]):
-        super().__init__(name)
-        self.function = function
-
-    def fits(self, values: Values, name: str) -> bool:
-        return self.function(values.config)
-
-    def __str__(self) -> str:
-        return f"{self.names[0]}: {self.function.__doc__ or self.function.__name__}"
 
 
 class Rule:

@@ -21,8 +21,7 @@ class CommandEntry(NamedTuple):
 
     part: str  # what is called with the words after the name, and returns the exit code: a `command.Command`
     usage: str = ""  # its lines in the list; none: it is for dtgpt itself
-    place: int = 1000  # among the names of commands
-    usage_place: int | None = None  # in the list, where it is another
+    place: int = 1000  # in the list
 
 
 class When(NamedTuple):
@@ -92,6 +91,7 @@ class Capability:
     build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
     degrees: Mapping[str, str] = field(default_factory=dict)  # fields of plans: what checks one, by its name
     own_styles: tuple[str, ...] = ()  # of a plan's own table of modules: what joins them to the default ones
+    table_tests: tuple[str, ...] = ()  # of an engine whose plan has a table, with its settings, before the first step
     sums: Mapping[str, str] = field(
         default_factory=dict
     )  # of gradients: a `parallel.gradients.Sums`, by a recipe's `reduce`
@@ -105,7 +105,10 @@ class Capability:
     entries: Mapping[str, str] = field(default_factory=dict)  # of a checkpoint: what checks the entry of this name
     launches: tuple[str, ...] = ()  # the processes of a run: the class of a `Launch`, one at most
     peers: tuple[str, ...] = ()  # how processes find and watch each other: a `Peers`
-    bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.checkpoints.Base`
+    beginnings: tuple[str, ...] = ()  # a run with other weights than new ones: what makes a `train.start.Beginning`
+    bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.init_from.begin.Base`
+    timers: tuple[str | When, ...] = ()  # of the parts of a step: a class that derives from `parallel.engine.Timers`
+    graphs: tuple[str, ...] = ()  # what replays pieces of a step: a class that derives from `parallel.engine.Graphs`
     observers: tuple[str | When, ...] = ()  # what happens between steps
     former_starts: tuple[
         str, ...
@@ -117,17 +120,18 @@ class Capability:
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
     cached_files: tuple[str, ...] = ()  # opens files of the cache that need not be in memory: a `data.cache.Opener`
     state_bytes: tuple[str, ...] = ()  # of a rank, before it allocates: a function of its settings and its number
+    device_checks: tuple[str, ...] = ()  # of a GPU: raises UserError where this torch cannot compute on it
+    device_notes: tuple[str, ...] = ()  # of `Settings` on a GPU: what a user should know, or None
     plan_choices: tuple[str, ...] = ()  # the recipe with a plan, for a recipe with `auto` and a number of processes
     alternatives: Mapping[str, str] = field(default_factory=dict)  # of a plan: what can `parse` them, and `choose` one
     sharings: tuple[str, ...] = ()  # of the tokens of a row by samples: a `models.layers.Sharing` for `Batch.copies`
     prompt_options: tuple[str, ...] = ()  # of `dtgpt generate`: a dataclass of options, with a function `chosen`
-    searches: tuple[str, ...] = ()  # for sequences, in place of draws: an `inference.options.SearchKind`
-    decoders: tuple[str, ...] = ()  # what serves decode steps: an `inference.step.DecodeKernels`
-    rank_steps: tuple[str, ...] = ()  # of generation on a GPU: a class that derives from `inference.step.Step`
+    options: tuple[str, ...] = ()  # of a prompt: a class that derives from `inference.base_options.BaseOptions`
+    exact_bits: tuple[str, ...] = ()  # of training's forward pass: an `inference.step.ExactBits`
+    rank_steps: tuple[str, ...] = ()  # of generation: a class that derives from `inference.step.Step`, with `serves`
     scorers: tuple[str, ...] = ()  # of the tokens of prompts: an `inference.engine.PromptScorer`
     logit_rules: tuple[str, ...] = ()  # before a token is chosen: a function like `inference.rules.edits.edit`
-    text_ends: tuple[str, ...] = ()  # what makes an `inference.session.TextEnd` for a prompt, or returns None
-    text_decoders: tuple[str, ...] = ()  # of tokens that depend on others: an `inference.prompts.TextDecoder`
+    text_streams: tuple[str, ...] = ()  # of tokens that depend on others: an `inference.prompts.TextStream`
     explanations: tuple[str, ...] = ()  # `Explanations`
     # What may serve an operation: a sequence of `ops.serve.Kernel`, by the operation's name.
     kernels: Mapping[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Self
 
 from dtgpt.util.console import say
-from dtgpt.util.errors import UserError, remedy
+from dtgpt.util.errors import UserError
 
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")  # names of `temporary_path`
 
@@ -93,13 +93,6 @@ def temporary_path(path: Path, mark: str) -> Path:
     return path.with_name(f".{path.name}.{mark}.new")
 
 
-def leftovers_of(path: Path) -> list[Path]:
-    """Return the temporary files or folders that killed processes left of `path`; no other process may be writing
-    it."""
-    named = ((p, TEMPORARY.fullmatch(p.name)) for p in path.parent.iterdir())
-    return sorted(p for p, name in named if name and name[1] == path.name)
-
-
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file under another name; it is called `path` when the context ends and its content is on the disk. Where
@@ -122,25 +115,6 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     finally:
         with suppress(OSError):
             temporary.unlink()
-
-
-def try_to_write(path: Path) -> None:
-    """Raise OSError if `atomic_file` could not create its temporary file in the folder of `path`."""
-    temporary = temporary_path(path, secrets.token_hex(4))
-    create_file(temporary).close()
-    temporary.unlink()
-
-
-def check_can_write(path: Path) -> None:
-    """Raise UserError, before work is spent, where `atomic_file` could not write `path`."""
-    try:
-        try_to_write(path)
-    except OSError as error:
-        raise cannot_write(path, error) from None
-
-
-def cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} cannot be written ({error.strerror or error}); {remedy(error, 'give another path')}")
 
 
 def _is_device(path: Path) -> bool:

@@ -3,8 +3,8 @@
 A new version of PyTorch may change each of them without a word: they stand in this file, and in the files of the same
 name of capabilities, so that nobody has to look for them elsewhere."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-
-from dtgpt.util.console import stderr_dropped
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -31,6 +29,25 @@ def constant_result(function: Function) -> Function:
     `torch.compiler.assume_constant_result`, imports the compiler, a second that an eager run does not need."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def spare_compiler() -> None:
+    """Let the custom ops of dtgpt run without an import of torch's compiler. PyTorch imports it, a second or two, to
+    tell it to leave the function in an op alone; a compiler that is not imported compiles nothing."""
+    from torch._library.custom_ops import OPDEFS
+
+    for functions in [op._backend_fns for name, op in OPDEFS.items() if name.startswith("dtgpt::")]:
+        for device, function in functions.items():
+            if hasattr(function, "__wrapped__"):
+                functions[device] = _without_compiler(function)
+
+
+def _without_compiler(left_alone: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        function = left_alone if "torch._dynamo" in sys.modules else left_alone.__wrapped__
+        return function(*args, **kwargs)
+
+    return run
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
@@ -73,31 +90,3 @@ def reduce_scatter_single(
     what waits for it, where it is asynchronous."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(output, whole, group=group, async_op=async_op)
-
-
-@contextmanager
-def without_split_k(device: torch.device) -> Iterator[None]:
-    """Let no 16-bit matrix product on a CUDA device split the dimension that it sums over, inside of the block.
-
-    Whether cuBLAS splits that dimension depends on the number of rows, and the order of the sums depends on the split.
-    A CUDA graph that is captured inside keeps the products it was captured with. PyTorch has the switch for cuBLASLt
-    alone, and raises RuntimeError from other libraries while it is set: all products inside are cuBLASLt's.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    backends = torch.backends.cuda
-    # The attributes are typed as bool, but they take (allow_reduced_precision, allow_splitk) as well.
-    settings, library = backends.matmul, backends.preferred_blas_library()
-    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
-    before = [(getattr(settings, name), getattr(settings, f"{name}_split_k")) for name in names]
-    with stderr_dropped():  # PyTorch says once a process that the switch is experimental, perhaps within a text
-        backends.preferred_blas_library("cublaslt")
-    try:
-        for name in names:
-            setattr(settings, name, (False, False))
-        yield
-    finally:
-        for name, values in zip(names, before, strict=True):
-            setattr(settings, name, values)
-        backends.preferred_blas_library(library)

@@ -161,7 +161,7 @@ def test_every_command_explains_itself(capsys, words):
 
 
 OWN = {
-    "train": "--optimizer.lr", "plan": "--world", "compare": "--tolerance", "convert": "--to", "inspect": "--digest",
+    "train": "--optimizer.lr", "plan": "--world", "compare": "--tolerance", "convert": "--to", "inspect": "--samples",
     "plot": "PNG file to write", "generate": "--top-k", "eval": "--overlapping-eval", "prepare": "--append-eod",
 }  # fmt: skip
 

@@ -11,9 +11,11 @@ import pytest
 
 from dtgpt.cli import main
 
-pytestmark = pytest.mark.slow(40)
+pytestmark = pytest.mark.slow(20)
 
-CASES, SEED = 16, 202647
+# Of 2,500 seeds, one whose first cases meet nearly all that a case can have (six architectures, three optimizers, each
+# kind of cut and schedule ...) in few steps.
+CASES, SEED = 8, 204817
 TINY = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 
 

@@ -109,8 +109,10 @@ def test_a_long_comparison_is_held_to_what_rounding_does_to_one_process(recipe, 
     last = {"single": 1.0, "dp2": 1.3}
     rounding = [None, 1.1, 1.0, 1.2]  # what runs are, whose weights are moved
 
-    def run_plan(path, side, steps, file, shared, moved=0, is_reference=False):
-        return replace(run(1), tensors=with_tensor("last gradient/a", rounding[moved] or last[side.name]).tensors)
+    def run_plan(pool, path, side, steps, tracing, patience):
+        return replace(
+            run(1), tensors=with_tensor("last gradient/a", rounding[tracing.moved] or last[side.name]).tensors
+        )
 
     monkeypatch.setattr(compare, "run_plan", run_plan)
     monkeypatch.setattr(compare, "Reference", lambda *given: None)
@@ -130,7 +132,7 @@ def test_a_long_comparison_is_held_to_what_rounding_does_to_one_process(recipe, 
 
 
 def test_a_comparison_of_steps_that_fp16_skips_is_refused(recipe: Recipe, monkeypatch):
-    def run_plan(path, side, steps, file, shared, moved=0, is_reference=False):
+    def run_plan(pool, path, side, steps, tracing, patience):
         return run(norms=[float("inf")] * 4)
 
     monkeypatch.setattr(compare, "run_plan", run_plan)
@@ -141,7 +143,7 @@ def test_a_comparison_of_steps_that_fp16_skips_is_refused(recipe: Recipe, monkey
 def test_a_reference_that_cannot_be_one_ends_the_comparison(recipe, monkeypatch):
     begun = []
     found = finding_of(0.4, "fault", kind="activation", module="head", tensor="head input 0", rank=0, micro_batch=0)
-    monkeypatch.setattr(compare, "run_plan", lambda path, side, *given, **more: begun.append(side.name) or run(1))
+    monkeypatch.setattr(compare, "run_plan", lambda pool, path, side, *given: begun.append(side.name) or run(1))
     monkeypatch.setattr(compare, "Reference", lambda *given: None)
     monkeypatch.setattr(compare, "problem_of_reference", lambda *given: (found, "it draws lots"))
     result = compare.compare(recipe, Path("recipe.py"), ["dp2"], 1, None, [])
@@ -153,8 +155,8 @@ def test_a_reference_that_cannot_be_one_ends_the_comparison(recipe, monkeypatch)
 def test_a_run_on_other_tokens_has_no_other_verdict(recipe, monkeypatch):
     tokens = {"single": [["0 a", "1 b"], ["2 c", "3 d"]], "dp2": [["0 a", "1 b"], ["2 c", "3 e"]]}
 
-    def run_plan(path, side, steps, file, shared, moved=0, is_reference=False):
-        assert not moved
+    def run_plan(pool, path, side, steps, tracing, patience):
+        assert not tracing.moved
         return replace(run(2, losses=[5.0, 6.0] if side.name == "dp2" else [5.0, 5.0]), tokens=tokens[side.name])
 
     monkeypatch.setattr(compare, "run_plan", run_plan)

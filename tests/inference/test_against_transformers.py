@@ -10,7 +10,7 @@ from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
-from tests.support.engines import CPU, drain, engine_of, events_of
+from tests.support.engines import CPU, drain, engine_of, events_of, scores_of
 from tests.support.hugging_face import hugging_face_twin
 from tests.support.requests import make_request
 
@@ -56,7 +56,7 @@ def test_greedy_text(models, rules):
         events = drain(engine)
     for handle, prompt in zip(handles, PROMPTS, strict=True):
         sequence = theirs(twin, prompt, eos_token_id=stops, **rules).sequences[0, len(prompt) :].tolist()
-        own = [event for event in events if event.request == handle]
+        own = [event for event in events if event.job == handle]
         assert [i for event in own for i in event.ids] == up_to_end(sequence, stops)
         ended = len(up_to_end(sequence, stops)) < NEW or sequence[-1] in stops
         assert own[-1].finish == ("stop" if ended else "length")
@@ -90,11 +90,11 @@ def test_beams(models, prompt, width, length_penalty, rules):
         assert [event.choice for event in events] == list(range(returned))
         sequences = [up_to_end(ids, stops) for ids in found.sequences[:, len(prompt) :].tolist()]
         assert [event.ids for event in events] == sequences
-        assert [event.score for event in events] == pytest.approx(found.sequences_scores.tolist(), rel=1e-5)
-        for event in events:
+        assert scores_of(events) == pytest.approx(found.sequences_scores.tolist(), rel=1e-5)
+        for event, score in zip(events, scores_of(events), strict=True):
             assert event.finish == ("stop" if event.ids[-1] in stops else "length")
             mean = sum(event.logprobs) / len(event.ids) ** length_penalty
-            assert mean == pytest.approx(event.score, rel=1e-5)
+            assert mean == pytest.approx(score, rel=1e-5)
 
 
 def test_beams_of_a_model_that_transformers_saved(models, tmp_path):

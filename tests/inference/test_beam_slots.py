@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from dtgpt.config.plan import Plan
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import PROMPT, PromptJob, SpecialIds
+from dtgpt.inference.request import PromptJob
 from dtgpt.inference.scheduler import Row, Scheduler
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
-from tests.support.engines import CPU, drain, engine_of, events_of
+from tests.support.engines import CPU, drain, engine_of, events_of, scores_of
 from tests.support.requests import make_request
 
 CONFIG = GPT2Config(num_layers=1, hidden_size=32, num_heads=2, seq_length=24, vocab_size=61, init_std=0.4)
@@ -35,10 +36,10 @@ def asked(width: int = 3, **changes) -> PromptJob:
 
 def test_one_event_has_all_of_a_sequence(model):
     events = events_of(model, asked(choices=2, score_prompt=True))
-    assert [event.choice for event in events] == [PROMPT, 0, 1]
-    assert all(len(event.ids) == len(event.logprobs) == 8 and event.finish == "length" for event in events[1:])
-    assert events[1].score > events[2].score
-    assert events[1].score == pytest.approx(sum(events[1].logprobs) / 8)
+    assert [event.choice for event in events] == [0, 1] and len(events[0].prompt.logprobs) == 2
+    assert all(len(event.ids) == len(event.logprobs) == 8 and event.finish == "length" for event in events)
+    first, second = scores_of(events)
+    assert first > second and first == pytest.approx(sum(events[0].logprobs) / 8)
 
 
 def test_the_end_of_text_ends_a_sequence_and_is_its_last_token(model):
@@ -57,7 +58,7 @@ def test_a_search_is_cancelled_as_a_whole_and_leaves_its_slots(model):
             assert engine.step() == []
         engine.cancel(first, 1)
         events = drain(engine)
-    assert [(e.request, e.choice, e.finish) for e in events] == [
+    assert [(e.job, e.choice, e.finish) for e in events] == [
         (first, 0, "cancelled"), (first, 1, "cancelled"), (second, 0, "length"),
     ]  # fmt: skip
     assert events[-1].ids == events_of(model, asked())[0].ids
@@ -117,7 +118,7 @@ def test_beams_on_a_gpu_are_those_of_the_cpu(model):
     events = drain(engine)
     engine.release()
     for handle, request in zip(handles, requests, strict=True):
-        found = [event for event in events if event.request == handle]
+        found = [event for event in events if event.job == handle]
         wanted = events_of(model, request)
         assert [(event.ids, event.finish) for event in found] == [(event.ids, event.finish) for event in wanted]
-        assert [event.score for event in found] == pytest.approx([event.score for event in wanted], rel=1e-4)
+        assert scores_of(found) == pytest.approx(scores_of(wanted), rel=1e-4)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from dtgpt.config.execution import MOST_SLOTS
 from dtgpt.config.plan import Plan
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.cache import Cache, Chunk, SlotState
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import SpecialIds, variant_of
+from dtgpt.inference.request import variant_of
 from dtgpt.inference.step import Step
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config

@@ -7,19 +7,20 @@ import torch
 
 from dtgpt.config.plan import Plan
 from dtgpt.inference.commands import (
-    Assign,
-    Begin,
     Channel,
-    Copy,
-    Decode,
-    Ping,
-    Read,
-    Release,
+    _types_of,
+    assign,
+    begin,
+    copy,
     decode,
-    encode,
     follow,
+    from_numbers,
     known_commands,
+    read,
+    release,
+    to_numbers,
 )
+from dtgpt.inference.commands import ping as meet
 from dtgpt.ops.sampling.sequences import Variant
 from dtgpt.parallel.mesh import Mesh
 from tests.support.ranks import pool
@@ -30,6 +31,9 @@ HELD = 0.7  # seconds that a rank does not answer
 class _NoModel:
     """A step of a rank that only answers."""
 
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+
     def detach(self) -> None: ...
 
 
@@ -39,12 +43,12 @@ def ping(world: int) -> float:
     channel, begin = Channel(mesh), time.monotonic()
     if mesh.rank:
         time.sleep(HELD if mesh.rank == world - 1 else 0.0)
-        follow(_NoModel(), channel)
+        follow(_NoModel(mesh), channel)
         return 0.0
-    channel.send(Ping())
-    channel.meet()
+    channel.send(meet, [])
+    meet(_NoModel(mesh))
     seconds = time.monotonic() - begin
-    channel.send(Release())
+    channel.send(release, [])
     return seconds
 
 
@@ -54,20 +58,26 @@ def test_a_ping_waits_for_the_answer_of_every_rank():
 
 
 EXAMPLES = (
-    Read([3, 1], [[5, 6, 7], [8]]), Read([0], [list(range(100))], first=4), Begin(1, torch.tensor([-1, 2**62])),
-    Copy([1], [2], 3, []), Copy([1, 2], [4, 5], 3, [[1, 2], [3, 4]]), Assign([7], [9]), Assign([], []),
-    Decode([0, 2], 8, Variant(filters=True, ngram=4, alternatives=2)), Ping(), Release(),
+    (read, [3, 1], [[5, 6, 7], [8]], 0), (read, [0], [list(range(100))], 4), (begin, 1, torch.tensor([-1, 2**62])),
+    (copy, [1], [2], 3, []), (copy, [1, 2], [4, 5], 3, [[1, 2], [3, 4]]), (assign, [7], [9]), (assign, [], []),
+    (decode, [0, 2], 8, Variant(filters=True, ngram=4, alternatives=2)), (meet,), (release,),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", EXAMPLES, ids=lambda command: type(command).__name__)
-def test_a_command_comes_back_from_its_numbers(command):
-    numbers = iter(encode(command))
-    found = decode(type(command), numbers)
-    assert type(command) in known_commands() and next(numbers, None) is None
-    if isinstance(command, Begin):
-        assert found.slot == command.slot and torch.equal(found.payload, command.payload)
+def sent_and_received(command, *arguments):
+    assert command in known_commands()
+    numbers = iter([number for argument in arguments for number in to_numbers(argument)])
+    found = [from_numbers(kind, numbers) for kind in _types_of(command)]
+    assert next(numbers, None) is None
+    return found
+
+
+@pytest.mark.parametrize("command, arguments", [(command, given) for command, *given in EXAMPLES])
+def test_a_command_comes_back_from_its_numbers(command, arguments):
+    found = sent_and_received(command, *arguments)
+    if command is begin:
+        assert found[0] == arguments[0] and torch.equal(found[1], arguments[1])
     else:
-        assert found == command
-    if isinstance(command, Decode):
-        assert [type(part) for part in found.variant] == [type(part) for part in command.variant]
+        assert found == arguments
+    if command is decode:
+        assert [type(part) for part in found[2]] == [type(part) for part in arguments[2]]

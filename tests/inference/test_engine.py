@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, SpecialIds
+from dtgpt.inference.request import NOT_FINITE
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.errors import UserError
@@ -19,7 +20,7 @@ from tests.support.other_architecture import GroupedConfig, OtherConfig
 from tests.support.ranks import pool, several
 from tests.support.requests import make_request
 
-pytestmark = pytest.mark.slow(16)
+pytestmark = pytest.mark.slow(11)
 
 LENGTH, VOCABULARY = 24, 131
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": LENGTH, "vocab_size": VOCABULARY}
@@ -29,6 +30,7 @@ CONFIG = CONFIGS[GPT2Config]
 INFERENCE = {"single": 1, "tp2_pp2": 4, "pp2_zbv": 2, "tp4": 4}
 TRAINING = {"tp2_sp": 2, "pp2_interleaved": 2, "pp2_zbv": 2, "dp2_tp2_sp_zero3": 4, "pp2_dp2_zero2": 4, "tp4_sp": 4}
 GREEDY = Options(max_new_tokens=6, temperature=0, ends=False)
+FEW = 4  # tokens of texts under plans
 PROMPTS = [[5], [5, 90, 17], list(range(18)), [3, 4, 5, 6, 7, 8], [130]]
 
 
@@ -56,10 +58,14 @@ def expected():
     requests = [
         make_request(ids=ids, sampling=sampling_of(index), choices=1 + index % 2) for index, ids in enumerate(PROMPTS)
     ]
-    greedy = {name: [greedy_text(config, ids, 6) for ids in PROMPTS] for name, config in CONFIGS.items()}
+    greedy = {name: [greedy_text(config, ids, FEW) for ids in PROMPTS] for name, config in CONFIGS.items()}
     drawn = {(index, choice): ids for index, request in enumerate(requests)
              for (_, choice), ids in bodies.texts(alone(request)).items()}  # fmt: skip
     return greedy, requests, drawn
+
+
+def asked_greedily():
+    return [make_request(ids=ids, sampling=replace(GREEDY, max_new_tokens=FEW)) for ids in PROMPTS]
 
 
 def sampling_of(seed):
@@ -67,7 +73,9 @@ def sampling_of(seed):
     rules = [
         {}, {"top_k": 9}, {"top_p": 0.8, "frequency_penalty": 0.5}, {"no_repeat_ngram_size": 2}, {"temperature": 0},
     ]  # fmt: skip
-    return Options(**{"max_new_tokens": 6, "seed": seed, "temperature": 1.5, "ends": False} | rules[seed % len(rules)])
+    return Options(
+        **{"max_new_tokens": FEW, "seed": seed, "temperature": 1.5, "ends": False} | rules[seed % len(rules)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def sampling_of(seed):
 def test_texts_are_the_same_under_every_plan(expected, plan, training):
     """More requests than slots, in memory of NaN, with stages of `dtgpt.load` and of training."""
     greedy, requests, drawn = expected
-    asked = [make_request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
+    asked = asked_greedily()
     configs = [GroupedConfig] if training else list(CONFIGS)
     if "tp4" in plan:  # it has two heads of keys
         configs.remove(GroupedConfig)
@@ -92,15 +100,15 @@ def test_texts_are_the_same_under_every_plan(expected, plan, training):
 
 def test_a_vocabulary_that_tp_cuts_unevenly():
     config = GPT2Config(**SHAPE | {"num_heads": 3, "hidden_size": 24}, init_std=0.3)
-    asked = [make_request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
-    wanted = {(i, 0): greedy_text(config, ids, 6) for i, ids in enumerate(PROMPTS)}
+    asked = asked_greedily()
+    wanted = {(i, 0): greedy_text(config, ids, FEW) for i, ids in enumerate(PROMPTS)}
     calls = [(bodies.generate, config, "tp3", asked, 2, training) for training in (False, True)]
     assert [bodies.texts(events) for events in pool().run(3, several, calls)[0]] == [wanted] * 2
 
 
 @pytest.mark.compiler
 def test_compiled_stages_of_training_run_eagerly(expected):
-    asked = [make_request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
+    asked = asked_greedily()
     stages, mesh = bodies.training_stages(CONFIG, "single", compile=True)
     with torch.compiler.set_stance("force_eager"):
         events = bodies.serve(Engine(stages, mesh, CONFIG, torch.float32, 2), asked)
@@ -129,11 +137,10 @@ def test_prompts_up_to_the_whole_length_are_scored_and_new_tokens_are_too(plan, 
         return (expected.argmax(1) == torch.tensor(ids[first:])).tolist()
 
     for index, ids in enumerate(prompts):
-        scores, end = (event for event in events if event.request == index)
-        assert (scores.choice, scores.ids, scores.finish) == (PROMPT, ids[1:], None)
-        assert list(scores.greedy) == check([scores], ids, 1)
-        assert end == Event(index, 0, [], [], [], "length")
-    found = [event for event in events if event.request == len(prompts)]
+        (end,) = (event for event in events if event.job == index)
+        assert end.prompt.ids == ids and end.prompt.greedy == check([end.prompt], ids, 1)
+        assert (end.choice, end.ids, end.finish) == (0, [], "length")
+    found = [event for event in events if event.job == len(prompts)]
     assert all(check(found, [5, 90, *(token for event in found for token in event.ids)], 2))
 
 

@@ -14,6 +14,7 @@ import torch
 import dtgpt
 from dtgpt.config.plan import Plan
 from dtgpt.inference.cache import SlotState
+from dtgpt.inference.captured.step import CapturedStep
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import NO_SPECIAL_IDS, PromptJob
@@ -73,7 +74,7 @@ def serve(engine: Engine, asked: list[PromptJob]) -> list[list[int]]:
 )
 def test_the_text_is_the_same_alone_and_in_company(config, name):
     engine, asked = make(config, torch.bfloat16), requests(SAMPLINGS[name])
-    assert engine._rank_step.decoders is not None
+    assert isinstance(engine._rank_step, CapturedStep) and engine._rank_step.fused is not None
     together = serve(engine, asked)
     assert [serve(engine, [request])[0] for request in reversed(asked)][::-1] == together
     assert serve(make(config, torch.bfloat16, slots=3), asked) == together
@@ -142,7 +143,7 @@ def test_log_probabilities_are_those_of_the_whole_window(config, dtype, bound):
     events = drain(engine)
     engine.release()
     for handle, request in zip(handles, asked, strict=True):
-        mine = [event for event in events if event.request == handle]
+        mine = [event for event in events if event.job == handle]
         new, logprobs = [i for event in mine for i in event.ids], [x for event in mine for x in event.logprobs]
         ids = torch.tensor([request.ids + new], device=CUDA)
         with torch.no_grad():

@@ -13,9 +13,8 @@ from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.kernels import serve
-from dtgpt.inference.kernels.serve import KERNELS
+from dtgpt.inference.kernels.serve import BITS
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import PROMPT
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.batch import Batch
 from dtgpt.models.binding import bind
@@ -110,11 +109,10 @@ def generated(engine: Engine) -> list[tuple[list[int], list[float], int]]:
     scored = {}
     while engine.busy:
         for event in engine.step():
-            if event.choice == PROMPT:
-                scored[event.request] = event.logprobs
-            else:
-                found[event.request][0].extend(event.ids)
-                found[event.request][1].extend(event.logprobs)
+            if event.prompt is not None:
+                scored[event.job] = event.prompt.logprobs
+            found[event.job][0].extend(event.ids)
+            found[event.job][1].extend(event.logprobs)
             for token, logprob, top in zip(event.ids, event.logprobs, event.alternatives, strict=False):
                 assert dict(top).get(token, logprob) == logprob  # the same token has the same bits among these
     engine.release()
@@ -229,10 +227,10 @@ WITHOUT = {
 
 @pytest.mark.parametrize("config", WITHOUT.values(), ids=WITHOUT)
 def test_a_model_without_decode_kernels_is_refused(config):
-    KERNELS.check_blocks(GPT2)
-    KERNELS.check_blocks(replace(LLAMA, attention_bias="all", rope_scaling="yarn", window=LLAMA.seq_length))
+    BITS.check_blocks(GPT2)
+    BITS.check_blocks(replace(LLAMA, attention_bias="all", rope_scaling="yarn", window=LLAMA.seq_length))
     with pytest.raises(UserError, match=r"exact=True has kernels for GPT-2 and LLaMA blocks.*leave exact out"):
-        KERNELS.check_blocks(config)
+        BITS.check_blocks(config)
 
 
 def test_beams_are_refused(tmp_path):
@@ -253,12 +251,12 @@ def test_products_of_rows_have_the_gradients_of_others_where_tensor_parallelism_
 
 def test_more_tensor_parallel_ranks_than_two_and_two_in_fp32_are_refused(monkeypatch):
     monkeypatch.setattr(serve, "has_triton", lambda x: True)
-    KERNELS.check_exact(CPU, Plan(pp=2, tp=2).for_world(4), torch.bfloat16)
+    BITS.check_exact(CPU, Plan(pp=2, tp=2).for_world(4), torch.bfloat16)
     with pytest.raises(UserError, match=r"exact=True cannot hold under tp=4.*use tp=2"):
-        KERNELS.check_exact(CPU, Plan(tp=4).for_world(4), torch.bfloat16)
-    KERNELS.check_exact(CPU, Plan(pp=2).for_world(2), torch.float32)
+        BITS.check_exact(CPU, Plan(tp=4).for_world(4), torch.bfloat16)
+    BITS.check_exact(CPU, Plan(pp=2).for_world(2), torch.float32)
     with pytest.raises(UserError, match=r"exact=True cannot hold in fp32 under tp=2.*use precision bf16"):
-        KERNELS.check_exact(CPU, Plan(tp=2).for_world(2), torch.float32)
+        BITS.check_exact(CPU, Plan(tp=2).for_world(2), torch.float32)
 
 
 @pytest.mark.slow(2)

@@ -14,8 +14,7 @@ from dtgpt.evaluation.scoring import scorer_of
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompt_sources.terminal import converse
-from dtgpt.inference.request import LOGITS, NOT_FINITE, Event, NotFinite, PromptJob, SpecialIds
-from dtgpt.inference.session import Session
+from dtgpt.inference.request import LOGITS, NOT_FINITE, NotFinite, PromptJob, SequenceUpdate
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import build_model
@@ -63,8 +62,8 @@ def test_a_request_ends_where_its_logits_are_not_finite_and_others_go_on(value, 
     model = broken_model(value)
     good = make_request(ids=[2], sampling=Options(max_new_tokens=4, temperature=0.0))
 
-    def ids_of(events: list[Event], handle: int) -> list[int]:
-        return [token for event in events if event.request == handle for token in event.ids]
+    def ids_of(events: list[SequenceUpdate], handle: int) -> list[int]:
+        return [token for event in events if event.job == handle for token in event.ids]
 
     with engine_of(model, 4) as engine:
         alone = engine.submit(good)
@@ -73,7 +72,7 @@ def test_a_request_ends_where_its_logits_are_not_finite_and_others_go_on(value, 
         bad = make_request(**{"ids": [3, 4], "sampling": Options(max_new_tokens=9), **changes})
         handle, other = engine.submit(bad), engine.submit(good)
         events = drain(engine)
-        assert {e.finish for e in events if e.request == handle} - {None} == {NOT_FINITE}
+        assert {e.finish for e in events if e.job == handle} - {None} == {NOT_FINITE}
         assert ids_of(events, other) == expected
         again = engine.submit(good)  # in a slot that has held NaN
         assert ids_of(drain(engine), again) == expected
@@ -143,7 +142,7 @@ def test_a_conversation_goes_on_after_the_sentence(capsys):
             return iter(["hello", "a"])
 
     with engine_of(broken_model(), 2) as engine:
-        session = Session(engine, BYTES, SpecialIds())
-        converse(session, Typed(), lambda text, turn: PromptJob(list(text.encode()), Options(max_new_tokens=3)))
+        engine.tokenizer = BYTES
+        converse(engine, Typed(), lambda text, turn: PromptJob(list(text.encode()), Options(max_new_tokens=3)))
     out, err = capsys.readouterr()
     assert err == f"dtgpt: {LOGITS}\n" and out.startswith("hello") and "\na" in out

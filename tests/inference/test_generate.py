@@ -121,11 +121,11 @@ def test_slots_grow_with_the_calls_and_a_number_of_slots_is_kept(foreign):
 def test_slots_that_do_not_fit_are_told_before_they_are_made(foreign, monkeypatch):
     model = dtgpt.load(foreign)
     one = model.bytes_per_slot
-    monkeypatch.setattr("dtgpt.inference.model.free_memory", lambda *_: 8 * one)
+    monkeypatch.setattr("dtgpt.parallel.cache_sizes.free_memory", lambda *_: 8 * one)
     assert len(model.generate([[1]] * 9, max_new_tokens=2)) == 9 and model.slots < 8
     with pytest.raises(UserError, match=r"20 slots of the cache, .*KiB each, do not fit .* but \d do"):
         model.generate([1], num_return_sequences=20)
-    monkeypatch.setattr("dtgpt.inference.model.free_memory", lambda *_: one)
+    monkeypatch.setattr("dtgpt.parallel.cache_sizes.free_memory", lambda *_: one)
     with pytest.raises(UserError, match="MiB are free"):
         dtgpt.load(foreign).generate([1])
 

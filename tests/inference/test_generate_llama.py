@@ -12,9 +12,8 @@ from dtgpt.cli import main
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.tokenizers.open import make_tokenizer
-from dtgpt.inference import model as models
 from dtgpt.inference.beams.search import Beams
-from dtgpt.inference.commands import Read
+from dtgpt.inference.commands import read
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob
 from dtgpt.interop.weights_alone import save_weights
@@ -22,6 +21,7 @@ from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel import cache_sizes
 from dtgpt.parallel.cache_sizes import bytes_per_slot, core_sizes
 from dtgpt.serve.app import make_app
 from dtgpt.util.errors import UserError
@@ -87,7 +87,7 @@ def test_plans_and_company_change_no_text(family):
 def texts_and_scores(config: LlamaConfig, plan: str, asked: list[PromptJob]) -> tuple[dict, list[float]]:
     """Return the new tokens of each request and choice, and the scores of a prompt."""
     events = bodies.generate(config, plan, asked, 4, training=False)
-    return bodies.texts(events), [x for event in events if event.choice < 0 for x in event.logprobs]
+    return bodies.texts(events), next((event.prompt.logprobs for event in events if event.prompt), [])
 
 
 def test_the_cache_keeps_rotated_keys_of_the_heads_of_keys_alone():
@@ -95,7 +95,7 @@ def test_the_cache_keeps_rotated_keys_of_the_heads_of_keys_alone():
     rows = []
     with engine_of(model, slots=1) as engine:
         for ids in ([5, 7, 7], [7, 5, 7]):
-            engine.command(Read([0], [ids]))
+            engine.command(read, [0], [ids], 0)
             rows.append(engine._rank_step.cache.layers[0].keys[0].clone())
     first, second = rows
     assert first.shape == (2, 48, 8)
@@ -144,7 +144,7 @@ def test_lengths_that_the_model_does_not_have_are_refused(folder):
 
 def test_a_user_is_told_where_memory_has_room_for_few(folder, monkeypatch, capsys):
     model = dtgpt.load(folder, device="cpu", max_length=40)
-    monkeypatch.setattr(models, "free_memory", lambda device, local_world: 5 * model.bytes_per_slot)
+    monkeypatch.setattr(cache_sizes, "free_memory", lambda device: 5 * model.bytes_per_slot)
     model.generate("ab", max_new_tokens=1)
     assert "room" not in capsys.readouterr().err
     model.generate(["ab"] * 9, max_new_tokens=1)

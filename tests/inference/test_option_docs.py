@@ -10,7 +10,8 @@ from typing import get_args, get_origin
 import pytest
 
 import dtgpt
-from dtgpt.inference.options import INITIAL, OPTIONS, Option
+from dtgpt.inference.base_options import Option
+from dtgpt.inference.options import INITIAL, OPTIONS
 from dtgpt.serve.openai_keys import OPTION_KEYS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,7 +52,7 @@ def of_serving() -> list[str]:
     return [*rows, "", *text]
 
 
-PAGES = {"generation.md": of_generation, "serving.md": of_serving}
+PAGES = {"generation.md": of_generation, "http_api.md": of_serving}
 
 
 def table(page: str) -> str:

@@ -18,13 +18,13 @@ from dtgpt.inference.captured.prompt_batches import (
     padded_size,
     passes_over,
 )
+from dtgpt.inference.captured.torch_private import without_split_k
 from dtgpt.inference.options import Options
 from dtgpt.inference.scheduler import PromptChunk
 from dtgpt.inference.step import Step
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.util.console import stderr_dropped
-from dtgpt.util.torch_private import without_split_k
+from dtgpt.util.shared.stderr import stderr_dropped
 from tests.support import bodies_engine as bodies
 from tests.support.eager_graphs import let_read_together
 from tests.support.other_architecture import OtherConfig

@@ -5,11 +5,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.beams.search import Beams
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import PROMPT, PromptJob, SpecialIds
+from dtgpt.inference.request import PromptJob
 from dtgpt.models.gpt2 import GPT2Config
-from tests.support.plays import Cancel, Outcome, Outcomes, Steps, Submit, play
+from tests.support.plays import PROMPT, Cancel, Outcome, Outcomes, Steps, Submit, play
 from tests.support.ranks import pool
 from tests.support.requests import make_request
 

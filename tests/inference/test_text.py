@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtgpt.inference.options import check_stop_strings
-from dtgpt.inference.prompts import TextStream, segments, token_of
+from dtgpt.inference.prompts import segments, text_stream, token_of
+from dtgpt.inference.rules.options import check_stop_strings
 from dtgpt.inference.rules.stop_strings import StopSearch
 from dtgpt.util.errors import UserError
 from tests.support.vocabularies import KINDS, of_every_kind
@@ -36,8 +36,8 @@ def ids_of(tokenizer):
 def test_the_pieces_are_the_text_that_the_ids_add_to_the_prompt(tokenizers, kind, data):
     tokenizer = tokenizers[kind]
     prompt, ids = data.draw(TEXT.map(tokenizer.encode)), data.draw(ids_of(tokenizer))
-    stream = TextStream(tokenizer, prompt)
-    joined = "".join([stream.add(i) for i in ids]) + stream.finish()
+    stream = text_stream(tokenizer, prompt)
+    joined = "".join([stream.extend([i]) for i in ids]) + stream.finish()
     whole = tokenizer.decode(prompt + ids)
     if kind == "byte fallback" and whole.count("\ufffd") != joined.count("\ufffd"):
         return  # the library makes all of a run of bytes U+FFFD where one is wrong
@@ -51,12 +51,12 @@ def test_the_pieces_are_the_text_that_the_ids_add_to_the_prompt(tokenizers, kind
 def test_several_ids_at_once_add_what_each_of_them_adds(tokenizers, kind, data):
     tokenizer = tokenizers[kind]
     prompt = data.draw(TEXT.map(tokenizer.encode))
-    together, single = TextStream(tokenizer, prompt), TextStream(tokenizer, prompt)
+    together, single = text_stream(tokenizer, prompt), text_stream(tokenizer, prompt)
     for ids in data.draw(st.lists(ids_of(tokenizer), max_size=4)):
-        before = together.mark()
-        piece = "".join(map(single.add, ids))
+        before = dict(vars(together))
+        piece = "".join(single.extend([i]) for i in ids)
         assert together.extend(ids) == piece
-        together.go_back(before)
+        vars(together).update(before)
         assert together.extend(ids) == piece
     assert together.finish() == single.finish()
 
@@ -69,17 +69,17 @@ def test_no_piece_has_half_a_character(tokenizers, kind, prompt, text):
     tokenizer = tokenizers[kind]
     opening, ids = tokenizer.encode(prompt), tokenizer.encode(text)
     whole = tokenizer.decode(opening + ids)[len(tokenizer.decode(opening)) :]
-    stream, seen = TextStream(tokenizer, opening), ""
+    stream, seen = text_stream(tokenizer, opening), ""
     for i in ids:
-        seen += stream.add(i)
+        seen += stream.extend([i])
         assert whole.startswith(seen)
     assert seen + stream.finish() == whole
 
 
 def test_a_character_appears_with_its_last_byte_and_a_broken_one_with_what_follows(tokenizers):
-    stream = TextStream(tokenizers["bytes"], list("é".encode()))
-    assert [stream.add(b) for b in "a€".encode()] == ["a", "", "", "€"]
-    assert [stream.add(b) for b in b"\xe2\x82b\xe2"] == ["", "", "\ufffdb", ""]
+    stream = text_stream(tokenizers["bytes"], list("é".encode()))
+    assert [stream.extend([b]) for b in "a€".encode()] == ["a", "", "", "€"]
+    assert [stream.extend([b]) for b in b"\xe2\x82b\xe2"] == ["", "", "\ufffdb", ""]
     assert stream.finish() == "\ufffd"
 
 
@@ -87,8 +87,8 @@ def test_a_character_appears_with_its_last_byte_and_a_broken_one_with_what_follo
 def test_ids_of_a_prompt_that_the_tokenizer_does_not_have_are_no_text(tokenizers, kind):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode("the fox")
-    stream = TextStream(tokenizer, [tokenizer.vocab_size, *ids, 10**6])
-    text = "".join(map(stream.add, tokenizer.encode(" quick"))) + stream.finish()
+    stream = text_stream(tokenizer, [tokenizer.vocab_size, *ids, 10**6])
+    text = "".join(stream.extend([i]) for i in tokenizer.encode(" quick")) + stream.finish()
     assert text.removeprefix("<s>") == " quick"
 
 
@@ -106,14 +106,14 @@ def test_wrong_bytes_appear_within_four_tokens_and_take_no_more_time_when_they_a
     decoded, decode = [], type(tokenizer)._decode
     monkeypatch.setattr(type(tokenizer), "_decode", lambda own, ids: decoded.append(len(ids)) or decode(own, ids))
     for ids in ([wrong] * 400, [spelled_by(tokenizer, 0xE2)] * 400, [newline] * 400):
-        stream = TextStream(tokenizer, tokenizer.encode("the fox") * 100)
+        stream = text_stream(tokenizer, tokenizer.encode("the fox") * 100)
         for number, i in enumerate(ids):
             before = len(decoded)
-            piece = stream.add(i)
+            piece = stream.extend([i])
             assert sum(decoded[before:]) < 500 and len(decoded) - before < 6
             assert piece or number == 0
-    stream = TextStream(tokenizer, tokenizer.encode("the"))
-    pieces = [stream.add(spelled_by(tokenizer, byte)) for byte in "€".encode() + b"\xff\xe2A"]
+    stream = text_stream(tokenizer, tokenizer.encode("the"))
+    pieces = [stream.extend([spelled_by(tokenizer, byte)]) for byte in "€".encode() + b"\xff\xe2A"]
     assert pieces == ["", "", "€", "\ufffd", "", "\ufffdA"]
 
 
@@ -121,8 +121,8 @@ def test_words_keep_their_blanks_with_a_tokenizer_that_drops_the_first(tokenizer
     for kind in ("sentencepiece", "byte fallback"):
         tokenizer = tokenizers[kind]
         prompt, ids = tokenizer.encode("the quick"), tokenizer.encode("brown fox")
-        assert "".join(map(TextStream(tokenizer, prompt).add, ids)) == " brown fox"
-        assert "".join(map(TextStream(tokenizer).add, ids)) == "brown fox"
+        for stream, text in ((text_stream(tokenizer, prompt), " brown fox"), (text_stream(tokenizer), "brown fox")):
+            assert "".join(stream.extend([i]) for i in ids) == text
 
 
 def expected_end(text, strings):
@@ -170,7 +170,7 @@ def test_a_line_end_that_ends_a_text_is_part_of_it():
 ])  # fmt: skip
 def test_stop_strings_that_are_none_are_refused(strings, words):
     with pytest.raises(UserError) as error:
-        check_stop_strings(strings)
+        check_stop_strings("stop_strings", tuple(strings))
     assert all(word in str(error.value) for word in words)
 
 

@@ -25,8 +25,9 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.source import parameter_shapes
 from dtgpt.ops import rotary_positions as rotary
 from dtgpt.ops.random.philox import root_key
+from dtgpt.train.init_from.begin import model_values
 from dtgpt.train.setup import open_trainer
-from dtgpt.train.start import model_values, settle
+from dtgpt.train.start import settle
 from tests.interop.test_interop_huggingface import InMemory, edit, edit_weights, same_logits
 from tests.support.bodies_inference import weights_at_the_start
 from tests.support.huggingface_llamas import MODELS, our_model, their_model

@@ -84,7 +84,7 @@ def test_a_run_is_its_checkpoints_and_the_newest_of_them_in_full(run, inspect):
     assert lines[0] == f"run {run}: 2 checkpoints"
     sizes = [sum(f.stat().st_size for f in c.glob("*.safetensors")) / 2**20 for c in (newest(run), newest(run))]
     for line, step, size in zip(lines[1:3], (1, 2), sizes, strict=True):
-        assert line == f"  step_0000000{step}: {size:.1f} MiB, every file as it was written"
+        assert line == f"  step_0000000{step}: {size:.1f} MiB, every file verified"
     assert "\n".join(lines[3:]) + "\n" == inspect(newest(run))
 
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_says_step_plan_sizes_and_the_digest_of_every_file(recipe, 
         f"  {parameters:,} parameters: {SHAPE}",
         "table of 384 rows",
         "weights and optimizer, dtgpt ",
-        "  every file as it was written\n",
+        "  every file verified\n",
     ):
         assert words in text, words
     files = sorted(folder.glob("*.safetensors"))
@@ -149,7 +149,7 @@ def test_a_damaged_file_is_named(run, inspect, kind):
     (file,) = newest(run).glob(f"{kind}*")
     flip(file)
     text = inspect(run)
-    assert "step_00000001: " in text and text.count("every file as it was written") == 2
+    assert "step_00000001: " in text and text.count("every file verified") == 2
     assert text.count(f"{file} is damaged") == 1
     assert "step 1, 8 samples" in text  # the one before is told in full
     file.unlink()
@@ -161,7 +161,7 @@ def test_an_older_checkpoint_that_is_damaged_is_named(run, inspect):
     (run / "checkpoints" / "step_00000001" / "state.json").write_text("{}")
     text = inspect(run)
     assert f"step_00000001: {run}/checkpoints/step_00000001/state.json is damaged" in text
-    assert "step 2, 16 samples" in text and "every file as it was written" in text
+    assert "step 2, 16 samples" in text and "every file verified" in text
 
 
 @pytest.mark.parametrize("how", ["changed", "gone"])
@@ -170,7 +170,7 @@ def test_a_run_whose_newest_checkpoint_cannot_be_opened_is_told_with_the_one_bef
     flip(state) if how == "changed" else state.unlink()
     text = inspect(run)
     assert f"step_00000002: {state} is damaged" in text
-    assert "step 1, 8 samples" in text and "  every file as it was written\n" in text
+    assert "step 1, 8 samples" in text and "  every file verified\n" in text
 
 
 def test_a_checkpoint_that_cannot_be_opened_is_one_sentence(run, command):

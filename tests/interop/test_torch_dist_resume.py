@@ -11,10 +11,10 @@ import torch
 
 from dtgpt.checkpoint.load import Saved, read_part
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.checkpoint.open import open_training
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
 from dtgpt.data.tokenizers.tokenizer import Char
+from dtgpt.interop.megatron.training import MegatronTraining
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import parameter_shapes
@@ -167,7 +167,7 @@ def written(root, state, optimizer=None, edit=None, masters=None, objects=None, 
 
 
 def check_state(path, state, **expected):
-    run = open_training(path, GPT2.vocab_size)
+    run = MegatronTraining(Path(path), GPT2.vocab_size)
     assert run.config == GPT2 and run.state == {"step": 5, "consumed_samples": 40, "updates": 3} | expected
     for name, shape in parameter_shapes(GPT2).items():
         part = tuple(range(n // 3, n) for n in shape)
@@ -228,7 +228,7 @@ BUCKETS = {"optimizer.distributed.dp_group_idx_0.per_bucket_numel/shard_0_1": [1
 def test_what_is_not_to_be_read(state, tmp_path, options, message):
     path = written(tmp_path / "tree", state, **options)
     with pytest.raises(UserError, match=message) as caught:
-        open_training(path, GPT2.vocab_size)
+        MegatronTraining(Path(path), GPT2.vocab_size)
     assert "\n" not in str(caught.value) and ";" in str(caught.value)
 
 

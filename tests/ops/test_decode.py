@@ -11,9 +11,9 @@ from dtgpt.ops.activations import swiglu_reference as swiglu
 from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
 from dtgpt.ops.attention.prompts import write_prompts
-from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.kernels.decode import blocks
 from dtgpt.ops.kernels.decode.blocks import embed, run_blocks, run_head
+from dtgpt.ops.kernels.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.norms import norm_reference
 from dtgpt.ops.rotary_positions import Rotation, angle_table, rotate
 from tests.support.pairwise import each_pair

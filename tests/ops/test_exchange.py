@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.ops.decode.weights import BlockWeights
 from dtgpt.ops.kernels.decode.blocks import run_blocks
 from dtgpt.ops.kernels.decode.exchange import Exchange
+from dtgpt.ops.kernels.decode.weights import BlockWeights
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shared_memory.transport import make_exchange

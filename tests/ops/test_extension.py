@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from dtgpt.inference.kernels.weights import decode_weights
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.kernels import extension
@@ -135,10 +136,10 @@ def test_blocks_are_told_apart_by_what_the_kernels_are_built_for():
     grouped = {"num_kv_heads": 2, "head_dim": 64, "ffn_hidden_size": 192}
     keys = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)
     llama, qwen3, qwen25, all_biases = (
-        LlamaConfig(**sizes, **grouped, **more).make_block(0).decode_weights()
+        decode_weights(LlamaConfig(**sizes, **grouped, **more).make_block(0))
         for more in ({}, {"qk_norm": True}, {"attention_bias": "qkv"}, {"attention_bias": "all"})
     )
-    gpt2 = GPT2Config(**sizes).make_block(0).decode_weights()
+    gpt2 = decode_weights(GPT2Config(**sizes).make_block(0))
     kinds = [rows.sizes_of(block, keys)[9:] for block in (llama, qwen3, qwen25, all_biases, gpt2)]
     assert kinds == [(1, 1, 1, 0), (1, 1, 2, 0), (1, 1, 1, 1), (1, 1, 1, 1), (0, 0, 0, 2)]
     assert rows.sizes_of(llama, keys)[1:8] == (128, 192, 512, 256, 64, 2, 64)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from dtgpt.inference.kernels.weights import decode_weights
 from dtgpt.models import layers
 from dtgpt.models.binding import bind
 from dtgpt.models.gpt2 import GPT2Config
@@ -163,9 +164,9 @@ def test_blocks_say_to_decode_kernels_which_activation_they_have():
     }
     for name, config in models.items():
         block = config.make_block(0)
-        assert block.decode_weights().activation == name
+        assert decode_weights(block).activation == name
         for other in {"silu", "gelu_tanh", "gelu", "relu2"} - {config.activation}:
-            assert replace(config, activation=other).make_block(0).decode_weights().activation is None
+            assert decode_weights(replace(config, activation=other).make_block(0)).activation is None
 
 
 @needs_triton

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import SpecialIds
 from dtgpt.inference.rules.edits import ban_repeated_ngrams
 from dtgpt.inference.scores import tokens as scores
 from dtgpt.inference.scores.tokens import token_scores
@@ -99,7 +99,7 @@ def rows_of(draw, sizes=(2, 5, 9)) -> list[Row]:
     return draw(st.lists(row_of(size), min_size=1, max_size=4))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(rows_of())
 def test_tokens_and_log_probabilities_are_those_of_the_definition(rows):
     found = draw(rows)
@@ -114,7 +114,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_definition(rows):
             assert token != found.tokens[i] or logprob == found.logprobs[i]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), rows_of(sizes=(9, 40)))
 def test_a_row_is_the_same_alone_and_in_company(data, rows):
     """Bit for bit, under every variant that suffices, in any slot and place of the batch."""
@@ -258,7 +258,7 @@ def test_top_p_at_equality_keeps_one_more():
     assert set(many(row).tolist()) == {0, 1, 2}  # the sum before the third is 0.75
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=POSITIONS), st.integers(1, 6))
 def test_ngrams_are_those_of_transformers(ids, n):
     from transformers import NoRepeatNGramLogitsProcessor

@@ -86,3 +86,24 @@ assert torch.equal(compiled, eager) and all(map(torch.equal, *gradients))
 def test_a_run_in_fp32_imports_no_kernels_and_a_first_compiled_call_imports_them():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+OPS = """
+import sys, torch
+from dtgpt.ops.norms import norm
+from dtgpt.ops.serve import load_kernels
+
+x = torch.randn(4, 8).bfloat16()
+inputs = x, torch.ones(8), torch.zeros(8), 1e-5
+load_kernels("norm_and_pass")
+eager = torch.ops.dtgpt.norm(*inputs)[0]
+assert "torch._dynamo" not in sys.modules, "imported by the op"
+compiled = torch.compile(lambda *inputs: torch.ops.dtgpt.norm(*inputs)[0], fullgraph=True, backend="eager")
+assert torch.equal(compiled(*inputs), eager) and torch.equal(torch.ops.dtgpt.norm(*inputs)[0], eager)
+"""
+
+
+@pytest.mark.slow(3)
+def test_an_op_of_pytorch_imports_no_compiler_and_is_compiled_afterwards():
+    done = subprocess.run([sys.executable, "-c", OPS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -12,7 +12,8 @@ import torch
 from dtgpt.cli import main
 from dtgpt.compare.rounding import comparable
 from dtgpt.config.execution import DTYPES
-from dtgpt.parallel.graphs import WARM_UP, Graphs, capture
+from dtgpt.parallel.engine import open_graphs
+from dtgpt.parallel.graphs.captured import WARM_UP, CapturedGraphs, capture
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
@@ -34,7 +35,7 @@ def own_stream():
 
 
 def test_without_graphs_work_is_done_at_once():
-    graphs, calls = Graphs(False), []
+    graphs, calls = open_graphs(False), []
     for step in range(5):
         graphs.next_step()
         x = torch.tensor(float(step))
@@ -65,7 +66,7 @@ ROWS = torch.ones(4, 3)
 ])  # fmt: skip
 def test_inputs_of_another_form_than_the_captured_ones_are_refused(now, words):
     """A graph does not read what was none, and a copy repeats a row for all: it would train on something else."""
-    graphs, graph, places = Graphs(False), Replayed(), (torch.zeros(4, 3), None)
+    graphs, graph, places = CapturedGraphs(False), Replayed(), (torch.zeros(4, 3), None)
     graphs.enabled, graphs._captured = True, {"head": (graph, "result", places)}
     for _ in range(WARM_UP + 1):
         graphs.next_step()
@@ -114,7 +115,7 @@ def test_a_run_on_a_cpu_that_asks_for_graphs_is_refused_before_it_begins(recipe)
 
 @pytest.mark.cuda
 def test_a_piece_runs_as_it_is_until_it_is_captured_and_then_replays_with_new_inputs():
-    graphs, calls = Graphs(True), []
+    graphs, calls = CapturedGraphs(), []
     weight = torch.randn(64, 64, device=CUDA)
 
     def work(x, key):
@@ -141,7 +142,7 @@ def test_a_piece_runs_as_it_is_until_it_is_captured_and_then_replays_with_new_in
 @pytest.mark.cuda
 def test_pieces_share_their_memory_and_see_what_others_wrote():
     """What the first piece needs for itself alone is there again for the second."""
-    graphs, size = Graphs(True), 16 << 20
+    graphs, size = CapturedGraphs(), 16 << 20
     total, counts = torch.zeros((), device=CUDA), torch.arange(size, device=CUDA, dtype=torch.float32)
 
     def piece(x):

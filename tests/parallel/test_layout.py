@@ -22,11 +22,12 @@ from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.muon.normuon import NorMuonConfig
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.inference import inference_table
-from dtgpt.parallel.layout import Layout, ParameterLayout, axes_of, slices
+from dtgpt.parallel.layout import ParameterLayout, axes_of, slices
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import layout_of
 from dtgpt.planning.activations import block_activations
 from dtgpt.planning.gpus import known_gpu
+from dtgpt.planning.layout import Layout
 from dtgpt.planning.report import describe_plan
 from dtgpt.posttrain.lora.config import LoraConfig
 from tests.support import bodies_architecture, bodies_checkpoint, bodies_layout, bodies_lora, bodies_optimizer
@@ -149,7 +150,7 @@ def test_stacks_are_cut_within_each_matrix():
 
 @pytest.fixture
 def stack(recipe):
-    return replace(recipe, model=STACK, micro_batch_size=2, global_batch_size=8, plan="single")
+    return replace(recipe, model=replace(STACK, num_layers=2), micro_batch_size=2, global_batch_size=8, plan="single")
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,7 @@ def test_stacks_go_from_plan_to_plan_bit_for_bit(stack, tmp_path):
         folders.append(tmp_path / plan)
         folders[-1].mkdir()
         run = replace(recipe, plan=plan)
-        pool().run(parse_plan(plan).world, bodies_checkpoint.train_and_save, run, folders[-1], 2, 100)
+        pool().run(parse_plan(plan).world, bodies_checkpoint.train_and_save, run, folders[-1], 1, 100)
     for plan in ("tp2_sp", "dp2_zero3"):
         world = parse_plan(plan).world
         wrong = pool().run(world, bodies_checkpoint.load_each, replace(recipe, plan=plan), folders)

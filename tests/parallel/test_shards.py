@@ -16,9 +16,10 @@ from dtgpt.parallel.mesh import Mesh
 from tests.support.bodies_shards import CPU, KEY, Piece, build, largest_made, shards_of, whole_gradient
 from tests.support.ranks import pool
 
-pytestmark = pytest.mark.slow(9)
+pytestmark = pytest.mark.slow(6)
 
-CONFIG = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
+CONFIG = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
+DEEP = replace(CONFIG, num_layers=4)  # a block for each of four stages
 # 256 rows of the vocabulary and 16 positions in 3 parts, and 144 rows of the smallest weight in 3 heads.
 THREE = replace(CONFIG, hidden_size=48, num_heads=3, vocab_size=200)
 SHORT = replace(CONFIG, seq_length=2)  # fewer positions than ranks: some hold an empty part
@@ -28,9 +29,9 @@ PLANS = [
     ("tp2", 4, CONFIG),
     ("tp2_sp_zero1", 4, CONFIG),
     ("pp2_tp2", 4, CONFIG),
-    ("pp2_zbv", 4, CONFIG),
-    ("pp2_interleaved_zero2", 4, CONFIG),
-    ("pp4", 4, CONFIG),
+    ("pp2_zbv", 4, DEEP),
+    ("pp2_interleaved_zero2", 4, DEEP),
+    ("pp4", 4, DEEP),
     ("tp3", 3, THREE),
     ("tp3_sp_zero3", 3, replace(THREE, seq_length=15)),
     ("dp3_zero3", 3, CONFIG),
@@ -52,7 +53,7 @@ def plan_of(name: str, world: int) -> ResolvedPlan:
 
 
 @functools.cache
-def answers_of(name: str, world: int, config: GPT2Config = CONFIG) -> list:
+def answers_of(name: str, world: int, config: GPT2Config) -> list:
     """What `shards_of` answers on each rank."""
     return pool().run(world, shards_of, config, plan_of(name, world))
 
@@ -109,8 +110,8 @@ def test_the_norm_is_that_of_the_whole_gradient(name, world, config):
     assert norms[0] == pytest.approx(expected, rel=1e-6)
 
 
-def pieces_of(name: str, world: int) -> list[list[Piece]]:
-    return [pieces for pieces, *_ in answers_of(name, world)]
+def pieces_of(name: str, world: int, config: GPT2Config = CONFIG) -> list[list[Piece]]:
+    return [pieces for pieces, *_ in answers_of(name, world, config)]
 
 
 def share_of(pieces: list[Piece]) -> float:
@@ -125,9 +126,9 @@ def test_a_rank_holds_its_share_and_no_more():
 
 
 def test_both_ends_of_a_pipeline_hold_the_table_and_one_keeps_it():
-    tables = [[(p.is_tied_copy, p.is_owner) for p in pieces if p.name == TABLE] for pieces in pieces_of("pp4", 4)]
+    tables = [[(p.is_tied_copy, p.is_owner) for p in pieces if p.name == TABLE] for pieces in pieces_of("pp4", 4, DEEP)]
     assert tables == [[(False, True)], [], [], [(True, False)]]
-    both, _, none, _ = pieces_of("pp2_zbv", 4)  # down and up again: the first rank holds both ends
+    both, _, none, _ = pieces_of("pp2_zbv", 4, DEEP)  # down and up again: the first rank holds both ends
     assert [(p.is_tied_copy, p.is_owner) for p in both if p.name == TABLE] == [(False, True), (True, False)]
     assert not any(p.name == TABLE for p in none)
 
@@ -135,11 +136,11 @@ def test_both_ends_of_a_pipeline_hold_the_table_and_one_keeps_it():
 @pytest.mark.parametrize("name, cuts", [("zero3", 4), ("tp2_zero3", 4), ("tp2_pp2_zbv", 2)])
 def test_a_whole_parameter_never_exists_on_a_rank(name, cuts):
     """The token table, of 2 MiB, is by far the largest; chunks of the initial weights are small."""
-    config = replace(CONFIG, hidden_size=64, vocab_size=8192)
+    config = replace(DEEP if "zbv" in name else CONFIG, hidden_size=64, vocab_size=8192)
     table = 4 * config.padded_vocab_size * config.hidden_size
     answers = pool().run(4, largest_made, config, plan_of(name, 4), 2048)
     for made, by, operations, mine in answers:
-        assert operations > 1000  # it watched
+        assert operations > 500  # it watched
         assert mine <= table / cuts
         assert made <= max(mine, 2048 * 8 * 4 + 1024), f"{made} bytes by {by}"
 

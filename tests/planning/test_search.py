@@ -181,12 +181,11 @@ def test_an_old_gpu_is_told_what_runs_there(capsys):
     assert "V100 has compute capability 7.0" in capsys.readouterr().err
 
 
-def test_rates_of_another_gpu_and_a_network_without_rates_are_one_sentence(capsys, tmp_path):
-    for words, told in ((["--network", "10", "--gpu", "80"], "names no GPU"), (["--rates", "x"], "cannot be read")):
-        with pytest.raises(SystemExit) as stop:
-            main(["plan", str(RECIPES / "gpt2_tiny.py"), *words])
-        said = capsys.readouterr().err
-        assert stop.value.code == 2 and told in said and said.count("\n") == 1
+def test_a_network_of_a_gpu_without_rates_is_one_sentence(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", str(RECIPES / "gpt2_tiny.py"), "--network", "10", "--gpu", "80"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "names no GPU" in said and said.count("\n") == 1
 
 
 LONG = ("--model.seq_length", "32768", "--micro_batch_size", "1", "--global_batch_size", "1", "--plan", "cp2_zero3")

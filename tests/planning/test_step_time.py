@@ -4,14 +4,12 @@ import importlib.util
 import json
 import re
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from dtgpt.planning.calibrate import Sizes, calibrate, measure
-from dtgpt.planning.gpus import CPU, HOW_WELL, SHEETS, Gpu, Rates, find_gpu, known_gpu, name_of, read_rates, write_rates
+from dtgpt.planning.gpus import HOW_WELL, SHEETS, find_gpu, known_gpu, name_of
 from dtgpt.planning.operation_time import PRODUCT_START
 from dtgpt.planning.step_time import (
     HOP,
@@ -162,60 +160,3 @@ def test_each_gpu_can_less_than_its_data_sheet_says():
         rates = find_gpu(name.lower()).rates
         assert 0 < rates.products < sheet.bits_16 * 1e12 and rates.memory < sheet.bandwidth * 1e12
         assert (rates.products_fp8 == 0) == (sheet.capability < (8, 9))
-
-
-def test_a_calibration_is_read_back(tmp_path):
-    path, rates = tmp_path / "rates.json", replace(H200, products=5e14)
-    write_rates(path, "NVIDIA H200", rates)
-    found = read_rates(path, find_gpu("h200"))
-    assert found.rates == rates and str(path) in found.measured
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"gpu": "NVIDIA A100-SXM4-80GB"}, ["is a calibration of NVIDIA A100", "not of H200"]),
-        ({"products_fp8": 1e14}, ["products_fp8=1e+14 is below products="]),
-        ({"attention": 8e14}, ["attention=8e+14 is above products="]),
-        ({"products": 1.2e15, "products_fp8": 1.5e15}, ["products=1.2e+15 is above the 9.89e+14 of H200"]),
-        ({"memory": 0.0}, ["memory=0 is not positive"]),
-        ({"memory": "fast"}, ["is no calibration"]),
-        ({"colour": 1}, ["is no calibration (colour)"]),
-        ({"memory": 10**400}, ["is no calibration"]),
-        ({"gpu": "NVIDIA\nA10"}, ["not of H200"]),
-    ],
-)
-def test_a_calibration_that_cannot_be_is_one_sentence(tmp_path, change, words):
-    path = tmp_path / "rates.json"
-    path.write_text(json.dumps({"gpu": "NVIDIA H200", **asdict(H200), **change}))
-    with pytest.raises(UserError) as error:
-        read_rates(path, find_gpu("H200"))
-    assert all(word in str(error.value) for word in words), error.value
-    assert str(error.value).startswith("--rates ") and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text", [None, "{", "[]", json.dumps(asdict(H200)), "[" * 100_000])
-def test_a_file_that_is_no_calibration_is_one_sentence(tmp_path, text):
-    path = tmp_path / "rates.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(UserError, match=r"make (it|one) with --calibrate"):
-        read_rates(path, find_gpu("H200"))
-
-
-def test_calibration_runs_on_a_cpu_at_small_sizes(tmp_path):
-    """The code that runs on a GPU; rates of a CPU mean nothing."""
-    path, sizes = tmp_path / "rates.json", Sizes(samples=2, length=32, heads=2, head_dim=8, copied=4096)
-    measure(path, torch.device("cpu"), Gpu("a CPU", 1e9, rates=CPU), sizes, seconds=0.001)
-    found = json.loads(path.read_text())
-    rates = Rates(**{name: value for name, value in found.items() if name != "gpu"})
-    assert rates.products > 0 and rates.attention > 0 and rates.memory > 0 and rates.network == CPU.network
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_calibration_without_a_gpu_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match="PyTorch sees no CUDA device"):
-        calibrate(tmp_path / "rates.json", find_gpu("H100"))
-    with pytest.raises(UserError, match="cannot be written"):
-        calibrate(tmp_path / "missing" / "rates.json", find_gpu("H100"))
-    assert not list(tmp_path.iterdir())

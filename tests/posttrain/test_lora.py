@@ -221,7 +221,7 @@ def test_an_adapter_of_something_else_is_refused(lora, kind, tmp_path):
     Path(lora.init_from).rename(tmp_path / "moved")
     with pytest.raises(UserError, match=r"adapters of a model that was at .*base, which does not exist; put it back"):
         dtgpt.load(checkpoint)
-    with pytest.raises(UserError, match=r"every file as it was written; .* does not exist; put it back"):
+    with pytest.raises(UserError, match=r"every file verified; .* does not exist; put it back"):
         inspect(checkpoint)
 
 

@@ -24,6 +24,7 @@ from dtgpt import cli
 from dtgpt.commands import train
 from dtgpt.commands.command import Command
 from dtgpt.compare import command as compare
+from dtgpt.compare.compare import fitting_plan
 from dtgpt.config.overrides import take
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.evaluation import harness_command
@@ -95,9 +96,13 @@ class Read(Exception):
 
 def no_work(command):
     def check_recipe(recipe, own, given, path):
-        take(recipe, given).validate()
+        recipe = take(recipe, given)
+        recipe.validate()
         for name in getattr(own, "plans", ()):
             replace(recipe, plan=name).alternatives()
+            if hasattr(own, "against") and own.random is None:  # dtgpt compare: what it checks before it starts runs
+                world = fitting_plan(name, list(own.plans), recipe.plans).world
+                replace(recipe, plan=name).plan_for(world)
 
     return check_recipe if isinstance(command, RecipeCommand) else lambda *paths, options: 0
 

@@ -12,7 +12,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.loss.cross_entropy import cross_entropy
 from dtgpt.ops.random.dropout import attention_mask, dropout, dropout_keys, keep_mask
 from dtgpt.ops.random.philox import bits, fold, root_key
-from dtgpt.parallel.graphs import WARM_UP
+from dtgpt.parallel.graphs.captured import WARM_UP
 from dtgpt.train.texts.generate import generate_text
 from tests.support.plans_on_gpus import records
 from tests.support.runs import on_cuda, training

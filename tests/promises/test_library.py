@@ -1,4 +1,5 @@
-"""The programs of docs/library.md, as they stand there, in one process and in two, and their checkpoints."""
+"""The programs of docs/library.md and the loss of docs/seams.md, as they stand there, in one process and in two, and
+their checkpoints."""
 
 import re
 from dataclasses import replace
@@ -14,12 +15,13 @@ from tests.support.programs import TORCHRUN, run_program
 
 GPT2_TINY = Path(__file__).parents[2] / "recipes/gpt2_tiny.py"
 PAGE = (Path(__file__).parents[2] / "docs/library.md").read_text()
+SEAMS = (Path(__file__).parents[2] / "docs/seams.md").read_text()
 
 
 @pytest.mark.slow(10)
 def test_the_program_has_the_same_losses_in_two_processes_and_can_be_loaded(tmp_path, capsys):
     pieces = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    assert len(pieces) == 6
+    assert len(pieces) == 5
     (tmp_path / "own_loop.py").write_text("\n".join(pieces[:4]))
     said = []
     for plan, launcher in (("single", []), ("tp2", [*TORCHRUN, "--nproc-per-node", "2"])):
@@ -48,7 +50,7 @@ def test_the_program_has_the_same_losses_in_two_processes_and_can_be_loaded(tmp_
 
 @pytest.mark.slow(3)
 def test_nanogpts_program_trains_evaluates_saves_and_goes_on(tmp_path):
-    program = re.findall(r"```python\n(.*?)```", PAGE, re.S)[5]
+    program = re.findall(r"```python\n(.*?)```", PAGE, re.S)[4]
     (tmp_path / "nanogpt.py").write_text(program)
     done = run_program([tmp_path / "nanogpt.py"], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -79,7 +81,7 @@ with dtgpt.open_trainer(recipe) as trainer:
 
 @pytest.mark.slow(4)
 def test_an_own_loss_has_the_same_curve_under_plans(tmp_path):
-    (tmp_path / "own_loss.py").write_text(re.findall(r"```python\n(.*?)```", PAGE, re.S)[4] + OWN_LOSS)
+    (tmp_path / "own_loss.py").write_text(re.search(r"```python\n(.*?)```", SEAMS, re.S)[1] + OWN_LOSS)
     found = []
     for plan, size, ranks in (("single", 8, 1), ("dp2_zero3", 2, 2), ("pp2", 2, 2)):
         launcher = [*TORCHRUN, "--nproc-per-node", str(ranks)] if ranks > 1 else []

@@ -13,7 +13,7 @@ from dtgpt.models.decoder import build_model
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel.graphs import WARM_UP
+from dtgpt.parallel.graphs.captured import WARM_UP
 from dtgpt.train.texts.generate import generate_text
 from tests.support.plans_on_gpus import records
 from tests.support.runs import constant, training

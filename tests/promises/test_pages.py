@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 MOST_WORDS = 45_000
+MOST_LINES = 165  # of a page, but that of benchmarks, whose tables a command writes
 # Speed depends on machine and version. It stands in tables that are generated from measured rows, on docs/benchmarks.md
 # and in the headers of recipes. What a command prints (in a fence) is no claim: `dtgpt plan` predicts milliseconds.
 GENERATED = re.compile(r"(?ms)^```.*?^```|<!-- figures: .*?<!-- end of figures -->|^measured   .*?\n(?! {11})")
@@ -23,6 +24,11 @@ SPEED = re.compile(r"\d[\d.,]*k? ?tok(?:en)?s?/s\b|\d[\d.,]* ?ms\b(?!-)|\bMFU(?:
 def test_the_pages_can_be_read_in_a_day():
     words = [word for page in PAGES for word in page.read_text().split() if re.search(r"\w", word)]  # no bars of tables
     assert len(words) <= MOST_WORDS
+
+
+def test_a_page_has_one_topic():
+    lines = {page.name: len(page.read_text().splitlines()) for page in PAGES if page.name != "benchmarks.md"}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
 def test_readme_is_short_and_begins_with_two_commands():

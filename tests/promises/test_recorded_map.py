@@ -59,6 +59,16 @@ def later(): return 5
 def made(): return 6
 MADE = made()
 """
+SANDBOX = """
+import resource
+def inside():
+    number = 7
+    return number
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    print(inside())
+"""
 TESTS = """
 import multiprocessing, os, subprocess, sys, threading
 from pathlib import Path
@@ -86,11 +96,15 @@ def test_pool():
     assert process.exitcode == 0
 def test_program(): subprocess.run([sys.executable, "-c", "from dtgpt import sums; sums.started()"], check=True)
 def test_alone(): subprocess.run([sys.executable, "-I", "-c", ""], check=True)
+def test_limits():
+    file = Path(sums.__file__).with_name("sandbox.py")
+    assert subprocess.run([sys.executable, file], check=True, capture_output=True).stdout == b"7\\n"
 def test_read(): assert Path(__file__).parents[1].joinpath("recipes", "tiny.txt").read_text()
 """
 FILES = {
-    "dtgpt/__init__.py": "", "dtgpt/sums.py": SUMS, "tests/__init__.py": "", "tests/conftest.py": CONFTEST,
-    "tests/test_sums.py": TESTS, "recipes/tiny.txt": "a", "page.md": "b", "pytest.ini": "[pytest]\ntestpaths = tests\n",
+    "dtgpt/__init__.py": "", "dtgpt/sums.py": SUMS, "dtgpt/sandbox.py": SANDBOX, "tests/__init__.py": "",
+    "tests/conftest.py": CONFTEST, "tests/test_sums.py": TESTS, "recipes/tiny.txt": "a", "page.md": "b",
+    "pytest.ini": "[pytest]\ntestpaths = tests\n",
 }  # fmt: skip
 
 
@@ -120,6 +134,7 @@ def test_each_process_of_a_test_is_recorded_and_a_change_runs_what_executed_it(t
 
     wanted = {"add": "add", "forked": "fork", "pooled": "pool", "started": "program", "later": "thread"}
     assert {name: tests_of(f"dtgpt/sums.py:{name}") for name in wanted} == {k: {v} for k, v in wanted.items()}
+    assert tests_of("dtgpt/sandbox.py:inside") == {"limits"}
     assert tests_of("dtgpt/sums.py:share") == {"first", "second"}
     assert tests_of("dtgpt/sums.py:made") == {"import dtgpt/sums.py"}
     assert tests_of("read recipes/tiny.txt") == {"read"} and tests_of("unseen") == {"alone"}
@@ -130,12 +145,13 @@ def test_each_process_of_a_test_is_recorded_and_a_change_runs_what_executed_it(t
     path, text = tmp_path / "dtgpt" / "sums.py", SUMS.splitlines()
     ran = covered_lines.read(str(tmp_path / "lines.json"))
     inner = {text.index(f"    {line}") + 1 for line in ("kind = 3", "if not kind:", "return kind")}
-    assert ran == {"dtgpt/sums.py": inner} and covered_lines.lines_of(path) == {*inner, max(inner) - 1}
+    assert ran == {"dtgpt/sandbox.py": {4, 5}, "dtgpt/sums.py": inner}
+    assert covered_lines.lines_of(path) == {*inner, max(inner) - 1}
 
     path.write_text(SUMS.replace("kind = 3", "kind = 4"))
     said = pytest_of(tmp_path, "-n", "2", "--changed", "-v")
     assert set(re.findall(r"PASSED tests/test_sums.py::test_(\w+)", said)) == {"pool", "alone"}
-    assert "changed since" in said and "by the record of" in said and "chosen: 2 of 9 recorded tests" in said
+    assert "changed since" in said and "by the record of" in said and "chosen: 2 of 10 recorded tests" in said
 
 
 def test_a_file_that_loses_lines_is_named(tmp_path):
@@ -155,6 +171,37 @@ def test_what_a_process_calls_after_a_test_has_begun_belongs_to_this_test(tmp_pa
     pairs = list(struct.iter_unpack("=II", (tmp_path / "pairs").read_bytes()))
     assert pairs == [(number, call_log.checksum("dtgpt/a.py:f")) for number in (7, 8)]  # 0: between tests
     assert (tmp_path / "words").read_text() == "dtgpt/a.py:f\n"
+
+
+SEEK = """
+def seek(numbers):
+    for number in numbers:
+        if number < 0:
+            return number
+    return 0
+"""
+
+
+def test_a_line_that_runs_after_many_others_is_found_in_a_later_test(tmp_path):
+    (tmp_path / "dtgpt").mkdir()
+    (tmp_path / "dtgpt" / "much.py").write_text(SEEK)
+    folder = tmp_path / "log"
+    folder.mkdir()
+    call_log.write_hook(str(folder), f"{tmp_path}/", with_lines=True)
+    (folder / "number").write_bytes(struct.pack("=I", 1))
+    (tmp_path / "program.py").write_text(f"""
+import struct
+from dtgpt.much import seek
+seek(range({call_log.VAIN}))
+open({str(folder / "number")!r}, "r+b").write(struct.pack("=I", 2))
+seek([-1])
+""")
+    path = f"{folder}:{tmp_path}"
+    subprocess.run(
+        [sys.executable, tmp_path / "program.py"], env=child_environment() | {"PYTHONPATH": path}, check=True
+    )
+    lines = call_log.read_lines(folder, "lines")
+    assert sorted(lines) == [f"dtgpt/much.py:{number}" for number in (3, 4, 5)]  # the first test has left it before 6
 
 
 ORPHANS = """

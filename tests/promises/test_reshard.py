@@ -16,7 +16,7 @@ from tests.support.bodies_checkpoint import load_each, train_and_save
 from tests.support.ranks import pool
 from tests.support.runs import change
 
-pytestmark = pytest.mark.slow(22)
+pytestmark = pytest.mark.slow(9)
 
 PLANS = ["single", "tp2", "tp4_sp", "pp2", "tp2_pp2", "dp2_zero1", "dp4_zero3", "dp2_tp2_pp2"]
 RARE = ("tp4_sp", "dp2_tp2_pp2")  # as readers; the others read what they wrote in every run of the tests
@@ -30,7 +30,7 @@ def world_of(plan: str) -> int:
 
 @pytest.fixture
 def recipe(recipe):
-    shape = {"num_layers": 4, "num_heads": 4}
+    shape = {"num_layers": 2, "num_heads": 4}
     return change(recipe, model=shape, micro_batch_size=2)
 
 
@@ -82,7 +82,7 @@ def test_every_element_is_written_once(saved, plan):
             assert piece.name.endswith((".exp_avg", ".exp_avg_sq")) == file.startswith("optimizer")
             counts[piece.name][slices(piece.part)] += 1
     assert [name for name, count in counts.items() if not (count == 1).all()] == []
-    assert len({tuple(whole[n].flatten()[:9].tolist()) for n in whole}) > 100  # moments are no zeros
+    assert len({tuple(whole[n].flatten()[:9].tolist()) for n in whole}) > 60  # moments are no zeros
 
 
 SHARED = [  # rows of a piece of: a LayerNorm (of 32), the QKV weight (of 96), the positions (of 16)
@@ -100,7 +100,7 @@ def test_ranks_that_hold_the_same_share_the_writing_of_what_is_large(saved, plan
         for piece, _ in read_header(checkpoint.folder / file):
             written[rank] += piece.num_bytes
             rows.setdefault(piece.name.rpartition(".exp_avg")[0] or piece.name, set()).add(piece.size[0])
-    assert (rows["blocks.3.ln_1.weight"], rows["blocks.3.attn.qkv.weight"]) == (norm, qkv)
+    assert (rows["blocks.1.ln_1.weight"], rows["blocks.1.attn.qkv.weight"]) == (norm, qkv)
     assert rows["embedding.wpe.weight"] == positions
     stages = parse_plan(plan).pp
     share = world_of(plan) // stages

@@ -7,6 +7,7 @@ import pytest
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.receipts import audit as auditing
 from dtgpt.receipts.audit import audit
+from dtgpt.receipts.book import FILE
 from tests.support.altered_runs import ALTERATIONS
 from tests.support.audits import audited, tiny, train_with_receipts
 
@@ -27,9 +28,10 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def run(runs, tmp_path, monkeypatch):
-    """A copy of the run, beside the other one, which no two tests share."""
-    for name in ("run", "other"):
-        shutil.copytree(runs / f"{name}-run", tmp_path / name)
+    """A copy of the run, which no two tests share, beside the receipts of the other one."""
+    shutil.copytree(runs / "run-run", tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    shutil.copy(runs / "other-run" / FILE, tmp_path / "other")
     monkeypatch.setattr(auditing, "start_processes", audited)
     return tmp_path / "run"
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.cli import main
 from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.sections import LogConfig
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.receipts import audit as auditing
+from dtgpt.receipts import recompute as recomputing
 from dtgpt.receipts.answers import FILE as ANSWERS
 from dtgpt.receipts.audit import audit, report_of_files
 from dtgpt.receipts.book import FILE, read_lines
@@ -20,6 +22,7 @@ from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support.altered_runs import checkpoint
 from tests.support.audits import audited, recipe_of_sums, tiny, train_with_receipts, with_receipts
+from tests.support.programs import run_program
 from tests.support.runs import newest_run
 from tests.support.trained import trained
 
@@ -134,6 +137,38 @@ def test_answers_and_rewards_are_kept_and_given_back(tmp_path):
     (run / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in kept))
     found = check(run, 3)["steps"]["first_difference"]
     assert (found["kind"], found["step"]) == ("answers", 3)
+    with (run / ANSWERS).open("a") as file:
+        file.write('{"step": 4, "answ')  # by a process that was killed
+    resumed = {"micro_batch_size": recipe.micro_batch_size, "resume": str(checkpoint(run, 2))}
+    train_with_receipts(recipe, 3, **EXACT, **resumed)
+    assert [json.loads(line)["step"] for line in (run / ANSWERS).read_text().splitlines()] == [1, 2, 3]
+    assert check(run, 3)["steps"]["verdict"] == "equal"
+    (run / ANSWERS).unlink()
+    with pytest.raises(UserError, match=r"answers.jsonl has no answers of step 3; choose another step"):
+        check(run, 3)
+
+
+def test_the_command_starts_a_process_that_computes_steps_again(recipe, tmp_path, monkeypatch, capsys):
+    def run_workers(world: int, words: list[str]) -> str | None:
+        done = run_program(["-m", "dtgpt", *words], tmp_path)
+        return done.stderr if done.returncode else None
+
+    monkeypatch.setattr(recomputing, "run_workers", run_workers)
+    monkeypatch.setattr(auditing, "start_processes", recomputing.start_processes)
+    file = tmp_path / "recipe.py"
+    file.write_text(f"""
+from pathlib import Path
+from tests.support.audits import tiny
+
+def recipe():
+    return tiny(Path({str(tmp_path)!r}))
+""")
+    words = ["audit", str(run_of(recipe)), "--step", "3", "--recipe", str(file), "--device", "cpu"]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 0 and "step 3, computed again, has the bits of its receipt" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"dtgpt recompute is internal to dtgpt audit"):
+        recomputing.work(words)
 
 
 def test_bad_input_is_one_sentence(recipe, tmp_path):

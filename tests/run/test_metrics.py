@@ -182,9 +182,8 @@ def test_output_that_cannot_be_written_is_refused_before_work_is_spent(tmp_path,
     for output in (Path("/proc/x.png"), Path("/sys/x.png"), tmp_path / ("x" * 252 + ".png"), dangling):
         with pytest.raises(UserError, match=r"(cannot be written|is not a file name).*; "):
             check_picture(output)
-    for words in (["compare", str(run), str(run), "--output"], ["plot", str(run), "--output"]):
-        with pytest.raises(SystemExit, match="2"):
-            main([*words, "/proc/x.png"])
+    with pytest.raises(SystemExit, match="2"):
+        main(["plot", str(run), "--output", "/proc/x.png"])
     for words in (["eval", str(run), "--task", "lambada", "--data", str(run)], ["tokenizer", "train", str(run)]):
         with pytest.raises(SystemExit, match="2"):
             main([*words, "--output", "/proc/x.json"])

@@ -50,7 +50,7 @@ def test_chunks_of_a_byte_hold_nobody_up(address, monkeypatch):
         with suppress(ConnectionError):
             connection.sendall(chunked(content=b" " * 500_000))
         assert received(connection)[:13] in (b"HTTP/1.1 413 ", b"HTTP/1.1 408 ")  # the time for a body is 0.4 s here
-    assert max(seconds) < sum(seconds) / 10  # a read of 256 KiB is more than half of all
+    assert max(seconds) < sum(seconds) / 3  # a read of 256 KiB is more than half of all; few are made while recorded
 
 
 def test_a_body_of_few_chunks_is_read_whatever_their_size(address):
@@ -254,6 +254,7 @@ def test_turns_go_on_after_one_that_fails():
 
     turns = Turns()
     for one in [One(turns.address_of(name), name == "a") for name in "abc"]:
+        one.address.spent = 0.0 if one.fails else 1.0  # who fails comes first: a round may end after one turn
         turns.join(one)
     with pytest.raises(RuntimeError):
         planned.pop()[0](One.loop)

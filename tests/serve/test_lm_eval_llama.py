@@ -1,4 +1,4 @@
-"""lm_eval's `local-completions`, as docs/serving.md runs it for a tokenizer that opens texts: it gives the scores and
+"""lm_eval's `local-completions`, as docs/lm_eval.md runs it for a tokenizer that opens texts: it gives the scores and
 texts of lm_eval's own `hf` back end."""
 
 import pytest

@@ -11,7 +11,6 @@ from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.request import Score
-from dtgpt.inference.session import Session
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_answer import CompletionAnswer, CompletionStream
@@ -208,12 +207,13 @@ def test_the_events_of_a_stream_together_are_the_whole_answer(texts, stop, n, ec
     def script(request, choice):
         return [*texts[(request.prompt_index + choice) % len(texts)].encode(), 256] + [97] * 30
 
-    session = Session(ScriptedEngine(script, slots=3, steps=steps), BYTES, special_ids(BYTES, [BYTES.end_of_text]))
-    numbers = [session.submit(job) for job in asked.jobs]
+    special = special_ids(BYTES, [BYTES.end_of_text])
+    engine = ScriptedEngine(script, slots=3, steps=steps, tokenizer=BYTES, special=special)
+    numbers = [engine.submit(job) for job in asked.jobs]
     answer = CompletionAnswer(asked, "tiny", BYTES, TokenNames(BYTES))
     stream, found, events = CompletionStream(answer), {}, b""
-    while session.busy:
-        updates = [update._replace(job=numbers.index(update.job)) for update in session.step()]
+    while engine.busy:
+        updates = [update._replace(job=numbers.index(update.job)) for update in engine.step()]
         events += stream.events(updates)
         found |= {update.job: update.completions for update in updates if update.completions}
     lines = (events + stream.end()).decode().split("\n\n")
@@ -239,9 +239,9 @@ def test_the_events_of_a_stream_together_are_the_whole_answer(texts, stop, n, ec
 def test_best_of_ranks_by_the_mean_of_log_probabilities():
     asked = read(prompt="x", n=1, best_of=2, logprobs=0)
     texts = ["abcdefgh", "ab"]  # the i-th token has -i: the shorter one is likelier on average
-    engine = ScriptedEngine(lambda _, c: [*texts[c].encode(), 256])
-    session = Session(engine, BYTES, special_ids(BYTES, [256]))
-    (found,) = session.run(asked.jobs)
+    special = special_ids(BYTES, [256])
+    engine = ScriptedEngine(lambda _, c: [*texts[c].encode(), 256], tokenizer=BYTES, special=special)
+    (found,) = engine.run(asked.jobs)
     whole = CompletionAnswer(asked, "tiny", BYTES, TokenNames(BYTES)).whole([found])
     assert [choice["text"] for choice in whole["choices"]] == ["ab"]
     assert whole["usage"] == {"prompt_tokens": 1, "completion_tokens": 12, "total_tokens": 13}

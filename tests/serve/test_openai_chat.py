@@ -257,7 +257,7 @@ def test_a_terminal_keeps_the_chat_until_it_is_reset(monkeypatch, capsys, model,
 
     monkeypatch.setattr("sys.stdin", io.StringIO(f"Hello\nHow?\n{RESET}\nAgain\n"))
     generator = generator_of(model, tokenizer)
-    generator.run(lambda: (Need(1, 1), None), lambda session, _: talk(session, Chat(prompts, make, "Be brief.")))
+    generator.run(lambda: (Need(1, 1), None), lambda engine, _: talk(engine, Chat(prompts, make, "Be brief.")))
     first, second, third = asked
     start = "<|im_start|>system\nBe brief.<|im_end|><|im_start|>user\n"
     assert first == f"{start}Hello<|im_end|><|im_start|>assistant\n"

@@ -1,5 +1,7 @@
 """The page in a real headless Chromium, on a real server whose model's logits are known."""
 
+import functools
+import json
 import math
 import re
 from functools import partial
@@ -16,7 +18,7 @@ from tests.support.model_by_rules import model_by_rules
 from tests.support.server import live_server, served, tiny_model, wait_until
 
 expect = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright").expect
-pytestmark = pytest.mark.slow(30)
+pytestmark = pytest.mark.slow(16)
 
 PROMPT = "Say: "
 STORY = "<b>caf\u00e9</b> \U0001f600 is open."  # a markup that must stay text, characters of several tokens
@@ -84,15 +86,15 @@ def browser():
         yield browser
 
 
-@pytest.fixture
-def visit(browser, address):
-    """Open the page in a new profile. Nothing may be asked of another address or refused by the browser."""
-    contexts, complaints = [], []
+@pytest.fixture(scope="module")
+def pages(browser):
+    """Return what gives a page of a profile for each address and device, and what its tests complain of."""
+    complaints: list[str] = []
 
-    def visit(at: str = address, **options):
-        context = browser.new_context(**{**DESKTOP, **options})
+    @functools.cache
+    def of(at: str, options: str):
+        context = browser.new_context(**json.loads(options))
         context.set_default_timeout(WAIT)
-        contexts.append(context)
         page = context.new_page()
         page.on("request", lambda request: request.url.startswith((at, "data:")) or complaints.append(request.url))
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -100,10 +102,28 @@ def visit(browser, address):
         page.goto(at)
         return page
 
+    return of, complaints
+
+
+@pytest.fixture
+def visit(pages, address):
+    """Open the page with nothing kept. Nothing may be asked of another address or refused by the browser."""
+    of, complaints = pages
+    visited = []
+
+    def visit(at: str = address, **options):
+        page = of(at, json.dumps({**DESKTOP, **options}))
+        page.evaluate("localStorage.clear(); sessionStorage.clear()")
+        page.goto(at)  # a new page of a profile that has one costs little
+        visited.append(page)
+        return page
+
     yield visit
-    for context in contexts:
-        context.close()
-    assert not complaints
+    for page in visited:
+        page.unroute_all()
+    found = complaints.copy()
+    complaints.clear()
+    assert not found
 
 
 def ask(page, text: str = PROMPT, **settings: object) -> None:

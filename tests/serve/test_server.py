@@ -228,7 +228,7 @@ def test_a_rank_that_does_not_answer_ends_the_server(service, monkeypatch, capsy
     monkeypatch.setattr(os, "_exit", codes.append)
 
     async def hang(service):
-        service.worker._commands.put(lambda session: time.sleep(2))
+        service.worker._commands.put(lambda engine: time.sleep(2))
         answer = asyncio.create_task(asyncio.to_thread(ask, service))
         wait = asyncio.create_task(asyncio.sleep(0.3))
         await wait

@@ -21,7 +21,6 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beams.search import BeamSearch
 from dtgpt.inference.prompts import segments, special_ids
 from dtgpt.inference.request import PromptJob
-from dtgpt.inference.session import Session
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.sample import likeliest
 from dtgpt.serve.app import make_app
@@ -165,7 +164,8 @@ def test_the_engine_answers_as_megatron_did(case, tokenizer):
     request, model = case["request"], model_by_rules(case["rules"])
     jobs = jobs_of(request, model, tokenizer)
     with engine_of(model, slots=max(8, request.get("beam_width", 1))) as engine:
-        found = list(Session(engine, tokenizer, special_ids(tokenizer, [tokenizer.end_of_text])).run(jobs))
+        engine.tokenizer, engine.special = tokenizer, special_ids(tokenizer, [tokenizer.end_of_text])
+        found = list(engine.run(jobs))
     ours = answer(read_request(request), tokenizer, jobs, found)
     if "scores" in case["body"]:
         assert_same_beams(request, model, tokenizer, ours, case["body"])

@@ -10,9 +10,7 @@ import pytest
 
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.request import PromptJob
-from dtgpt.inference.session import Session
 from dtgpt.serve.app import make_app
 from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.signals import end_where_a_rank_is_silent
@@ -20,7 +18,7 @@ from dtgpt.serve.ticket import TimeLimit
 from dtgpt.serve.worker import EngineFailed, EngineWorker, Refused
 from dtgpt.util.errors import UserError
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.server import bytes_tokenizer, client, served, tiny_model, wait_until
+from tests.support.server import client, served, tiny_model, wait_until
 
 ENDLESS = {"max_new_tokens": 1000}
 
@@ -77,7 +75,7 @@ def test_requests_are_taken_when_the_worker_says_that_it_is_ready():
         worker.stop()
 
     assert worker.status().state == "starting"
-    worker.run(Session(ScriptedEngine(lambda *_: []), bytes_tokenizer(), special_ids(bytes_tokenizer(), [256])), ready)
+    worker.run(ScriptedEngine(lambda *_: []), ready)
     assert states == ["ready"]
 
 
@@ -206,7 +204,7 @@ def test_all_requests_are_answered_where_the_engine_fails(monkeypatch):
 
 def test_a_server_without_rounds_is_not_healthy():
     with served(model(), limits=RequestLimits(stalled=0.2)) as service, client(make_app(service)) as http:
-        service.worker._commands.put(lambda session: time.sleep(1))
+        service.worker._commands.put(lambda engine: time.sleep(1))
         asyncio.run(submit_and_leave(service))
         wait_until(lambda: http.get("/health").json()["status"] == "stalled", 1)
         wait_until(lambda: idle(service))

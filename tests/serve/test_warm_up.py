@@ -29,7 +29,7 @@ def shapes(monkeypatch):
 
     def run(slots, positions, graphs):
         generator = generator_of(tiny_model(seq_length=positions), bytes_tokenizer(), slots)
-        generator.run(lambda: (Need(slots, 1), None), lambda session, _: warm_up(session, slots, positions, graphs))
+        generator.run(lambda: (Need(slots, 1), None), lambda engine, _: warm_up(engine, slots, positions, graphs))
         return prefills, steps
 
     return run
@@ -57,7 +57,7 @@ def test_few_rows_take_whole_rounds_too(monkeypatch):
 
     monkeypatch.setattr(Step, "decode", seen)
     generator = generator_of(tiny_model(seq_length=64), bytes_tokenizer(), 12)
-    generator.run(lambda: (Need(12, 1), None), lambda session, _: warm_up(session, 12, 64, graphs=True))
+    generator.run(lambda: (Need(12, 1), None), lambda engine, _: warm_up(engine, 12, 64, graphs=True))
     few = (1, 2, 4, 8)
     assert rounds >= {(rows, steps, filters) for rows in few for steps in (1, 8) for filters in (False, True)}
 
@@ -69,10 +69,10 @@ def test_prompts_are_read_in_batches_of_every_size(monkeypatch):
         batches.add((len(prompts), len(prompts[0])))
         read(step, slots, prompts, first)
 
-    def work(session, _):
-        with_prompts_together(session.engine, 512)
-        session.engine._forget()
-        warm_up(session, 20, 64, graphs=True)
+    def work(engine, _):
+        with_prompts_together(engine, 512)
+        engine._forget()
+        warm_up(engine, 20, 64, graphs=True)
 
     monkeypatch.setattr(CapturedStep, "read", seen)
     generator_of(tiny_model(), bytes_tokenizer(), 20).run(lambda: (Need(20, 1), None), work)

@@ -84,7 +84,7 @@ def train_and_save(recipe: Recipe, folder: Path, steps: int, small: int) -> None
 
 def load_each(recipe: Recipe, folders: list[Path]) -> dict[str, str]:
     """What differs after each folder's checkpoint was loaded into the same shards: on any rank from its part of the
-    whole, or on rank 0 after gathering."""
+    whole, or on rank 0 after the last one was gathered."""
     wrong = {}
     with open_trainer(recipe) as run:
         for folder in folders:
@@ -105,11 +105,11 @@ def load_each(recipe: Recipe, folders: list[Path]) -> dict[str, str]:
                     shard.low_precision, shard.local.to(shard.low_precision.dtype)
                 ):
                     wrong[f"{folder.name}: {shard.name}"] = "narrow"
-            whole = gather(run)
-            if run.mesh.rank == 0 and whole.keys() != truth.keys():
-                wrong[folder.name] = "names"
-            if run.mesh.rank == 0 and not all(torch.equal(whole[name], truth[name]) for name in truth):
-                wrong[folder.name] = "gathered"
+        whole = gather(run)
+        if run.mesh.rank == 0 and whole.keys() != truth.keys():
+            wrong[folder.name] = "names"
+        if run.mesh.rank == 0 and not all(torch.equal(whole[name], truth[name]) for name in truth):
+            wrong[folder.name] = "gathered"
     return wrong
 
 

@@ -10,10 +10,10 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.inference.cache import Cache
-from dtgpt.inference.commands import Read
+from dtgpt.inference.commands import read
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import Event, PromptJob
+from dtgpt.inference.request import PromptJob, SequenceUpdate
 from dtgpt.inference.step import Step
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -62,7 +62,7 @@ def poison(cache: Cache) -> None:
         layer.values.fill_(torch.nan)
 
 
-def serve(engine: Engine, requests: list[PromptJob]) -> list[Event]:
+def serve(engine: Engine, requests: list[PromptJob]) -> list[SequenceUpdate]:
     """Return all events of requests that arrive at once, on rank 0."""
     poison(engine._rank_step.cache)
     if engine.mesh.rank > 0:
@@ -75,7 +75,9 @@ def serve(engine: Engine, requests: list[PromptJob]) -> list[Event]:
     return events
 
 
-def generate(config: ModelConfig, plan: str, requests: list[PromptJob], slots: int, training: bool) -> list[Event]:
+def generate(
+    config: ModelConfig, plan: str, requests: list[PromptJob], slots: int, training: bool
+) -> list[SequenceUpdate]:
     stages, mesh = (training_stages if training else inference_stages)(config, plan)
     return serve(Engine(stages, mesh, config, torch.float32, slots), requests)
 
@@ -90,12 +92,11 @@ def bytes_of_slots(config: ModelConfig, plan: str, slots: int = 3) -> int:
     return sum(tensor[0].nbytes for tensor in kept)
 
 
-def texts(events: list[Event]) -> dict[tuple[int, int], list[int]]:
-    """Return the new tokens of each (request, choice)."""
+def texts(events: list[SequenceUpdate]) -> dict[tuple[int, int], list[int]]:
+    """Return the new tokens of each (job, choice)."""
     found: dict[tuple[int, int], list[int]] = {}
     for event in events:
-        if event.choice >= 0:
-            found.setdefault(event[:2], []).extend(event.ids)
+        found.setdefault(event[:2], []).extend(event.ids)
     return found
 
 
@@ -145,10 +146,10 @@ def read_prompts(config: ModelConfig, plan: str, prompts: list[list[int]], batch
         engine.follow()
     else:
         if batch_tokens:
-            engine.command(Read(range(len(prompts)), prompts))
+            engine.command(read, range(len(prompts)), prompts, 0)
         else:
             for slot, ids in enumerate(prompts):
-                engine.command(Read([slot], [ids]))
+                engine.command(read, [slot], [ids], 0)
         engine.release()
     return [kept_of(engine._rank_step.cache, slot)[:, :, :, : len(ids)] for slot, ids in enumerate(prompts)]
 
@@ -158,7 +159,7 @@ def kept_of(cache: Cache, slot: int) -> Tensor:
     return torch.stack([torch.stack([layer.keys[slot], layer.values[slot]]) for layer in cache.layers])
 
 
-def count_batches(config: ModelConfig, plan: str, requests: list[PromptJob]) -> tuple[list[Event], list[int]]:
+def count_batches(config: ModelConfig, plan: str, requests: list[PromptJob]) -> tuple[list[SequenceUpdate], list[int]]:
     """Return the events of requests that arrive at once, and the number of prompts of each pass over several."""
     from tests.support.eager_graphs import with_prompts_together
 

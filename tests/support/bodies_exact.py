@@ -38,7 +38,8 @@ from tests.support.interpreter import kernels_asked_of
 
 
 def bits_of_steps(recipe: Recipe) -> dict[str, str]:
-    """Train two steps. Return on rank 0 the bits of losses, norms, gradients, weights and moments, by name."""
+    """Train the steps of the recipe, two at most. Return on rank 0 the bits of losses, norms, gradients, weights and
+    moments, by name."""
     found: dict[str, str] = {}
     with open_trainer(recipe) as trainer:
         rule = trainer.optimizer.rule
@@ -47,7 +48,7 @@ def bits_of_steps(recipe: Recipe) -> dict[str, str]:
             for name, whole in trainer.shards.gather(value):
                 found[f"{kind} of {name}"] = "" if whole is None else sha256(whole.numpy().tobytes()).hexdigest()
 
-        for step in range(2):
+        for step in range(min(recipe.steps, 2)):
             loss = trainer.gradients()
             keep(f"gradient {step}", trainer.gradient)
             result = trainer.update(loss)

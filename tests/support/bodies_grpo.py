@@ -102,7 +102,7 @@ def train_and_die(recipe: Recipe, moment: str) -> None:
 
     def draw(engine):
         """Die in the second round of the prompts of the fourth step."""
-        calls.extend(active.request.prompt_index for active in engine._requests.values())
+        calls.extend(active.job.prompt_index for active in engine._active.values())
         return die() if calls.count(7) == 2 else plain(engine)
 
     def apply(*arguments):

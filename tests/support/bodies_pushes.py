@@ -17,14 +17,14 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.build import build_stages, make_engine
-from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.engine import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shared_memory import arena, scatter
 from dtgpt.parallel.shared_memory.barrier import Barrier
 
 CPU = torch.device("cpu")
 ROOM = 1 << 12  # so that gradients arrive in several turns
-CONFIG = GPT2Config(num_layers=5, hidden_size=64, num_heads=2, seq_length=8, vocab_size=101)
+CONFIG = GPT2Config(num_layers=3, hidden_size=64, num_heads=2, seq_length=8, vocab_size=101)
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def gradients(plan: str, micro_batches: int, reduce: str) -> list[Tensor]:
     mesh = Mesh(resolved, CPU)
     stages, shards = build_stages(settings, mesh, root_key(5))
     adamw = OptimizerConfig(lr=0.1).make(shards)
-    engine = make_engine(stages, shards, settings, Graphs(enabled=False))
+    engine = make_engine(stages, shards, settings, Graphs())
     for step in range(2):
         ids = mesh.place.dp * micro_batches + torch.arange(micro_batches) + 100 * step
         windows = (ids[:, None] * 37 + torch.arange(9) * 11) % 101

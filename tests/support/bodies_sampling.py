@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.inference.base_options import SpecialIds
 from dtgpt.inference.cache import SlotState
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import SpecialIds, variant_of
+from dtgpt.inference.request import variant_of
 from dtgpt.inference.rules.edits import edit
 from dtgpt.ops.random.philox import fold, root_key, uniform
 from dtgpt.ops.sampling import sample as op

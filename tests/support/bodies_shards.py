@@ -20,8 +20,8 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.ops.random.philox import fold, root_key, row_chunks
 from dtgpt.parallel.build import build_stages, make_engine
+from dtgpt.parallel.engine import Graphs
 from dtgpt.parallel.gradients import Sums
-from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.layout import Part, slices
 from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shards import Shards
@@ -137,7 +137,7 @@ def logits_of_stages(recipe: Recipe, plan: ResolvedPlan, batches: list[Tensor]) 
     Gradients in between, whose messages must not be taken for one another's."""
     mesh, config, settings = Mesh(plan, CPU), recipe.model, recipe.settings(plan, CPU)
     stages, shards = build_stages(settings, mesh, KEY)
-    engine, results = make_engine(stages, shards, settings, Graphs(False)), []
+    engine, results = make_engine(stages, shards, settings, Graphs()), []
     for tokens in batches:
         with torch.no_grad():
             results.append(engine.logits(tokens))
@@ -157,7 +157,7 @@ def gradients_by_places(recipe: Recipe, plan: ResolvedPlan) -> list[tuple[Tensor
         mesh, config, settings = Mesh(plan, CPU), recipe.model, recipe.settings(plan, CPU)
         stages, shards = build_stages(settings, mesh, KEY)
         with mock.patch.object(dtgpt.parallel.pipeline, "places_of_edge", places_of):
-            engine: Any = make_engine(stages, shards, settings, Graphs(False))
+            engine: Any = make_engine(stages, shards, settings, Graphs())
         windows = torch.arange(settings.global_batch_size // plan.dp * (config.seq_length + 1)) ** 2 % config.vocab_size
         windows = windows.reshape(-1, config.seq_length + 1)
         for _ in range(2):

@@ -2,14 +2,17 @@
 
 Imports the standard library only: a copy of this file in PYTHONPATH starts it with each Python process, before torch.
 What is written is small and unbuffered, since pools end their processes with SIGKILL: pairs of 32 bits, the number of
-the test and a checksum of what it used, and for each checksum once its words.
+the test and a checksum of what it used, and for each checksum once its words. A process that may not let files grow,
+as that of chat templates, writes to mapped ones of a fixed length.
 """
 
 import mmap
 import os
+import resource
 import struct
 import sys
 import threading
+import time
 import zlib
 from pathlib import Path
 from types import CodeType, FrameType
@@ -19,10 +22,12 @@ ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
 write = os.write  # tests replace that of the module
 SKIPPED = (".git", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "build", "runs")  # not sources
 FOREIGN = -1
-VAIN = 20_000  # lines that a function may run in a process without a new one: then it is followed no longer
+VAIN = 20_000  # lines that a function may run in a process without a new one: then the test does not follow it
+AGAIN = 1_000  # and each later test so many
+SPARE = 1 << 20  # bytes of a mapped file
 IMPORT = 1 << 31  # in place of a test's number: the import of the file with this checksum
-# These open sources to compile them, or to show lines of a traceback.
-READERS = ("importlib", "linecache", "tokenize", "_pytest")
+# These open sources to compile them, to see whether they are archives, or to show lines of a traceback.
+READERS = ("importlib", "zipimport", "linecache", "tokenize", "_pytest")
 
 
 def checksum(words: str) -> int:
@@ -40,8 +45,11 @@ class CallLog:
     def __init__(self, folder: str, with_lines: bool = False):
         self.folder = folder
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
-        self._pairs = os.open(f"{folder}/pairs", flags)
-        self._words = os.open(f"{folder}/words", flags)
+        names = ("pairs", "words", "lines") if with_lines else ("pairs", "words")
+        self._files = {name: os.open(f"{folder}/{name}", flags) for name in names}
+        self._spare: dict[str, mmap.mmap] = {}  # in place of the files, while these may not grow
+        self._owner = 0  # the process that has made them
+        self._is_limited = False
         descriptor = os.open(f"{folder}/number", os.O_CREAT | os.O_RDWR)
         os.ftruncate(descriptor, 4)
         self._number = memoryview(mmap.mmap(descriptor, 4)).cast("I")  # shared: forks see the next test begin
@@ -50,9 +58,9 @@ class CallLog:
         self._kept: list[CodeType] = []  # else another object could get the id
         self._known: set[int] = set()
         self._imports: list[tuple[int, int]] = []  # thread, number
-        self._lines = os.open(f"{folder}/lines", flags) if with_lines else None
         self._missing: dict[int, set[int]] = {}  # by id of a code object: its lines that have not run yet
         self._vain: dict[int, int] = {}  # and how many ran since the last new one
+        self._left: set[int] = set()  # those that are not followed up to the next test
 
     def begin(self, number: int) -> None:
         """Let what is called from now on belong to a test, or 0: to none."""
@@ -70,7 +78,7 @@ class CallLog:
         number = self._current()
         last = self._last.get(id(code))
         if last in (number, FOREIGN) or ROOT is None:  # None: the interpreter ends
-            return self._follow if self._missing.get(id(code)) else None
+            return self._follow if id(code) not in self._left and self._missing.get(id(code)) else None
         own = code.co_filename.startswith(ROOT)
         if last is None:
             self._kept.append(code)
@@ -79,9 +87,10 @@ class CallLog:
             file = code.co_filename[len(ROOT) :]
             if code.co_name != "<module>":
                 self.note(number, f"{file}:{code.co_qualname.partition('.<locals>')[0]}")
-                if self._lines is not None and file.startswith("dtgpt/"):
-                    self._missing.setdefault(id(code), lines_of(code))
-                    return self._follow if self._missing[id(code)] else None
+                if "lines" in self._files and file.startswith("dtgpt/"):
+                    self._left.discard(id(code))
+                    self._vain[id(code)] = min(self._vain.get(id(code), 0), VAIN - AGAIN)
+                    return self._follow if self._missing.setdefault(id(code), lines_of(code)) else None
             elif frame.f_globals.get("__name__") != "__main__":
                 return self._begin_import(frame, file)
         return None
@@ -91,14 +100,14 @@ class CallLog:
         code = frame.f_code
         missing = self._missing[id(code)]
         if event == "line" and missing:
-            self._vain[id(code)] = self._vain.get(id(code), 0) + 1
+            self._vain[id(code)] += 1
             if frame.f_lineno in missing:
                 missing.discard(frame.f_lineno)
                 self._vain[id(code)] = 0
-                write(self._lines, f"{code.co_filename[len(ROOT) :]}:{frame.f_lineno}\n".encode())
+                self._write("lines", f"{code.co_filename[len(ROOT) :]}:{frame.f_lineno}\n".encode())
             elif self._vain[id(code)] > VAIN:
-                missing.clear()
-        if not missing:
+                self._left.add(id(code))
+        if not missing or id(code) in self._left:
             frame.f_trace_lines = False
             return None
         return self._follow
@@ -120,20 +129,42 @@ class CallLog:
     def note(self, number: int, words: str) -> None:
         """Write that the test used what the words name."""
         if number:
-            write(self._pairs, struct.pack("=II", number, self.name(words)))
+            self._write("pairs", struct.pack("=II", number, self.name(words)))
 
     def name(self, words: str) -> int:
         """Return the checksum of the words, which are written once."""
         key = checksum(words)
         if key not in self._known:
             self._known.add(key)
-            write(self._words, f"{words}\n".encode())
+            self._write("words", f"{words}\n".encode())
         return key
+
+    def _write(self, name: str, data: bytes) -> None:
+        if self._is_limited:
+            self._spare[name].write(data)
+        else:
+            write(self._files[name], data)
+
+    def _see_limit(self, kind: int, most: int) -> None:
+        """Have mapped files before a limit of any kind, after which none may open, and write to them while others may
+        not grow."""
+        if self._owner != os.getpid():
+            self._owner, self._is_limited = os.getpid(), False
+            for name in self._files:
+                flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
+                descriptor = os.open(f"{self.folder}/{name}-{os.getpid()}-{time.time_ns()}", flags)
+                os.ftruncate(descriptor, SPARE)
+                self._spare[name] = mmap.mmap(descriptor, SPARE)
+                os.close(descriptor)
+        if kind == resource.RLIMIT_FSIZE:
+            self._is_limited = most != resource.RLIM_INFINITY
 
     def audit(self, event: str, args: tuple) -> None:
         """Note files and folders of the tree that a test reads, and starts of Python that do not write here."""
         if event in ("open", "os.listdir", "os.scandir"):
             self._audit_path("read" if event == "open" else "list", args[0])
+        elif event == "resource.setrlimit":
+            self._see_limit(args[0], args[1][0])
         elif event == "subprocess.Popen":
             program, words, _, environment = args
             words = [os.fsdecode(word) for word in words] if isinstance(words, list | tuple) else [str(words)]
@@ -155,12 +186,20 @@ class CallLog:
         name = path[len(ROOT) :]
         if name.partition(os.sep)[0] in SKIPPED or name.endswith(".pyc"):
             return
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and not frame.f_code.co_filename.startswith(ROOT):
-            if any(reader in frame.f_code.co_filename for reader in READERS):
-                return
-            frame = frame.f_back
-        reader = frame.f_code.co_filename[len(ROOT) :] if frame else ""
+        self._note_read(kind, name)
+
+    def _note_read(self, kind: str, name: str) -> None:
+        """Note what a test reads, but no source that Python opens to run it, nor one that dtgpt compares."""
+        try:
+            frame: FrameType | None = sys._getframe(3)
+        except ValueError:  # the interpreter opens its program, and no function runs yet
+            reader = name
+        else:
+            while frame is not None and not frame.f_code.co_filename.startswith(ROOT):
+                if any(reader in frame.f_code.co_filename for reader in READERS):
+                    return
+                frame = frame.f_back
+            reader = frame.f_code.co_filename[len(ROOT) :] if frame else ""
         if reader.startswith("dtgpt") and name.startswith("dtgpt"):
             return  # a start of several processes compares their sources, whatever these say
         self.note(self._current(), f"{kind} {name}")
@@ -178,6 +217,16 @@ def write_hook(folder: str, root: str = ROOT, with_lines: bool = False) -> None:
     Path(folder, "calls_of_tests.py").write_bytes(Path(__file__).read_bytes())
     text = f"import calls_of_tests\n\ncalls_of_tests.ROOT = {root!r}\ncalls_of_tests.start({folder!r}, {with_lines})\n"
     Path(folder, "sitecustomize.py").write_text(text)
+
+
+def read_files(folder: Path, name: str) -> bytes:
+    """Return what processes have written under a name, with the zeros at the end of mapped files."""
+    return b"".join(path.read_bytes() for path in (*folder.glob(f"{name}-*"), folder / name) if path.exists())
+
+
+def read_lines(folder: Path, name: str) -> list[str]:
+    """Return the lines that processes have written under a name."""
+    return read_files(folder, name).replace(b"\0", b"").decode().splitlines()
 
 
 def start(folder: str, with_lines: bool = False) -> CallLog:

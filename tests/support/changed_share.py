@@ -2,16 +2,20 @@
 
     python -m tests.support.changed_share commits 100    # the share of the recorded CPU seconds, commit by commit
     python -m tests.support.changed_share faults         # is the test among them that found a planted fault?
+    python -m tests.support.changed_share faults drawn.jsonl    # or one of those that `planted_faults.py --drawn` wrote
 
-Faults are those of `benchmarks/faults.py`, with the tests that benchmarks/notes/planted_faults.md names.
+Without a file, faults are those of `benchmarks/faults.py`, with the tests that benchmarks/notes/planted_faults.md
+names.
 """
 
+import json
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from tests.support.changed import Selection, seconds_of
 from tests.support.recorded_map import RECORD, ROOT, Record, load_record
@@ -53,20 +57,26 @@ def print_shares(count: int, record: Record) -> None:
     print(f"median {100 * median(shares):.1f} %, mean {100 * sum(shares) / len(shares):.1f} % of {len(shares)} commits")
 
 
-def print_faults(record: Record) -> None:
+def found_faults(file: Path | None) -> list[tuple[Any, str]]:
+    """Return faults that tests have found, each with the test: those of a file, or of the page."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from faults import FAULTS
+    from faults import FAULTS, Fault
 
+    if file is not None:
+        results = [json.loads(line) for line in file.read_text().splitlines()]
+        return [(Fault(*map(each.get, Fault._fields)), each["found"]) for each in results if "::" in each["found"]]
     page = (ROOT / "benchmarks/notes/planted_faults.md").read_text()
     finders = dict(re.findall(r"(?m)^\| ([^|]+) \| `([^`|]+::[^`]+)`", page))
+    return [(fault, f"tests/{finders[fault.name]}") for fault in FAULTS if fault.name in finders]
+
+
+def print_faults(record: Record, file: Path | None) -> None:
     found: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         extract("HEAD", folder)
         tree = Tree(ROOT, "HEAD", until="HEAD", files=Path(folder))
-        for fault in FAULTS:
-            if fault.name not in finders:
-                continue
-            finder, path = f"tests/{finders[fault.name]}", Path(folder, fault.path)
+        for fault, finder in found_faults(file):
+            path = Path(folder, fault.path)
             text = path.read_text()
             path.write_text(text.replace(fault.old, fault.new))
             choice = Selection(tree, record, [(fault.path, fault.path)]).run()
@@ -86,7 +96,7 @@ def main() -> None:
     if sys.argv[1:2] == ["commits"]:
         return print_shares(int(sys.argv[2]), record)
     if sys.argv[1:2] == ["faults"]:
-        return print_faults(record)
+        return print_faults(record, Path(sys.argv[2]) if sys.argv[2:] else None)
     sys.exit(__doc__)
 
 

@@ -36,23 +36,23 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "recipe": r"config/(recipe|sections|execution|overrides|recipe_rules|schedule|recipe_file)",
     "step": (
-        r"optim/(update|step_state)|train/(trainer|objective|interval_loss)|parallel/graphs"
+        r"optim/(update|step_state)|train/(trainer|objective|interval_loss)"
     ),
     "loop": (
         r"train/(loop|start|setup|checkpoints|observer)|run/(folder|saved_recipe|report|records|signals)"
     ),
-    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|open|tokenizer)",
+    "checkpoint": r"checkpoint/(save|load|manifest|shard_file|open)",
     "data": (
         r"data/(cache|dataset|open|text)|"
         r"data/tokenizers/(tokenizer|open)"
     ),
     "generate": (
-        r"inference/(engine|session|scheduler|request|commands|step|cache|model|load|options|prompts)|"
-        r"parallel/cache_sizes|ops/attention/cached|ops/decode/weights|"
+        r"inference/(engine|sequence|scheduler|request|commands|step|cache|model|load|base_options|options|prompts)|"
+        r"parallel/cache_sizes|ops/attention/cached|"
         r"ops/sampling/(sample|sequences)"
     ),
     "util": (
-        r"util/(console|errors|field_types|rules|storage|hardware|peers|threads|timers|torch_private|seams)"
+        r"util/(console|errors|field_types|rules|storage|hardware|peers|threads|torch_private|seams)"
     ),
     "command": (
         r"cli|capabilities|commands/(command|train|generate|model_options)|__init__|__main__"

@@ -21,8 +21,8 @@ LIMIT = 2.0  # percent of the lines of a file
 def write(folder: Path, file: Path) -> None:
     """Write what the workers of a run have found: `{file: its lines that ran}`."""
     found: dict[str, set[int]] = {}
-    for lines in folder.glob("worker-*/lines"):
-        for line in lines.read_text().splitlines():
+    for worker in folder.glob("worker-*"):
+        for line in call_log.read_lines(worker, "lines"):
             name, _, number = line.rpartition(":")
             found.setdefault(name, set()).add(int(number))
     file.write_text(json.dumps({name: sorted(numbers) for name, numbers in sorted(found.items())}))

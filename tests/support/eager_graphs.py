@@ -11,6 +11,8 @@ from dtgpt.inference.step import Step
 class EagerGraphs:
     """In place of `StepGraphs`: runs the work itself."""
 
+    def release(self) -> None: ...
+
     def run(self, name: Any, work: Callable[..., Any], inputs: tuple[Any, ...], idle: Callable[[], Any]) -> Any:
         return work(*inputs)
 

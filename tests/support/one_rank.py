@@ -21,15 +21,16 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.collectives import FlatSum, NarrowSum
+from dtgpt.parallel.engine import Graphs
 from dtgpt.parallel.exact_sums.buckets import ExactBucket, RoundedBucket, SummedBucket
 from dtgpt.parallel.exact_sums.sums import ExactSums
-from dtgpt.parallel.gradients import Bucket, Buckets, choose_sums
-from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.gradients import Bucket, Buckets
 from dtgpt.parallel.mesh import Mesh, RankCoordinates
 from dtgpt.parallel.shards import Shard, Shards, region_of_tp
 from dtgpt.parallel.shared_memory.pieces import Pieces
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.parameters import parameters_of
+from dtgpt.planning.sums import costs_of
 
 BYTES = "weights, fp32", "moments, fp32", "gradients", "16-bit weights"
 Groups = dict[str, list[int]]  # of one rank: tp, dp, pp, and ends, the two ranks that may share a tied table
@@ -70,7 +71,7 @@ def build_rank(settings: Settings, optimizer: OptimizerConfig, rank: int) -> Bui
     """Return `rank` as `Trainer` builds it: mesh, stages, shards, buckets and optimizer, all without memory."""
     with open_one_rank(settings.plan, rank) as mesh:
         stages, shards = build_stages(settings, mesh, key=None)
-        make_engine(stages, shards, settings, Graphs(enabled=False))
+        make_engine(stages, shards, settings, Graphs())
         return describe_built(stages, shards, optimizer.make(shards), settings)
 
 
@@ -116,7 +117,7 @@ def planned_bytes(settings: Settings, rank: int) -> dict[str, int]:
     narrow = settings.dtype.itemsize * by_tp if settings.low_precision else 0
     alone = replace(settings, device=torch.device("cpu"))  # a rank that is built shares no memory with others
     state = sum(settings.optimizer.state_bytes(p.shape, p.role) * p.local for p in held) if settings.optimizer else 0
-    sizes = 4 * local, state, choose_sums(alone).bytes_of(held), narrow
+    sizes = 4 * local, state, costs_of(alone).bytes_of(held), narrow
     return dict(zip(BYTES, sizes, strict=True))
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.request import PROMPT, Event, PromptJob
+from dtgpt.inference.request import PromptJob, SequenceUpdate
 from dtgpt.inference.scheduler import Scheduler
 from dtgpt.models.config import ModelConfig
 from tests.support.bodies_engine import inference_stages, poison
@@ -41,7 +41,8 @@ class Outcome:
     score: float | None = None
 
 
-Outcomes = dict[tuple[int, int], Outcome]  # by handle and choice; PROMPT: the scores of the prompt
+PROMPT = -1  # in place of a choice: the scores of the prompt
+Outcomes = dict[tuple[int, int], Outcome]  # by handle and choice
 
 
 def play(
@@ -58,7 +59,7 @@ def play(
     if mesh.rank > 0:
         engine.follow()
         return {}
-    events: list[Event] = []
+    events: list[SequenceUpdate] = []
     for action in actions:
         match action:
             case Submit(request):
@@ -77,13 +78,18 @@ def play(
 stages_here = functools.cache(inference_stages)  # which an engine leaves as they were
 
 
-def collect(events: list[Event]) -> Outcomes:
+def collect(events: list[SequenceUpdate]) -> Outcomes:
     outcomes: Outcomes = defaultdict(Outcome)
     for event in events:
-        found = outcomes[event.request, event.choice]
+        if event.prompt is not None and (event.job, PROMPT) not in outcomes:
+            scores = event.prompt
+            outcomes[event.job, PROMPT] = Outcome(scores.ids[1:], scores.logprobs, scores.alternatives, "scored")
+        found = outcomes[event.job, event.choice]
         assert found.finish is None, "an event after the last one"
         found.ids += event.ids
         found.logprobs += event.logprobs
         found.alternatives += event.alternatives
-        found.finish, found.score = event.finish or ("scored" if event.choice == PROMPT else None), event.score
+        found.finish = event.finish
+        for choice, completion in enumerate(event.completions or []):
+            outcomes[event.job, choice].score = completion.score
     return dict(outcomes)

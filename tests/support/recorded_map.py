@@ -28,7 +28,8 @@ from tests.support.cpu_seconds import clock
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "recorded_map.xz"
 FOLDER = "DTGPT_CALLS_OF_TESTS"  # environment variable: where the workers of a recording run write
-HELP = "record which test executes which function, for --changed: 1.6 times the time of a run"
+TIMES = 1.6  # as long as another run takes one that records
+HELP = f"record which test executes which function, for --changed: {TIMES} times the time of a run"
 FIXTURE = "fixture "  # before the name of what is set up once for several tests
 
 
@@ -165,10 +166,10 @@ def name_of(fixture: Any) -> str:
 
 def read_workers(folder: Path, commit: str) -> Record:
     """Return the record of what the workers of a run have written."""
-    record, used = Record(commit), defaultdict(set)
+    record, used = Record(commit), defaultdict[str, set[str]](set)
     for worker in sorted(folder.glob("worker-*")):
         names = dict(_lines(worker / "names"))
-        words = {call_log.checksum(line): line for line in _text(worker / "words").splitlines()}
+        words = {call_log.checksum(line): line for line in call_log.read_lines(worker, "words")}
         imports = {
             call_log.import_number(line.removeprefix("import ")): line
             for line in words.values()
@@ -179,7 +180,7 @@ def read_workers(folder: Path, commit: str) -> Record:
             for fixture in fixtures:
                 users[fixture].append(test)
         record.seconds |= dict(_lines(worker / "seconds"))
-        pairs = (worker / "pairs").read_bytes()
+        pairs = call_log.read_files(worker, "pairs")
         for number, key in set(struct.iter_unpack("=II", pairs[: len(pairs) // 8 * 8])):
             name = imports.get(number) or names.get(number)
             if name is not None and key in words:
@@ -198,9 +199,14 @@ def _lines(path: Path) -> Iterator[Any]:
             yield json.loads(line)
 
 
+def records(config: Any) -> bool:
+    """Return whether pytest was asked to record."""
+    return bool(config.option.record_map or config.option.record_lines)
+
+
 def configure(config: Any) -> None:
     """Begin to record where pytest was asked to: each process that runs tests in a folder of its own."""
-    if not (config.option.record_map or config.option.record_lines):
+    if not records(config):
         return
     if not hasattr(config, "workerinput"):  # that of another run, of which this one is a test, stays as it is
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="dtgpt-calls-")
@@ -210,7 +216,7 @@ def configure(config: Any) -> None:
 
 def finish(config: Any) -> None:
     """Write the record, in the process that has started the others."""
-    if hasattr(config, "workerinput") or not (config.option.record_map or config.option.record_lines):
+    if hasattr(config, "workerinput") or not records(config):
         return
     folder = Path(os.environ.pop(FOLDER))
     if config.option.record_lines:

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from dtgpt.inference.options import Options, Search
-from dtgpt.inference.request import NO_SPECIAL_IDS, PromptJob, SpecialIds
+from dtgpt.inference.base_options import Search, SpecialIds
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import NO_SPECIAL_IDS, PromptJob
 
 
 def make_request(

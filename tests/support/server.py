@@ -17,7 +17,6 @@ from dtgpt.config.plan import Plan
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.model import Model, Need
-from dtgpt.inference.session import Session
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -61,7 +60,7 @@ def served(
     worker = EngineWorker(generator.check, lambda: generator.slots, limits)
 
     def engine() -> None:
-        generator.run(lambda: (Need(slots, 1), None), lambda session, _: worker.run(session))
+        generator.run(lambda: (Need(slots, 1), None), lambda engine, _: worker.run(engine))
 
     with _running(engine, worker):
         yield Service(generator, worker, "tiny", **service)
@@ -74,8 +73,8 @@ def served_script(
     """The service of an engine that follows a script."""
     generator = generator_of(config, tokenizer, engine.slots)
     worker = EngineWorker(generator.check, lambda: engine.slots, service.pop("limits", None))
-    session = Session(engine, tokenizer, generator.special)
-    with _running(lambda: worker.run(session), worker):
+    engine.tokenizer, engine.special = tokenizer, generator.special
+    with _running(lambda: worker.run(engine), worker):
         yield Service(generator, worker, "scripted", **service)
 
 

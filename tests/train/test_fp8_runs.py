@@ -133,7 +133,7 @@ def test_what_cannot_be_trained_in_fp8_is_refused_in_a_sentence(recipe):
         replace(recipe, compile="on").validate()
     device, plan = torch.device("cuda"), recipe.plan_for(1)
     names = mock.patch("dtgpt.optim.fp8.precision.device_name", return_value="NVIDIA A100")
-    with names, mock.patch("dtgpt.optim.fp8.precision.has_float8", return_value=False):
+    with names, mock.patch("dtgpt.util.shared.gpu_limits.has_float8", return_value=False):
         with pytest.raises(UserError, match=r"precision=fp8, but NVIDIA A100 .* 8\.9 .*use --precision bf16"):
             recipe.settings(plan, device)
         assert recipe.settings(plan, device, here=False).products  # as `dtgpt plan` asks

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dtgpt.parallel.engine import Timers
 from dtgpt.run.records import read_records
-from dtgpt.run.report import timer_line
 from dtgpt.train.loop import train
 from dtgpt.train.setup import open_trainer
-from dtgpt.util.timers import Timers
+from dtgpt.train.timers.parts import PartTimers, timer_line
 from tests.support.ranks import each, pool
 from tests.support.runs import change, losses, newest_run, on_cuda
 
@@ -21,7 +21,7 @@ PARTS = ("forward_backward_seconds", "forward_seconds", "backward_seconds", "opt
 
 
 def test_means_are_of_the_steps_since_the_last_call():
-    timers, begin = Timers(True, torch.device("cpu")), time.perf_counter()
+    timers, begin = PartTimers(torch.device("cpu")), time.perf_counter()
     for _ in range(4):
         with timers.measure("forward"):
             time.sleep(0.01)
@@ -31,11 +31,11 @@ def test_means_are_of_the_steps_since_the_last_call():
 
 
 def test_timers_that_are_off_measure_nothing():
-    timers = Timers(False, torch.device("cpu"))
+    timers = Timers()
     with timers.measure("forward"):
         pass
     timers.next_step()
-    assert timers.take() == {}
+    assert not timers.enabled and timers.seconds(None) == {}
 
 
 class FakeEvent:
@@ -63,7 +63,7 @@ def test_events_of_the_device_are_read_when_it_has_passed_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: made.append(FakeEvent()) or made[-1])
     monkeypatch.setattr(FakeEvent, "clock", 0.0)
     monkeypatch.setattr(FakeEvent, "passed", 0)
-    timers = Timers(True, torch.device("cuda"))
+    timers = PartTimers(torch.device("cuda"))
 
     def step():
         with timers.measure("all"), timers.measure("one"):

@@ -11,7 +11,7 @@ import torch
 import dtgpt.train.trainer
 from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.config import recipe_rules
-from dtgpt.inference.session import Session
+from dtgpt.inference.engine import Engine
 from dtgpt.models.batch import Batch
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold
@@ -145,8 +145,8 @@ def test_a_run_without_held_out_text_or_samples_works(recipe, held_out):
 
 
 def test_an_interrupted_sample_is_not_kept(recipe, monkeypatch):
-    draw = Session.step
-    monkeypatch.setattr(Session, "step", lambda session: os.kill(os.getpid(), 15) or draw(session))
+    draw = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: os.kill(os.getpid(), 15) or draw(engine))
     assert train(recipe) == 128 + 15
     assert not (newest_run(recipe) / "samples").exists()
     assert [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")] == ["step_00000010"]

@@ -55,20 +55,20 @@ def same_name(keys: str, answer: Answer) -> str:
 
 
 def table() -> str:
-    """Return the tables of docs/megatron.md: options of pretrain_gpt.py that have an equivalent."""
-    lines, same = [], []
+    """Return the table of docs/megatron.md: options of pretrain_gpt.py that have an equivalent."""
+    lines, same = ["", "| Megatron-LM | dtgpt |", "|---|---|"], []
     for section, entries in OPTIONS.items():
         translated = {keys: answer for keys, answer in entries.items() if answer.kind == "translated"}
         same += [f"`--{name}`" for keys, answer in translated.items() if (name := same_name(keys, answer))]
         translated = {keys: answer for keys, answer in translated.items() if not same_name(keys, answer)}
-        lines += ["", f"## {section}", "", "| Megatron-LM | dtgpt |", "|---|---|"] if translated else []
+        lines += [f"| **{section}** | |"] if translated else []
         for keys, answer in translated.items():
             word = keys.split(", ")[0].partition(" ")[2]
             text = answer.sentence(word).replace(" | ", " \\| ")
             here = re.sub(rf"(?<!\S)(--[a-z]\S*?(?: {VALUE})?)(?=[,;:]? |[,;:]?$)", r"`\1`", text)
             there = ", ".join(f"`--{key}`" for key in keys.split(", "))
             lines.append(f"| {there} | {here} |")
-    text = "The same name, but for the section: " + ", ".join(dict.fromkeys(same)) + "."
+    text = "With the same name, up to the section: " + ", ".join(dict.fromkeys(same)) + "."
     return "\n".join(["", *textwrap.wrap(text, 120, break_on_hyphens=False), *lines]) + "\n"
 
 

@@ -10,7 +10,8 @@ from dtgpt.planning.parameters import state_bytes
 from dtgpt.train import setup
 from dtgpt.train.start import find_resume_point, make_job
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import below_ampere, check_kernels, check_memory, memory_errors_as_user_errors, peak_of_name
+from dtgpt.util.hardware import check_device, check_memory, memory_errors_as_user_errors, peak_of_name
+from dtgpt.util.shared.gpu_limits import below_ampere
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -52,13 +53,14 @@ def v100(monkeypatch):
     (torch.float16, "fused_softmax", 0.1, None),
     (torch.float32, "auto", 0.1, None),
 ])  # fmt: skip
-def test_a_gpu_below_ampere_is_told_what_runs(v100, monkeypatch, dtype, attention, dropout, told):
-    found = below_ampere(CUDA, dtype, attention, dropout)
+def test_a_gpu_below_ampere_is_told_what_runs(recipe, v100, monkeypatch, dtype, attention, dropout, told):
+    made = replace(recipe, attention=attention).settings(ResolvedPlan(dp=1), CPU)
+    settings = replace(made, device=CUDA, dtype=dtype, model=replace(made.model, dropout=dropout))
+    found = below_ampere(settings)
     start = "Tesla V100 has compute capability 7.0, and bf16 and flash attention need 8.0 (A100): "
     assert found == (None if told is None else start + told)
-    assert below_ampere(CPU, dtype, attention, dropout) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert below_ampere(CUDA, dtype, attention, dropout) is None
+    assert below_ampere(settings) is None
 
 
 @pytest.mark.parametrize("capability, architectures, told", [
@@ -71,12 +73,12 @@ def test_a_gpu_below_ampere_is_told_what_runs(v100, monkeypatch, dtype, attentio
 def test_a_gpu_without_kernels_in_this_torch_is_refused(v100, monkeypatch, capability, architectures, told):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
-    check_kernels(CPU)
+    check_device(CPU)
     if told is None:
-        check_kernels(CUDA)
+        check_device(CUDA)
         return
     with pytest.raises(UserError, match=f"^Tesla V100 has compute capability .*{told}"):
-        check_kernels(CUDA)
+        check_device(CUDA)
 
 
 def test_a_job_on_a_gpu_below_ampere_says_so_once_at_its_start(recipe, v100, monkeypatch, capsys):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtgpt.compare import compare
-from dtgpt.config.plan import Plan
+from dtgpt.compare import workers
 from dtgpt.util import hardware
 from dtgpt.util.hardware import child_environment
 
@@ -44,17 +43,15 @@ def test_an_installed_package_changes_no_path(tmp_path, monkeypatch):
     assert "PYTHONPATH" not in child_environment()
 
 
-def test_the_plans_that_compare_starts_find_the_package(tmp_path, monkeypatch):
+def test_the_processes_that_run_a_plan_find_the_package(tmp_path, monkeypatch):
     given = []
 
     def run(words, env, **_):
         given.append(env)
         return subprocess.CompletedProcess(words, 1, "dtgpt: no\n", "")
 
-    monkeypatch.setattr(compare.subprocess, "run", run)
+    monkeypatch.setattr(workers.subprocess, "run", run)
     monkeypatch.delenv("PYTHONPATH")
-    with pytest.raises(compare.UserError):
-        side = compare.Side("dp2", "dp2", Plan(dp=2), [])
-        compare.run_plan(tmp_path / "r.py", side, 1, tmp_path / "file", tmp_path)
+    assert workers.run_workers(2, ["record"]) == "no"
     monkeypatch.undo()
     assert found(tmp_path, given[0]) == HERE

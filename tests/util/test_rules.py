@@ -7,17 +7,12 @@ import pytest
 
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds, check_fields
-from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules, Where, broken, check_rules
+from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules, broken, check_rules
 from tests.support.refusals import listed_rules
 
 
 def doubled(run: "Run") -> str:
     return str(2 * run.steps)
-
-
-def is_long(run: "Run") -> bool:
-    """it has more than two characters"""
-    return len(run.prompt) > 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +48,12 @@ class Run:
     plan_rules: ClassVar[Rules] = (
         Rule("steps={steps} are cut by tp={plan.tp}", Is("steps", "is no multiple of", Other("plan.tp"))),
         Rule("{field}={value} is not {default}", Changed("steps", "warmup", "file"), Is("plan.tp", ">=", 4)),
-        Rule("the prompt is long", Where("prompt", is_long)),
+        Rule("the prompt is long", Given("prompt_is_long")),
     )
+
+    @property
+    def prompt_is_long(self) -> bool:
+        return len(self.prompt) > 2
 
 
 @dataclass(frozen=True)
@@ -101,4 +100,4 @@ def test_the_list_of_rules_has_types_bounds_conditions_and_sections():
     assert ("warmup", "rule", "warmup > steps") in found
     assert ("loss.smoothing", "rule", "smoothing is changed and name == 'plain'") in found
     assert ("steps, warmup, file", "rule", "steps or warmup or file is changed and plan.tp >= 4") in found
-    assert ("prompt", "rule", "prompt: it has more than two characters") in found
+    assert ("prompt_is_long", "rule", "prompt_is_long is given") in found

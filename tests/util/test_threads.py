@@ -47,6 +47,15 @@ def test_an_error_is_that_of_its_work(allowed):
             futures[1].result()
 
 
+def test_work_that_was_cancelled_is_not_done():
+    done, go_on = [], threading.Event()
+    with Threads(1) as pool:
+        pool.submit(go_on.wait)
+        assert pool.submit(done.append, 1).cancel()
+        go_on.set()
+    assert not done
+
+
 def test_ctrl_c_is_not_kept_for_later(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt

@@ -144,8 +144,9 @@ def _set_batch_sizes(trainer: Trainer, setting: Setting, case: Case) -> None:
     if case.first is None or case.first.batch is None or first is None:
         return
     earlier = first.batch_sizes()
-    later = setting.recipe_of(case).batch_sizes(case.first.steps, earlier.before(case.first.steps))
-    trainer.sizes = later.preceded_by(earlier)
+    sizes = setting.recipe_of(case).batch_sizes(case.first.steps, earlier.before(case.first.steps))
+    sizes.pieces = [piece for piece in earlier.pieces if piece[0] < case.first.steps] + sizes.pieces
+    trainer.sizes = sizes
     rates = trainer.schedule.rates(trainer.steps, trainer.sizes)
     trainer.optimizer.schedule = torch.tensor(rates, device=trainer.mesh.device)
 

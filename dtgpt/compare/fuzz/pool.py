@@ -104,34 +104,49 @@ class Pool:
         self._end(list(self._ranks))
         self._folder.cleanup()
 
-    def run(self, jobs: Sequence[PoolJob], timeout: float) -> list[list[ProcessResult]]:
+    def expect(self, worlds: Sequence[int]) -> None:
+        """Start the processes of jobs to come, one after the other, of so many processes. On GPUs alone, where a start
+        takes seconds, in which others may work."""
+        for key in (key for world in worlds for key in self._keys(0, world) if self._on_gpus):
+            self._start(key)
+
+    def renew(self) -> None:
+        """Give the jobs to come new processes on CPUs, where that takes no time: all of them are as at a start."""
+        if not self._on_gpus:
+            self._end(list(self._ranks))
+
+    def run(self, jobs: Sequence[PoolJob], timeout: float, patience: float | None = None) -> list[list[ProcessResult]]:
         """Run the jobs at the same time and return for each what its ranks answered. Ranks that do not answer within
-        `timeout` seconds have failures of the kind "hangs"; after another failure or a refusal they are left out."""
+        `timeout` seconds have failures of the kind "hangs"; after another failure or a refusal they are left out.
+        patience: seconds that a collective may wait; None: a little more than the timeout."""
         try:
             for place, job in enumerate(jobs):
-                self._begin(place, job, timeout)
+                self._begin(place, job, timeout + LATE if patience is None else patience)
             deadline, results = time.monotonic() + timeout, []
             for place, job in enumerate(jobs):
-                results.append(self._collect(self._keys(place, job), deadline, timeout))
+                results.append(self._collect(self._keys(place, job.world), deadline, timeout))
             return results
         except BaseException:  # Ctrl-C too: a rank in the middle of a job is of no use to the next one
             self._end(list(self._ranks))
             raise
 
-    def _keys(self, place: int, job: PoolJob) -> list[Key]:
+    def _keys(self, place: int, world: int) -> list[Key]:
         """Return which processes do a job, by rank."""
-        return [Key(place, job.world if self._on_gpus else None, rank) for rank in range(job.world)]
+        return [Key(place, world if self._on_gpus else None, rank) for rank in range(world)]
 
-    def _begin(self, place: int, job: PoolJob, timeout: float) -> None:
-        store, keys = f"{self._folder.name}/store-{time.monotonic_ns()}", self._keys(place, job)
+    def _start(self, key: Key) -> None:
+        """Start a process, unless it is there."""
+        if key not in self._ranks:
+            self._ranks[key] = Worker(self._context, f"{self._folder.name}/{'-'.join(map(str, key))}.log")
+
+    def _begin(self, place: int, job: PoolJob, patience: float) -> None:
+        store, keys = f"{self._folder.name}/store-{time.monotonic_ns()}", self._keys(place, job.world)
         if self._on_gpus and any(self._jobs[key] >= MOST_JOBS for key in keys):
-            self._end(keys)
+            self._end([key for key in keys if key in self._ranks])
         for key in keys:
-            if key not in self._ranks:
-                log = f"{self._folder.name}/{'-'.join(map(str, key))}.log"
-                self._ranks[key] = Worker(self._context, log)
+            self._start(key)
             self._jobs[key] += 1
-            message = job.function, job.arguments, key.rank, job.world, store, timeout + LATE, self.device
+            message = job.function, job.arguments, key.rank, job.world, store, patience, self.device
             self._ranks[key].send(message)
 
     def _collect(self, keys: list[Key], deadline: float, timeout: float) -> list[ProcessResult]:
@@ -255,20 +270,25 @@ def _attempt(function: Callable, *arguments: Any) -> bytes:
 
 
 def _work(body: bytes) -> Any:
-    function, arguments, rank, world, store, timeout, device = pickle.loads(body)
+    function, arguments, rank, world, store, patience, device = pickle.loads(body)
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
     values = {"rank": rank, "world": world, "local_rank": rank, "local_world": world}
     os.environ.update({VARIABLES[name]: str(value) for name, value in values.items()})
     if world > 1 and not dist.is_initialized():
         where = choose_device(device, rank)
-        start_process_group(where, timeout, store=dist.FileStore(store, world), rank=rank, world_size=world)
+        start_process_group(where, patience, store=dist.FileStore(store, world), rank=rank, world_size=world)
     return function(*arguments)
 
 
 def _leave() -> None:
     if dist.is_initialized() and dist.get_backend() != "nccl":
         end_process_group()
-    forget_meshes()
-    torch.compiler.reset()
+    # What was not imported has nothing to forget, and takes seconds to import.
+    if "torch.distributed.tensor" in sys.modules:
+        forget_meshes()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

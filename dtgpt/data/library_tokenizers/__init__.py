@@ -4,5 +4,5 @@ from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
     tokenizers=("dtgpt.data.library_tokenizers.format:LIBRARY_FILES",),
-    text_decoders=("dtgpt.data.library_tokenizers.stream:DecodeWindow",),
+    text_streams=("dtgpt.data.library_tokenizers.stream:DecodeWindow",),
 )

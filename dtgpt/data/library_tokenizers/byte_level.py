@@ -15,7 +15,8 @@ import tiktoken
 from dtgpt.data.library_tokenizers.base import ENDS, LibraryTokenizer, Span, panics_as_user_errors, spans_of_bytes
 from dtgpt.data.tokenizers.open import FILES
 from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, MOST
-from dtgpt.util.errors import UserError, optional_package
+from dtgpt.util.errors import UserError
+from dtgpt.util.shared.optional import optional_package
 
 # GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""

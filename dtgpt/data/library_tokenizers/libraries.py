@@ -13,8 +13,9 @@ import numpy as np
 from dtgpt.data.library_tokenizers.base import ENDS, LibraryTokenizer, Span, overlapping, panics_as_user_errors
 from dtgpt.data.library_tokenizers.byte_level import letter_bytes
 from dtgpt.data.tokenizers.tokenizer import MOST
-from dtgpt.util.errors import UserError, optional_package, shown
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
+from dtgpt.util.shared.optional import optional_package
 from dtgpt.util.storage import parse_json
 
 BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")

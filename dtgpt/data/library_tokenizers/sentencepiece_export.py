@@ -10,8 +10,8 @@ from typing import Any
 from dtgpt.data.library_tokenizers.added_tokens import opening_template, special_token
 from dtgpt.data.library_tokenizers.bpe_files import merges_of
 from dtgpt.data.library_tokenizers.libraries import BLANK, SentencePiece
-from dtgpt.util.errors import optional_package
 from dtgpt.util.rules import Given, Is, Missing, Rule, Rules, check_rules
+from dtgpt.util.shared.optional import optional_package
 
 UNIGRAM, BPE, WORD, CHAR = 1, 2, 3, 4  # kinds of models in sentencepiece_model.proto
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # and of their pieces

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from io import BufferedReader
 from typing import Any
 
-from dtgpt.util.errors import UserError, optional_package
+from dtgpt.util.errors import UserError
+from dtgpt.util.shared.optional import optional_package
 
 SUFFIXES = (".gz", ".xz", ".zst", ".bz2")
 PIECE = 1 << 18  # bytes read at once, and bytes of a piece at most

@@ -12,7 +12,8 @@ from dtgpt.data.megatron.paths import bin_path, idx_path, tokenizer_path, weight
 from dtgpt.data.prepare.documents import STDIN
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import FileLock, Held, atomic_file, leftovers_of, temporary_path, try_to_write
+from dtgpt.util.shared.output_files import leftovers_of, try_to_write
+from dtgpt.util.storage import FileLock, Held, atomic_file, temporary_path
 
 
 @contextmanager

@@ -2,4 +2,4 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(searches=("dtgpt.inference.beams.options:BEAMS",))
+CAPABILITY = Capability(options=("dtgpt.inference.beams.options:BeamOptions",))

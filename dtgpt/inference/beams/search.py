@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dtgpt.inference.commands import Assign, Copy
-from dtgpt.inference.options import Candidates, SearchedRows
-from dtgpt.inference.request import Event, PromptJob
+from dtgpt.inference.base_options import Candidates, FoundSequence, SearchedRows
+from dtgpt.inference.commands import assign, copy
+from dtgpt.inference.request import PromptJob
 from dtgpt.util.errors import UserError, shown
 
 
@@ -204,7 +204,7 @@ class BeamSlots:
         """The number of likeliest tokens of each row that `advance` needs."""
         return self.search.alternatives
 
-    def advance(self, candidates: Mapping[int, Candidates], command: Callable[[Any], Any]) -> list[int]:
+    def advance(self, candidates: Mapping[int, Candidates], command: Callable[..., Any]) -> list[int]:
         """Choose the rows of the next step from the likeliest tokens of each choice, and put them into slots. Return
         their choices; none: the search is over.
 
@@ -223,22 +223,20 @@ class BeamSlots:
             chosen.append(target)
         if copies:
             filled = len(self.asked.ids) + self.search.length - 1  # the last token is not in the cache yet
-            command(Copy(self._slots(copies.values()), self._slots(copies), filled))
+            command(copy, self._slots(copies.values()), self._slots(copies), filled, [])
         if rows:
-            command(Assign(self._slots(chosen), [row.token for row in rows]))
+            command(assign, self._slots(chosen), [row.token for row in rows])
         self._choices = chosen
         return chosen
 
-    def events(self, handle: int) -> list[Event]:
-        """Return an event for each sequence that the request asks for, the best first."""
-        best = self.search.hypotheses[: self.asked.choices]
-        events = [
-            Event(handle, choice, found.ids, found.logprobs, [], "stop" if found.ended else "length", score=found.score)
-            for choice, found in enumerate(best)
+    def found(self) -> list[FoundSequence]:
+        """Return the sequences that the request asks for, the best first."""
+        best = [
+            FoundSequence(found.ids, found.logprobs, "stop" if found.ended else "length", found.score)
+            for found in self.search.hypotheses[: self.asked.choices]
         ]
         # Where rules leave few tokens, fewer sequences may have been found.
-        missing = range(len(best), self.asked.choices)
-        return events + [Event(handle, choice, [], [], [], "length", score=-math.inf) for choice in missing]
+        return best + [FoundSequence([], [], "length", -math.inf)] * (self.asked.choices - len(best))
 
     def _slots(self, choices: Iterable[int]) -> list[int]:
         return [self.slots[choice] for choice in choices]

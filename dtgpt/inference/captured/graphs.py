@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.parallel.graphs import capture
+from dtgpt.parallel.graphs.captured import capture
 
 Tensors = tuple[Tensor, ...]
 

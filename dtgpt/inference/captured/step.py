@@ -16,13 +16,13 @@ from torch import Tensor
 from dtgpt.inference.cache import LayerCache
 from dtgpt.inference.captured.graphs import StepGraphs
 from dtgpt.inference.captured.prompt_batches import BATCH_TOKENS, group_prompts, padded_length, padded_size
+from dtgpt.inference.captured.torch_private import without_split_k
 from dtgpt.inference.scheduler import LONGEST_ROUND, PromptChunk
 from dtgpt.inference.step import Step
 from dtgpt.models.batch import Batch
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
 from dtgpt.ops.attention.prompts import write_prompts, write_rings
 from dtgpt.ops.sampling.sequences import Sampled, Variant
-from dtgpt.util.torch_private import without_split_k
 
 # Rows of steps that are so short that one graph holds all of a round: else the time between graphs would show.
 ROWS_OF_SHORT_STEPS = 8
@@ -50,6 +50,11 @@ class CapturedStep(Step):
     `batch_tokens`: most tokens of a pass over several prompts, padding included; 0: each prompt has a pass of its own.
     """
 
+    @staticmethod
+    def serves(graphs: bool) -> bool:
+        """Return whether steps are of this kind, where CUDA graphs may hold them or not."""
+        return graphs
+
     def __init__(self, *arguments: Any, **options: Any):
         """Take the arguments of `Step`, on a GPU."""
         super().__init__(*arguments, **options)
@@ -60,7 +65,9 @@ class CapturedStep(Step):
         self.mesh.before_end.append(release_of(self._graphs))
 
     def group(self, chunks: Sequence[PromptChunk]) -> list[list[PromptChunk]]:
-        return group_prompts(chunks, self.cache.state.positions, self.batch_tokens)
+        together = group_prompts(chunks, self.cache.state.positions, self.batch_tokens)
+        grouped = {chunk for group in together for chunk in group}
+        return together + [[chunk] for chunk in chunks if chunk not in grouped]
 
     @torch.no_grad()
     def read(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], first: int = 0) -> None:
@@ -137,7 +144,7 @@ class CapturedStep(Step):
             return (torch.full_like(rows, self.slots),)
 
         def work(slots: Tensor) -> Sampled:
-            return Step.draw_steps(self, slots, steps, variant)
+            return super(CapturedStep, self).draw_steps(slots, steps, variant)
 
         return self._graphs.run(("decode", len(rows), steps, variant), work, (rows,), idle)
 

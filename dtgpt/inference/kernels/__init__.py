@@ -2,4 +2,6 @@
 
 from dtgpt.util.seams import Capability
 
-CAPABILITY = Capability(decoders=("dtgpt.inference.kernels.serve:KERNELS",))
+CAPABILITY = Capability(
+    rank_steps=("dtgpt.inference.kernels.serve:KernelStep",), exact_bits=("dtgpt.inference.kernels.serve:BITS",)
+)

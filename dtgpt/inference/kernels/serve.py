@@ -1,15 +1,16 @@
-"""Which stages the kernels of decode steps serve, as the core asks for it."""
+"""Steps of generation by kernels, and which stages they serve."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.inference.cache import Cache
-from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of, tells_weights
-from dtgpt.inference.step import DecodeKernels, Decoders
+from dtgpt.inference.cache import Cache, DecodeRows
+from dtgpt.inference.kernels.stages import ExactStage, FusedStage, parts_of
+from dtgpt.inference.kernels.weights import decode_weights
+from dtgpt.inference.step import ExactBits, Step
 from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -18,8 +19,10 @@ from dtgpt.ops.kernels.attention.cached import HEAD_SIZES
 from dtgpt.ops.kernels.decode.blocks import next_rows
 from dtgpt.ops.kernels.devices import has_triton
 from dtgpt.ops.loss.cross_entropy import losses_of, over_group, real_columns, row_losses, row_terms
+from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.layout import chunk
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.stages import run_in_turn
 from dtgpt.util.errors import UserError
 
 NO_KERNELS = (
@@ -28,15 +31,37 @@ NO_KERNELS = (
 )
 
 
-class _Kernels:
-    def serve(self, stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool) -> Decoders | None:
-        fused = fuse(stages, mesh, cache, exact)
-        if fused is not None:
-            return Decoders(stages=fused, next_rows=next_rows)
-        if exact:
-            raise UserError(NO_KERNELS)
-        return None
+class KernelStep(Step):
+    """A `Step` whose rows are decoded by kernels, where they know the model; with the bits of training's forward pass
+    where these are asked for."""
 
+    @staticmethod
+    def serves(graphs: bool) -> bool:
+        """Return whether steps are of this kind, where CUDA graphs may hold them or not."""
+        return True
+
+    def __init__(self, *arguments: Any, **options: Any):
+        """Take the arguments of `Step`. Raise UserError for a model that cannot have the bits that are asked for."""
+        super().__init__(*arguments, **options)
+        self.fused = fuse(self.stages, self.mesh, self.cache, self.exact)
+        if self.exact and self.fused is None:
+            raise UserError(NO_KERNELS)
+
+    def row_logits(self, slots: Tensor) -> Tensor | None:
+        if self.fused is None:
+            return super().row_logits(slots)
+        tokens, positions = next_rows(slots, self.cache.state.token, self.cache.state.position)
+        logits = run_in_turn(self.fused, self.mesh, (tokens[None], DecodeRows(slots, positions)), self.dtype)
+        return None if logits is None else logits[0]
+
+    def choose(self, logits: Tensor, slots: Tensor, variant: Variant) -> Sampled:
+        drawn = super().choose(logits, slots, variant)
+        if not self.exact:
+            return drawn
+        return drawn._replace(**BITS.exact_scores(logits, drawn.tokens, drawn.top_ids, self.mesh, self.config))
+
+
+class _Bits:
     def check_exact(self, device: torch.device, plan: ResolvedPlan, dtype: torch.dtype) -> None:
         if not has_triton(torch.empty(0, device=device)):
             raise UserError(
@@ -58,8 +83,7 @@ class _Kernels:
         parts = inventory(config)
         kinds = set(parts.examples)
         with torch.device("meta"):
-            blocks: list[Any] = [config.make_block(index) for index in kinds]
-            known = all(tells_weights(block) and block.decode_weights().activation for block in blocks)
+            known = all(_has_kernels(config.make_block(index)) for index in kinds)
         cores = [core for index in kinds for core in parts.cores(index)]
         if not known or any(core.head_dim not in HEAD_SIZES or not core.is_plain for core in cores):
             raise UserError(NO_KERNELS)
@@ -71,7 +95,12 @@ class _Kernels:
         return as_in_training(logits, ids, top_ids, config.vocab_size, first, mesh.tp_group)
 
 
-KERNELS: DecodeKernels = _Kernels()
+BITS: ExactBits = _Bits()
+
+
+def _has_kernels(block: nn.Module) -> bool:
+    weights = decode_weights(block)
+    return weights is not None and weights.activation is not None
 
 
 def as_in_training(
@@ -107,12 +136,12 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache, exact: bool = False) -
         return None  # of a run that trains adapters
     usable = all(type(p.data) is Tensor and p.dtype.itemsize in sizes_known and has_triton(p) for p in parameters)
     sizes = {layer.keys.shape[-1] for layer in cache.layers}
-    if not usable or not all(map(tells_weights, modules)) or not sizes <= set(HEAD_SIZES):
+    if not usable or any(decode_weights(module) is None for module in modules) or not sizes <= set(HEAD_SIZES):
         return None
-    blocks: list[Any] = [block for stage in stages for block in stage.blocks.values()]
+    blocks = [block for stage in stages for block in stage.blocks.values()]
     if not all(core.is_plain for block in blocks for core in attention_cores(block)):
         return None
-    if len(cache.layers) != len(blocks) or not all(block.decode_weights().activation for block in blocks):
+    if len(cache.layers) != len(blocks) or not all(map(_has_kernels, blocks)):
         return None
     layers = iter(cache.layers)
     kind = ExactStage if exact else FusedStage

@@ -1,13 +1,14 @@
-"""Stages whose decode steps are kernels of `dtgpt.ops.decode`."""
+"""Stages whose decode steps are kernels of `dtgpt.ops.kernels.decode`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtgpt.inference.cache import DecodeRows, LayerCache
+from dtgpt.inference.kernels.weights import decode_weights
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Context
 from dtgpt.ops.kernels.decode import exact as exact_blocks
@@ -26,12 +27,9 @@ class FusedStage:
     def __init__(self, stage: Decoder, layers: Sequence[LayerCache], mesh: Mesh):
         self.config, self._stage, self._mesh = stage.config, stage, mesh
         self._keys, self._values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        modules: list[Any] = list(stage.blocks.values())
-        self._blocks = [block.decode_weights() for block in modules]
-        embedding: Any = stage.embedding
-        self._embedding = None if embedding is None else embedding.decode_weights()
-        head: Any = stage.head
-        self._head = None if head is None else head.decode_weights()
+        self._blocks = [decode_weights(block) for block in stage.blocks.values()]
+        self._embedding = None if stage.embedding is None else decode_weights(stage.embedding)
+        self._head = None if stage.head is None else decode_weights(stage.head)
         self._exchange: Exchange | None = None
 
     def __call__(self, x: Tensor, rows: DecodeRows) -> Tensor:
@@ -110,10 +108,3 @@ class ExactStage(FusedStage):
 def parts_of(stage: Decoder) -> list[Any]:
     """Return the embedding, the blocks and the head of a stage, as far as it has them."""
     return [module for module in (stage.embedding, *stage.blocks.values(), stage.head) if module is not None]
-
-
-def tells_weights(module: nn.Module) -> bool:
-    """Return whether kernels compute what a module does, with its `decode_weights`: one that inherits the method from
-    dtgpt's class, and has code of a user's own, may compute something else."""
-    own = any(type(part).__module__.partition(".")[0] not in ("dtgpt", "torch") for part in module.modules())
-    return "decode_weights" in vars(type(module)) if own else hasattr(module, "decode_weights")

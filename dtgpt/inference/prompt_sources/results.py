@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.commands.generate import make_job
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.model import Model, Need, need_of
 from dtgpt.inference.prompt_sources.files import Line, read_prompts_file
 from dtgpt.inference.request import Completion, PromptJob
-from dtgpt.inference.session import Session
 from dtgpt.tools.progress import ProgressLines
 from dtgpt.util.console import counted, duration
 from dtgpt.util.errors import UserError, remedy
@@ -36,9 +36,9 @@ def write_results(model: Model, base: dict[str, Any], options: Any) -> None:
                 raise UserError(f"{path}, line {line.number}: {error}" if path else str(error)) from None
         return need_of([job for _, job in found]), found
 
-    def work(session: Session, asked: list[tuple[Line, PromptJob]]) -> None:
+    def work(engine: Engine, asked: list[tuple[Line, PromptJob]]) -> None:
         model.describe()
-        results.write([line for line, _ in asked], session.run(job for _, job in asked))
+        results.write([line for line, _ in asked], engine.run(job for _, job in asked))
 
     model.run(prepare, work)
 

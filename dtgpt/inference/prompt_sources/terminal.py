@@ -8,10 +8,10 @@ from types import FrameType
 from typing import Any, Self
 
 from dtgpt.commands.generate import NEW_TOKENS, make_job, show
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.model import Model, Need
 from dtgpt.inference.options import read_options
 from dtgpt.inference.request import NotFinite, PromptJob
-from dtgpt.inference.session import Session
 from dtgpt.util.console import say_error
 from dtgpt.util.errors import UserError
 
@@ -52,7 +52,7 @@ class Keyboard:
         self._stopped = True
 
 
-def converse(session: Session, keyboard: Keyboard, make: Callable[[str, int], PromptJob]) -> None:
+def converse(engine: Engine, keyboard: Keyboard, make: Callable[[str, int], PromptJob]) -> None:
     """Continue one prompt after the other, each without those before it. `make`: the job of a prompt and its number."""
     for turn, prompt in enumerate(keyboard.prompts()):
         try:
@@ -61,7 +61,7 @@ def converse(session: Session, keyboard: Keyboard, make: Callable[[str, int], Pr
             say_error(f"dtgpt: {error}")
             continue
         try:
-            show(session, prompt, job, keyboard.stopped)
+            show(engine, prompt, job, keyboard.stopped)
         except NotFinite as error:
             say_error(f"dtgpt: {error}")
 
@@ -75,9 +75,9 @@ def converse_with(model: Model, base: dict[str, Any], options: Any) -> None:
         model.check(shortest)  # options that are wrong for any prompt
         return Need(shortest.rows, shortest.rows), None
 
-    def work(session: Session, _: None) -> None:
+    def work(engine: Engine, _: None) -> None:
         model.describe()
         with Keyboard() as keyboard:
-            converse(session, keyboard, lambda prompt, turn: make_job(model, prompt, base, turn))
+            converse(engine, keyboard, lambda prompt, turn: make_job(model, prompt, base, turn))
 
     model.run(prepare, work)

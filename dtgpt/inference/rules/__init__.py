@@ -3,6 +3,6 @@
 from dtgpt.util.seams import Capability
 
 CAPABILITY = Capability(
+    options=("dtgpt.inference.rules.options:RuleOptions",),
     logit_rules=("dtgpt.inference.rules.edits:edit",),
-    text_ends=("dtgpt.inference.rules.stop_strings:end_of",),
 )

@@ -1,9 +1,12 @@
 """Stop strings: a text ends before the first of them that is complete, and with it the sequence of its tokens."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from dtgpt.inference.prompts import TextStream
-from dtgpt.inference.request import PromptJob
+from dtgpt.inference.base_options import SpecialIds
+
+if TYPE_CHECKING:
+    from dtgpt.inference.prompts import TextStream
 
 
 class StopSearch:
@@ -46,17 +49,17 @@ class StopSearch:
         rest, self._held = self._held, ""
         return rest
 
-    def read(self, stream: TextStream, ids: Sequence[int], before: int) -> tuple[str, int]:
+    def read(self, stream: "TextStream", ids: Sequence[int], before: int) -> tuple[str, int]:
         """Return the text of ids, and how many of them there are up to the one that completes a stop string. before:
         the new tokens that the sequence has already."""
-        mark, text = stream.mark(), stream.extend(ids)
+        mark, text = dict(vars(stream)), stream.extend(ids)
         if not self.ends(text):
             return self.add(text), len(ids)
         # Which token completes the string is seen only where each is decoded alone.
-        stream.go_back(mark)
+        vars(stream).update(mark)
         pieces: list[str] = []
         while not self.found and len(pieces) < len(ids):
-            pieces.append(self.add(stream.add(ids[len(pieces)]), before + len(pieces) >= self._least))
+            pieces.append(self.add(stream.extend([ids[len(pieces)]]), before + len(pieces) >= self._least))
         return "".join(pieces), len(pieces)
 
     def rest(self, text: str) -> str:
@@ -64,19 +67,13 @@ class StopSearch:
         return self.add(text) + self.finish()
 
 
-def end_of(job: PromptJob) -> StopSearch | None:
-    """Return the search for the strings that end the texts of a job; None: there are none."""
-    strings, endings = (*job.options.stop_strings, *job.stops), line_ends(job)
-    return StopSearch(strings, endings, job.options.min_new_tokens) if strings or endings else None
-
-
-def line_ends(job: PromptJob) -> tuple[str, ...]:
+def line_ends(options: Any, special: SpecialIds) -> tuple[str, ...]:
     """Return the texts behind which a rule of line ends stops, where the tokenizer has no token for them."""
-    if job.special.newline is not None:
+    if special.newline is not None:
         return ()
-    if job.options.stop_on_double_eol:
+    if options.stop_on_double_eol:
         return ("\n\n",)
-    return ("\n",) if job.options.stop_on_eol else ()
+    return ("\n",) if options.stop_on_eol else ()
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -5,38 +5,29 @@ a few rows at a time.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtgpt.inference.cache import Chunk
-from dtgpt.inference.request import PROMPT, Event, Score, alternatives_of
+from dtgpt.inference.request import Score, alternatives_of
 from dtgpt.inference.scores.tokens import Scores, token_scores
-from dtgpt.inference.step import Pending, Step, decode_kernels, gather_columns
+from dtgpt.inference.step import Pending, Step, exact_bits, gather_columns
 
 SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
 TYPES = (torch.float32, torch.bool, torch.int64, torch.float32)  # of the fields of `Scores`
 
 
-class ReadAndScore(NamedTuple):
+@torch.no_grad()
+def read_and_score(step: Step, slot: int, first: int, ids: Sequence[int], alternatives: int) -> Pending[Scores]:
     """Read a chunk of a prompt, all of `ids` but the last one, and score all but the first one, with the ids and
     log-probabilities of the `alternatives` likeliest tokens in place of each."""
-
-    slot: int
-    first: int
-    ids: Sequence[int]
-    alternatives: int
-
-    @torch.no_grad()
-    def execute(self, step: Step) -> Pending[Scores]:
-        """Do what is commanded on this rank."""
-        step.attach()
-        tokens = step.tensor(self.ids)
-        count = len(tokens) - 1
-        logits = step.chunk_logits(tokens[:-1], Chunk(self.slot, self.first, count), head_rows=count)
-        scores = None if logits is None else _scores(step, logits, tokens[1:], self.alternatives)
-        return Pending(step.from_last_stage(Scores, TYPES, scores, count, self.alternatives))
+    step.attach()
+    tokens = step.tensor(ids)
+    count = len(tokens) - 1
+    logits = step.chunk_logits(tokens[:-1], Chunk(slot, first, count), head_rows=count)
+    scores = None if logits is None else _scores(step, logits, tokens[1:], alternatives)
+    return Pending(step.from_last_stage(Scores, TYPES, scores, count, alternatives))
 
 
 def _scores(step: Step, logits: Tensor, targets: Tensor, alternatives: int) -> Scores:
@@ -47,32 +38,24 @@ def _scores(step: Step, logits: Tensor, targets: Tensor, alternatives: int) -> S
         columns = gather_columns(own, mesh, config.padded_vocab_size)
         scores = token_scores(columns, wanted, config.vocab_size, alternatives)
         if step.exact:
-            scores = scores._replace(**decode_kernels().exact_scores(own, wanted, scores.top_ids, mesh, config))
+            scores = scores._replace(**exact_bits().exact_scores(own, wanted, scores.top_ids, mesh, config))
         pieces.append(scores)
     return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
 
 class _Scorer:
-    command = ReadAndScore
+    command = staticmethod(read_and_score)
 
-    def event(self, handle: int, ids: Sequence[int], alternatives: int, chunks: Sequence[Scores]) -> Event | None:
+    def score(self, ids: list[int], alternatives: int, chunks: Sequence[Scores]) -> Score | None:
         if any(chunk.logprobs.isnan().any() for chunk in chunks):
             return None
-        return Event(
-            request=handle,
-            choice=PROMPT,
-            ids=list(ids[1:]),
-            logprobs=[value for chunk in chunks for value in chunk.logprobs.tolist()],
-            alternatives=[row for chunk in chunks for row in alternatives_of(chunk, alternatives)],
-            greedy=tuple(flag for chunk in chunks for flag in chunk.greedy.tolist()),
-        )
-
-    def score(self, ids: list[int], event: Event, alternatives: int) -> Score:
         return Score(
             ids=ids,
-            logprobs=event.logprobs,
-            greedy=list(event.greedy),
-            alternatives=event.alternatives if alternatives else [],
+            logprobs=[value for chunk in chunks for value in chunk.logprobs.tolist()],
+            greedy=[flag for chunk in chunks for flag in chunk.greedy.tolist()],
+            alternatives=[row for chunk in chunks for row in alternatives_of(chunk, alternatives)]
+            if alternatives
+            else [],
         )
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from dtgpt.checkpoint.load import differing
 from dtgpt.checkpoint.manifest import STATE
-from dtgpt.checkpoint.open import run_of
-from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.checkpoint.open import run_of, tokenizer_beside
 from dtgpt.data.library_tokenizers.export import CLASS
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.foreign import reading

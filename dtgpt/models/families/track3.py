@@ -36,7 +36,7 @@ from dtgpt.models.roles import Role, Roles, role_of
 from dtgpt.ops.activations import bias_relu2
 from dtgpt.ops.rotary_positions import Rotation, rotary_qkv
 from dtgpt.util.field_types import Bounds
-from dtgpt.util.rules import Rule, Rules, Where
+from dtgpt.util.rules import Given, Rule, Rules
 
 ROLES: Roles = {
     "embedding.tokens": Role.VOCABULARY,
@@ -56,11 +56,6 @@ ROLES: Roles = {
 }
 
 
-def rotates_no_half(config: ModelConfig) -> bool:
-    """Heads are not of a multiple of 4 from 8 on."""
-    return config.head_dim % 4 > 0 or config.head_dim < 8
-
-
 @dataclass(frozen=True, kw_only=True)
 class Track3Config(ModelConfig):
     """The shape of the model; `TRACK3` below is that of the records."""
@@ -73,7 +68,7 @@ class Track3Config(ModelConfig):
         Rule(
             "model.hidden_size={hidden_size} and model.num_heads={num_heads} make heads of {head_dim}, of which half "
             "of the columns rotate in pairs; use heads of a multiple of 4 from 8 on",
-            Where("head_dim", rotates_no_half),
+            Given("rotates_no_half"),
         ),
     )
 
@@ -86,6 +81,11 @@ class Track3Config(ModelConfig):
     rope_theta: Annotated[float, "base: the lowest of the frequencies above 0 is 1 / rope_theta", Bounds(1)] = 1024.0
     attention_scale: Annotated[float, "factor of the attention scores", Bounds(above=0)] = 0.12
     logit_cap: Annotated[float, "logits z become C z / sqrt(z^2 + C^2), C being this; 0: they stay", Bounds(0)] = 15.0
+
+    @property
+    def rotates_no_half(self) -> bool:
+        """Whether heads are not of a multiple of 4 from 8 on."""
+        return self.head_dim % 4 > 0 or self.head_dim < 8
 
     @property
     def rotation(self) -> Rotation:

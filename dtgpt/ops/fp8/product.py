@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.util.hardware import has_float8
+from dtgpt.util.shared.gpu_limits import has_float8
 
 STEP = 16  # of every size and address, in cuBLASLt's products of 8-bit floats
 ROWS = 4  # kernels make 32-bit words of the 8-bit values of so many

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtgpt.ops import serve
 from dtgpt.ops.serve import Kernel
-from dtgpt.util.hardware import HOPPER, TRITON
+from dtgpt.util.shared.gpu_limits import HOPPER, TRITON
 
 GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is experimental, and others have not run the tests on a GPU
 

@@ -1,7 +1,7 @@
 """The protocol of optimizers, and the lists of gradients that they get.
 
 What training, checkpoints and planning know of the rule that changes the weights is `Optimizer`. A rule is a config
-class, derived from `dtgpt.config.sections.OptimizerConfig`, and the class that its `make` returns; docs/extending.md
+class, derived from `dtgpt.config.sections.OptimizerConfig`, and the class that its `make` returns; docs/seams.md
 explains how to add one.
 
 Gradients come in the dtypes that autograd gave them. Sums over micro-batches, norms and checks are a few kernels of

@@ -16,6 +16,7 @@ MOST_ENDS = 64  # ids that end the texts of a model
 MOST_ENDINGS = MOST_STOPS + MOST_ENDS
 MOST_NGRAM = 32  # tokens in an n-gram that must not repeat
 NONE = -1  # where an id would be
+IDS = ("colon", "newline", "paired_newline")  # fields of `Integers`
 
 T = TypeVar("T")
 
@@ -99,8 +100,11 @@ def _padded(values: Sequence[int], size: int, filler: int) -> list[int]:
     return [*values, *[filler] * (size - len(values))]
 
 
-def pack(integers: Integers[int], floats: Floats[float], bias: Mapping[int, float], endings: Sequence[int]) -> Tensor:
-    """Return a row of parameters: int64 `[PARAMETERS]`. Raises ValueError for more biases or endings than fit."""
+def pack(numbers: Mapping[str, float], bias: Mapping[int, float], endings: Sequence[int]) -> Tensor:
+    """Return a row of parameters: int64 `[PARAMETERS]`. numbers: by the names of `Integers` and `Floats`; those that
+    are left out change nothing. Raises ValueError for more biases or endings than fit."""
+    integers = [numbers.get(name, NONE if name in IDS else 0) for name in Integers._fields]
+    floats = [numbers.get(name, 0.0) for name in Floats._fields]
     ids = _padded(list(bias), MOST_BIASES, 0)
     values = _padded(_bits(list(bias.values())), MOST_BIASES, 0)
     return torch.tensor([*integers, *_bits(floats), *ids, *values, *_padded(endings, MOST_ENDINGS, NONE)])

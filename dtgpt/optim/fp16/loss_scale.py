@@ -20,6 +20,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import LossScaleConfig
 from dtgpt.models.config import ModelConfig
+from dtgpt.ops.optim.optimizer import largest_magnitude
 from dtgpt.optim.step_state import GradientScale
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
@@ -55,7 +56,12 @@ class LossScaler(GradientScale):
 
     def norm(self, shards: Shards) -> tuple[Tensor, Tensor]:
         inverse = self.inverse()
-        norm, self._excess = shards.norm_and_excess(self.limits)
+        excess = largest_magnitude(shards.counted_gradients()).max() > self.limits
+        squares = shards.squares()
+        counts = shards.mesh.all_reduce(torch.cat([squares, excess.to(squares.dtype)]))
+        norm = shards.sums.root(counts[: len(squares)])
+        # Over all ranks: whether an element of the global gradient is larger than a limit, or not finite.
+        self._excess = (counts[len(squares) :] > 0) | ~norm.isfinite()
         return torch.where(self._excess[0], math.inf, norm * inverse), inverse
 
     def update(self, loss: Tensor, norm: Tensor, empty: Tensor | None = None) -> Tensor:

@@ -3,9 +3,9 @@
 Such a step computes its products in 16 bits. Their activations would take more memory than any other step has.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ def observes(part: nn.Module) -> bool:
     """Return whether a pass through `part` takes the largest values of products that are quantised from the next step
     on."""
     linears = (module for module in part.modules() if isinstance(module, Linear))
-    products = (each.bound.quantised for each in linears)
+    products: Iterable[Any] = (each.bound.quantised for each in linears)
     return any(each is not None and each.observes for each in products)
 
 

@@ -8,7 +8,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import MATRICES, Role
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import device_name, has_float8
+from dtgpt.util.hardware import device_name
 
 FP8 = "fp8"  # the precision of a recipe
 
@@ -33,6 +33,10 @@ PRECISION = Fp8()
 
 def check_fp8(device: torch.device) -> None:
     """Raise UserError where a GPU does not multiply 8-bit floats."""
+    from dtgpt.util.shared.gpu_limits import (
+        has_float8,  # here, since a recipe in another precision reads this file's help
+    )
+
     if device.type == "cuda" and not has_float8(device):
         raise no_float8(device_name(device))
 

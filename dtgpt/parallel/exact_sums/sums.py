@@ -5,7 +5,6 @@ Every level of ZeRO is summed here; `fully_shard` finds no gradient to reduce. O
 gradients of both uses in the type of the weights: the head's is diverted and added as an integer, too.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -18,17 +17,12 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.roles import Role
 from dtgpt.ops.optim.fixed_point import exact_sum, rounded, squares_of_rows
-from dtgpt.parallel.collectives import transport
 from dtgpt.parallel.exact_sums.buckets import CutBucket, ExactBucket, RoundedBucket, SummedBucket
-from dtgpt.parallel.gradients import Buckets, Collective, Parameters, parameter_groups
+from dtgpt.parallel.gradients import Buckets, parameter_groups
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shared_memory.pieces import Pieces
-from dtgpt.parallel.shared_memory.scatter import CopyScatter
 from dtgpt.util.errors import UserError
-
-EXACT = "64-bit integers"
 
 
 class ExactSums(Buckets):
@@ -39,7 +33,8 @@ class ExactSums(Buckets):
     """
 
     orderless = True
-    total, words = torch.int64, EXACT
+    total = torch.int64
+    costs = "dtgpt.planning.sums:ExactCosts"
 
     @staticmethod
     def check_plan(plan: ResolvedPlan) -> None:
@@ -61,7 +56,7 @@ class ExactSums(Buckets):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        plan, self.total_width = settings.plan, self.total.itemsize
+        plan = settings.plan
         self.rounds = settings.micro_batches == 1 and plan.pp == 1 and plan.tp == 1
 
     def open(self, stages: list[Decoder], mesh: Mesh) -> None:
@@ -109,51 +104,6 @@ class ExactSums(Buckets):
 
     def root(self, squares: Tensor) -> Tensor:
         return rounded(squares).sqrt().float()
-
-    def bytes_of(self, parameters: Parameters) -> int:
-        """Return the bytes of gradients in fp32, of what travels to be rounded, or of the integers: those of all that a
-        rank computes with, where several micro-batches are summed before they are sent, and under ZeRO its part's."""
-        plan, total = self.settings.plan, 4 * sum(p.local for p in parameters)
-        if self.rounds:
-            return total + (0 if plan.zero else self._bytes_to_sum(parameters))
-        numbers = sum((0 if self.cuts else p.by_tp) + (p.local if plan.shard > 1 else 0) for p in parameters)
-        return total + self.total_width * numbers
-
-    def bytes_at_once(self, parameters: Parameters) -> int:
-        """Return the bytes of what is sent, and arrives, of a block or the rest of a stage."""
-        plan = self.settings.plan
-        ranks = plan.data_ranks
-        if ranks == 1:
-            return 0
-        sizes = Counter[int | None]()
-        for p in parameters:
-            sizes[p.block] += p.by_tp
-        largest = max(sizes.values())
-        if not (self.cuts or self.rounds):
-            return largest * self.total_width if plan.zero else 0
-        ends = self._bytes_to_sum([p for p in parameters if p.block is None])
-        sent = max(largest * self.settings.dtype.itemsize, ends)
-        arriving = CopyScatter.bytes(sent // ranks, ranks) if transport().reaches(ranks, plan.tp) else sent
-        return arriving + (sent if plan.zero else 0)
-
-    def messages(self, parameters: Parameters, groups: int) -> list[Collective]:
-        plan, passes = self.settings.plan, self.settings.micro_batches
-        whole = sum(p.by_tp for p in parameters)
-        if plan.zero and not self.cuts:
-            return [Collective("reduce-scatter", "dp", f"gradients, {EXACT}", groups, self.total_width * whole)]
-        if not (plan.zero or self.rounds):
-            return [Collective("all-reduce", "dp", f"gradients, {EXACT}", groups, self.total_width * whole)]
-        size = self._bytes_to_sum(parameters) * passes
-        pieces = Collective("all-to-all", "dp", "gradients, pieces to sum", groups * passes, size)
-        if plan.zero:
-            return [pieces]
-        return [pieces, Collective("all-gather", "dp", "gradients, the sums in fp32", groups, 4 * whole)]
-
-    def _bytes_to_sum(self, parameters: Parameters) -> int:
-        """Return the bytes of the gradients that travel to be summed: of a tied table those of both uses, which one
-        stage has."""
-        tied = self.settings.model.tied
-        return sum((2 if tied and p.role is Role.VOCABULARY else 1) * self.width * p.by_tp for p in parameters)
 
 
 def _table(stage: Decoder, parameters: list[nn.Parameter]) -> nn.Parameter | None:

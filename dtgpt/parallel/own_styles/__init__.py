@@ -5,4 +5,5 @@ from dtgpt.util.seams import Capability
 CAPABILITY = Capability(
     degrees={"table": "dtgpt.parallel.own_styles.table:check_plan"},
     own_styles=("dtgpt.parallel.own_styles.table:with_own_styles",),
+    table_tests=("dtgpt.parallel.own_styles.table:smoke_test_table",),
 )

@@ -5,6 +5,7 @@ dropout, cannot be replaced: FIXED says why.
 """
 
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
@@ -17,6 +18,10 @@ from dtgpt.models.roles import Role, matches, patterns_of, role_of
 from dtgpt.parallel.collectives import Collectives
 from dtgpt.parallel.tensor import DeferredBiasRowwise, SequenceRowwise, Table, leaves_a_part, style_of
 from dtgpt.util.errors import UserError
+
+if TYPE_CHECKING:
+    from dtgpt.config.execution import Settings
+    from dtgpt.parallel.engine import TrainingEngine
 
 OF_VOCABULARY = "the loss and the tied table are cut over the vocabulary"
 OF_MASKS = "the masks of a dropout site follow from the modules around it"
@@ -117,3 +122,19 @@ def _check_own(table: Table, model: Decoder) -> None:
         for name in matched:
             if reason := FIXED.get(known[name]):
                 raise UserError(f"the plan's table replaces {name!r}, but {reason}; leave this entry out")
+
+
+@torch.no_grad()
+def smoke_test_table(engine: "TrainingEngine", settings: "Settings") -> None:
+    """Run the model once where a recipe changed the plan's table; raises UserError where its styles do not fit."""
+    tokens = torch.zeros(1, settings.local_length, dtype=torch.int64, device=settings.device)
+    try:
+        engine.logits(tokens)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"the modules of the plan's table do not fit each other ({reason}); give a COLUMN and a ROW module that "
+            "follow each other styles that belong together, or leave both out"
+        ) from None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dtgpt.parallel.shared_memory.torch_private import share_memory
 from dtgpt.util.console import say
-from dtgpt.util.hardware import TRITON
+from dtgpt.util.shared.gpu_limits import TRITON
 
 SWITCH = "DTGPT_EXCHANGE"  # an environment variable; "0": no rank of this process shares memory
 ALIGNED = 512  # bytes to which areas are aligned, as memory that torch allocates

@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.checkpoint.open import tokenizer_beside
 from dtgpt.commands.command import Command
-from dtgpt.commands.generate import Execution, SamplingWords, sampling_of
+from dtgpt.commands.generate import HEADINGS, Execution, SamplingWords, sampling_of
 from dtgpt.commands.model_options import open_as_asked
 from dtgpt.data.library_tokenizers.chat_template import keep_template, template_of
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.model import Model, Need
 from dtgpt.inference.options import read_options
 from dtgpt.inference.prompt_sources.terminal import Keyboard
 from dtgpt.inference.request import NotFinite, PromptJob
-from dtgpt.inference.session import Session
 from dtgpt.posttrain.chats.prompts import ChatPrompts
 from dtgpt.posttrain.chats.template import Message
 from dtgpt.util.console import say_error, write
@@ -33,6 +33,8 @@ class ChatOptions(Execution, SamplingWords):  # fields are listed from the last 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
         "max_new_tokens": "sampling",
         "stop_token_ids": "end of an answer",
+        "do_sample": "sampling",
+        **HEADINGS,
         "stop_strings": "end of an answer",
         "plan": "execution",
         "tokenizer": "tokenizer",
@@ -56,13 +58,13 @@ class Chat:
         """Begin a new chat."""
         self.messages = list(self._first)
 
-    def ask(self, session: Session, text: str, stopped: Callable[[], bool]) -> None:
+    def ask(self, engine: Engine, text: str, stopped: Callable[[], bool]) -> None:
         """Write the answer to a text as it is generated; an answer that `stopped` ends stays in the chat as it is.
         Raises UserError where the chat cannot be answered."""
         messages = [*self.messages, {"role": "user", "content": text}]
         job, pieces = self._make(self._prompts.encode(messages)), list[str]()
         try:
-            for update in session.stream(job, stopped):
+            for update in engine.stream(job, stopped):
                 pieces.append(update.text)
                 write(update.text)
         finally:
@@ -100,9 +102,9 @@ def chat(path: Path, options: ChatOptions) -> None:
         model.check(PromptJob([0], read_options(base, 1, config)))  # options that are wrong for any chat
         return Need(1, 1), None
 
-    def work(session: Session, _: None) -> None:
+    def work(engine: Engine, _: None) -> None:
         model.describe()
-        talk(session, Chat(prompts, make, options.system))
+        talk(engine, Chat(prompts, make, options.system))
 
     prompts = ChatPrompts(tokenizer, config, model.special.ends)
     try:
@@ -111,7 +113,7 @@ def chat(path: Path, options: ChatOptions) -> None:
         prompts.close()
 
 
-def talk(session: Session, going: Chat) -> None:
+def talk(engine: Engine, going: Chat) -> None:
     """Answer what is typed, until the end of the input."""
     with Keyboard() as keyboard:
         for text in keyboard.prompts():
@@ -119,7 +121,7 @@ def talk(session: Session, going: Chat) -> None:
                 going.reset()
                 continue
             try:
-                going.ask(session, text, keyboard.stopped)
+                going.ask(engine, text, keyboard.stopped)
             except (UserError, NotFinite) as error:
                 say_error(f"dtgpt: {error}")
 

@@ -71,7 +71,7 @@ class PackedPart:
             row[:used, 0] = self.sequences.read(chats, zeros, lengths)
             row[:used, 1] = (self.sequences.read_weights(chats, lengths) > 0) * COUNTS
             row[begins, 1] = BEGINS
-            row[used : used + 1, 1] = BEGINS  # of the filling
+            row[used : used + 1, 1] = BEGINS  # of the padding
         return torch.from_numpy(found)
 
 
@@ -311,7 +311,7 @@ def load_chats(
     filled = 1 - train.num_tokens / (len(train) * (seq_length + 1))
     say(
         f"{counted(len(train.chats), 'chat')} in {counted(len(train), 'sample')} (an epoch), of which {filled:.1%} "
-        f"is filling; {counted(cut, 'chat')} cut after {seq_length + 1} tokens",
+        f"is padding; {counted(cut, 'chat')} cut after {seq_length + 1} tokens",
         warning=cut > 0,
     )
     return ChatDataset(tokenizer, parts, str(data.path), seed)

@@ -5,9 +5,10 @@ from typing import Any
 
 from dtgpt.data.library_tokenizers.base import encode_spans
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.prompts import check_ids, check_length
+from dtgpt.inference.prompts import check_ids
 from dtgpt.models.config import ModelConfig
 from dtgpt.posttrain.chats.encode import check_kept, encode_chat, renderer_of
+from dtgpt.posttrain.chats.length import check_length
 from dtgpt.posttrain.chats.messages import read_chat
 from dtgpt.posttrain.chats.template import NONE, PROBE, ChatError, Message, nobody_leaves
 from dtgpt.util.errors import UserError

@@ -15,7 +15,8 @@ from weakref import finalize
 
 from dtgpt.data.library_tokenizers.base import Span
 from dtgpt.data.library_tokenizers.chat_template import ChatTemplate, template_of
-from dtgpt.util.errors import UserError, optional_package, shown
+from dtgpt.util.errors import UserError, shown
+from dtgpt.util.shared.optional import optional_package
 
 __all__ = ["ChatError", "ChatTemplate", "Renderer", "TooLarge", "template_of"]
 SANDBOX = Path(__file__).with_name("sandbox.py")

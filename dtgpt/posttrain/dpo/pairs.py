@@ -104,7 +104,7 @@ def load_pairs(
     filled = 1 - train.num_tokens / (len(train) * (seq_length + 1))
     say(
         f"{counted(len(train.chats) // 2, 'pair')} in {counted(len(train), 'sample')} (an epoch), of which "
-        f"{filled:.1%} is filling; {counted(missing, 'pair')} of more than {seq_length + 1} tokens left out",
+        f"{filled:.1%} is padding; {counted(missing, 'pair')} of more than {seq_length + 1} tokens left out",
         warning=missing > 0,
     )
     return PairDataset(tokenizer, parts, str(data.path), seed)

@@ -24,11 +24,10 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.request import Completion, NotFinite, PromptJob
-from dtgpt.inference.session import Session
-from dtgpt.inference.step import decode_kernels
+from dtgpt.inference.step import exact_bits
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.parallel.cache_sizes import free_memory, slots_that_fit
+from dtgpt.parallel.cache_sizes import slots_on_every_rank
 from dtgpt.parallel.context_parallel.degrees import ranks_of_queries
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.posttrain.chats.messages import read_messages
@@ -39,8 +38,7 @@ from dtgpt.posttrain.grpo.recipe_calls import RolloutsFailed, call_method
 from dtgpt.posttrain.lora.config import LoraConfig
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.hardware import TRITON
-from dtgpt.util.peers import Process
+from dtgpt.util.shared.gpu_limits import TRITON
 
 REWARD = attrgetter("reward")
 LARGEST_REWARD = 1e15  # gradients in fp32 have room for it
@@ -169,12 +167,7 @@ class Rollouts:
         settings, slots = self.settings, self.settings.slots
         mesh = Mesh(ResolvedPlan(dp=1), self.mesh.device) if self.alone else self.mesh
         config = replace(settings.model, seq_length=settings.seq_length)
-        local_world = Process.from_environment().local_world
-
-        def fitting() -> int:
-            return slots_that_fit(free_memory(mesh.device, local_world), config, mesh.plan, settings.dtype)
-
-        if (fits := min(self.mesh.turns(fitting, lambda rank: True))) < slots:
+        if (fits := slots_on_every_rank(self.mesh, config, mesh.plan, settings.dtype)) < slots:
             raise UserError(
                 f"memory has room for {counted(fits, 'answer')} of {settings.seq_length:,} positions at the same time, "
                 f"but {slots} are to be drawn; use a smaller --grpo.slots, which makes drawing slower"
@@ -190,6 +183,8 @@ class Rollouts:
             vocab_size=min(self.tokenizer.vocab_size, config.vocab_size),
             timeout=self.timeout,
             graphs=graphs,
+            tokenizer=self.tokenizer,
+            special=special_ids(self.tokenizer, self.ends),
         )
         try:
             engine = make(exact=self.exact)
@@ -211,14 +206,13 @@ class Rollouts:
 
     def _lead(self, prompts: range) -> tuple[dict[str, Any], RolloutsFailed | None]:
         """Draw and reward the answers to prompts, on the rank that leads. Return what other ranks need to know."""
-        session = Session(self.engine, self.tokenizer, special_ids(self.tokenizer, self.ends))
         failure: RolloutsFailed | NotFinite | None = None
         try:
             asked = [self._asked(index) for index in prompts]
-            drawn = list(session.run([job for _, job in asked]))
+            drawn = list(self.engine.run([job for _, job in asked]))
         except (RolloutsFailed, NotFinite) as error:
             failure = error
-        session.close()
+        self.engine.release()
         if isinstance(failure, NotFinite):
             return {"diverged": f"{failure}, a lower --optimizer.lr"}, None
         if failure is not None:
@@ -294,7 +288,7 @@ def why_not_exact(settings: Settings) -> str | None:
     if settings.attention_backend != "flash":
         return f"attention={settings.attention_backend} here, and the kernels for it have the bits of flash"
     try:
-        decode_kernels().check_blocks(settings.model)
+        exact_bits().check_blocks(settings.model)
     except UserError:
         return f"there are no kernels for it that run blocks of this {settings.model.architecture} model"
     return None

@@ -11,13 +11,11 @@ rank, and its gradients are addends.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor import Shard as Sharded
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.binding import bind
@@ -29,6 +27,10 @@ from dtgpt.parallel.layout import ZERO, ParameterLayout
 from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.shards import Shards, layout_of
 from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.util.torch_private import is_dtensor
+
+if TYPE_CHECKING:  # a plan without tensor parallelism has none, and importing it takes half a second
+    from torch.distributed.tensor import DTensor
 
 NAME = "lora"  # of the module below that of the matrix
 A, B = f".{NAME}.a", f".{NAME}.b"  # in place of ".weight"
@@ -128,7 +130,7 @@ def local_adapter(module: nn.Module, parameter: Parameter, config: ModelConfig, 
 
 
 def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if is_dtensor(parameter) else parameter
 
 
 def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, device: torch.device) -> None:
@@ -147,8 +149,11 @@ def add_adapters(part: Decoder, settings: Settings, place: RankCoordinates, devi
             with torch.device("meta"):
                 factors.append(torch.empty(layout.shape, dtype=dtype))
             if "tp" in layout.cuts:
+                from torch.distributed.tensor import Shard as Sharded
+                from torch.distributed.tensor import distribute_tensor
+
                 cut = Sharded(layout.cuts["tp"])
-                factors[-1] = distribute_tensor(factors[-1], cast(DTensor, weight).device_mesh, [cut])
+                factors[-1] = distribute_tensor(factors[-1], cast("DTensor", weight).device_mesh, [cut])
         a, b = factors
         rows = layouts[1].region(place.rank, without="shard")[-2]
         matrices = matrix_of_rows(parameter, config)[rows.start : rows.stop].to(device)

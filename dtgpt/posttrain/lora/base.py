@@ -6,21 +6,21 @@ from typing import Any
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.config.execution import Settings
 from dtgpt.models.source import Source
-from dtgpt.train.checkpoints import Base
+from dtgpt.train.init_from.begin import Base
 from dtgpt.util.errors import UserError
 
 
 class AdapterBase(Base):
     entry = "adapter"
 
-    def place(self, checkpoint: Checkpoint, init_from: str | None) -> Path | None:
+    def place(self, checkpoint: Checkpoint, init_from: Path | None) -> Path | None:
         from dtgpt.posttrain.lora.checkpoint import base_of, check_same_adapter
 
         begin = base_of(checkpoint)
         if begin is None:
             check_same_adapter(checkpoint, {})  # which it has not
         if begin is not None and init_from is not None:
-            return Path(init_from)  # the base, at another place: `check` compares fingerprints
+            return init_from  # the base, at another place: `check` compares fingerprints
         if begin is not None and not begin.exists():
             raise UserError(
                 f"{begin}, the base of the adapters, does not exist; name it where it is: --init_from MODEL"

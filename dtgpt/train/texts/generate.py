@@ -12,7 +12,6 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.request import NotFinite, PromptJob
-from dtgpt.inference.session import Session
 from dtgpt.train.objective import never
 from dtgpt.train.trainer import Trainer
 
@@ -53,17 +52,26 @@ def _generate(trainer: Trainer, jobs: list[PromptJob], prompt: str | None, inter
     vocab_size = min(tokenizer.vocab_size, settings.model.vocab_size)
     # Single tokens would be compiled anew. Without a compiled block, nothing imports the compiler.
     with torch.compiler.set_stance("force_eager") if settings.compile else nullcontext():
-        engine = Engine(trainer.stages, mesh, settings.model, settings.dtype, slots=1, vocab_size=vocab_size)
+        engine = Engine(
+            trainer.stages,
+            mesh,
+            settings.model,
+            settings.dtype,
+            slots=1,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            special=special_ids(tokenizer, trainer.ends),
+        )
         if mesh.rank:
             engine.follow()
             return broadcast_json(mesh)
-        session, texts = Session(engine, tokenizer, special_ids(tokenizer, trainer.ends)), list[str]()
+        texts = list[str]()
         for job in jobs:
             if interrupted():
                 break
             text, ids, failure = prompt or "", list(job.ids), ""
             try:
-                for update in session.stream(job):
+                for update in engine.stream(job):
                     text += update.text
                     ids += update.ids
                     if interrupted():
@@ -71,7 +79,7 @@ def _generate(trainer: Trainer, jobs: list[PromptJob], prompt: str | None, inter
             except NotFinite as error:
                 failure = f"\n[{error}]"
             texts.append((tokenizer.decode(ids) if prompt is None else text) + failure)
-        session.close()
+        engine.release()
         return broadcast_json(mesh, "\n\n".join(texts))
 
 

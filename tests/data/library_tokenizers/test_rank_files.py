@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import tiktoken
 
-from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.checkpoint.open import tokenizer_beside
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.util.storage import write_json

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtgpt.checkpoint.tokenizer import tokenizer_beside
+from dtgpt.checkpoint.open import tokenizer_beside
 from dtgpt.data.library_tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
 from dtgpt.data.library_tokenizers.export import begin_token, export_note, first_token, transformers_files
 from dtgpt.data.library_tokenizers.libraries import SentencePiece

@@ -117,7 +117,7 @@ def test_normuon_divides_rows_by_their_size_over_time(recipe):
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("plan", ["dp2_tp2_zero1", "tp2_pp2", "dp3_zero3"])
 def test_ranks_send_what_the_plan_says(muon, plan):
-    muon = replace(muon, plan=plan, global_batch_size=24)
+    muon = replace(muon, plan=plan, global_batch_size=12)
     results = pool().run(parse_plan(plan).world, sent_by_muon, muon)
     sent, planned = map(sum, zip(*results, strict=True))
     assert sent == pytest.approx(planned, rel=0.02) and sent

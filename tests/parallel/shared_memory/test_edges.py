@@ -10,7 +10,7 @@ import torch
 
 from dtgpt.compare.record import Record, record
 from dtgpt.config.plan_choice import parse_plan
-from dtgpt.parallel.graphs import WARM_UP
+from dtgpt.parallel.graphs.captured import WARM_UP
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import RankCoordinates
 from dtgpt.parallel.shared_memory.arena import SWITCH

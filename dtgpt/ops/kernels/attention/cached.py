@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.core import PLAIN_RULE, AttentionRule
-from dtgpt.ops.decode.weights import Rotary
 from dtgpt.ops.kernels.attention.flash_launch import exact_launch
+from dtgpt.ops.kernels.decode.weights import Rotary
 from dtgpt.ops.kernels.devices import by_triton, has_hopper, has_triton, shared_memory
 
 SPLIT = 128  # positions that a kernel takes at once, as in `cached_kernels`

@@ -14,7 +14,7 @@ from torch import Tensor
 from dtgpt.ops.kernels.devices import GLUON_VERSIONS, has_gluon, has_hopper, multiprocessors, shared_memory, why_below
 from dtgpt.ops.random.dropout import keep_scale, threshold
 from dtgpt.ops.serve import Kernel
-from dtgpt.util.hardware import HOPPER, SIXTEEN_BITS, TRITON
+from dtgpt.util.shared.gpu_limits import HOPPER, SIXTEEN_BITS, TRITON
 from dtgpt.util.torch_private import constant_result
 
 LOG2_E = 1 / math.log(2)

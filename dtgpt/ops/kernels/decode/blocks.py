@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.kernels.attention.cached import decode_attention
 from dtgpt.ops.kernels.decode.exchange import Exchange
 from dtgpt.ops.kernels.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of, why_no_rows
+from dtgpt.ops.kernels.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.kernels.devices import has_hopper, has_triton, multiprocessors, shared_memory, why_no_triton
 from dtgpt.ops.serve import Kernel, Operation
 

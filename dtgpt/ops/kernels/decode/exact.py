@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dtgpt.ops.decode.weights import BlockWeights, HeadWeights, Rotary
 from dtgpt.ops.kernels.attention.cached import exact_attention
 from dtgpt.ops.kernels.decode.blocks import product
+from dtgpt.ops.kernels.decode.weights import BlockWeights, HeadWeights, Rotary
 
 
 class Stream(NamedTuple):

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.decode.weights import BlockWeights, Rotary
 from dtgpt.ops.kernels.decode.exchange import Exchange, Fields
+from dtgpt.ops.kernels.decode.weights import BlockWeights, Rotary
 from dtgpt.ops.kernels.devices import has_hopper, multiprocessors, why_below, why_no_build
 from dtgpt.ops.kernels.extension import library
-from dtgpt.util.hardware import HOPPER
+from dtgpt.util.shared.gpu_limits import HOPPER
 
 SOURCE = Path(__file__).with_name("rows.cu")
 MOST_ROWS, MOST_ROWS_OF_LARGE = 4, 2  # beyond, the kernels of `kernels.py` are as fast; large: not all weights are kept

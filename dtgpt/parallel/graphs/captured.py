@@ -10,24 +10,24 @@ may neither be freed nor replaced.
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dtgpt.parallel.engine import Graphs, Result
 from dtgpt.util.errors import UserError
 
-Result = TypeVar("Result")
 WARM_UP = 2  # steps that run as they are: kernels are built, libraries choose, communicators meet
 
 
-class Graphs:
+class CapturedGraphs(Graphs):
     """Pieces by name, captured in the order in which the first step after the warm-up meets them.
 
     They share their memory: what one piece frees the next one uses, so that they must always run in that order.
     """
 
-    def __init__(self, enabled: bool):
+    def __init__(self, enabled: bool = True):
         self.enabled = enabled
         self._steps = 0
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
@@ -37,16 +37,15 @@ class Graphs:
 
     @property
     def captured(self) -> bool:
-        """Whether steps are replayed by now: then nothing that they left may be freed."""
         return bool(self._captured)
 
     def release(self) -> None:
-        """Forget the pieces. A communicator waits at its end for graphs that hold it."""
+        """Forget the pieces: a communicator waits at its end for graphs that hold it."""
         self.restart()
         self.enabled = False
 
     def restart(self) -> None:
-        """Forget the pieces because steps change; they are captured anew after another warm-up."""
+        """Forget the pieces; they are captured anew after another warm-up."""
         for graph, _, _ in self._captured.values():
             graph.reset()
         self._captured.clear()
@@ -57,8 +56,8 @@ class Graphs:
         self._steps += 1
 
     def run(self, name: str, work: Callable[..., Result], *inputs: Tensor | None) -> Result:
-        """Return what `work(*inputs)` returns. Once captured, inputs are copied to where the first ones lay, and the
-        outputs are the same tensors each time. Raises UserError where an input has another form than the first one."""
+        """Once captured, copy the inputs to where the first ones lay, and return the same tensors each time. Raises
+        UserError where an input has another form than the first one."""
         if not self.enabled or self._steps <= WARM_UP:
             return work(*inputs)
         if name not in self._captured:

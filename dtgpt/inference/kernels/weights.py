@@ -1,0 +1,86 @@
+"""The weights of modules of GPT-2's and LLaMA's kind as the kernels of decode steps read them.
+
+The modules know nothing of these kernels. A class of another family or of a user's own tells its weights by a method
+`decode_weights`, which returns one of the tuples of `dtgpt.ops.kernels.decode.weights`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from dtgpt.models import gpt2, llama
+from dtgpt.ops.activations import fused_name
+from dtgpt.ops.kernels.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
+from dtgpt.ops.rotary_positions import angle_table
+
+
+def decode_weights(module: nn.Module) -> Any:
+    """Return the weights by which kernels compute what a module does, None where they do not: one that inherits from
+    dtgpt's class, and has code of a user's own, may compute something else."""
+    kind: Any = type(module)
+    own = any(type(part).__module__.partition(".")[0] not in ("dtgpt", "torch") for part in module.modules())
+    if "decode_weights" in vars(kind) or (hasattr(module, "decode_weights") and not own):
+        return kind.decode_weights(module)
+    read = None if own else next((WEIGHTS[base] for base in kind.__mro__ if base in WEIGHTS), None)
+    return None if read is None else read(module)
+
+
+def _of_gpt2_block(block: gpt2.Block) -> BlockWeights:
+    attn, mlp = block.attn, block.mlp
+    return BlockWeights(
+        norm_1=block.ln_1.weight,
+        norm_1_bias=block.ln_1.bias,
+        qkv=attn.qkv.weight,
+        qkv_bias=attn.qkv.bias,
+        proj=attn.proj.weight,
+        proj_bias=attn.proj.bias,
+        norm_2=block.ln_2.weight,
+        norm_2_bias=block.ln_2.bias,
+        fc=mlp.fc.weight,
+        fc_bias=mlp.fc.bias,
+        out=mlp.proj.weight,
+        out_bias=mlp.proj.bias,
+        eps=block.ln_1.eps,
+        head_dim=attn.head_dim,
+        activation=fused_name(mlp.activation, has_bias=True),
+    )
+
+
+def _of_llama_block(block: llama.Block) -> BlockWeights:
+    attn, mlp = block.attn, block.mlp
+    return BlockWeights(
+        norm_1=block.norm_1.weight,
+        norm_1_bias=None,
+        qkv=attn.qkv.weight,
+        qkv_bias=attn.qkv.bias,
+        proj=attn.proj.weight,
+        proj_bias=attn.proj.bias,
+        norm_2=block.norm_2.weight,
+        norm_2_bias=None,
+        fc=mlp.gate_up.weight,
+        fc_bias=None,
+        out=mlp.down.weight,
+        out_bias=None,
+        eps=block.norm_1.eps,
+        head_dim=attn.head_dim,
+        activation=fused_name(mlp.activation, has_bias=False),
+        rotary=_rotary_of(attn),
+    )
+
+
+def _rotary_of(attn: llama.Attention) -> Rotary:
+    table = angle_table(attn.rotation, attn.head_dim, attn.num_positions, attn.qkv.weight.device)
+    if attn.q_norm is None or attn.k_norm is None:
+        return Rotary(table)
+    return Rotary(table, attn.q_norm.weight, attn.k_norm.weight, attn.eps)
+
+
+WEIGHTS: Mapping[type[nn.Module], Callable[[Any], Any]] = {
+    gpt2.Embedding: lambda embedding: EmbeddingWeights(embedding.wte.weight, embedding.wpe.weight),
+    gpt2.Block: _of_gpt2_block,
+    gpt2.Head: lambda head: HeadWeights(head.ln_f.weight, head.ln_f.bias, head.lm_head.weight, head.ln_f.eps),
+    llama.Embedding: lambda embedding: EmbeddingWeights(embedding.tokens.weight, None),
+    llama.Block: _of_llama_block,
+    llama.Head: lambda head: HeadWeights(head.norm.weight, None, head.output.weight, head.norm.eps),
+}

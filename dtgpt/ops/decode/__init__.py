@@ -1,1 +1,0 @@
-"""What decode steps need to know of a model."""

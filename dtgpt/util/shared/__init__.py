@@ -1,0 +1,1 @@
+"""What several capabilities use, and the core does not."""
