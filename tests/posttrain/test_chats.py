@@ -145,6 +145,10 @@ BROKEN = [
     ({"conversations": [{"from": "alien", "value": "x"}]}, "from 'alien'"),
     ({"messages": [{"role": "system", "content": "a"}, QUESTION, ANSWER], "system": "b"}, "role system and system='b'"),
     ({"messages": [QUESTION, QUESTION, ANSWER]}, "refuses the chat .*alternate"),
+    ({"messages": ["Hello", ANSWER]}, "message 0 is 'Hello'; give an object with a role and a content"),
+    ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "message 0 has the content 3; give it a text"),
+    ({"conversations": [{"from": "observation", "value": "x"}]}, "uses tools"),
+    ({"conversations": "Hello"}, "not a list of messages"), ({"conversations": [QUESTION]}, "no answer of the assist"),
 ]  # fmt: skip
 
 
