@@ -104,6 +104,7 @@ def test_rendered_prefixes_find_what_generation_blocks_mark(folder):
     ("{% for i in range(10**9) %}x{% endfor %}", "a power"),
     ("{% for i in range(1000000000) %}x{% endfor %}", "too far"),
     ("{{ 'a' * 1000000000 }}", "too long"), ("{{ [0] * 1000000000 }}", "too long"), ("{{ '%999999999d' % 1 }}", "long"),
+    ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "too long"),
     ("{{ 'a'.ljust(4000000000) }}", "memory"),
     ("{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
      "memory"),
