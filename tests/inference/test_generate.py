@@ -87,7 +87,6 @@ def test_results_have_the_form_of_the_prompts(model):
     assert first[0] == text and len(set(first)) == len(first) == len(second) == 3
 
 
-@pytest.mark.slow(2)
 def test_a_text_depends_on_its_seed_and_its_index_and_not_on_its_neighbours(model):
     options = {"max_new_tokens": 20, "ends": False}
     alone = model.generate([[1]], **options)[0]
@@ -273,6 +272,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow(1)
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(options=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
 def test_any_value_of_any_option_is_taken_or_refused_in_one_sentence(model, options):
@@ -353,7 +353,6 @@ def test_a_tokenizer_is_named_on_the_command_line(foreign, tmp_path, capsys):
         assert exit.value.code == 0 and capsys.readouterr().out.startswith("the quick")
 
 
-@pytest.mark.slow(3)
 @pytest.mark.parametrize("options, words", [
     ([], ["no tokenizer is saved with", "300 tokens are not GPT-2's", "or --tokenizer ", "merges.txt"]),
     (["--tokenizer", "nowhere"], ["tokenizer nowhere", "vocab.json"]),

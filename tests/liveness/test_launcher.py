@@ -145,6 +145,7 @@ def test_others_end_soon_after_rank_0_has_said_why(monkeypatch):
     assert [child.returncode for child in children.started] == [2, -signal.SIGTERM, -signal.SIGTERM]
 
 
+@pytest.mark.slow(3)
 def test_what_hears_no_signal_is_killed(monkeypatch, capfd):
     monkeypatch.setattr(launcher, "GRACE", 1.0)
     monkeypatch.setattr(launcher, "PATIENCE", 2.0)

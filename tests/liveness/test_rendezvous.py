@@ -28,7 +28,7 @@ def port(monkeypatch):
     return number
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_torchrun_nobody_waits_long_for_a_process_that_has_died(port, monkeypatch, rank):
     """The timeout of the run is 10 minutes, and nobody would end those who wait."""
@@ -40,6 +40,7 @@ def test_without_torchrun_nobody_waits_long_for_a_process_that_has_died(port, mo
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.slow(1)
 def test_a_store_that_is_gone_at_once_is_one_sentence(port, monkeypatch, capfd):
     """It answers the first connection alone. torch would print C++ frames before it raises its error."""
     monkeypatch.setattr(rendezvous, "ALONE", 1.0)
@@ -58,6 +59,7 @@ def test_a_store_that_is_gone_at_once_is_one_sentence(port, monkeypatch, capfd):
     assert "frame #" not in capfd.readouterr().err
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("taken", [1, 2])
 def test_a_store_whose_process_ends_while_it_is_connected_to_is_not_awaited(port, monkeypatch, taken):
     """The kernel closes what a process had one after the other: connections, and the port later."""
@@ -82,6 +84,7 @@ def test_a_store_whose_process_ends_while_it_is_connected_to_is_not_awaited(port
     thread.join()
 
 
+@pytest.mark.slow(1)
 def test_torchrun_ends_those_who_wait_so_that_they_may_wait_for_long(port, monkeypatch):
     monkeypatch.setattr(rendezvous, "ALONE", 0.0)
     monkeypatch.setenv(TORCHRUNS, "True")
@@ -92,6 +95,7 @@ def test_torchrun_ends_those_who_wait_so_that_they_may_wait_for_long(port, monke
     assert time.monotonic() - begin >= 1.0 and rendezvous.patience(600) == 600 and store is not None
 
 
+@pytest.mark.slow(2)
 def test_a_process_that_dies_before_the_group_is_complete_is_not_awaited_for_long(port, monkeypatch, tmp_path):
     monkeypatch.setattr(rendezvous, "ALONE", 1.0)
     monkeypatch.setattr(launch, "was_in_group", False)

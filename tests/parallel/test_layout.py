@@ -220,6 +220,7 @@ def test_adapters_of_a_stack_have_the_curve_of_one_process(stack, tmp_path):
             torch.testing.assert_close(weight, whole[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("plan", ["single", *STACK_PLANS])
 def test_the_planner_knows_the_bytes_of_a_stack(stack, plan):
     for kind in (stack.optimizer, MuonConfig(lr=5e-3)):
@@ -270,7 +271,6 @@ def test_parts_of_a_parameter_with_an_axis_of_its_own_tile_it(name, ep, cut):
 STACKS = [f"blocks.{block}.mlp.{name}.weight" for block in range(4) for name in ("first", "second")]
 
 
-@pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["dp2", "dp4"])
 def test_shards_count_and_write_a_parameter_with_an_axis_of_its_own_once(plan):
     config, world = STACK, parse_plan(plan).world

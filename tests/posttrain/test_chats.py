@@ -104,6 +104,7 @@ def test_rendered_prefixes_find_what_generation_blocks_mark(folder):
     ("{% for i in range(10**9) %}x{% endfor %}", "a power"),
     ("{% for i in range(1000000000) %}x{% endfor %}", "too far"),
     ("{{ 'a' * 1000000000 }}", "too long"), ("{{ [0] * 1000000000 }}", "too long"), ("{{ '%999999999d' % 1 }}", "long"),
+    ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "too long"),
     ("{{ 'a'.ljust(4000000000) }}", "memory"),
     ("{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
      "memory"),
@@ -145,6 +146,10 @@ BROKEN = [
     ({"conversations": [{"from": "alien", "value": "x"}]}, "from 'alien'"),
     ({"messages": [{"role": "system", "content": "a"}, QUESTION, ANSWER], "system": "b"}, "role system and system='b'"),
     ({"messages": [QUESTION, QUESTION, ANSWER]}, "refuses the chat .*alternate"),
+    ({"messages": ["Hello", ANSWER]}, "message 0 is 'Hello'; give an object with a role and a content"),
+    ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "message 0 has the content 3; give it a text"),
+    ({"conversations": [{"from": "observation", "value": "x"}]}, "uses tools"),
+    ({"conversations": "Hello"}, "not a list of messages"), ({"conversations": [QUESTION]}, "no answer of the assist"),
 ]  # fmt: skip
 
 

@@ -33,6 +33,7 @@ def test_a_part_of_the_cases_says_nothing_of_a_mark_that_is_too_large():
     assert wrong_marks([(NAME, 20.0, 90.0)], 1, all_ran=False)
 
 
+@pytest.mark.slow(1)
 def test_no_test_asks_for_the_date():
     """A test that reads the calendar may pass today and fail tomorrow, and a bisection would ask other tests."""
     calendar = ("date.today", "datetime.today", "datetime.now", "datetime.utcnow", "time.localtime", "time.gmtime")

@@ -124,6 +124,7 @@ def chosen(tree: Path, record: Record) -> set[str]:
     return found - {WALK, "test_program"}
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "file, old, new, tests",
     [

@@ -25,6 +25,7 @@ def assert_no_more(title: str, now) -> None:
     )
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("title", [
     "statements of the core", "statements of the package", "imports from the core to outside",
     "identifiers of capabilities in the core", "circles of files", "fmt: skip",

@@ -61,6 +61,7 @@ def test_ranks_of_other_heads_compute_attention_and_its_gradients_to_the_bits_of
         assert torch.equal(torch.cat(found, dim=1), expected)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("ranks, groups, backend, plain", [
     (2, 1, "auto", False), (6, 3, "auto", False), (3, 1, "flash", False), (4, 2, "flash", False),
     (4, 1, "fused_softmax", True), (4, 2, "fused_softmax", True), (2, 1, "sdpa", True), (4, 2, "sdpa", True),
@@ -145,7 +146,7 @@ def test_ranks_that_share_memory_exchange_the_same_bits_without_messages(
         assert shared == expected and none == 0
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("writer, reader", [("cp2_zero1", "dp2_tp2_zero3"), ("tp2", "cp4_zero3")])
 def test_another_plan_reads_the_checkpoint(recipe, tmp_path, writer, reader):
     worlds = [parse_plan(plan).world for plan in (writer, reader)]
@@ -199,7 +200,7 @@ def test_a_plan_counts_half_of_the_activations(recipe):
     assert block_activations(two, 0) <= block_activations(one, 0) / 2 + copies
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("plan, groups, recompute", [
     ("cp2_tp2", 4, "none"), ("cp2", 1, "full"), ("cp4", 2, "selective"), ("cp2_pp2", 1, "none"),
 ])  # fmt: skip
