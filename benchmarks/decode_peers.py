@@ -16,6 +16,7 @@ from timing import capture
 from torch import Tensor
 from transformers_model import transformers_model
 
+from dtgpt.inference.base_options import MOST_SEQUENCES
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PromptJob
@@ -53,14 +54,16 @@ class EnginePeer(Peer):
 
     def step_time(self) -> float:
         sampling = Options(temperature=0.0, max_new_tokens=LEAD + self.tokens, ends=False)
-        # Choices of one prompt begin together, so that all rows are at the same position.
-        self.engine.submit(PromptJob(self.prompt, replace(sampling, num_return_sequences=self.batch)))
-        count, begin, counted = 0, 0.0, 0
+        # Choices of prompts that arrive together begin together, so that all rows are at the same position.
+        for begin in range(0, self.batch, MOST_SEQUENCES):
+            choices = min(MOST_SEQUENCES, self.batch - begin)
+            self.engine.submit(PromptJob(self.prompt, replace(sampling, num_return_sequences=choices)))
+        count, started, counted = 0, 0.0, 0
         while self.engine.busy:
             count += sum(len(event.ids) for event in self.engine.step())
-            if not begin and count >= LEAD // 2 * self.batch:  # the rest of LEAD is the rounds that are under way
-                begin, counted = time.perf_counter(), count
-        return (time.perf_counter() - begin) * self.batch / (count - counted)
+            if not started and count >= LEAD // 2 * self.batch:  # the rest of LEAD is the rounds that are under way
+                started, counted = time.perf_counter(), count
+        return (time.perf_counter() - started) * self.batch / (count - counted)
 
     def close(self) -> None:
         pass  # the engine keeps its cache

@@ -22,8 +22,9 @@ from dtgpt.train.loop import train
 from dtgpt.train.start import override as settle
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import begun_from
+from tests.support.other_optimizer import MomentumConfig
 from tests.support.ranks import each, pool
-from tests.support.runs import change
+from tests.support.runs import change, newest_run
 from tests.support.trained import trained
 
 pytestmark = pytest.mark.slow(3)
@@ -339,3 +340,9 @@ def test_train_samples_of_a_run_that_goes_on_count_what_it_has_seen(recipe, caps
 def test_a_run_to_resume_that_does_not_exist_is_told_so(recipe, tmp_path):
     with pytest.raises(UserError, match=r"nope does not exist; give a run folder"):
         settle(recipe, ["--resume", str(tmp_path / "nope")])
+
+
+def test_a_run_begins_with_the_weights_of_another_optimizers_run(recipe):
+    other = replace(recipe, optimizer=MomentumConfig(lr=0.3, warmup=2), steps=1)
+    train(other)
+    assert train(replace(recipe, steps=1, init_from=str(newest_run(other)))) == 0

@@ -39,6 +39,6 @@ CAPABILITY = Capability(
         "add_fixed_point_of_ranks": "dtgpt.ops.kernels.optim:ADD_OF_RANKS",
         "squares_of_rows": "dtgpt.ops.kernels.optim:SQUARES_OF_ROWS",
     },
-    device_checks=("dtgpt.util.shared.gpu_limits:check_kernels",),
-    device_notes=("dtgpt.util.shared.gpu_limits:below_ampere",),
+    device_checks=("dtgpt.ops.kernels.devices:check_kernels",),
+    device_notes=("dtgpt.ops.kernels.devices:below_ampere",),
 )

@@ -1,4 +1,4 @@
-"""What kernels need of a device, and where an op with a gradient of its own may run."""
+"""What kernels need of a device, what a GPU cannot do, and where an op with a gradient of its own may run."""
 
 import functools
 import shutil
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dtgpt.ops import serve
 from dtgpt.ops.serve import Kernel
-from dtgpt.util.shared.gpu_limits import HOPPER, TRITON
+from dtgpt.util.errors import UserError
+from dtgpt.util.shared.gpu_limits import HOPPER, TRITON, what_runs_on, why_no_kernels
 
 GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is experimental, and others have not run the tests on a GPU
 
@@ -100,3 +101,18 @@ def takes_custom_op(x: Tensor, has_parameters: bool) -> bool:
     """Return whether an op runs as its custom op: where kernels can work, and on the meta device, where planning
     measures what the op saves on a GPU; an op with parameters not under `split_backward`."""
     return (x.is_meta or (TRITON and x.is_cuda)) and not (has_parameters and serve._apart)
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raise UserError where this torch cannot compute on a GPU."""
+    capability = torch.cuda.get_device_capability(device)
+    if reason := why_no_kernels(torch.cuda.get_device_name(device), capability, torch.cuda.get_arch_list()):
+        raise UserError(reason)
+
+
+def below_ampere(settings: Any) -> str | None:
+    """Return what to use on a GPU that has neither bf16 nor what flash attention is written for; None where nothing
+    better is known. settings: `dtgpt.config.execution.Settings`."""
+    capability = torch.cuda.get_device_capability(settings.device)
+    name = torch.cuda.get_device_name(settings.device)
+    return what_runs_on(name, capability, settings.dtype, settings.attention, settings.model.dropout)

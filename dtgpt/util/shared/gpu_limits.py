@@ -1,17 +1,14 @@
 """What GPUs of a kind cannot do, and what to use instead: by compute capability, and by what this torch was built for.
 
-Capabilities that need a kind of GPU ask here. The core asks none of it: it is told at the seams `device_checks` and
-`device_notes`, before a model is built.
+Capabilities that need a kind of GPU ask here. The core asks none of it: `dtgpt.ops.kernels.devices` tells it at the
+seams `device_checks` and `device_notes`, before a model is built.
 """
 
 import functools
 import importlib.util
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-
-from dtgpt.util.errors import UserError
 
 TRITON = importlib.util.find_spec("triton") is not None
 SIXTEEN_BITS, FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)  # least compute capabilities: of bf16, of fp8, of TMA
@@ -41,21 +38,6 @@ def why_no_kernels(name: str, capability: tuple[int, int], architectures: Iterab
         f"{name} has compute capability {capability[0]}.{capability[1]}, and this torch has kernels from "
         f"{oldest[0]}.{oldest[1]} on; {remedy}"
     )
-
-
-def check_kernels(device: torch.device) -> None:
-    """Raise UserError where this torch cannot compute on a GPU."""
-    capability = torch.cuda.get_device_capability(device)
-    if reason := why_no_kernels(torch.cuda.get_device_name(device), capability, torch.cuda.get_arch_list()):
-        raise UserError(reason)
-
-
-def below_ampere(settings: Any) -> str | None:
-    """Return what to use on a GPU that has neither bf16 nor what flash attention is written for; None where nothing
-    better is known. settings: `dtgpt.config.execution.Settings`."""
-    capability = torch.cuda.get_device_capability(settings.device)
-    name = torch.cuda.get_device_name(settings.device)
-    return what_runs_on(name, capability, settings.dtype, settings.attention, settings.model.dropout)
 
 
 def what_runs_on(
