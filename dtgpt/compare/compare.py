@@ -59,10 +59,10 @@ def compare(
     commits: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run the reference and each plan and print how they differ, and the first tensor in which each does; on GPUs the
-    processes stay from run to run. Return the result as docs/compare.md describes its JSON: "status" is 0, or 1 where a
-    plan is further from the reference than `tolerance` (None: by precision), or has a fault. against: options of runs
-    of one process that are compared, too, by name. commits: of the code of the reference, and of all other runs; one:
-    this code."""
+    processes stay from run to run, unless `tolerance` is 0. Return the result as docs/compare.md describes its JSON:
+    "status" is 0, or 1 where a plan is further from the reference than `tolerance` (None: by precision), or has a
+    fault. against: options of runs of one process that are compared, too, by name. commits: of the code of the
+    reference, and of all other runs; one: this code."""
     checked(recipe)
     most = recipe.num_steps
     if steps > most:
@@ -80,7 +80,8 @@ def compare(
             replace(recipe, plan=name).plan_for(plan.world)
         except UserError as error:
             raise UserError(f"plan {name}: {error}") from None
-    with tempfile.TemporaryDirectory(prefix="dtgpt-compare-") as temporary, Pool(recipe.device) as pool:
+    keep = tolerance != 0  # who asks for equal bits has each run as `dtgpt train` would start it
+    with tempfile.TemporaryDirectory(prefix="dtgpt-compare-") as temporary, Pool(recipe.device, keep=keep) as pool:
         folder = Path(temporary)
         codes = [code_of(commit, folder / f"code-{place}") for place, commit in enumerate(commits)]
         theirs, ours = (codes[0], codes[-1] if len(codes) > 1 else None) if codes else (None, None)

@@ -80,11 +80,12 @@ class PoolJob(NamedTuple):
 
 class Pool:
     """Processes for jobs that run side by side. device: auto, cpu or cuda, as in a recipe. imports: modules to import
-    before processes are forked."""
+    before processes are forked. keep: whether `renew` keeps processes on GPUs, whose start takes seconds."""
 
-    def __init__(self, device: str, imports: Sequence[str] = IMPORTS):
+    def __init__(self, device: str, imports: Sequence[str] = IMPORTS, *, keep: bool = True):
         self.device = device
         self._on_gpus = on_gpus = choose_device(device).type == "cuda"
+        self._keeps = keep and on_gpus
         # A process that has asked for CUDA devices cannot be forked.
         self._context: Any = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
         if not on_gpus:
@@ -107,12 +108,12 @@ class Pool:
     def expect(self, worlds: Sequence[int]) -> None:
         """Start the processes of jobs to come, one after the other, of so many processes. On GPUs alone, where a start
         takes seconds, in which others may work."""
-        for key in (key for world in worlds for key in self._keys(0, world) if self._on_gpus):
+        for key in (key for world in worlds for key in self._keys(0, world) if self._keeps):
             self._start(key)
 
     def renew(self) -> None:
-        """Give the jobs to come new processes on CPUs, where that takes no time: all of them are as at a start."""
-        if not self._on_gpus:
+        """Give the jobs to come new processes, unless those on GPUs are kept: all of them are as at a start."""
+        if not self._keeps:
             self._end(list(self._ranks))
 
     def run(self, jobs: Sequence[PoolJob], timeout: float, patience: float | None = None) -> list[list[ProcessResult]]:
