@@ -107,7 +107,8 @@ def table(figures: Figures, spec: dict[str, Any]) -> str:
     if not lines:
         return "Not measured yet.\n"
     parts = ["\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines])]
-    if differs := list(dict.fromkeys(row["differs"] for row in used if "differs" in row)):
+    differs = list(dict.fromkeys(row["differs"] for row in used if "differs" in row))
+    if differs and spec.get("peers", True):  # of other programs, which not every table of these rows shows
         parts.append(textwrap.fill(f"Not like for like: {'; '.join(differs)}.", WIDTH))
     if "note" in spec:
         parts.append(textwrap.fill(spec["note"], WIDTH))
