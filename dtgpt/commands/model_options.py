@@ -25,7 +25,7 @@ Exact = Annotated[
 ]
 MaxLength = Annotated[
     int | None,
-    "largest number of tokens of a sequence, with its prompt; less memory for each; none: the model's",
+    "most tokens of a sequence with its prompt; fewer need less memory; none: the model's positions",
     Bounds(1),
 ]
 Addend = Annotated[

@@ -48,7 +48,9 @@ class CompareOptions:
     against: Annotated[
         tuple[str, ...], 'settings to compare with the recipe\'s, as in --against "--precision bf16"'
     ] = ()
-    commits: Annotated[tuple[str, ...], "git commit of the reference, and that of all other runs; one: this code"] = ()
+    commits: Annotated[
+        tuple[str, ...], "git commits of the reference and of all other runs; one: the others run this code"
+    ] = ()
     json: Annotated[str | None, "file for the result as JSON"] = None
     minutes: Annotated[float | None, "minutes after which no other random case begins", Bounds(above=0)] = None
 

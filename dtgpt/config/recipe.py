@@ -133,7 +133,7 @@ class Recipe:
     ] = "none"
     recompute_blocks: Annotated[
         int | None,
-        "blocks of each pipeline stage that recompute applies to, its first ones; none: all",
+        "number of blocks, from the first, that each pipeline stage recomputes; none: all",
         Bounds(1),
     ] = None
     reduce: Annotated[
@@ -148,13 +148,13 @@ class Recipe:
     timeout: Annotated[float, "seconds that a process waits for another before the run ends", Bounds(above=0)] = 600.0
     lost_after: Annotated[
         float,
-        "seconds without a sign of life of a process, as after a power failure, after which all others end",
+        "seconds after which a process that does not answer counts as lost, and all others end",
         Bounds(5),
     ] = 20.0
     runs: Annotated[str, "folder that contains the run folders", PATH] = "runs"
     resume: Annotated[
         str | None,
-        "run folder or checkpoint to resume, also of Megatron-LM; auto: the newest run of this name, or a new one",
+        "run folder or checkpoint to resume, also of Megatron-LM; auto: the newest run of this name, or a new run",
         PATH,
     ] = None
     init_from: Annotated[

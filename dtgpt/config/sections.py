@@ -152,7 +152,7 @@ class DataConfig:
     valid_path: Annotated[str | None, "validation dataset; split is then ignored, each path used entirely", PATH] = None
     test_path: Annotated[str | None, "test dataset, evaluated at the end; split is then ignored", PATH] = None
     split: Annotated[str, "relative sizes of the training, validation and test parts of prepared data"] = DEFAULT_SPLIT
-    train_samples: Annotated[int | None, "samples to build the shuffle index for; none: the run's", Bounds(1)] = None
+    train_samples: Annotated[int | None, "samples whose order is computed; none: those of the run", Bounds(1)] = None
     json_key: Annotated[str, "key of the text in each line of a .jsonl file"] = "text"
     tokenizer: Annotated[
         Literal["auto", "gpt2", "bpe", "bytes", "char", "ids"],
@@ -162,7 +162,8 @@ class DataConfig:
     ] = "auto"
     tokenizer_file: Annotated[str | None, "tokenizer of the data, as for dtgpt prepare --tokenizer", PATH] = None
     other_tokenizer: Annotated[
-        bool, "train a model of init_from on tokens of another tokenizer than its own; on where an option names one"
+        bool,
+        "train a model of init_from on tokens of another tokenizer than its own; on if an option names a tokenizer",
     ] = False
     vocab_file: Annotated[str | None, "vocab.json of gpt2, with merge_file; none: tiktoken's own", PATH] = None
     merge_file: Annotated[str | None, "merges.txt of gpt2, with vocab_file", PATH] = None
@@ -305,7 +306,7 @@ class LogConfig:
     sample_interval: Annotated[int, "number of steps between generated texts; 0: at the end only", Bounds(0)] = 0
     sample_tokens: Annotated[int, "number of tokens to generate; 0: no generated texts", Bounds(0)] = 200
     prompt: Annotated[
-        str, "beginning of generated texts; empty: the model begins a document, or answers held-out chats"
+        str, "beginning of generated texts; empty: the model begins a document, or answers validation chats"
     ] = ""
     temperature: Annotated[float, "sampling temperature; 0: always the likeliest token", Bounds(0, 100)] = 0.8
     top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all", Bounds(0, 2**31 - 1)] = 50

@@ -129,7 +129,7 @@ class BaseOptions:
     ] = 1.0
     seed: Annotated[int, "seed of the draws: the same seed gives the same text", Bounds(-(2**63), 2**64 - 1)] = 0
     stop_token_ids: Annotated[tuple[int, ...], "ids of tokens that end a text", IDS] = ()
-    ends: Annotated[bool, "end a text at the model's ends of text"] = True
+    ends: Annotated[bool, "end a text at the end-of-text tokens of the model"] = True
     do_sample: Annotated[bool, "false: always the likeliest token, as temperature 0"] = True
     num_return_sequences: Annotated[
         int, "number of texts for each prompt; of a beam search, the best ones", Bounds(1, MOST_SEQUENCES)

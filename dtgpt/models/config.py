@@ -54,7 +54,7 @@ class ModelConfig(ABC):
     num_layers: Annotated[int, "number of transformer blocks", SIZE]
     hidden_size: Annotated[int, "width of the residual stream", SIZE]
     num_heads: Annotated[int, "number of attention heads", SIZE]
-    seq_length: Annotated[int, "number of positions, and tokens of a training sample unless it has fewer", SIZE] = 1024
+    seq_length: Annotated[int, "positions; also tokens of a training sample, unless --seq_length is less", SIZE] = 1024
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 50257
     dropout: Annotated[float, "dropout of embeddings, attention and residual branches", Bounds(0, below=1)] = 0.0
     init_std: Annotated[

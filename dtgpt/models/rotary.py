@@ -116,7 +116,7 @@ class RotaryConfig(WindowConfig):
     num_kv_heads: Annotated[int, "number of heads of keys and values; divides num_heads", SIZE]
     head_dim: Annotated[int, "size of a head, an even number", SIZE] = 128  # type: ignore[assignment]
     ffn_hidden_size: Annotated[int, "width of the MLP", SIZE]
-    seq_length: Annotated[int, "number of positions, and tokens of a training sample unless it has fewer", SIZE] = 4096
+    seq_length: Annotated[int, "positions; also tokens of a training sample, unless --seq_length is less", SIZE] = 4096
     tied: Annotated[bool, "use the token embedding as output projection"] = False  # type: ignore[assignment]
     norm_eps: Annotated[float, "added to the mean square in RMSNorm", Bounds(above=0, below=1)] = 1e-5
     activation: Annotated[GatedName, "function of the gate in the MLP; silu: SwiGLU, gelu_tanh: GeGLU"] = "silu"

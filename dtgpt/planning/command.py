@@ -41,7 +41,9 @@ class PlanOptions:
         None
     )
     network: Annotated[
-        float | None, "GB/s that a GPU sends to another host; none: those of hosts sold with it", Bounds(above=0)
+        float | None,
+        "GB/s that a GPU can send to another host; none: as in hosts that are sold with it",
+        Bounds(above=0),
     ] = None
     inference_slots: Annotated[
         int | None, "show the memory to generate this number of texts at the same time, too", Bounds(1, MOST_SLOTS)

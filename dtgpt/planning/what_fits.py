@@ -106,7 +106,9 @@ def what_fits(settings: Settings, gpu: Gpu) -> list[str]:
     if not found:
         lines += _on_more_gpus(settings, gpu.size)
     longest = longest_sequence(settings, gpu.size)
-    lines.append(f"--seq_length {longest}, the longest of this plan" if longest else "no sample, however short")
+    lines.append(
+        f"--seq_length {longest}, the longest of this plan" if longest else "no sample length fits with this plan"
+    )
     return lines
 
 

@@ -197,7 +197,7 @@ FINDINGS: tuple[tuple[State, Rule], ...] = (  # beside those on torch and on eac
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
     """Check this machine: torch, GPUs and which precisions they run, which kernel computes what and why others do not,
-    compilers, memory that processes share, packages. The exit code is 1 if something that dtgpt needs is missing."""
+    compilers, shared memory, packages. The exit code is 1 if something that dtgpt needs is missing."""
 
 
 def look() -> Facts:

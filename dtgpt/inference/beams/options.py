@@ -16,7 +16,7 @@ class BeamOptions(BaseOptions):
 
     headings: ClassVar[dict[str, str]] = {"num_beams": "several texts, beam search"}
     num_beams: Annotated[
-        int, "sequences that a beam search follows, in which nothing is drawn; 1: no search", Bounds(1, MOST_SEQUENCES)
+        int, "number of beams of a beam search, which draws nothing; 1: no beam search", Bounds(1, MOST_SEQUENCES)
     ] = 1
     length_penalty: Annotated[
         float, "a beam scores the sum of its log-probabilities / length ** length_penalty", Bounds(-10, 10)

@@ -105,15 +105,15 @@ class RuleOptions(BaseOptions):
         default_factory=dict
     )
     no_repeat_ngram_size: Annotated[
-        int, "no sequence of n tokens comes twice, prompt included; 0: any may", Bounds(0, MOST_NGRAM)
+        int, "no n tokens in a row occur twice, prompt included; 0: no limit", Bounds(0, MOST_NGRAM)
     ] = 0
     prevent_newline_after_colon: Annotated[bool, "no newline is drawn after a colon (Megatron-LM)"] = False
     stop_strings: Annotated[
         tuple[str, ...],
-        "texts before the first of which the text ends, also across tokens; up to 16",
+        "up to 16 texts; the result ends before the first of them, also if it spans tokens",
         Values(check_stop_strings),
     ] = ()
-    stop_on_eol: Annotated[bool, "end a text after its first line, and not at the end of text (Megatron-LM)"] = False
+    stop_on_eol: Annotated[bool, "end a text after its first line, and ignore ends of text (Megatron-LM)"] = False
     stop_on_double_eol: Annotated[bool, "end a text after an empty line, and not at the end of text (Megatron-LM)"] = (
         False
     )

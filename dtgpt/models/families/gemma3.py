@@ -50,7 +50,7 @@ class Gemma3Config(RotaryConfig):
     roles: ClassVar[Roles] = ROLES
 
     head_dim: Annotated[int, "size of a head, an even number", SIZE] = 256  # type: ignore[assignment]
-    seq_length: Annotated[int, "number of positions, and tokens of a training sample unless it has fewer", SIZE] = 32768
+    seq_length: Annotated[int, "positions; also tokens of a training sample, unless --seq_length is less", SIZE] = 32768
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 262144
     tied: Annotated[bool, "use the token embedding as output projection"] = True  # type: ignore[assignment]
     norm_eps: Annotated[float, "added to the mean square in RMSNorm", Bounds(above=0, below=1)] = 1e-6

@@ -21,7 +21,7 @@ class GPTNeoConfig(GPT2Config, WindowConfig):
 
     architecture: ClassVar[str] = "gpt_neo"
 
-    seq_length: Annotated[int, "number of positions, and tokens of a training sample unless it has fewer", SIZE] = 2048
+    seq_length: Annotated[int, "positions; also tokens of a training sample, unless --seq_length is less", SIZE] = 2048
     window: Window = 256
     window_pattern: WindowPattern = "GL"
 

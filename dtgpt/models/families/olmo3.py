@@ -42,7 +42,7 @@ class Olmo3Config(RotaryConfig):
     architecture: ClassVar[str] = "olmo3"
     roles: ClassVar[Roles] = ROLES
 
-    seq_length: Annotated[int, "number of positions, and tokens of a training sample unless it has fewer", SIZE] = 8192
+    seq_length: Annotated[int, "positions; also tokens of a training sample, unless --seq_length is less", SIZE] = 8192
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 100278
     norm_eps: Annotated[float, "added to the mean square in RMSNorm", Bounds(above=0, below=1)] = 1e-6
     rope_theta: Annotated[float, "base of the frequencies of rotary positions", Bounds(1)] = 500000.0

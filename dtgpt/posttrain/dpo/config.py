@@ -49,5 +49,5 @@ class DpoConfig(Section):
     ] = 0.0
     loss: Annotated[Kind, "loss of a pair: sigmoid (DPO) or ipo, with the mean over tokens"] = "sigmoid"
     label_smoothing: Annotated[
-        float, "probability that the answers of a pair are the wrong way round, for sigmoid", Bounds(0, below=0.5)
+        float, "probability that the two answers of a pair are exchanged, for sigmoid", Bounds(0, below=0.5)
     ] = 0.0
