@@ -82,7 +82,7 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
     if output is not None:
         check_output(output, "--json", "compare.json")
     words = as_words(given)
-    against = {text: [*words, *settings_of(text)] for text in own.against}
+    against = {text: in_place_of(given, settings_of(text)) for text in own.against}
     recipe = settle(recipe, given)
     for text, more in against.items():
         other = checked(load_recipe(path, more))
@@ -102,10 +102,21 @@ def settings_of(text: str) -> list[str]:
         words = shlex.split(text)
     except ValueError:
         raise UserError(f"--against {text!r} has a quote that is not closed; close it") from None
-    for name in (word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")):
+    for name in names_in(words):
         if name in REFUSED:
             raise UserError(f"--against {text!r} has --{name}; {REFUSED[name]}")
     return words
+
+
+def names_in(words: list[str]) -> list[str]:
+    return [word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")]
+
+
+def in_place_of(given: Options, words: list[str]) -> list[str]:
+    """Return the words of all options that are given to every run, without those that these words give otherwise, and
+    these words."""
+    others = {name.replace("-", "_") for name in names_in(words)}
+    return [*as_words({name: values for name, values in given.items() if name not in others}), *words]
 
 
 def check_same_shapes(text: str, theirs: tuple[ModelConfig, int], ours: tuple[ModelConfig, int]) -> None:

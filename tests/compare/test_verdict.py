@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dtgpt.compare import compare
+from dtgpt.compare.command import in_place_of
 from dtgpt.compare.finding import Located, finding_of
 from dtgpt.compare.record import Record, rounding_of
 from dtgpt.compare.shared_state import Apart
@@ -183,3 +184,10 @@ def test_state_is_judged_by_step_before_the_weights_that_it_moves():
     assert said(run(held_out=5.0)) == []  # likewise
     found = difference(run(held_out=5.005), run(held_out=5.0))
     assert problems(found, LIMITS) == ["the validation loss differs by 1.0e-03"]
+
+
+def test_a_setting_takes_the_place_of_the_option_of_all_runs():
+    given = {"precision": ["bf16"], "log.show": ["norm"], "optimizer.lr": ["1e-3"]}
+    assert in_place_of(given, ["--precision", "fp32", "--log.show=lr"]) == [
+        *("--optimizer.lr=1e-3", "--precision", "fp32", "--log.show=lr")
+    ]
