@@ -14,8 +14,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from planned_memory import cases, planned, settings_of  # noqa: E402
 
 KINDS = {  # of plans: words of the table
-    "single": "one GPU", "dp": "dp, with and without ZeRO", "pp": "pipelines but zero bubble", "cp": "cp", "tp": "tp",
-    "zbv": "zero bubble",
+    "single": "one GPU", "dp": "dp, with and without ZeRO", "pp": "pipelines, except zero bubble", "cp": "cp",
+    "tp": "tp", "zbv": "zero bubble",
 }  # fmt: skip
 
 
