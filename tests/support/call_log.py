@@ -62,6 +62,12 @@ class CallLog:
         self._vain: dict[int, int] = {}  # and how many ran since the last new one
         self._left: set[int] = set()  # those that are not followed up to the next test
 
+    def follow(self) -> None:
+        """Trace this thread, and those to come, from now on: up to an error in `trace`, as where no call may be nested
+        deeper, which ends it."""
+        threading.settrace(self.trace)
+        sys.settrace(self.trace)
+
     def begin(self, number: int) -> None:
         """Let what is called from now on belong to a test, or 0: to none."""
         self._number[0] = number
@@ -233,6 +239,5 @@ def start(folder: str, with_lines: bool = False) -> CallLog:
     """Begin to write in this process and in what it forks."""
     log = CallLog(folder, with_lines)
     sys.addaudithook(log.audit)
-    threading.settrace(log.trace)
-    sys.settrace(log.trace)
+    log.follow()
     return log

@@ -129,6 +129,7 @@ class Recorder:
         with (self.folder / "fixtures").open("a") as file:
             shared = [name_of(fixture) for fixture in shared_fixtures(item)]
             file.write(json.dumps([item.nodeid, shared]) + "\n")
+        self._log.follow()  # which the test before may have ended
         self._log.begin(self._now)
         try:
             return (yield)
