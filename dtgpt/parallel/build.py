@@ -39,6 +39,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
 from dtgpt.util import seams
+from dtgpt.util.torch_private import unmark_attention
 
 # What a plan alone needs is imported where the plan has it: DTensor, torch's pipelines and its compiler take a second.
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
 def compile_forward(part: Decoder, whole: bool) -> None:
     """Compile what each block computes, and the embedding where it is a plain module; the hooks of `fully_shard` run
     around it, uncompiled. Blocks of one class and shape share their code: it is compiled once."""
+    unmark_attention()
     ends = [part.embedding] if whole and part.embedding is not None else []
     for module in cast(Iterable[BoundModule], (*part.blocks.values(), *ends)):
         bind(module, run=torch.compile(module.runner, fullgraph=True, dynamic=False))
