@@ -30,4 +30,5 @@ def test_freed_memory_is_used_again_unless_the_environment_says_how(variables, k
     others = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", PROGRAM]  # a fork would have the allocator of its parent
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**others, **variables})
-    assert (int(done.stdout) < 1000) == kept, done.stdout
+    # Ten turns touch 81,920 pages. The heap may grow once more by a tensor, as its pieces lie: 4,096 of them.
+    assert (int(done.stdout) < 10_000) == kept, done.stdout
