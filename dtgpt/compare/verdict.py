@@ -233,7 +233,7 @@ def _parting(
         shown = list(map(max, shown, accumulate(other, max)))
     for step, (value, rounding) in enumerate(zip(values, shown, strict=True), 1):
         if not value <= (first if step == 1 else later) + ROUNDINGS * rounding:
-            return step, f"the {name} parts at step {step}, by {value:.1e}"
+            return step, f"the {name} diverges at step {step}, by {value:.1e}"
     return None
 
 

@@ -3,7 +3,7 @@
 It is one class, so that a pipeline stage is a decoder with parts left out, names of parameters are the same in every
 plan, and initial weights are a function of a key and a name.
 
-Shapes: B samples, T positions, H hidden size, N heads, D = H / N, V padded vocabulary.
+Shapes: B samples, T positions, H hidden size, V padded vocabulary.
 """
 
 from collections.abc import Sequence

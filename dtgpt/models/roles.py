@@ -1,7 +1,8 @@
 """What a module is to the rest of dtgpt.
 
 An architecture (`dtgpt.models.gpt2`) lists the role of each of its modules by name pattern. Tensor parallelism, memory,
-messages and FLOPs follow from roles and shapes; no other room names a module.
+messages and FLOPs follow from roles and shapes; other folders name no module, but `interop/` and the
+weights of decode kernels.
 """
 
 from collections.abc import Mapping

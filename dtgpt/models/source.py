@@ -1,8 +1,8 @@
 """Weights of a whole model on disk, whatever wrote them, read tensor by tensor.
 
 Every format is a `Source`; whatever takes weights (training, inference, export to another format) takes a source. Names
-and shapes are those of `unique_parameters`: matrices `[out, in]`, the fused QKV in the order `[N, 3, D]`, the token
-table padded to `config.padded_vocab_size` rows.
+and shapes are those of `unique_parameters`: matrices `[out, in]`, the fused QKV as its architecture stores it, the
+token table padded to `config.padded_vocab_size` rows.
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,7 @@
 """What sums gradients over micro-batches and replicas: one kind for a run, chosen from its settings.
 
-A training step fills the sums and takes the gradients from them. `dtgpt plan` asks the same kind for its messages and
-its memory, which follow from settings and shapes alone: what sends also says what it sends.
+A training step fills the sums and takes the gradients from them. `dtgpt plan` has a class of figures for each kind
+(`planning/sums.py`), since messages and memory follow from settings and shapes alone.
 
 Where `fully_shard` cuts nothing, each block's gradients live in one flat tensor, a bucket. As soon as backward has left
 a block, its gradients are added to the bucket in one pass, and with the last micro-batch the bucket is summed over the

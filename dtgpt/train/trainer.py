@@ -99,7 +99,7 @@ class Trainer:
             micro_batch_weight(self.micro_batches, settings.plan),
             states,
         )
-        self.states: list[StepState] = []  # of checkpoints too, which change between steps
+        self.states: list[StepState] = []  # more that checkpoints keep; these change between steps
         scale_gradients(self.stages, self.optimizer.gradient_scale)
 
         # Last, what the run learns: it may compute with all of these, and give the head another loss.

@@ -276,7 +276,7 @@ def test_two_plans_are_judged_as_one_run():
     late = [ranks[0]._replace(samples=[[(2, "c")]]), ranks[1]]
     assert "step 2 has other samples" in judge(case, late, alone, first=first).sentence
     other = [first[0]._replace(record=replace(begin, losses=[5.1]))]
-    assert "the loss parts at step 1, by 2.0e-02" in judge(case, ranks, alone, first=other).sentence
+    assert "the loss diverges at step 1, by 2.0e-02" in judge(case, ranks, alone, first=other).sentence
 
 
 def tensors_of(first: float, last: float, weight: float) -> dict[str, torch.Tensor]:

@@ -44,17 +44,17 @@ def test_equal_runs_have_no_problem():
 def test_the_step_at_which_each_curve_parts_is_named_the_earliest_first():
     ours = run(losses=[5.0, 5.0, 5.1, 5.2], norms=[2.0, 2.1, 2.0, 2.0], rates=[1e-3, 1e-3, 1e-3, 1.3e-4])
     assert said(ours) == [
-        "the gradient norm parts at step 2, by 5.0e-02",
-        "the loss parts at step 3, by 2.0e-02",
+        "the gradient norm diverges at step 2, by 5.0e-02",
+        "the loss diverges at step 3, by 2.0e-02",
         "the learning rate of step 4 is 0.00013, that of one process 0.001",
     ]
 
 
 def test_the_first_loss_gradient_and_norm_are_judged_more_sharply_than_later_ones():
     assert said(run(losses=[5.0, 5.0002, 5.0, 5.0])) == []
-    assert said(run(losses=[5.0002, 5.0, 5.0, 5.0])) == ["the loss parts at step 1, by 4.0e-05"]
+    assert said(run(losses=[5.0002, 5.0, 5.0, 5.0])) == ["the loss diverges at step 1, by 4.0e-05"]
     assert said(run(norms=[2.0, 2.001, 2.0, 2.0])) == []
-    assert said(run(norms=[2.001, 2.0, 2.0, 2.0])) == ["the gradient norm parts at step 1, by 5.0e-04"]
+    assert said(run(norms=[2.001, 2.0, 2.0, 2.0])) == ["the gradient norm diverges at step 1, by 5.0e-04"]
     assert said(with_tensor("last gradient/a", 1.0005)) == []
     assert said(with_tensor("first gradient/a", 1.0005)) == ["first gradient of a differs by 5.0e-04"]
 
@@ -66,7 +66,7 @@ def test_what_rounding_did_to_one_process_explains_as_much_of_a_plan():
     ours, moved = run(losses=[5.0, 5.0, 5.0, 5.01]), run(losses=[5.0, 5.003, 5.0, 5.0])
     assert said(ours, moved) == []  # at an earlier step, too
     moved = run(losses=[5.0, 5.0, 5.0, 5.003])
-    assert said(run(losses=[5.0, 5.01, 5.0, 5.0]), moved) == ["the loss parts at step 2, by 2.0e-03"]
+    assert said(run(losses=[5.0, 5.01, 5.0, 5.0]), moved) == ["the loss diverges at step 2, by 2.0e-03"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
