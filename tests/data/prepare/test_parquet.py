@@ -1,10 +1,14 @@
 """Texts in Parquet files: which values are texts, the order among other inputs, and files that are none."""
 
 import datetime
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
+from dtgpt.data.prepare import parquet as reader
 from dtgpt.data.prepare.inputs import find_sources, read_blocks
 from dtgpt.util.errors import UserError
 from tests.data.prepare.test_inputs import read, texts_of
@@ -13,7 +17,7 @@ pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
-pytestmark = pytest.mark.slow(3)
+pytestmark = pytest.mark.slow(10)
 
 
 def write(path, **columns):
@@ -82,8 +86,22 @@ def test_texts_that_a_few_bytes_stand_for_are_read_row_by_row(tmp_path):
     table = pyarrow.table({"text": repeated("x" * 2_000_000, 1000)})
     parquet.write_table(table, path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 1000
-    blocks = read_blocks(find_sources([str(path)]), ("text",))
-    assert [next(blocks).first for _ in range(3)] == [1, 2, 3]  # a block of at most a row each, of 2 GB
+    done = subprocess.run([sys.executable, "-c", FIVE_ROWS, path], capture_output=True, text=True, check=True)
+    rows, own, children = json.loads(done.stdout)  # of a process of its own: memory is that of its largest moment
+    assert rows == [1, 2, 3, 4, 5]  # a block of at most a row each
+    assert own < 50_000 and children < 600_000  # KiB, of 2 GB
+
+
+FIVE_ROWS = """
+import json, resource, sys
+from dtgpt.data.prepare.inputs import find_sources, read_blocks
+blocks = read_blocks(find_sources(sys.argv[1:]), ("text",))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows = [next(blocks).first for _ in range(5)]
+blocks.close()
+own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+print(json.dumps([rows, own - before, children]))
+"""
 
 
 def test_only_the_columns_that_are_asked_for_are_read(tmp_path, monkeypatch):
@@ -96,20 +114,21 @@ def test_only_the_columns_that_are_asked_for_are_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what, told", [
+    ("large", "take more than 0 GiB of memory; write it with smaller ones"),
+    ("nested", "take more than 0 GiB of memory"),
     ("cut", r"is not a Parquet file that can be read \(.*\); fetch it again"),
     ("hurt", r"is not a Parquet file that can be read \(.*\); fetch it again"),
-    ("large", "has rows or pages that do not fit into memory; write it with smaller ones"),
+    ("killed", r"ended the process that reads it \(SIGKILL\)")
 ])  # fmt: skip
-def test_a_file_that_is_damaged_or_does_not_fit_ends_in_a_sentence(tmp_path, monkeypatch, what, told):
-    path = write(tmp_path / "a.parquet", text=pyarrow.array([f"text {i}" for i in range(9999)]))
+def test_a_file_that_takes_all_memory_or_is_damaged_ends_in_a_sentence(tmp_path, monkeypatch, what, told):
+    path, program = tmp_path / "a.parquet", tmp_path / "rows.py"
+    text = {"large": repeated("x" * 30_000_000, 8), "nested": pyarrow.array([[None] * 20_000_000] * 2)}
+    write(path, text=text.get(what, pyarrow.array([f"text {i}" for i in range(9999)])))
     content = path.read_bytes()
     changed = {"cut": content[: len(content) // 2], "hurt": content[:100] + b"\xff" * 500 + content[600:]}
     path.write_bytes(changed.get(what, content))
-    if what == "large":
-
-        def full(*_, **__):
-            raise pyarrow.lib.ArrowMemoryError("malloc of size 4294967296 failed")
-
-        monkeypatch.setattr(parquet.ParquetFile, "iter_batches", full)
+    source = reader.PROGRAM.read_text().replace("4 << 30", "400 << 20")
+    program.write_text(source if what != "killed" else "import os\nos.kill(os.getpid(), 9)")
+    monkeypatch.setattr(reader, "PROGRAM", program)
     with pytest.raises(UserError, match=told):
         list(read_blocks(find_sources([str(path)]), ("text",)))
