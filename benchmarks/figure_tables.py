@@ -128,11 +128,14 @@ def commands(used: list[Row]) -> list[str]:
 
 def machine(figures: Figures) -> str:
     """Return what the newest figures of one GPU were measured on."""
-    row = max((row for row in figures.rows.values() if row["gpus"] == 1), key=lambda row: row["date"])
+    rows = [row for row in figures.rows.values() if row["gpus"] == 1]
+    newest = max(row["date"] for row in rows)
+    rows = [row for row in rows if row["date"] == newest]
+    row = rows[-1]
     versions = [f"{name} {row[name]}" for name in ("torch", "cuda", "triton", "driver", "transformers") if name in row]
     power = f" ({row['power limit W']:.0f} W)" if "power limit W" in row else ""
     said = f"The newest figures: one {row['gpu']}{power}, {', '.join(versions)}, commit "
-    return textwrap.fill(f"{said}{row['commit']}, {row['date']}.", WIDTH) + "\n"
+    return textwrap.fill(f"{said}{figures.commits(rows)}, {newest}.", WIDTH) + "\n"
 
 
 def page_of(text: str, rows: Iterable[Row]) -> str:

@@ -6,9 +6,8 @@ plan       dtgpt plan recipes/llama3_8b.py --world 8 --gpu H100
 command    torchrun --nproc-per-node 8 recipes/llama3_8b.py --data.path tokens_text_document
 two GPUs   the same with --nproc-per-node 2, or with --plan tp2_sp
 fine-tune  the same with --init_from Meta-Llama-3-8B --optimizer.lr 1e-5 --optimizer.warmup 100 --steps 1000
-expect     on two H200 with a sample for each replica (--global_batch_size 2) 84.5 GiB by NCCL (85.3 by copy engines, as
-           planned). Gradients of several micro-batches take 15 GiB more. On 8 GPUs 58 GiB each, as planned. The full
-           run was not tried.
+expect     84.5 GiB on two H200 with --global_batch_size 2 by NCCL (85.3 by copy engines, as planned), 15 GiB more with
+           several micro-batches; 58 GiB on each of 8 GPUs, as planned. The full run was not tried.
 measured   on two with --global_batch_size 2 9,410 tokens/s a GPU, 84.48 GiB; under tp2_sp with one sample 9,208, 73.11
            GiB (docs/benchmarks.md)
 

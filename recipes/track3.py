@@ -3,10 +3,8 @@
 hardware   one GPU of 40 GB or more; on a smaller one, lower --micro_batch_size (the curve stays the same)
 command    python recipes/track3.py --data.path 'fineweb_train_*.bin' --data.valid_path 'fineweb_val_*.bin'
 compare    python benchmarks/against_track3.py --theirs train_gpt_simple.py --steps 60
-expect     with Muon the records reach a validation loss of 3.28 after 3,250 steps; the full run was not tried
+expect     records with Muon reach a validation loss of 3.28 after 3,250 steps (docs/optimizers.md); not tried here
 measured   572,813 tokens/s on one H200; its own script 480,168 (docs/benchmarks.md)
-
-Their loss is a sum over 524,288 tokens, ours a mean: `eps` is 1e-10 divided by them. docs/optimizers.md has the rest.
 """
 
 from dtgpt.cli import run_recipe
@@ -35,7 +33,7 @@ def recipe() -> Recipe:
             newton_schulz="convergent",
             newton_schulz_steps=12,
             beta1=0.8,
-            eps=1e-10 / 524_288,
+            eps=1e-10 / 524_288,  # their loss is a sum over these tokens, dtgpt's is a mean
             clip=0.0,
         ),
         steps=3250,

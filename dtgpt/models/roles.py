@@ -1,8 +1,7 @@
 """What a module is to the rest of dtgpt.
 
 An architecture (`dtgpt.models.gpt2`) lists the role of each of its modules by name pattern. Tensor parallelism, memory,
-messages and FLOPs follow from roles and shapes; other folders name no module, but `interop/` and the
-weights of decode kernels.
+messages and FLOPs follow from roles and shapes; code for any architecture names no module.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """What sums gradients over micro-batches and replicas: one kind for a run, chosen from its settings.
 
-A training step fills the sums and takes the gradients from them. `dtgpt plan` has a class of figures for each kind
-(`planning/sums.py`), since messages and memory follow from settings and shapes alone.
+A training step fills the sums and takes the gradients from them. What a kind takes and sends follows from settings
+and shapes alone: `costs` names the class that says so for `dtgpt plan`.
 
 Where `fully_shard` cuts nothing, each block's gradients live in one flat tensor, a bucket. As soon as backward has left
 a block, its gradients are added to the bucket in one pass, and with the last micro-batch the bucket is summed over the
@@ -32,8 +32,8 @@ class Sums:
     total: the type in which addends of several ranks are added.
     cuts: whether a rank holds its part of gradients only.
     pushed_dtype: the type of gradients that a faster transport scatters under ZeRO.
-    costs: what says for `dtgpt plan` how many bytes sums of a capability take and send, 'module:object': a
-        `planning.sums.Costs`; empty: those of what they derive from.
+    costs: the class that says how many bytes sums of a capability take and send, as 'module:class'; empty: that of
+        what they derive from.
     """
 
     orderless = False

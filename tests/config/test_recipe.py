@@ -35,8 +35,8 @@ def test_every_recipe_is_valid_named_as_its_file_and_says_how_to_run_it(path):
     recipe.validate()
     assert recipe.name == path.stem
     assert re.search(rf"(?m)^command +(python|torchrun|sbatch) .*recipes/{path.name}", module.__doc__)
-    assert "hardware" in module.__doc__ and re.search("^(expect|measured) ", module.__doc__, re.M)
-    assert len(path.read_text().splitlines()) <= 50
+    assert "hardware" in module.__doc__ and "expect" in module.__doc__
+    assert len(path.read_text().splitlines()) < 50
 
 
 def test_gpt2_345m_has_megatron_lms_settings():

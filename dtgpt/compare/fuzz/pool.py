@@ -1,4 +1,5 @@
-"""Processes that stay alive between cases, since a start of Python and PyTorch takes longer than a small case.
+"""Processes that stay alive between cases, or runs of a comparison on GPUs, since a start of Python and PyTorch takes
+longer than a small case.
 
 On CPUs each job gets a process group of its own, which ends with it, so that nothing of a job can reach the next one.
 On GPUs a group lives as long as its processes, and each number of processes has processes of its own: a process that

@@ -33,9 +33,7 @@ PRECISION = Fp8()
 
 def check_fp8(device: torch.device) -> None:
     """Raise UserError where a GPU does not multiply 8-bit floats."""
-    from dtgpt.util.shared.gpu_limits import (
-        has_float8,  # here, since a recipe in another precision reads this file's help
-    )
+    from dtgpt.util.shared.gpu_limits import has_float8  # here: recipes in all precisions read this file's help
 
     if device.type == "cuda" and not has_float8(device):
         raise no_float8(device_name(device))
