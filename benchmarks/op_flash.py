@@ -215,7 +215,7 @@ def grouped(batch: int, length: int, heads: int, kv_heads: int, width: int) -> l
         Case(f"forward and backward {name}", both, 3 * moved, 7 * product),
     ]
     tried = LARGE_LAUNCHES if width > 128 else GROUPED_LAUNCHES
-    chosen = length != 4096 or flash_launch.takes_warps(q, k, None)
+    chosen = length != 4096 or flash_launch.takes_warps(q, k, False, None)
     for kernel, launches in () if chosen else tried.items():
         work, products = (forward, 2) if kernel == "forward" else (backward, 5)
         variants = {"x".join(map(str, how)): launched(kernel, how, work) for how in launches}
