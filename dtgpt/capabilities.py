@@ -20,6 +20,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.optim.muon", ()),
     ("dtgpt.optim.fp8", ()),
     ("dtgpt.optim.z_scores", ()),
+    ("dtgpt.data.cached", ()),
     ("dtgpt.data.prepare", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron")),
     ("dtgpt.posttrain.lora", ("dtgpt.train.init_from",)),
     ("dtgpt.posttrain.dpo", ("dtgpt.data.megatron", "dtgpt.posttrain.chats")),
@@ -32,7 +33,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.inference.prompt_sources",
         ),
     ),
-    ("dtgpt.data.megatron", ()),
+    ("dtgpt.data.megatron", ("dtgpt.data.cached",)),
     ("dtgpt.data.library_tokenizers", ()),
     (
         "dtgpt.posttrain.grpo",

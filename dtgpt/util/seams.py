@@ -118,7 +118,7 @@ class Capability:
     # What makes tokens of lines of messages: a `data.prepare.encode.MessageFormat`, by the option that asks for it.
     encoders: Mapping[str, str] = field(default_factory=dict)
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
-    cached_files: tuple[str, ...] = ()  # opens files of the cache that need not be in memory: a `data.cache.Opener`
+    caches: tuple[str, ...] = ()  # of the tokens of texts, one at most: a function like `data.cached.text.keep_tokens`
     state_bytes: tuple[str, ...] = ()  # of a rank, before it allocates: a function of its settings and its number
     device_checks: tuple[str, ...] = ()  # of a GPU: raises UserError where this torch cannot compute on it
     device_notes: tuple[str, ...] = ()  # of `Settings` on a GPU: what a user should know, or None

@@ -43,7 +43,7 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "checkpoint": r"checkpoint/(save|load|manifest|shard_file|open)",
     "data": (
-        r"data/(cache|dataset|open|text)|"
+        r"data/(dataset|open|text)|"
         r"data/tokenizers/(tokenizer|open)"
     ),
     "generate": (
