@@ -86,6 +86,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "dtgpt.data.library_tokenizers",
             "dtgpt.data.prepare",
+            "dtgpt.inference.library",
             "dtgpt.inference.rules",
             "dtgpt.inference.scores",
             "dtgpt.interop",
@@ -97,11 +98,18 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.inference.beams", ()),
     ("dtgpt.inference.rules", ()),
     ("dtgpt.inference.scores", ()),
+    ("dtgpt.inference.library", ()),
     ("dtgpt.inference.captured", ("dtgpt.parallel.graphs",)),
     ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
     (
         "dtgpt.serve",
-        ("dtgpt.data.library_tokenizers", "dtgpt.inference.beams", "dtgpt.inference.captured", "dtgpt.posttrain.chats"),
+        (
+            "dtgpt.data.library_tokenizers",
+            "dtgpt.inference.beams",
+            "dtgpt.inference.captured",
+            "dtgpt.inference.library",
+            "dtgpt.posttrain.chats",
+        ),
     ),
     ("dtgpt.inference.prompt_sources", ("dtgpt.tools",)),
     ("dtgpt.tools", ()),

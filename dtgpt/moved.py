@@ -88,6 +88,7 @@ FOLDERS = {
     ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>step "
     "beam>beams.search beam_slots>beams.search fused>kernels.stages forward>step broadcast>commands finite>request "
     "completion>request sampling>request text>prompts graphs>captured.graphs prompt_batches>captured.prompt_batches",
+    ("dtgpt.inference", "dtgpt.inference.library"): "load",
     ("dtgpt.inference", "dtgpt.parallel"): "memory>cache_sizes",
     ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",
     ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",

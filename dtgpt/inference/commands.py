@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.inference.request import results_of
 from dtgpt.inference.step import Pending, Step
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
@@ -184,7 +183,7 @@ def broadcast_json(mesh: Mesh, value: Any = None) -> Any:
     if mesh.rank:
         body = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(body, 0, group=mesh.commands)
-    return json.loads(body.numpy().tobytes(), object_hook=results_of)
+    return json.loads(body.numpy().tobytes())
 
 
 def told_by_rank_0(mesh: Mesh, work: Callable[[], tuple[Any, K]]) -> tuple[Any, tuple[K] | None]:

@@ -82,6 +82,7 @@ class Launch:
 class Capability:
     """What a capability adds. Each part is 'module:object', and is imported when the core first needs it."""
 
+    public: Mapping[str, str] = field(default_factory=dict)  # what `import dtgpt` gives, by its name
     sections: Mapping[str, str] = field(default_factory=dict)  # of a recipe: the class of a field, by its name
     precisions: Mapping[str, str] = field(default_factory=dict)  # of a recipe: a `sections.Precision`, by its name
     commands: Mapping[str, CommandEntry] = field(default_factory=dict)  # `dtgpt NAME`, by its name

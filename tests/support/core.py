@@ -47,7 +47,7 @@ CORE = {  # rooms, and their files as regular expressions
         r"data/tokenizers/(tokenizer|open)"
     ),
     "generate": (
-        r"inference/(engine|sequence|scheduler|request|commands|step|cache|model|load|base_options|options|prompts)|"
+        r"inference/(engine|sequence|scheduler|request|commands|step|cache|model|open|base_options|options|prompts)|"
         r"parallel/cache_sizes|ops/attention/cached|"
         r"ops/sampling/(sample|sequences)"
     ),

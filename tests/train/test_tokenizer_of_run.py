@@ -12,7 +12,7 @@ from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
-from dtgpt.inference.load import load
+from dtgpt.inference.library.load import load
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.run.folder import values_of
