@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.library.prompts import check_ids
+from dtgpt.inference.library.model import check_ids
 from dtgpt.inference.model import Model
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode
