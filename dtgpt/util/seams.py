@@ -86,9 +86,7 @@ class Capability:
     sections: Mapping[str, str] = field(default_factory=dict)  # of a recipe: the class of a field, by its name
     precisions: Mapping[str, str] = field(default_factory=dict)  # of a recipe: a `sections.Precision`, by its name
     commands: Mapping[str, CommandEntry] = field(default_factory=dict)  # `dtgpt NAME`, by its name
-    option_help: tuple[
-        str, ...
-    ] = ()  # what `--help` says of options: `commands.option_help.text.describe`
+    option_help: tuple[str, ...] = ()  # what `--help` says of options: `commands.option_help.text.describe`
     # Where a section freezes weights: the modules of a stage that are trained, and their initial values.
     added_modules: tuple[str, ...] = ()
     initial_values: tuple[str, ...] = ()
