@@ -8,6 +8,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
     ("dtgpt.commands.option_help", ()),
+    ("dtgpt.run.differences", ()),
     ("dtgpt.train.texts", ()),
     ("dtgpt.train.rehearsal", ("dtgpt.ops.kernels",)),
     ("dtgpt.train.timers", ()),
