@@ -4,7 +4,6 @@
 own.
 """
 
-import importlib
 import os
 
 from dtgpt.capabilities import CAPABILITIES
@@ -22,19 +21,18 @@ __version__ = "0.3.0"
 seams.use(module for module, _ in CAPABILITIES)  # imported when the core asks for them
 seams.load("dtgpt.moved:serve_old_names")()
 
-PUBLIC = {  # name -> module; imported when it is asked for, so that a command answers at once
-    "Plan": "dtgpt.config.plan",
-    "Recipe": "dtgpt.config.recipe",
-    "load": "dtgpt.inference.load",
-    "open_trainer": "dtgpt.train.setup",
+PUBLIC = {  # imported when it is asked for, so that a command answers at once
+    "Plan": "dtgpt.config.plan:Plan",
+    "Recipe": "dtgpt.config.recipe:Recipe",
+    "open_trainer": "dtgpt.train.setup:open_trainer",
 }
 
 
 def __getattr__(name: str):
-    if name not in PUBLIC:
+    if name not in PUBLIC and name not in seams.added("public"):
         raise AttributeError(f"module 'dtgpt' has no attribute {name!r}")
-    return getattr(importlib.import_module(PUBLIC[name]), name)
+    return seams.load((PUBLIC | seams.added("public"))[name])
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *PUBLIC])
+    return sorted([*globals(), *PUBLIC, *seams.added("public")])

@@ -7,6 +7,8 @@ works as before."""
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
+    ("dtgpt.commands.option_help", ()),
+    ("dtgpt.run.differences", ()),
     ("dtgpt.train.texts", ()),
     ("dtgpt.train.rehearsal", ("dtgpt.ops.kernels",)),
     ("dtgpt.train.timers", ()),
@@ -20,6 +22,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.optim.muon", ()),
     ("dtgpt.optim.fp8", ()),
     ("dtgpt.optim.z_scores", ()),
+    ("dtgpt.data.cached", ()),
     ("dtgpt.data.prepare", ("dtgpt.data.library_tokenizers", "dtgpt.data.megatron")),
     ("dtgpt.posttrain.lora", ("dtgpt.train.init_from",)),
     ("dtgpt.posttrain.dpo", ("dtgpt.data.megatron", "dtgpt.posttrain.chats")),
@@ -32,7 +35,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.inference.prompt_sources",
         ),
     ),
-    ("dtgpt.data.megatron", ()),
+    ("dtgpt.data.megatron", ("dtgpt.data.cached",)),
     ("dtgpt.data.library_tokenizers", ()),
     (
         "dtgpt.posttrain.grpo",
@@ -85,6 +88,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "dtgpt.data.library_tokenizers",
             "dtgpt.data.prepare",
+            "dtgpt.inference.library",
             "dtgpt.inference.rules",
             "dtgpt.inference.scores",
             "dtgpt.interop",
@@ -96,11 +100,18 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.inference.beams", ()),
     ("dtgpt.inference.rules", ()),
     ("dtgpt.inference.scores", ()),
+    ("dtgpt.inference.library", ()),
     ("dtgpt.inference.captured", ("dtgpt.parallel.graphs",)),
     ("dtgpt.inference.kernels", ("dtgpt.ops.kernels",)),
     (
         "dtgpt.serve",
-        ("dtgpt.data.library_tokenizers", "dtgpt.inference.beams", "dtgpt.inference.captured", "dtgpt.posttrain.chats"),
+        (
+            "dtgpt.data.library_tokenizers",
+            "dtgpt.inference.beams",
+            "dtgpt.inference.captured",
+            "dtgpt.inference.library",
+            "dtgpt.posttrain.chats",
+        ),
     ),
     ("dtgpt.inference.prompt_sources", ("dtgpt.tools",)),
     ("dtgpt.tools", ()),

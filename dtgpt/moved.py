@@ -88,6 +88,7 @@ FOLDERS = {
     ): "generator>model runner>step prefill>step leader>commands messages>commands slot_state>cache results>step "
     "beam>beams.search beam_slots>beams.search fused>kernels.stages forward>step broadcast>commands finite>request "
     "completion>request sampling>request text>prompts graphs>captured.graphs prompt_batches>captured.prompt_batches",
+    ("dtgpt.inference", "dtgpt.inference.library"): "load",
     ("dtgpt.inference", "dtgpt.parallel"): "memory>cache_sizes",
     ("dtgpt.ops", "dtgpt.ops.kernels"): "fast>devices fused_softmax",
     ("dtgpt.ops.fused_softmax", "dtgpt.ops.kernels.fused_softmax"): "softmax softmax_kernels",
@@ -109,7 +110,8 @@ FOLDERS = {
     ("dtgpt.config", "dtgpt.optim.fp8"): "fp8>precision",
     ("dtgpt.config", "dtgpt.config"): "plan_names>plan_choice batch_size>schedule checks>recipe_rules",
     ("dtgpt.data", "dtgpt.data"): "array_cache>cache checks>open prefetch>dataset",
-    ("dtgpt.data", "dtgpt.data.megatron"): "file_array",
+    ("dtgpt.data", "dtgpt.data.cached"): "cache>folders file_array",
+    ("dtgpt.data.megatron", "dtgpt.data.cached"): "file_array",
     ("dtgpt.data", "dtgpt.data.prepare"): "documents",
     ("dtgpt.data.tokenizers", "dtgpt.data.tokenizers"): "char>tokenizer",
     ("dtgpt.checkpoint", "dtgpt.checkpoint"): "ends>open staging>shard_file tokenizer>open",

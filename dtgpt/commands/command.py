@@ -9,17 +9,15 @@ a recipe as options, too, and use the functions below by themselves.
 
 import os
 import re
-import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import getdoc
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from dtgpt.config.overrides import REQUIRED, describe_type, leaves, read_words, take, value_text
+from dtgpt.config.overrides import read_words, take
 from dtgpt.util import seams
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
@@ -27,10 +25,6 @@ from dtgpt.util.field_types import check_fields
 
 ALL = "--help-all"
 HELP = ("-h", "--help", ALL)
-LEFT = 34  # the column where descriptions begin
-LONGEST_TYPE = 24  # longer lists of choices stand in the description
-LABEL = re.compile(r" *(?:\S+ )*\S+ {2,}(?=\S)")  # "hardware   one GPU": further lines are indented to the text
-ENTRY = rf"\n(?=\S|{LABEL.pattern})"  # between two of them
 
 
 @dataclass(frozen=True)
@@ -122,82 +116,8 @@ def _starter() -> str:
     return "torchrun --nproc-per-node N" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
 
 
-def recipe_help(
-    words: Collection[str], doc: str, program: str, own: Any, recipe: Any, without: Collection[str] = ()
-) -> str:
-    """Return the `help_text` of a command with options of its `own` that takes a recipe: of the recipe's options those
-    that are used most, unless `words` ask for all."""
-    if ALL in words:
-        return help_text(doc, program, own, recipe, without=without)
-    hidden = {name for name, *_ in leaves(recipe)} - {*without, *recipe.common, *(name for name, *_ in leaves(own))}
-    text = help_text(doc, program, own, recipe, without=without, every=False)
-    return f"{text}\n\n{len(hidden)} more options: {ALL}"
-
-
-def help_text(doc: str, program: str, *configs: Any, without: Collection[str] = (), every: bool = True) -> str:
-    """Return the usage, `doc`, and the options of `configs` with type, description and default, wrapped to the terminal
-    (80 columns if there is none). A config may be a class, whose defaults are then shown. If several configs have the
-    same option, the first one's is shown; options in `without` are not. every: False: of a config that names its
-    `common` options, these alone, and of each description what stands before its first semicolon."""
-    width = max(40, shutil.get_terminal_size().columns)
-    usage = textwrap.wrap(f"usage: {program} [--option value ...]", width, subsequent_indent=" " * 7)
-    lines = [*usage, "", *_wrap_text(doc.strip(), width)]  # which ends with an empty line
-    listed = set(without)
-    for config in configs:
-        groups = _groups(config, listed, every)
-        for heading, options in groups.items():
-            lines.append(f"{heading}:")
-            for name, type_, text, value in options:
-                listed.add(name)
-                description = text if every else text.partition(";")[0]
-                lines += _row(name, type_, description, value, width)
-            lines.append("")
-    return "\n".join(lines).rstrip()
-
-
-def _groups(config: Any, listed: Collection[str], every: bool = True) -> dict[str, list[tuple[str, Any, str, Any]]]:
-    """Return the options that are not yet `listed` by heading: their section, or the entry of the config's `headings`
-    at or before the field."""
-    headings, top = getattr(config, "headings", {}), "options"
-    common = None if every else getattr(config, "common", None)
-    groups: dict[str, list[tuple[str, Any, str, Any]]] = {}
-    for option in leaves(config):
-        section = option[0].rpartition(".")[0]
-        top = headings.get(option[0], top)
-        if option[0] not in listed and (common is None or option[0] in common):
-            groups.setdefault(section or top, []).append(option)
-    return groups
-
-
-def _row(name: str, type_: Any, description: str, value: Any, width: int) -> Iterator[str]:
-    kind = describe_type(type_)
-    if len(kind) > LONGEST_TYPE:
-        kind, description = "NAME", f"{description}; one of {kind.replace('|', ', ')}"
-    left = f"  --{name} {kind}"
-    if len(left) > LEFT - 2:  # the description begins below
-        yield left
-        left = ""
-    yield from textwrap.wrap(
-        f"{description} [{_show(value)}]",
-        width,
-        initial_indent=f"{left:<{LEFT}}",
-        subsequent_indent=" " * LEFT,
-        break_on_hyphens=False,
-    )
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
-    return "set by the recipe" if value is REQUIRED else value_text(value) or "empty"
-
-
-def _wrap_text(text: str, width: int) -> Iterator[str]:
-    """Yield the lines of a docstring, its paragraphs rewrapped; lines with a label are paragraphs of their own."""
-    for paragraph in re.split(r"\n\s*\n", text.expandtabs()):
-        for entry in re.split(ENTRY, paragraph) if LABEL.match(paragraph) else [paragraph]:
-            label = LABEL.match(entry)
-            begin = label.end() if label else 0
-            filled = entry[:begin] + " ".join(entry[begin:].split())
-            yield from textwrap.wrap(filled, width, subsequent_indent=" " * begin, break_on_hyphens=False)
-        yield ""
+def help_text(doc: str, program: str, *configs: Any, **choices: Any) -> str:
+    """Return the usage of a program, and what a capability says of its options: `commands.option_help.text.describe`,
+    whose arguments these are."""
+    describe = next(iter(seams.listed("option_help")), None)
+    return f"usage: {program} [--option value ...]" if describe is None else describe(doc, program, *configs, **choices)

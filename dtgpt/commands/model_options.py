@@ -7,7 +7,7 @@ from dtgpt.checkpoint.open import named_tokenizer
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.load import open_model
+from dtgpt.inference.open import open_model
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh

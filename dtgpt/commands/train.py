@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from dtgpt.commands.command import HELP, recipe_help, usage_of, usage_of_file, wants_help
+from dtgpt.commands.command import HELP, help_text, usage_of, usage_of_file, wants_help
 from dtgpt.config.overrides import Options, explain_for, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, named_kind, of_kind, recipe_module
@@ -34,7 +34,7 @@ def train_recipe(recipe_function: Callable, doc: str, words: list[str], file: st
     recipe = of_kind(call_recipe(recipe_function), named_kind(words))
     usage = usage_of(f"train {file}") if file else usage_of_file(recipe.name)
     if wants_help(words):
-        say(recipe_help(words, doc, usage, TrainOptions, recipe))
+        say(help_text(doc, usage, TrainOptions, recipe, words=words))
         return 0
     explain = explain_for(recipe.model.architecture)
     try:
@@ -67,7 +67,7 @@ def prepare(file: Recipe, options: Options, world: int, retry: str | None = None
 def command(words: list[str]) -> int:
     """Run `dtgpt train RECIPE.py [--option value ...]`. Raises UserError."""
     if words and words[0] in HELP:
-        say(recipe_help(words, DOC, usage_of("train RECIPE.py"), TrainOptions, Recipe))
+        say(help_text(DOC, usage_of("train RECIPE.py"), TrainOptions, Recipe, words=words))
         return 0
     module = recipe_module(words, "train")
     return train_recipe(module.recipe, module.__doc__ or "", words[1:], words[0])

@@ -1,4 +1,4 @@
-"""Text -> token arrays (cached) -> batches, which are pure functions of (data, key, sample id).
+"""Text -> token arrays -> batches, which are pure functions of (data, key, sample id).
 
 A run must see the same samples whatever its plan is and wherever it goes on, or its loss curve would change. Sample i
 of a run is a window of T + 1 tokens whose place is drawn from (key, i) alone: the same sample under any number of
@@ -6,7 +6,6 @@ devices, any micro-batch size and after a resume. Validation windows lie side by
 while the device computes the one before."""
 
 import hashlib
-import json
 import math
 import os
 from abc import ABC, abstractmethod
@@ -14,18 +13,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.cache import load_or_make
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
-from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_content, read_saved
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer, check_opening
 from dtgpt.models.batch import Batch, DocumentMasks
 from dtgpt.ops.random.philox import fold
+from dtgpt.util import seams
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 Part = Literal["valid", "test"]
 PART_NAMES: dict[Part, str] = {"valid": "validation", "test": "test"}
 PERPLEXITIES = tuple(f"{name}_perplexity" for name in PART_NAMES.values())  # in records, next to the losses
-CACHE_FORMAT = 2  # raise when the same settings would give other tokens
-FORMER_FORMAT = 1  # with which the digest of a text was that of its settings and documents
 BLOCK = 1 << 22  # tokens read together
 FIRST_LOOK = ("bpe", "gpt2")  # tokenizers that `auto` means; the embedded text is there for a first look at any model
 ROUNDING = 128  # vocabularies are often padded to a multiple of it, for speed
@@ -172,44 +169,38 @@ def needs_shards() -> UserError:
     )
 
 
+class TextTokens(NamedTuple):
+    """The tokens of a text, and the tokenizer that made them."""
+
+    tokenizer: Tokenizer
+    train: np.ndarray
+    valid: np.ndarray
+    former_digest: str | None = None
+
+
 def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
-    """Return the tokens of a text, made once per content and options. The kind of tokenizer is not `auto` any more."""
+    """Return the tokens of a text, which a capability may keep in the folder `cache`. The kind of tokenizer is not
+    `auto` any more."""
     if data.order == "sequential":
         raise needs_shards()
     documents = read_documents(data.path, data.json_key)
-    settings = {name: getattr(data, name) for name in ("tokenizer", "bpe_vocab_size", "held_out")}
-    files = [data.vocab_file, data.merge_file] if data.tokenizer == "gpt2" and data.vocab_file else []
     named = open_tokenizer(data.tokenizer_file) if data.tokenizer_file else None
-    if files:
-        settings["files"] = [hashlib.sha256(read_content(Path(str(file)))).hexdigest() for file in files]
     if named:
         check_opening(named)
-        settings["tokenizer_file"] = hashlib.sha256(named.dumps(with_additions=False).encode()).hexdigest()
-    content, former = _contents(settings, documents)
-    folder = cache / f"text-{content[:16]}"
 
-    def make() -> dict[str, np.ndarray | str]:
+    def make() -> TextTokens:
         train, valid = split_documents(documents, data.held_out)
-        trained_on = documents if data.tokenizer == "char" else train
-        if files:
+        if data.tokenizer == "gpt2" and data.vocab_file:
             made = open_tokenizer("gpt2", data.vocab_file, data.merge_file)
         else:
-            made = named or make_tokenizer(data.tokenizer, trained_on, data.bpe_vocab_size)
+            learns_from = documents if data.tokenizer == "char" else train
+            made = named or make_tokenizer(data.tokenizer, learns_from, data.bpe_vocab_size)
         made.warn_of_names(documents, "dtgpt prepare --encode-special makes them these tokens")
-        tokens = {"train": made.encode_documents(train), "valid": made.encode_documents(valid)}
-        return {"tokenizer.json": made.dumps(), **tokens}
+        return TextTokens(made, made.encode_documents(train), made.encode_documents(valid))
 
-    tokens = load_or_make(folder, "the tokens", make)
-    known = read_saved(folder / "tokenizer.json", remedy=f"delete {folder}")
-    digest = _digest(known, tokens["train"], tokens["valid"])
-    return TextDataset(known, tokens["train"], tokens["valid"], data.path or EMBEDDED, digest, former)
-
-
-def _contents(settings: dict[str, Any], documents: list[str]) -> list[str]:
-    """Return the digests of what decides the tokens of a text, in this format and in the former one."""
-    whole = json.dumps(documents)
-    texts = (f"[{json.dumps({'format': number, **settings})}, {whole}]" for number in (CACHE_FORMAT, FORMER_FORMAT))
-    return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+    keep = next(iter(seams.listed("caches")), None)
+    known, train, valid, former = make() if keep is None else keep(data, documents, named, cache, make)
+    return TextDataset(known, train, valid, data.path or EMBEDDED, _digest(known, train, valid), former)
 
 
 def _digest(tokenizer: Tokenizer, *parts: np.ndarray) -> str:

@@ -21,6 +21,82 @@ from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util import seams
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import changed_fields
+from dtgpt.util.rules import Changed, Given, Is, Missing, Other, Rule, Rules, broken, check_rules
+
+LOOKED_AT = 64  # samples that are read at a time
+# Of `DataConfig`. Beside its fields: `meant`, the kind of tokenizer that `auto` means; `is_text`; the `vocab_size` of
+# the model; `weights`, where they, and so the vocabulary, are from, None for new ones.
+TOKENIZER_RULES: Rules = (
+    Rule(
+        "data.vocab_file belongs to the tokenizer gpt2; add --data.tokenizer gpt2, or leave it out",
+        Given("vocab_file"),
+        Missing("tokenizer_file"),
+        Is("meant", "!=", "gpt2"),
+    ),
+    Rule(
+        "data.tokenizer_file={tokenizer_file} and data.vocab_file={vocab_file} both name a tokenizer; leave one out",
+        Given("tokenizer_file"),
+        Given("vocab_file"),
+    ),
+    Rule(
+        "data.tokenizer_file={tokenizer_file} and data.tokenizer={tokenizer} both name a tokenizer; leave one out",
+        Given("tokenizer_file"),
+        Is("tokenizer", "!=", "auto"),
+    ),
+    Rule(
+        "data.tokenizer=ids takes token files as they are, and cannot be combined with data.vocab_file={vocab_file}; "
+        "leave it out",
+        Given("vocab_file"),
+        Is("tokenizer", "==", "ids"),
+    ),
+    Rule(
+        "data.tokenizer=ids takes token files as they are, and cannot be combined with data.path={path}, a text; leave "
+        "it out",
+        Given("is_text"),
+        Is("tokenizer", "==", "ids"),
+    ),
+    Rule(
+        "data.bpe_vocab_size={bpe_vocab_size} is more than the {vocab_size} tokens of {weights}; use "
+        "--data.bpe_vocab_size {vocab_size}, or leave data.tokenizer out for the tokenizer of the model",
+        Given("weights"),
+        Is("meant", "==", "bpe"),
+        Is("bpe_vocab_size", ">", Other("vocab_size")),
+    ),
+    Rule(
+        "data.bpe_vocab_size={bpe_vocab_size} is more than model.vocab_size={vocab_size}; use --data.bpe_vocab_size "
+        "{vocab_size}, or a larger model.vocab_size",
+        Missing("weights"),
+        Is("meant", "==", "bpe"),
+        Is("bpe_vocab_size", ">", Other("vocab_size")),
+    ),
+)
+TEXT_RULES: Rules = (
+    Rule(
+        "data.{field} needs prepared data, which data.path={path} is not; use dtgpt prepare, or leave data.{field} out",
+        Given("valid_path", "test_path", "train_samples"),
+    ),
+)
+UNUSED_BY_TEXTS: Rules = (
+    Rule("data.{field}={value} has no effect: of a text, data.held_out is kept for validation", Changed("split")),
+    Rule(
+        "data.{field}={value} has no effect: no file is read: give its data.path", Changed("json_key"), Missing("path")
+    ),
+    Rule("data.{field}={value} has no effect: a .txt has no keys", Changed("json_key"), Is("suffix", "==", ".txt")),
+    Rule(
+        "data.{field}={value} has no effect: the tokenizer {remedy} is not trained on the text",
+        Changed("bpe_vocab_size"),
+        Is("tokenizer", "!=", "bpe"),
+        remedy=lambda data: data.tokenizer_file or data.tokenizer,
+    ),
+)
+END_RULES: Rules = (  # known: the tokenizer of the data
+    Rule(
+        "data.{field}=on needs an end of text between documents, which the tokenizer {known.name} does not have; leave "
+        "it out",
+        Given("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+        Is("known.end_of_text", "==", None),
+    ),
+)
 
 
 class DataRequest(NamedTuple):
@@ -99,9 +175,6 @@ def open_dataset(data: DataConfig, request: DataRequest) -> Dataset:
     return load_dataset(data, request.cache) if form is None else form.load(data, request)
 
 
-LOOKED_AT = 64  # samples that are read at a time
-
-
 def with_tokenizer(data: DataConfig, vocab_size: int) -> DataConfig:
     """Return the same data with the tokenizer that `auto` means for them and a model of this vocabulary."""
     if data.tokenizer != "auto" or data.tokenizer_file is not None:
@@ -125,63 +198,27 @@ def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> 
     if data.path is not None:  # a text, or what only looks like one
         for form in formats():
             form.check_text(data, data.path, model)
-    prepared_only = ("valid_path", "test_path", "train_samples")
-    unused = [name for name in prepared_only if getattr(data, name) is not None]
-    if unused:
-        raise UserError(
-            f"data.{unused[0]} needs prepared data, which data.path={data.path} is not; use dtgpt prepare, "
-            f"or leave data.{unused[0]} out"
-        )
+    check_rules(TEXT_RULES, data)
 
 
 def without_effect(data: DataConfig) -> list[str]:
     """Return a sentence for each option, other than its default, that these data do not use."""
-    if (form := format_of(data.path)) is not None:
-        unused = form.unused(data)
-    else:
-        unused = {"split": "of a text, data.held_out is kept for validation"}
-        if data.path is None:
-            unused["json_key"] = "no file is read: give its data.path"
-        elif data.path.endswith(".txt"):
-            unused["json_key"] = "a .txt has no keys"
-        if data.tokenizer != "bpe":
-            unused["bpe_vocab_size"] = (
-                f"the tokenizer {data.tokenizer_file or data.tokenizer} is not trained on the text"
-            )
+    if (form := format_of(data.path)) is None:
+        return list(broken(UNUSED_BY_TEXTS, data, suffix=(data.path or "")[-4:]))
     given = changed_fields(data)
-    return [f"data.{name}={getattr(data, name)} has no effect: {why}" for name, why in unused.items() if name in given]
+    found = form.unused(data).items()
+    return [f"data.{name}={getattr(data, name)} has no effect: {why}" for name, why in found if name in given]
 
 
 def _check_tokenizer(data: DataConfig, vocab_size: int, model: Path | None) -> None:
-    tokenizer = with_tokenizer(data, vocab_size).tokenizer
     check_named_once("gpt2", data.vocab_file, data.merge_file)
-    if data.vocab_file is not None and data.tokenizer_file is None and tokenizer != "gpt2":
-        raise UserError("data.vocab_file belongs to the tokenizer gpt2; add --data.tokenizer gpt2, or leave it out")
-    if data.tokenizer_file is not None and (data.tokenizer != "auto" or data.vocab_file):
-        other = f"data.vocab_file={data.vocab_file}" if data.vocab_file else f"data.tokenizer={data.tokenizer}"
-        raise UserError(f"data.tokenizer_file={data.tokenizer_file} and {other} both name a tokenizer; leave one out")
-    if data.tokenizer == "ids" and (data.vocab_file or format_of(data.path) is None):
-        given = f"data.vocab_file={data.vocab_file}" if data.vocab_file else f"data.path={data.path}, a text"
-        raise UserError(
-            f"data.tokenizer=ids takes token files as they are, and cannot be combined with {given}; leave it out"
-        )
-    if tokenizer == "bpe" and data.bpe_vocab_size > vocab_size:
-        given = f"the {vocab_size} tokens of {model}" if model else f"model.vocab_size={vocab_size}"
-        other = "leave data.tokenizer out for the tokenizer of the model" if model else "a larger model.vocab_size"
-        raise UserError(
-            f"data.bpe_vocab_size={data.bpe_vocab_size} is more than {given}; use --data.bpe_vocab_size {vocab_size}, "
-            f"or {other}"
-        )
+    meant, is_text = with_tokenizer(data, vocab_size).tokenizer, format_of(data.path) is None
+    check_rules(TOKENIZER_RULES, data, meant=meant, is_text=is_text, vocab_size=vocab_size, weights=model)
 
 
 def check_ends(data: DataConfig, tokenizer: Tokenizer) -> None:
     """Raise UserError for an option about documents where the tokenizer has no end of text between them."""
-    asked = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, n)]
-    if asked and tokenizer.end_of_text is None:
-        raise UserError(
-            f"data.{asked[0]}=on needs an end of text between documents, which the tokenizer {tokenizer.name} does not "
-            "have; leave it out"
-        )
+    check_rules(END_RULES, data, known=tokenizer)
 
 
 def check_counted(dataset: Dataset, samples: int, seq_length: int, seed: int) -> None:

@@ -11,8 +11,9 @@ from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import TokenScores, scorer_of
 from dtgpt.inference.commands import broadcast_json
 from dtgpt.inference.engine import Engine
-from dtgpt.inference.load import load
-from dtgpt.inference.model import Model, Need, need_of
+from dtgpt.inference.library.load import load
+from dtgpt.inference.library.model import LibraryModel
+from dtgpt.inference.model import Need, need_of
 from dtgpt.inference.request import PromptJob
 
 SCORE, GENERATE, END = "score", "generate", "end"
@@ -44,7 +45,7 @@ class SharedModel:
     """Rank 0 calls `score` and `generate`, and `end` when it is done; every other rank calls `follow`, which returns
     then. Where rank 0 fails, the others do."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: LibraryModel):
         self.model = model
         self._in_step = True  # whether the other ranks wait for a command
 

@@ -64,15 +64,6 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> None:
 IDS = Values(check_ids, lambda name, words: [read_number(name, word, int, "50256") for word in words])
 
 
-class FoundSequence(NamedTuple):
-    """A sequence that a search found."""
-
-    ids: list[int]
-    logprobs: list[float]
-    finish: str  # "stop" or "length"
-    score: float
-
-
 class Search(Protocol):
     """How the host searches for the sequences of a request, in place of draws: what a capability adds."""
 
@@ -98,12 +89,10 @@ class SearchedRows(Protocol):
     def alternatives(self) -> int:
         """The number of likeliest tokens of each row that `advance` needs."""
 
-    def advance(self, candidates: Mapping[int, Candidates], command: Callable[..., Any]) -> list[int]:
-        """Choose the rows of the next step from the likeliest tokens of each choice, after all rules, and put them into
-        slots by commands (`dtgpt.inference.commands`). Return their choices; none: the search is over."""
-
-    def found(self) -> list[FoundSequence]:
-        """Return the sequences that the request asks for, the best first."""
+    def advance(self, engine: Any, active: Any, rows: Mapping[int, int], results: Any) -> list[Any]:
+        """Choose the rows of the next step from the likeliest tokens of each choice of an `ActiveJob`, put them into
+        slots by commands of the `Engine`, and let its scheduler go on with them; or drop the job where the search is
+        over. rows: that of each choice in the results of a step, after all rules. Return the updates."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,22 +1,20 @@
 """What rank 0 lets all ranks do, and what it tells them: commands, and values of a call.
 
 Rank 0 alone knows the jobs. A command is a function of a rank's step and of numbers, which reach the other ranks as
-int64 over gloo; a value of a call does as JSON. Nothing is a pickle, which would execute what arrives. Every rank
-executes each command: so all of them run the same passes in the same order.
+JSON over gloo, as values of a call do. Nothing is a pickle, which would execute what arrives. Every rank executes each
+command: so all of them run the same passes in the same order.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain, islice
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.inference.request import results_of
 from dtgpt.inference.step import Pending, Step
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
@@ -25,7 +23,8 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.peers import peers
 
 FAILURE = "inference failure"  # the name under which the rank that fails first leaves its reason
-INLINE = 63  # numbers of a command that its first message holds, behind their count
+INLINE = 512  # bytes of a first message, which holds the length of what is told, and all of a short one
+LENGTH = 8  # bytes of the length
 K = TypeVar("K")
 
 
@@ -34,9 +33,9 @@ def read(step: Step, slots: Sequence[int], prompts: Sequence[Sequence[int]], fir
     step.read(slots, prompts, first)
 
 
-def begin(step: Step, slot: int, payload: Tensor) -> None:
+def begin(step: Step, slot: int, payload: Tensor | list[int]) -> None:
     """Begin a sequence, from what `SlotState.encode` made, in a slot whose cache has all of its tokens but the last."""
-    step.cache.state.set(slot, payload)
+    step.cache.state.set(slot, torch.as_tensor(payload))
 
 
 def copy(
@@ -54,9 +53,9 @@ def assign(step: Step, slots: Sequence[int], tokens: Sequence[int]) -> None:
     step.cache.state.assign(slots, tokens)
 
 
-def decode(step: Step, slots: Sequence[int], steps: int, variant: Variant) -> Pending[Sampled]:
-    """Draw the next tokens of slots."""
-    return step.decode(slots, steps, variant)
+def decode(step: Step, slots: Sequence[int], steps: int, variant: Sequence[Any]) -> Pending[Sampled]:
+    """Draw the next tokens of slots. variant: the fields of a `Variant`."""
+    return step.decode(slots, steps, Variant(*variant))
 
 
 def ping(step: Step) -> None:
@@ -76,33 +75,28 @@ def known_commands() -> tuple[Callable[..., Any], ...]:
     return read, begin, copy, assign, decode, ping, release, *(scorer.command for scorer in seams.listed("scorers"))
 
 
-def to_numbers(value: Any) -> list[int]:
-    """Return a value as numbers: a whole number is itself, a NamedTuple its fields, and of any other sequence its
-    length comes first."""
-    if isinstance(value, int):
-        return [int(value)]
-    if hasattr(value, "_fields"):
-        return list(chain.from_iterable(map(to_numbers, value)))
-    parts = value.tolist() if isinstance(value, Tensor) else list(value)
-    numbers = parts if not parts or isinstance(parts[0], int) else chain.from_iterable(map(to_numbers, parts))
-    return [len(parts), *numbers]
+def _plain(value: Any) -> Any:
+    """Return what JSON has in place of a tensor, or of the results of a call."""
+    return value.tolist() if isinstance(value, Tensor) else vars(value)
 
 
-def from_numbers(kind: Any, numbers: Iterator[int]) -> Any:
-    """Return the value of a type of which these are the numbers."""
-    if kind in (int, bool):
-        return kind(next(numbers))
-    if hasattr(kind, "_fields"):
-        return kind(*(from_numbers(part, numbers) for part in _types_of(kind)))
-    item, count = (int,) if kind is Tensor else get_args(kind), next(numbers)
-    parts = list(islice(numbers, count)) if item == (int,) else [from_numbers(item[0], numbers) for _ in range(count)]
-    return torch.tensor(parts, dtype=torch.int64) if kind is Tensor else parts
+def _told(group: dist.ProcessGroup | None, is_first: bool, value: Any = None) -> Any:
+    """Return on every rank of the group, as JSON has it, what is the `value` on the first one."""
+    body = json.dumps(value, default=_plain).encode() if is_first else b""
+    first = torch.zeros(INLINE, dtype=torch.uint8)
+    if is_first:
+        first[: LENGTH + len(body)] = _octets(len(body).to_bytes(LENGTH, "big") + body[: INLINE - LENGTH])
+    dist.broadcast(first, 0, group=group)
+    length, *octets = first.numpy().tobytes()[:LENGTH], first.numpy().tobytes()[LENGTH:]
+    if (size := int.from_bytes(length, "big")) > INLINE - LENGTH:
+        rest = _octets(body[INLINE - LENGTH :]) if is_first else torch.empty(size - INLINE + LENGTH, dtype=torch.uint8)
+        dist.broadcast(rest, 0, group=group)
+        octets.append(rest.numpy().tobytes())
+    return json.loads(b"".join(octets)[:size])
 
 
-@cache
-def _types_of(kind: Any) -> list[Any]:
-    """Return the types of the fields of a NamedTuple, or of what a command takes beside the step."""
-    return [type_ for name, type_ in get_type_hints(kind).items() if name not in ("step", "return")]
+def _octets(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class Channel:
@@ -114,28 +108,13 @@ class Channel:
 
     def send(self, command: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Broadcast a command from rank 0. Does nothing in a single process."""
-        if self._group is None:
-            return
-        sent = [known_commands().index(command), *chain.from_iterable(map(to_numbers, arguments))]
-        numbers = torch.tensor(sent, dtype=torch.int64)
-        first = torch.zeros(1 + INLINE, dtype=torch.int64)
-        first[0], first[1 : 1 + len(numbers)] = len(numbers), numbers[:INLINE]
-        dist.broadcast(first, 0, group=self._group)
-        if len(numbers) > INLINE:
-            dist.broadcast(numbers[INLINE:].contiguous(), 0, group=self._group)
+        if self._group is not None:
+            _told(self._group, True, [known_commands().index(command), arguments])
 
     def receive(self) -> tuple[Callable[..., Any], list[Any]]:
         """Return the next command of rank 0, and its arguments."""
-        first = torch.empty(1 + INLINE, dtype=torch.int64)
-        dist.broadcast(first, 0, group=self._group)
-        length, *numbers = first.tolist()
-        if length > INLINE:
-            rest = torch.empty(length - INLINE, dtype=torch.int64)
-            dist.broadcast(rest, 0, group=self._group)
-            numbers += rest.tolist()
-        index, *found = numbers
-        command, left = known_commands()[index], iter(found)
-        return command, [from_numbers(kind, left) for kind in _types_of(command)]
+        index, arguments = _told(self._group, False)
+        return known_commands()[index], arguments
 
     def close(self) -> None:
         """Close the channel on this rank. Ranks that wait for a command fail at once."""
@@ -176,15 +155,7 @@ def broadcast_json(mesh: Mesh, value: Any = None) -> Any:
     """Return the value of rank 0 on every rank: texts, numbers, results, and lists and dicts of these."""
     if mesh.world == 1:
         return value
-    body = torch.frombuffer(
-        bytearray(json.dumps(value, default=vars).encode() if mesh.rank == 0 else b" "), dtype=torch.uint8
-    )
-    size = torch.tensor(len(body))
-    dist.broadcast(size, 0, group=mesh.commands)
-    if mesh.rank:
-        body = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(body, 0, group=mesh.commands)
-    return json.loads(body.numpy().tobytes(), object_hook=results_of)
+    return _told(mesh.commands, mesh.rank == 0, value)
 
 
 def told_by_rank_0(mesh: Mesh, work: Callable[[], tuple[Any, K]]) -> tuple[Any, tuple[K] | None]:

@@ -113,7 +113,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Forget all jobs."""
-        self._scheduler = Scheduler(self.slots, idle_tokens=IDLE_TOKENS if self.batch_tokens else None)
+        self.scheduler = Scheduler(self.slots, idle_tokens=IDLE_TOKENS if self.batch_tokens else None)
         self._active: dict[int, ActiveJob] = {}  # by number
         self._ended: list[SequenceUpdate] = []  # of choices that were cancelled since the last step
         self._launched: _Launched | None = None
@@ -135,7 +135,7 @@ class Engine:
         job.validate(self.vocab_size, self.config.seq_length, self.slots)
         number, self._submitted = self._submitted, self._submitted + 1
         self._active[number] = ActiveJob(number, job, self.tokenizer)
-        self._scheduler.add(
+        self.scheduler.add(
             request=number,
             prefill=len(job.ids) - 1,
             choices=job.rows,
@@ -152,7 +152,7 @@ class Engine:
         if active is None:
             return
         searches = active.job.options.search is not None
-        ended = self._scheduler.cancel(number, None if searches else choice)
+        ended = self.scheduler.cancel(number, None if searches else choice)
         self._ended += [active.end(one, "cancelled") for one in (active.live if searches else sorted(ended))]
         if not active.live:
             del self._active[number]
@@ -160,7 +160,7 @@ class Engine:
     def step(self) -> list[SequenceUpdate]:
         """Launch the next round, and return what the round before added."""
         with self._channel.failures_shared(self.timeout):
-            work = self._scheduler.next_round()
+            work = self.scheduler.next_round()
             before, self._launched = self._launched, None if work is None else self._launch(work)
             ended, self._ended = self._ended, []
             return ended if before is None else ended + self._collect(before)
@@ -302,28 +302,11 @@ class Engine:
         if launched.candidates is not None:
             results = launched.candidates.wait()
             for number in dict.fromkeys(row.request for row in work.searched):
-                if number in self._active:
+                active = self._active.get(number)
+                if active is not None and active.search is not None:
                     own = {row.choice: index for index, row in enumerate(work.searched) if row.request == number}
-                    updates += self._search(self._active[number], own, results)
+                    updates += active.search.advance(self, active, own, results)
         return updates
-
-    def _search(self, active: ActiveJob, rows: dict[int, int], results: Sampled) -> list[SequenceUpdate]:
-        """Let a search choose from the results of its choices, whose `rows` those are. Return its sequences where it is
-        over."""
-        assert active.search is not None
-        if results.logprobs[list(rows.values())].isnan().any():
-            return self._end_all(active, NOT_FINITE)
-        ids, logprobs = results.top_ids[:, 0].tolist(), results.top_logprobs[:, 0].tolist()
-        candidates = {choice: list(zip(ids[row], logprobs[row], strict=True)) for choice, row in rows.items()}
-        if chosen := active.search.advance(candidates, self.command):
-            self._scheduler.go_on(active.number, chosen)
-            return []
-        self._scheduler.cancel(active.number)
-        del self._active[active.number]
-        return [
-            active.add(choice, found.finish, found.ids, found.logprobs, [], found.score)
-            for choice, found in enumerate(active.search.found())
-        ]
 
     def _begin(self, active: ActiveJob) -> list[SequenceUpdate]:
         """Take the scores of the prompt, if any. Return the ends of choices that want no tokens."""
@@ -331,8 +314,8 @@ class Engine:
         if job.options.prompt_logprobs:
             active.prompt = prompt_scorer().score(job.ids, job.options.top_logprobs, active.chunks)
             if active.prompt is None:
-                return self._end_all(active, NOT_FINITE)
-        return [] if job.options.max_new_tokens else self._end_all(active, "length")
+                return self.end_all(active, NOT_FINITE)
+        return [] if job.options.max_new_tokens else self.end_all(active, "length")
 
     def _extend(
         self, active: ActiveJob, choice: int, tokens: list[int], logprobs: list[float], alternatives: list[Alternatives]
@@ -340,16 +323,20 @@ class Engine:
         """Add new tokens to a choice, up to that which ends it."""
         new, finish = active.job.accept(active.sequences[choice].ids, tokens, logprobs)
         if finish == NOT_FINITE:
-            return self._end_all(active, NOT_FINITE)
+            return self.end_all(active, NOT_FINITE)
         update = active.add(choice, finish, tokens[:new], logprobs[:new], alternatives[:new])
         if update.finish:
-            self._scheduler.finish(active.number, choice)
+            self.scheduler.finish(active.number, choice)
         if not active.live:
             del self._active[active.number]
         return [update]
 
-    def _end_all(self, active: ActiveJob, finish: str) -> list[SequenceUpdate]:
-        """End all choices of a job: where logits of one are not finite, those of the others are, or would be, too."""
-        self._scheduler.cancel(active.number)
+    def drop(self, active: ActiveJob) -> None:
+        """Let a job take no further step."""
+        self.scheduler.cancel(active.number)
         del self._active[active.number]
+
+    def end_all(self, active: ActiveJob, finish: str) -> list[SequenceUpdate]:
+        """End all choices of a job: where logits of one are not finite, those of the others are, or would be, too."""
+        self.drop(active)
         return [active.end(choice, finish) for choice in active.live]

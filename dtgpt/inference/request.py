@@ -196,12 +196,3 @@ class SequenceUpdate(NamedTuple):
     )  # with the last update of a sequence: "stop", "length", "cancelled", or NOT_FINITE for all of a job
     prompt: Score | None  # the scores of the prompt with every update, where asked for
     completions: list[Completion] | None  # with the last update of a job, all of its sequences
-
-
-def results_of(plain: dict[str, Any]) -> Any:
-    """Return the `Completion` or `Score` of which JSON has made a dict; any other dict as it is."""
-    kind = next((kind for kind in (Completion, Score) if plain.keys() == kind.__dataclass_fields__.keys()), None)
-    if kind is None:
-        return plain
-    likeliest = [[(i, logprob) for i, logprob in row] for row in plain["alternatives"]]  # of which JSON makes lists
-    return kind(**plain | {"alternatives": likeliest})

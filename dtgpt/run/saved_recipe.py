@@ -7,22 +7,22 @@ Older versions wrote some values in another way; they are read here.
 """
 
 import os
-import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.load import FREE, check_optimizer
+from dtgpt.checkpoint.load import check_optimizer
 from dtgpt.checkpoint.manifest import STATE, as_tuple, quarantine_newer
-from dtgpt.config.overrides import LARGEST, leaves, replace_values, value_text
+from dtgpt.config.overrides import LARGEST, leaves, replace_values
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import kinds, of_kind
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.data.open import format_of
 from dtgpt.run.folder import AUTO
-from dtgpt.util.console import hanging, say
+from dtgpt.util import seams
+from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.field_types import kinds_of, misfit
 from dtgpt.util.storage import parse_json, read_json, read_regular
@@ -30,8 +30,6 @@ from dtgpt.util.storage import parse_json, read_json, read_regular
 ABSENT = object()
 LARGEST_RECIPE = 1 << 20  # bytes of a recipe.json
 OF_ONE_START = ("resume", "runs", "init_from", "exit_after", "exit_interval")  # fields that a resume does not keep
-# What a recipe file leaves to the run: the tokenizer of its data, or of the model that it began with.
-TAKEN = (("data.tokenizer", "auto"), ("data.tokenizer_file", None))
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
@@ -55,33 +53,6 @@ def saved_value(saved: dict[str, Any], name: str) -> Any:
     for part in name.split("."):
         value = value.get(part, ABSENT) if isinstance(value, dict) else ABSENT
     return value
-
-
-def changes_since(folder: Path, values: Mapping[str, Any]) -> list[str]:
-    """Return lines such as "steps: 10 -> 20", one for each value in which the saved recipe of a run differs from
-    `values`, those with which it resumes. A recipe.json that cannot be read differs in nothing."""
-    try:
-        saved = read_recipe(folder)
-    except UserError:
-        return []
-    changes = []
-    for name, value in values.items():
-        before = as_tuple(saved_value(saved, name))
-        if name == "optimizer.decay_steps" and before is None and not saved_value(saved, "optimizer.decay_samples"):
-            before = saved_value(saved, "steps")
-        if before not in (value, ABSENT) and name not in OF_ONE_START:  # an older run lacks newer fields
-            changes.append(f"{name}: {shown_name(value_text(before))} -> {value_text(value)}")
-    return changes + _note_on_min_lr(saved, values)
-
-
-def _note_on_min_lr(saved: dict[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """Return what to do where the run goes on with a lower learning rate, but with the same one at the end."""
-    before, former_least = saved_value(saved, "optimizer.lr"), saved_value(saved, "optimizer.min_lr")
-    rate, least = values.get("optimizer.lr", 0.0), values.get("optimizer.min_lr", 0.0)
-    if type(before) is not float or rate >= before or not least or least != former_least:
-        return []
-    scaled = f"{least * rate / before:.3g}"
-    return [f"optimizer.min_lr stays {least:g}; to lower it like optimizer.lr, give --optimizer.min_lr {scaled}"]
 
 
 def recipe_of_run(
@@ -108,7 +79,8 @@ def recipe_of_run(
     if file.train_samples is not None:
         file = counted(file)
     fixed = {each.name for each in fields(file) if getattr(getattr(file, each.name), "fixed", False)}
-    _say_kept({name: attrgetter(name)(file) for name in kept}, kept, fixed)
+    for say_kept in seams.listed("kept_values"):
+        say_kept({name: attrgetter(name)(file) for name in kept}, kept, fixed)
 
     resume = str(run) if asked.resume == AUTO else asked.resume
     recipe = replace(replace_values(asked, kept), resume=resume)
@@ -155,35 +127,6 @@ def _kept_values(run: Path, saved: dict[str, Any], types: Mapping[str, Any], giv
         if not Path(kept["data.tokenizer_file"]).exists():  # the run carries it
             kept["data.tokenizer_file"] = str(run / "tokenizer.json")
     return kept
-
-
-def _say_kept(asked: dict[str, Any], kept: dict[str, Any], fixed: Collection[str]) -> None:
-    """Say, in a line for each, which values the recipe file `asked` for that the run has not `kept`. fixed:
-    sections of which a run keeps all values."""
-    differing = [n for n, value in asked.items() if kept[n] != value and (n, value) not in TAKEN]
-    if not differing:
-        return
-    lines = ["the recipe file says otherwise than the run, which keeps its values (recipe -> run):"]
-    for name in differing:
-        end = "" if _can_change(name, fixed) else " (cannot change)"
-        lines.append(f"  {name}: {value_text(asked[name])} -> {value_text(kept[name])}{end}")
-    options = [f"--{name} {shlex.quote(value_text(asked[name]))}" for name in differing if _can_change(name, fixed)]
-    if options:
-        lines.append(hanging(f"to change {'them' if options[1:] else 'it'}, give {' '.join(options)}", 2))
-    say("\n".join(lines))
-
-
-def _can_change(name: str, fixed: Collection[str]) -> bool:
-    """Whether a run can go on with another value of a field: not another model, nor samples or tokens of another
-    meaning. fixed: sections of which it keeps all values."""
-    section, _, last = name.rpartition(".")
-    if section in fixed:
-        return False
-    return (
-        last in FREE
-        if section == "model"
-        else name not in ("name", "seq_length", "data.tokenizer", "data.bpe_vocab_size")
-    )
 
 
 def _checked(value: Any, hint: Any) -> Any:
@@ -239,7 +182,7 @@ def check_data_of_run(run: Path, path: str | None) -> None:
 def continue_run(run: Path, values: Mapping[str, Any], step: int) -> None:
     """Say in which `values` of its recipe `run` differs from now on, and rename its checkpoints of later steps than
     this one: they are damaged, or of another history."""
-    changes = changes_since(run, values)
+    changes = [line for tell in seams.listed("changed_values") for line in tell(run, values)]
     say("\n  ".join(["resuming, with other options than before:" if changes else "resuming", *changes]))
     for name in quarantine_newer(run / "checkpoints", step):
         say(f"a checkpoint that is newer than step {step} is called {name} from now on", warning=True)

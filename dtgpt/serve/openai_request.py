@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.library.model import check_ids
 from dtgpt.inference.model import Model
 from dtgpt.inference.options import Options
-from dtgpt.inference.prompts import check_ids, encode
+from dtgpt.inference.prompts import encode
 from dtgpt.inference.request import PromptJob
 from dtgpt.posttrain.chats.length import check_length
 from dtgpt.serve.limits import RequestLimits

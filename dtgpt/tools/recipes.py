@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtgpt.commands.command import Command, recipe_help, usage_of, wants_help
+from dtgpt.commands.command import Command, help_text, usage_of, wants_help
 from dtgpt.config.overrides import explain_for, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, named_kind, of_kind, recipe_module
@@ -27,7 +27,8 @@ class RecipeCommand(Command):
         if wants_help(words):
             files = [word for word in words if word.endswith(".py")]
             recipe = _recipe_of(files, words, self.name) if files else Recipe
-            say(recipe_help(words, self.help_doc(), usage_of(self.usage), self.options, recipe, self.refused))
+            usage = usage_of(self.usage)
+            say(help_text(self.help_doc(), usage, self.options, recipe, without=self.refused, words=words))
             return 0
         recipe = _recipe_of(words, words, self.name)
         _, given = read_words(words[1:], self.options, recipe, explain=explain_for(recipe.model.architecture))

@@ -82,9 +82,11 @@ class Launch:
 class Capability:
     """What a capability adds. Each part is 'module:object', and is imported when the core first needs it."""
 
+    public: Mapping[str, str] = field(default_factory=dict)  # what `import dtgpt` gives, by its name
     sections: Mapping[str, str] = field(default_factory=dict)  # of a recipe: the class of a field, by its name
     precisions: Mapping[str, str] = field(default_factory=dict)  # of a recipe: a `sections.Precision`, by its name
     commands: Mapping[str, CommandEntry] = field(default_factory=dict)  # `dtgpt NAME`, by its name
+    option_help: tuple[str, ...] = ()  # what `--help` says of options: `commands.option_help.text.describe`
     # Where a section freezes weights: the modules of a stage that are trained, and their initial values.
     added_modules: tuple[str, ...] = ()
     initial_values: tuple[str, ...] = ()
@@ -113,12 +115,15 @@ class Capability:
     former_starts: tuple[
         str, ...
     ] = ()  # what keeps what a start of a run was, when another one begins: see `describe_run`
+    # Of a run that goes on: what says in which values its recipe file differs, and lists those that change.
+    kept_values: tuple[str, ...] = ()
+    changed_values: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()  # weights of other libraries
     datasets: tuple[str, ...] = ()  # data that are no plain text
     # What makes tokens of lines of messages: a `data.prepare.encode.MessageFormat`, by the option that asks for it.
     encoders: Mapping[str, str] = field(default_factory=dict)
     tokenizers: tuple[str, ...] = ()  # tokenizers of other libraries
-    cached_files: tuple[str, ...] = ()  # opens files of the cache that need not be in memory: a `data.cache.Opener`
+    caches: tuple[str, ...] = ()  # of the tokens of texts, one at most: a function like `data.cached.text.keep_tokens`
     state_bytes: tuple[str, ...] = ()  # of a rank, before it allocates: a function of its settings and its number
     device_checks: tuple[str, ...] = ()  # of a GPU: raises UserError where this torch cannot compute on it
     device_notes: tuple[str, ...] = ()  # of `Settings` on a GPU: what a user should know, or None

@@ -16,7 +16,7 @@ import tiktoken
 import torch
 
 from dtgpt.config.sections import DataConfig
-from dtgpt.data.cache import load_or_make
+from dtgpt.data.cached.folders import load_or_make
 from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
 from dtgpt.data.library_tokenizers.byte_level import PATTERN
 from dtgpt.data.open import check_data
@@ -118,8 +118,8 @@ def test_the_digest_of_a_text_is_that_of_its_tokens(tmp_path, text, monkeypatch)
         original = json.dumps(make_tokenizer("bytes", [], 0).to_json())
         (tmp_path / "tokenizer.json").write_text(original)
         with monkeypatch.context() as patch:
-            patch.setattr("dtgpt.data.dataset.load_or_make", make)
-            patch.setattr("dtgpt.data.dataset.read_saved", lambda *_, **__: make_tokenizer("bytes", [], 0))
+            patch.setattr("dtgpt.data.cached.text.load_or_make", make)
+            patch.setattr("dtgpt.data.cached.text.read_saved", lambda *_, **__: make_tokenizer("bytes", [], 0))
             found.append(load(text, tmp_path).digest)
     assert len(set(found)) == 3
 
@@ -128,7 +128,7 @@ FILLER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from dtgpt.data import cache
+from dtgpt.data.cached import folders as cache
 real = np.save
 def slow(*arguments, **options):
     real(*arguments, **options)

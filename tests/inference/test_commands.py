@@ -1,6 +1,7 @@
 """Commands of rank 0 to the other ranks."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,17 +9,14 @@ import torch
 from dtgpt.config.plan import Plan
 from dtgpt.inference.commands import (
     Channel,
-    _types_of,
     assign,
     begin,
     copy,
     decode,
     follow,
-    from_numbers,
     known_commands,
     read,
     release,
-    to_numbers,
 )
 from dtgpt.inference.commands import ping as meet
 from dtgpt.ops.sampling.sequences import Variant
@@ -64,20 +62,39 @@ EXAMPLES = (
 )  # fmt: skip
 
 
-def sent_and_received(command, *arguments):
-    assert command in known_commands()
-    numbers = iter([number for argument in arguments for number in to_numbers(argument)])
-    found = [from_numbers(kind, numbers) for kind in _types_of(command)]
-    assert next(numbers, None) is None
-    return found
+LONG = [(read, [1], [list(range(count))], 0) for count in (100, 150)]  # within a first message, and beyond
 
 
-@pytest.mark.parametrize("command, arguments", [(command, given) for command, *given in EXAMPLES])
-def test_a_command_comes_back_from_its_numbers(command, arguments):
-    found = sent_and_received(command, *arguments)
-    if command is begin:
-        assert found[0] == arguments[0] and torch.equal(found[1], arguments[1])
-    else:
-        assert found == arguments
-    if command is decode:
-        assert [type(part) for part in found[2]] == [type(part) for part in arguments[2]]
+def tell(world: int, index: int, given: list) -> tuple | None:
+    """Return the command that arrives, with its arguments; None on rank 0, which sends it."""
+    channel = Channel(Mesh(Plan(tp=world).for_world(world), torch.device("cpu")))
+    if channel._mesh.rank == 0:
+        return channel.send(known_commands()[index], given)
+    command, arrived = channel.receive()
+    return known_commands().index(command), arrived
+
+
+@pytest.mark.parametrize("command, given", [(command, given) for command, *given in (*EXAMPLES, *LONG)])
+def test_a_command_arrives_as_it_was_sent(command, given):
+    index = known_commands().index(command)
+    sent = [part.tolist() if isinstance(part, torch.Tensor) else part for part in given]
+    _, *found = pool().run(3, tell, 3, index, given)
+    assert found == [(index, [list(part) if isinstance(part, Variant) else part for part in sent])] * 2
+
+
+class _Held:
+    """A step that keeps what it is asked for."""
+
+    def __init__(self):
+        self.asked, self.cache = [], SimpleNamespace(state=SimpleNamespace(set=lambda *given: self.asked.append(given)))
+
+    def decode(self, *given) -> None:
+        self.asked.append(given)
+
+
+def test_a_variant_and_a_payload_are_made_of_what_arrives():
+    step, variant = _Held(), Variant(filters=True, ngram=4, alternatives=2)
+    decode(step, [0], 8, list(variant))
+    begin(step, 1, [-1, 2**62])
+    (_, _, found), (_, payload) = step.asked
+    assert type(found) is Variant and found == variant and torch.equal(payload, torch.tensor([-1, 2**62]))

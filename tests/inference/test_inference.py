@@ -9,8 +9,8 @@ from dtgpt.checkpoint.open import open_source
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.data.library_tokenizers.byte_level import ByteLevel
-from dtgpt.inference import load as loading
-from dtgpt.inference.load import notes_on
+from dtgpt.inference import open as loading
+from dtgpt.inference.open import notes_on
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.parallel.mesh import Mesh

@@ -13,7 +13,7 @@ from dtgpt.checkpoint.load import Saved, check_same_model
 from dtgpt.checkpoint.open import open_source
 from dtgpt.config.overrides import read_words
 from dtgpt.data.tokenizers.open import open_tokenizer
-from dtgpt.inference.load import load
+from dtgpt.inference.library.load import load
 from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.hf import model as huggingface
 from dtgpt.interop.hf.llama import LLAMA

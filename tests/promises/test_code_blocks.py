@@ -28,7 +28,7 @@ from dtgpt.compare.compare import fitting_plan
 from dtgpt.config.overrides import take
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.evaluation import harness_command
-from dtgpt.inference.model import Model
+from dtgpt.inference.library.model import LibraryModel
 from dtgpt.inference.options import OPTIONS
 from dtgpt.tools.recipes import RecipeCommand
 from dtgpt.train.start import load_recipe
@@ -270,7 +270,7 @@ def check_names(block, page):
         if not isinstance(node, ast.Name) or node.id in own or node.id in dir(builtins):
             return None
         if node.id == "model" and "dtgpt.load(" in page:
-            return Model
+            return LibraryModel
         if node.id in names or not node.id[0].isupper():
             return names.get(node.id)
         return next(getattr(one, node.id) for one in map(importlib.import_module, MODULES) if hasattr(one, node.id))
@@ -281,7 +281,7 @@ def check_names(block, page):
             given = [one for one in node.args if not (isinstance(one, ast.Constant) and one.value is ...)]
             if "self" in inspect.signature(called).parameters:
                 given = [None, *given]
-            if called is Model.generate:
+            if called is LibraryModel.generate:
                 assert {one.arg for one in node.keywords} <= {*OPTIONS, *inspect.signature(called).parameters}
             inspect.signature(called).bind_partial(*given, **{one.arg: one for one in node.keywords if one.arg})
     if "def recipe(" in block:

@@ -43,11 +43,11 @@ CORE = {  # rooms, and their files as regular expressions
     ),
     "checkpoint": r"checkpoint/(save|load|manifest|shard_file|open)",
     "data": (
-        r"data/(cache|dataset|open|text)|"
+        r"data/(dataset|open|text)|"
         r"data/tokenizers/(tokenizer|open)"
     ),
     "generate": (
-        r"inference/(engine|sequence|scheduler|request|commands|step|cache|model|load|base_options|options|prompts)|"
+        r"inference/(engine|sequence|scheduler|request|commands|step|cache|model|open|base_options|options|prompts)|"
         r"parallel/cache_sizes|ops/attention/cached|"
         r"ops/sampling/(sample|sequences)"
     ),

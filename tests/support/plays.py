@@ -55,7 +55,7 @@ def play(
     engine = Engine(stages, mesh, config, torch.float32, slots)
     poison(engine._rank_step.cache)
     with_prompts_together(engine, batch_tokens)
-    engine._scheduler = Scheduler(slots, *sizes, idle_tokens=batch_tokens)
+    engine.scheduler = Scheduler(slots, *sizes, idle_tokens=batch_tokens)
     if mesh.rank > 0:
         engine.follow()
         return {}
@@ -70,7 +70,7 @@ def play(
                 for _ in range(count):
                     events += engine.step()
     events += drain(engine)
-    assert not engine._scheduler.busy and sorted(engine._scheduler._free) == list(range(slots))
+    assert not engine.scheduler.busy and sorted(engine.scheduler._free) == list(range(slots))
     engine.release()
     return collect(events)
 

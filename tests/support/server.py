@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 from dtgpt.config.plan import Plan
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.library.model import LibraryModel
 from dtgpt.inference.model import Model, Need
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, build_model
@@ -42,11 +43,11 @@ def tiny_model(**shape: Any) -> Decoder:
     return build_model(GPT2Config(**sizes), CPU, torch.float32, root_key(0))
 
 
-def generator_of(model: Decoder | ModelConfig, tokenizer: Tokenizer | None, slots: int = SLOTS) -> Model:
+def generator_of(model: Decoder | ModelConfig, tokenizer: Tokenizer | None, slots: int = SLOTS) -> LibraryModel:
     """A model, in fp32 on one process; of a config alone for engines that have no model."""
     config, stages = (model.config, [model]) if isinstance(model, Decoder) else (model, [])
     mesh = Mesh(Plan().for_world(1), CPU)
-    return Model(stages, mesh, config, torch.float32, Path("nowhere"), slots, tokenizer)
+    return LibraryModel(stages, mesh, config, torch.float32, Path("nowhere"), slots, tokenizer)
 
 
 @contextmanager

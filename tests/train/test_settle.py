@@ -15,9 +15,9 @@ from dtgpt.config.plan import Plan
 from dtgpt.data.open import with_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.posttrain.lora.config import LoraConfig
+from dtgpt.run.differences.texts import changes_since
 from dtgpt.run.folder import values_of
 from dtgpt.run.records import read_records
-from dtgpt.run.saved_recipe import changes_since
 from dtgpt.train.loop import train
 from dtgpt.train.start import override as settle
 from dtgpt.util.errors import UserError

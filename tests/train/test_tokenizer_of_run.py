@@ -12,12 +12,12 @@ from dtgpt.data.library_tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.data.library_tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
-from dtgpt.inference.load import load
+from dtgpt.inference.library.load import load
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.interop.convert import ConvertOptions, convert
+from dtgpt.run.differences.texts import changes_since
 from dtgpt.run.folder import values_of
 from dtgpt.run.records import read_records
-from dtgpt.run.saved_recipe import changes_since
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support.prepared import write_lines

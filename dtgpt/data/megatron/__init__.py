@@ -5,5 +5,4 @@ from dtgpt.util.seams import Capability
 CAPABILITY = Capability(
     datasets=("dtgpt.data.megatron.format:TOKEN_FILES",),
     tokenizers=("dtgpt.data.megatron.ids:SAVED_IDS",),
-    cached_files=("dtgpt.data.megatron.file_array:open_cached",),
 )

@@ -20,7 +20,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dtgpt.data.megatron.file_array import FileArray, open_file
+from dtgpt.data.cached.file_array import FileArray, open_file
 from dtgpt.data.megatron.paths import bin_path, idx_path, tokenizer_path, weights_path
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.errors import UserError, remedy

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dtgpt.data.megatron.file_array import Array, cached_index, check_memory
+from dtgpt.data.cached.file_array import Array, check_memory
+from dtgpt.data.cached.folders import cached_index
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dtgpt.data.megatron.file_array import Array, FileArray, OpenFile, open_file, open_npy
+from dtgpt.data.cached.file_array import Array, FileArray, OpenFile, open_file, open_npy
 from dtgpt.util.errors import UserError
 from dtgpt.util.rules import Is, Other, Rule, Rules, check_rules
 

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dtgpt.inference.base_options import Candidates, FoundSequence, SearchedRows
+from dtgpt.inference.base_options import Candidates, SearchedRows
 from dtgpt.inference.commands import assign, copy
-from dtgpt.inference.request import PromptJob
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.request import NOT_FINITE, PromptJob, SequenceUpdate
+from dtgpt.inference.sequence import ActiveJob
+from dtgpt.ops.sampling.sequences import Sampled
 from dtgpt.util.errors import UserError, shown
 
 
@@ -204,7 +207,24 @@ class BeamSlots:
         """The number of likeliest tokens of each row that `advance` needs."""
         return self.search.alternatives
 
-    def advance(self, candidates: Mapping[int, Candidates], command: Callable[..., Any]) -> list[int]:
+    def advance(
+        self, engine: Engine, active: ActiveJob, rows: Mapping[int, int], results: Sampled
+    ) -> list[SequenceUpdate]:
+        """Choose the rows of the next step, or return the sequences that were found; see `SearchedRows`."""
+        if results.logprobs[list(rows.values())].isnan().any():
+            return engine.end_all(active, NOT_FINITE)
+        ids, logprobs = results.top_ids[:, 0].tolist(), results.top_logprobs[:, 0].tolist()
+        candidates = {choice: list(zip(ids[row], logprobs[row], strict=True)) for choice, row in rows.items()}
+        if chosen := self._choose(candidates, engine.command):
+            engine.scheduler.go_on(active.number, chosen)
+            return []
+        engine.drop(active)
+        return [
+            active.add(choice, "stop" if found.ended else "length", found.ids, found.logprobs, [], found.score)
+            for choice, found in enumerate(self._found())
+        ]
+
+    def _choose(self, candidates: Mapping[int, Candidates], command: Callable[..., Any]) -> list[int]:
         """Choose the rows of the next step from the likeliest tokens of each choice, and put them into slots. Return
         their choices; none: the search is over.
 
@@ -229,14 +249,11 @@ class BeamSlots:
         self._choices = chosen
         return chosen
 
-    def found(self) -> list[FoundSequence]:
+    def _found(self) -> list[Hypothesis]:
         """Return the sequences that the request asks for, the best first."""
-        best = [
-            FoundSequence(found.ids, found.logprobs, "stop" if found.ended else "length", found.score)
-            for found in self.search.hypotheses[: self.asked.choices]
-        ]
+        best = self.search.hypotheses[: self.asked.choices]
         # Where rules leave few tokens, fewer sequences may have been found.
-        return best + [FoundSequence([], [], "length", -math.inf)] * (self.asked.choices - len(best))
+        return best + [Hypothesis(-math.inf, [], [], ended=False)] * (self.asked.choices - len(best))
 
     def _slots(self, choices: Iterable[int]) -> list[int]:
         return [self.slots[choice] for choice in choices]

@@ -5,7 +5,7 @@ from typing import Any
 
 from dtgpt.data.library_tokenizers.base import encode_spans
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.prompts import check_ids
+from dtgpt.inference.request import check_prompt
 from dtgpt.models.config import ModelConfig
 from dtgpt.posttrain.chats.encode import check_kept, encode_chat, renderer_of
 from dtgpt.posttrain.chats.length import check_length
@@ -35,7 +35,9 @@ class ChatPrompts:
         if left():
             raise UserError("nobody waits for the chat any more; ask again")
         check_kept(messages, text)
-        return check_ids(encode_spans(self._tokenizer, text, [])[0], self._config)
+        ids = encode_spans(self._tokenizer, text, [])[0]
+        check_prompt(ids, self._config.vocab_size)
+        return ids
 
     def close(self) -> None:
         """End the template's process."""

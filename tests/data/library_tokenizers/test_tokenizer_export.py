@@ -17,7 +17,7 @@ from dtgpt.data.library_tokenizers.libraries import SentencePiece
 from dtgpt.data.megatron.ids import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Char
-from dtgpt.inference.load import load
+from dtgpt.inference.library.load import load
 from dtgpt.interop.convert import ConvertOptions, convert
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.weights_alone import save_weights

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dtgpt.data.cached.folders import cached_index
 from dtgpt.data.megatron import samples
-from dtgpt.data.megatron.file_array import cached_index
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from dtgpt.data.megatron.samples import SampleRequest, build_sample_index, load_samples, split_fractions, split_range
 from dtgpt.data.megatron.token_shards import TokenShards

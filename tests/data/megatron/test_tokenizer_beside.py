@@ -16,7 +16,7 @@ from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
 from dtgpt.data.tokenizers.tokenizer import Char, NoCharacters
-from dtgpt.inference.load import load
+from dtgpt.inference.library.load import load
 from dtgpt.run.records import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.setup import read_dataset

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dtgpt.config.sections import LogConfig, OptimizerConfig
-from dtgpt.inference.load import load
+from dtgpt.inference.library.load import load
 from dtgpt.interop.hf.model import HuggingFace
 from tests.support.families import MODELS, copy_weights, their_config, their_model, theirs_of
 from tests.support.runs import training

@@ -1,4 +1,4 @@
-"""`dtgpt.load`: a model from its files, over the processes that torchrun started.
+"""A model from its files, over the processes that torchrun started, before its weights are read.
 
 Everything that can be wrong is checked before the processes meet, and again before weights are read: a model of a
 hundred gigabytes takes minutes, and its user should not wait for a sentence on a wrong option.
@@ -9,21 +9,16 @@ from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from types import NoneType
-from typing import Literal
 from weakref import WeakSet
 
 import torch.distributed as dist
 
-from dtgpt.checkpoint.open import check_recipe, check_size, ends_of, named_tokenizer, open_source, with_addend
-from dtgpt.config.execution import MOST_SLOTS, Settings, choose_device, choose_dtype
+from dtgpt.checkpoint.open import check_recipe, ends_of, open_source, with_addend
+from dtgpt.config.execution import Settings, choose_device, choose_dtype
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import model_class
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.base_options import check_switches
-from dtgpt.inference.model import Model
 from dtgpt.inference.step import exact_bits
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
@@ -40,53 +35,6 @@ TIMEOUT = 600.0  # s that a rank waits for others
 _meshes: WeakSet[Mesh] = WeakSet()  # of the models that are in use
 
 
-def load(
-    path: str | PathLike,
-    plan: Plan | str | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-    slots: int | Literal["auto"] = "auto",
-    tokenizer: Tokenizer | str | None = None,
-    max_length: int | None = None,
-    exact: bool = False,
-    adapter: str | PathLike | None = None,
-    recipe: Recipe | str | PathLike | None = None,
-) -> Model:
-    """Return the model at `path`: a run folder, a checkpoint, or a model of another library.
-
-    plan: how to distribute the model over the processes that torchrun started; None: tensor parallel over all of them.
-    ZeRO and sequence parallelism have no effect on inference, and are left out with a note. device: "auto", "cpu" or
-    "cuda". precision: "auto", "fp32", "bf16" or "fp16". slots: number of sequences to generate at the same time, each
-    with memory for `max_length` positions; "auto": as many as a call needs, up to 512 and as fit into memory.
-    tokenizer: a tokenizer of dtgpt, its file, or a name such as gpt2; None: the one that is saved with the model.
-    max_length: largest number of tokens of a sequence with its prompt; None: all positions of the model. A smaller
-    number needs less memory, and does not change what is generated. exact: compute log-probabilities with the bits of a
-    forward pass of training (docs/bits.md); slower. adapter: adapters (LoRA) to add to the weights: a run, a
-    checkpoint, or a folder of peft. recipe: the recipe of the run, or its file, which is executed; needed if the class
-    of the model is not dtgpt's.
-
-    Raise UserError if an argument is wrong.
-    """
-    for name, value, kinds, advice in (
-        ("path", path, (str, PathLike), "a run folder or another model"),
-        ("plan", plan, (str, Plan, NoneType), "tp2"),
-        ("tokenizer", tokenizer, (str, Tokenizer, NoneType), "the path or name of one"),
-        ("adapter", adapter, (str, PathLike, NoneType), "a run folder"),
-        ("recipe", recipe, (Recipe, str, PathLike, NoneType), "the file of one"),
-    ):
-        if not isinstance(value, kinds):
-            raise UserError(f"{name}={shown(value)} is not a {name}; give one, such as {advice}")
-    check_switches(exact=exact)
-    if not (isinstance(slots, str) and slots == "auto") and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
-        raise UserError(f"slots={shown(slots)} is not a number of sequences; use 1 to {MOST_SLOTS}, or auto")
-    source, settings, mesh = open_model(Path(path), plan, device, precision, max_length, exact, adapter, recipe)
-    if isinstance(tokenizer, str):
-        tokenizer = named_tokenizer(source.config, tokenizer, None, None)
-    elif tokenizer is not None:
-        check_size(tokenizer, source.config)
-    return Model.read(source, settings, mesh, Path(path), None if slots == "auto" else slots, tokenizer, exact)
-
-
 def open_model(
     path: Path,
     plan: Plan | str | None,
@@ -98,7 +46,8 @@ def open_model(
     recipe: Recipe | str | PathLike | None = None,
 ) -> tuple[Source, Settings, Mesh]:
     """Return what a `Model` is made of, with the processes together, before weights are read. `addend`: the adapter.
-    Other arguments and errors are those of `load`. The settings' model has `max_length` positions, the source's all."""
+    The class of the model is that of a `recipe`, or of its file, which is executed. Raise UserError if an argument is
+    wrong. The settings' model has `max_length` positions, the source's all."""
     for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise UserError(f"{name}={shown(value)} is not known; use {', '.join(known)}")

@@ -5,19 +5,16 @@ copies over it, the next access ends the process without a word (SIGBUS) or find
 than were asked for instead, which becomes a sentence that names the file. What was read stays in the page cache, which
 all processes share, and does not count as memory of this one."""
 
-import hashlib
-import json
 import operator
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 
-from dtgpt.data.cache import load_or_make
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import open_regular
 
@@ -25,7 +22,6 @@ CHUNK = 1 << 24  # bytes
 NPY_HEADER = 1 << 12  # bytes that hold the header of any .npy without named fields
 COPY_AGAIN = "copy or build it again, and leave it alone while it is read"
 AGAIN = "start again: it is made anew"
-INDEX_FORMAT = 1  # raise when the same settings would give other arrays
 
 
 class OpenFile:
@@ -179,15 +175,3 @@ def check_memory(num_bytes: int, what: str) -> None:
             f"{what} takes {num_bytes:,} bytes while its index is built, and this machine has "
             f"{total:,}; ask for fewer samples"
         )
-
-
-def cached_index(
-    cache: Path | None, settings: Mapping[str, object], build: Callable[[], dict[str, np.ndarray]]
-) -> Mapping[str, FileArray | np.ndarray]:
-    """Return the arrays that `build` makes from `settings` (JSON values), from the cache if there is one. Raises
-    UserError."""
-    if cache is None:
-        return build()
-    text = json.dumps({"format": INDEX_FORMAT, **settings}, sort_keys=True, default=int)
-    folder = cache / f"index-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return load_or_make(folder, "the index of samples", build, open_cached)

@@ -5,26 +5,24 @@ folder. It holds one .npy per array, perhaps text files, and a list of their siz
 match its list is made again: a disk may lose what a killed machine wrote. One process makes a folder at a time, and the
 others wait for it; where the file system cannot lock, several may make it, and the first one's stays."""
 
+import hashlib
 import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from dtgpt.util import seams
+from dtgpt.data.cached.file_array import FileArray, open_cached
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, remedy
 from dtgpt.util.storage import (
     FileLock,
     Held,
     atomic_folder,
-    open_regular,
     parse_json,
     read_regular,
     remove_tree,
@@ -32,58 +30,27 @@ from dtgpt.util.storage import (
 )
 
 CONTENTS = "contents.json"
+INDEX_FORMAT = 1  # of indexes of samples; raise when the same settings would give other arrays
 # What a killed process leaves, of this version or of one before.
 LEFT = re.compile(r"\.(?:partial-)?((?:index|text)-[0-9a-f]+)(?:-.+|\.lock|\.[0-9a-f]{8}\.new)")
 
 Contents = Mapping[str, np.ndarray | str]  # arrays by their names, texts by those of their files
 
 
-class CachedFile(Protocol):
-    """A file of a folder, opened."""
-
-    def checksum(self) -> list[int]:
-        """Return the number of bytes and their CRC-32."""
-
-    def array(self) -> Any:
-        """Return the array that `numpy.save` wrote. Raise ValueError where there is none."""
-
-
-class WholeFile:
-    """One that is read at once, so that nothing which becomes of the file later is seen. It needs memory for all of it
-    in each process; a capability may open files that are read piece by piece (`cached_files`)."""
-
-    def __init__(self, path: Path):
-        with open_regular(path) as file:
-            self._content = file.read()
-
-    def checksum(self) -> list[int]:
-        return [len(self._content), zlib.crc32(self._content)]
-
-    def array(self) -> np.ndarray:
-        return np.load(BytesIO(self._content), allow_pickle=False)
-
-
-Opener = Callable[[Path], CachedFile]
-
-
-def load_or_make(
-    folder: Path, what: str, make: Callable[[], Contents], open_file: Opener | None = None
-) -> dict[str, Any]:
-    """Return the arrays of `folder`, whose files `open_file` opens, or what a capability opens them with; if it is
-    missing or damaged, write what `make` returns first. Messages call the arrays `what`. Raises UserError if they
-    cannot be written."""
-    open_file = open_file or next(iter(seams.listed("cached_files")), WholeFile)
-    found = _load(folder, open_file)
+def load_or_make(folder: Path, what: str, make: Callable[[], Contents]) -> dict[str, Any]:
+    """Return the arrays of `folder`; if it is missing or damaged, write what `make` returns first. Messages call the
+    arrays `what`. Raises UserError if they cannot be written."""
+    found = _load(folder)
     if found is not None:
         return found
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_left(folder.parent)
         with _lock(folder, wait=True):
-            found = _load(folder, open_file, warn=True)  # again: another process may have made it while this one waited
+            found = _load(folder, warn=True)  # again: another process may have made it while this one waited
             if found is None:
-                _write(folder, make(), open_file)
-                found = _load(folder, open_file)
+                _write(folder, make())
+                found = _load(folder)
     except OSError as error:
         # numpy, too, gives no number where a disk is full or a file too large.
         advice = remedy(error, "make it writable" if error.errno else "free space there")
@@ -95,7 +62,19 @@ def load_or_make(
     return found
 
 
-def _load(folder: Path, open_file: Opener, warn: bool = False) -> dict[str, Any] | None:
+def cached_index(
+    cache: Path | None, settings: Mapping[str, object], build: Callable[[], dict[str, np.ndarray]]
+) -> Mapping[str, FileArray | np.ndarray]:
+    """Return the arrays that `build` makes from `settings` (JSON values), from the cache if there is one. Raises
+    UserError."""
+    if cache is None:
+        return build()
+    text = json.dumps({"format": INDEX_FORMAT, **settings}, sort_keys=True, default=int)
+    folder = cache / f"index-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return load_or_make(folder, "the index of samples", build)
+
+
+def _load(folder: Path, warn: bool = False) -> dict[str, Any] | None:
     """Return None if there is no folder, or if it is damaged."""
     if not os.path.exists(folder):
         return None
@@ -107,7 +86,7 @@ def _load(folder: Path, open_file: Opener, warn: bool = False) -> dict[str, Any]
         arrays = {}
         for name, written in listed.items():
             path = _file(folder, name)
-            file = open_file(path)
+            file = open_cached(path)
             if file.checksum() != written:
                 raise ValueError("it is not what was written")
             if path.suffix == ".npy":
@@ -124,7 +103,7 @@ def _file(folder: Path, name: str) -> Path:
     return folder / (name if "." in name else f"{name}.npy")
 
 
-def _write(folder: Path, contents: Contents, open_file: Opener) -> None:
+def _write(folder: Path, contents: Contents) -> None:
     """Write a folder, in place of a damaged one. Raises OSError."""
     try:
         with atomic_folder(folder) as partial:
@@ -133,12 +112,12 @@ def _write(folder: Path, contents: Contents, open_file: Opener) -> None:
                     _file(partial, name).write_text(value)
                 else:
                     np.save(_file(partial, name), value)
-            sums = {name: open_file(_file(partial, name)).checksum() for name in contents}
+            sums = {name: open_cached(_file(partial, name)).checksum() for name in contents}
             write_text(partial / CONTENTS, json.dumps(sums))
-            if _load(folder, open_file) is None:
+            if _load(folder) is None:
                 remove_tree(folder)
     except OSError:
-        if _load(folder, open_file) is None:  # otherwise another process was faster, without locks
+        if _load(folder) is None:  # otherwise another process was faster, without locks
             raise
 
 
