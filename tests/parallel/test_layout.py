@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_choice import parse_plan
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.decoder import unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import Context
@@ -38,6 +38,7 @@ from tests.support.mixed_blocks import MixedConfig
 from tests.support.one_rank import build_rank, differences, open_one_rank
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
+from tests.support.whole_model import build_model
 
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 257}
 STACK = StackConfig(**SHAPE, dropout=0.1)
