@@ -75,7 +75,7 @@ FAULTS = [
     ),
     Fault(
         "save: the next step does not wait for the copies",
-        "dtgpt/checkpoint/save.py",
+        "dtgpt/checkpoint/background/saver.py",
         "            self._copied.wait()",
         "            pass",
     ),

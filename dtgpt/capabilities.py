@@ -7,6 +7,7 @@ works as before."""
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
+    ("dtgpt.checkpoint.background", ()),
     ("dtgpt.train.texts", ()),
     ("dtgpt.train.rehearsal", ("dtgpt.ops.kernels",)),
     ("dtgpt.train.timers", ()),

@@ -187,39 +187,33 @@ def by_size(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
 FILE_LIMIT = 1 << 29
 
 
-class StagedFile:
-    """One file of this rank: its pieces, where their values are in training, and their copy on the host."""
+@dataclass
+class ShardFile:
+    """One file of this rank: its pieces, and where their values are in training."""
 
-    def __init__(self, name: str, pieces: list[Piece], values: list[Tensor]):
-        self.name, self.pieces, self.values = name, pieces, values
-        self.data: Tensor | None = None  # staging buffer, fp32, all pieces one after another
+    name: str
+    pieces: list[Piece]
+    values: list[Tensor]
 
-    def reserve(self, pinned: bool = False) -> Tensor:
-        """Allocate the staging buffer once, and return it. A GPU copies to pinned memory beside other work."""
-        if self.data is None:
-            self.data = torch.empty(sum(v.numel() for v in self.values), pin_memory=pinned)
-        return self.data
+    @property
+    def numel(self) -> int:
+        return sum(value.numel() for value in self.values)
 
-    def copy(self) -> None:
-        """Queue copies of all values to the host."""
-        for place, value in zip(self.reserve().split([v.numel() for v in self.values]), self.values, strict=True):
+    def copy_to(self, data: Tensor) -> None:
+        """Queue copies of all values to the host, one after another."""
+        for place, value in zip(data.split([v.numel() for v in self.values]), self.values, strict=True):
             place.view(value.shape).copy_(value, non_blocking=True)
 
-    def write(self, folder: Path) -> Written:
-        return write_file(folder / self.name, self.pieces, self.reserve())
-
     def write_at_once(self, folder: Path) -> Written:
-        """Write with a staging buffer for this file alone, which is freed afterwards."""
-        self.copy()
+        """Write by way of memory for this file alone, which is freed afterwards."""
+        data = torch.empty(self.numel)
+        self.copy_to(data)
         if self.values[0].is_cuda:
             torch.cuda.current_stream().synchronize()
-        try:
-            return self.write(folder)
-        finally:
-            self.data = None
+        return write_file(folder / self.name, self.pieces, data)
 
 
-def files_of(shards: Shards, optimizer: Optimizer) -> Iterator[StagedFile]:
+def files_of(shards: Shards, optimizer: Optimizer) -> Iterator[ShardFile]:
     """Yield the files that this rank writes: of each shard the rows that this rank owns among its replicas."""
     weights = {"": {shard.index: shard.local for shard in shards}}  # suffix of the names -> tensors by index of shard
     states: dict[str, dict[int, Tensor]] = {}
@@ -240,7 +234,7 @@ def files_of(shards: Shards, optimizer: Optimizer) -> Iterator[StagedFile]:
                     values[pieces[-1].name] = tensor[rows]
         for number, group in enumerate(by_size(pieces, FILE_LIMIT)):
             name = file_name(kind, shards.mesh.rank, number)
-            yield StagedFile(name, group, [values[p.name] for p in group])
+            yield ShardFile(name, group, [values[p.name] for p in group])
 
 
 def file_name(kind: str, rank: int, number: int) -> str:

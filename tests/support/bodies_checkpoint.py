@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dtgpt.parallel.shards
-from dtgpt.checkpoint import load, save
+from dtgpt.checkpoint import load
 from dtgpt.checkpoint import shard_file as host
+from dtgpt.checkpoint.background import saver as save
 from dtgpt.checkpoint.load import find_checkpoint, load_training
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from dtgpt.checkpoint.background.saver import StagedFile
 from dtgpt.checkpoint.save import Saver
-from dtgpt.checkpoint.shard_file import StagedFile
 from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.shards import SMALL, Shard
 from dtgpt.run.records import read_records
