@@ -8,6 +8,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
     ("dtgpt.charts", ()),
     ("dtgpt.checkpoint.background", ()),
+    ("dtgpt.checkpoint.verification", ()),
     ("dtgpt.train.texts", ()),
     ("dtgpt.train.rehearsal", ("dtgpt.ops.kernels",)),
     ("dtgpt.train.timers", ()),
@@ -42,6 +43,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "dtgpt.interop",
         (
+            "dtgpt.checkpoint.verification",
             "dtgpt.data.library_tokenizers",
             "dtgpt.data.megatron",
             "dtgpt.data.prepare",

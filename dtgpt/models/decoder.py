@@ -15,7 +15,6 @@ from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Part, inventory
 from dtgpt.models.layers import Context, Seen
-from dtgpt.ops.loss.head import Coupled
 from dtgpt.ops.random.philox import fold, normal, row_chunks
 from dtgpt.util import seams
 from dtgpt.util.torch_private import allocate
@@ -67,9 +66,8 @@ class Decoder(nn.Module):
             x = block(x, context(self.inventory.sites(int(index))))
         if self.head is None:
             return x
-        if by_token is None and by_sample is None:
-            return self.head(x, targets, loss_weights)
-        return self.head(x, targets, Coupled(loss_weights, by_token, by_sample))
+        plain = by_token is None and by_sample is None
+        return self.head(x, targets, loss_weights if plain else (loss_weights, by_token, by_sample))
 
     def _check_parts(self) -> None:
         """Raise TypeError where a plan could not wrap what a part computes, ValueError where a block differs from the

@@ -13,17 +13,16 @@ from safetensors import safe_open
 
 from dtgpt.checkpoint.load import read_part
 from dtgpt.checkpoint.shard_file import (
-    LARGEST_HEADER,
     PIECES,
     Damaged,
     Piece,
     Written,
     by_size,
     copy_overlap,
-    find_damage,
     read_header,
     write_file,
 )
+from dtgpt.checkpoint.verification.verify import LARGEST_HEADER, find_damage
 from dtgpt.parallel.layout import chunk, slices
 from dtgpt.util.storage import write_text
 

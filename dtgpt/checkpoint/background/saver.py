@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dtgpt.checkpoint import shard_file
 from dtgpt.checkpoint.save import Failed, Saver
-from dtgpt.checkpoint.shard_file import ShardFile, Written
+from dtgpt.checkpoint.shard_file import Damaged, ShardFile, Written
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError, remedy
 from dtgpt.util.storage import parse_json, read_regular, remove_tree, write_text
@@ -198,7 +198,13 @@ class BackgroundSaver(Saver):
 
     def _reports(self, partial: Path) -> dict[str, Written]:
         """Return the files of all other ranks, when they are written."""
-        return {name: file for rank in range(1, self.mesh.world) for name, file in self._report(partial, rank).items()}
+        ranks = range(1, self.mesh.world)
+        files = {name: file for rank in ranks for name, file in self._report(partial, rank).items()}
+        # A report may be of another attempt at the same step, whose files are in another folder, or in none.
+        for name, file in files.items():
+            if (size := (partial / name).stat().st_size) != file.num_bytes:
+                raise Damaged(partial / name, f"it has {size} bytes, {file.num_bytes} were written")
+        return files
 
     def _report(self, partial: Path, rank: int) -> dict[str, Written]:
         """Return the files of another rank when they are written. Raise Failed where any rank could not write, or is
