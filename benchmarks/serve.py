@@ -37,7 +37,8 @@ from dtgpt.inference.request import PromptJob
 from dtgpt.interop.weights_alone import save_weights
 from dtgpt.models.decoder import Decoder, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
-from dtgpt.models.source import Part, Source, cut
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import Part, Source
 from dtgpt.ops.random.philox import root_key
 from dtgpt.serve.warm_up import warm_up
 from dtgpt.util.hardware import environment

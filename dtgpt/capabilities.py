@@ -78,6 +78,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtgpt.posttrain.grpo",
             "dtgpt.posttrain.lora",
             "dtgpt.tools",
+            "dtgpt.train.init_from",
             "dtgpt.train.texts",
         ),
     ),

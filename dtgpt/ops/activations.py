@@ -21,7 +21,6 @@ from dtgpt.util.torch_private import is_dtensor
 
 PlainName = Literal["gelu_tanh", "gelu", "relu2", "relu", "silu"]  # of a sum with a bias
 GatedName = Literal["silu", "gelu_tanh", "gelu", "relu2", "clamped_swiglu"]  # of a gate
-Name = Literal["gelu", "swiglu"]  # that fused kernels have
 SLOPE, LIMIT = 1.702, 7.0  # of clamped_swiglu
 
 
@@ -151,12 +150,3 @@ GATED: dict[GatedName, Callable[[Tensor], Tensor]] = {
     "relu2": partial(gated, name="relu2"),
     "clamped_swiglu": partial(gated, name="clamped_swiglu"),
 }
-# The functions that fused kernels compute, in fp8 and in decode steps: (function, whether with a bias) -> name. Modules
-# compute any other one, with the same result under every plan.
-FUSED: dict[tuple[Callable[..., Tensor], bool], Name] = {(bias_gelu, True): "gelu", (swiglu, False): "swiglu"}
-
-
-def fused_name(function: Callable[..., Tensor], has_bias: bool) -> Name | None:
-    """Return the name of the activation by which kernels know `function`, called with a bias or without; None where
-    they do not know it."""
-    return FUSED.get((function, has_bias))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from dtgpt.util.errors import UserError
@@ -38,26 +37,6 @@ class When(NamedTuple):
             attrgetter(name)(given) == value if equals else attrgetter(name)(given) not in OFF
             for name, equals, value in named
         )
-
-
-class Explanations:
-    """Sentences for mistakes of somebody who means another program, or another command. None: nothing to say."""
-
-    def of_recipe(self, architecture: str, name: str, value: str) -> str | None:
-        """Return what to use in place of an option that a recipe of the architecture does not have."""
-
-    def of_command(self, command: str, name: str, value: str) -> str | None:
-        """Return what to use in place of an option that `dtgpt COMMAND` does not have."""
-
-    def of_recipe_file(self, path: Path) -> str | None:
-        """Return what to do where there is no recipe file at `path`."""
-
-    def of_model(self, path: Path, options: Any) -> str | None:
-        """Return what to do with `path` where it is not the model that `dtgpt generate` takes. options: its own."""
-
-    def more(self, sentence: str) -> str:
-        """Return what to add to an error about options of a recipe."""
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.batch import Batch
-from dtgpt.models.coupled import Coupled, set_loss
+from dtgpt.models.shared.coupled import Coupled, set_loss
 from dtgpt.ops.random.philox import fold
 from dtgpt.train.objective import LanguageModel, Parts
 from dtgpt.train.setup import open_trainer

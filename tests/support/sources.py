@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dtgpt.models.decoder import unique_parameters
-from dtgpt.models.source import cut, parameter_shapes
+from dtgpt.models.shared.foreign import cut
+from dtgpt.models.source import parameter_shapes
 from dtgpt.util.errors import UserError
 from tests.support.whole_model import build_model
 

@@ -9,7 +9,7 @@ import pytest
 
 from dtgpt.compare import workers
 from dtgpt.util import hardware
-from dtgpt.util.hardware import child_environment
+from dtgpt.util.shared.environment import child_environment
 
 ROOT = Path(__file__).parents[2]
 FIND = "from importlib.util import find_spec as f; print(f('dtgpt').origin, f('tests').origin)"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dtgpt.ops.activations import fused_name
+from dtgpt.ops.fp8.fused import fused_name
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.sites import Sites

@@ -116,7 +116,9 @@ def rows_losses(
     real = passes.real_columns(len(weight), vocab_size, start)
     chunks = _logits(x, weight, bias, vocab_size, group)
     if group is None:
-        return torch.cat([passes.row_losses(logits, targets[rows], real, cap) for rows, logits in chunks])
+        return torch.cat(
+            [passes.to_loss_and_gradient_(logits, targets[rows], None, real, cap) for rows, logits in chunks]
+        )
     terms = [passes.row_terms(logits, targets[rows], start, real, cap) for rows, logits in chunks]
     return passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group))
 
