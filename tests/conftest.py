@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
