@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dtgpt.ops.attention.core import AttentionRule, Backend
-from dtgpt.ops.linear import Parts
 
 
 class AttentionCache(Protocol):
@@ -46,8 +45,8 @@ class Binding(NamedTuple):
     backend: Backend = "auto"  # of an attention core
     cache: AttentionCache | None = None  # of an attention core; None: the tokens of the batch attend to each other
     quantised: QuantisedProduct | None = None  # of a matrix that computes in few bits
-    into: Parts | None = None  # of a matrix that is cut by columns: what makes its input whole
-    out: Parts | None = None  # of a matrix that is cut by rows: what sums its output
+    into: Any = None  # of a matrix that is cut by columns: what makes its input whole
+    out: Any = None  # of a matrix that is cut by rows: what sums its output
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # of a matrix: x, weight, bias -> output
     start: tuple[int, ...] | None = None  # of a dropout site that gets a shard: global index of its first element
     gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss

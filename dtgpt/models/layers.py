@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dtgpt.models.binding import PLAIN, Binding, BoundModule
 from dtgpt.ops.attention.core import AttentionRule, causal_attention
-from dtgpt.ops.linear import linear, on_local_tensors
+from dtgpt.ops.linear import linear
 from dtgpt.ops.loss.cross_entropy import capped
 from dtgpt.ops.loss.head import head_loss
 from dtgpt.ops.norms import norm, norm_and_pass, residual, residual_norm
@@ -59,7 +59,7 @@ class Linear(nn.Linear):
         if self.bound.quantised is not None:
             return self.bound.quantised.linear(self.bound, x, weight, bias)
         if self.bound.product is not None:
-            return on_local_tensors(self.bound.product, x, weight, bias)
+            return self.bound.product(x, weight, bias)
         return linear(x, weight, bias)
 
 

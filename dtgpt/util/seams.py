@@ -75,6 +75,7 @@ class Capability:
         default_factory=dict
     )  # of gradients: a `parallel.gradients.Sums`, by a recipe's `reduce`
     transports: tuple[str, ...] = ()  # a way between ranks: a `parallel.collectives.Transport`
+    inference_stages: tuple[str, ...] = ()  # of a rank: what makes them, like `parallel.inference.inference_stages`
     architectures: Mapping[str, str] = field(default_factory=dict)  # the class of a model's config, by its name
     optimizers: Mapping[str, str] = field(default_factory=dict)  # the class of an optimizer's config, by its kind
     objectives: Mapping[str, str] = field(

@@ -21,8 +21,8 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.optim.muon import MuonConfig
 from dtgpt.optim.muon.normuon import NorMuonConfig
 from dtgpt.parallel.build import build_stages
-from dtgpt.parallel.inference import inference_table
 from dtgpt.parallel.layout import ParameterLayout, axes_of, slices
+from dtgpt.parallel.local_weights.localize import inference_table
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import layout_of
 from dtgpt.planning.activations import block_activations
