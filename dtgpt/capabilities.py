@@ -6,6 +6,7 @@ works as before."""
 # token files; that of library_tokenizers takes every file. A run that interop does not know is dtgpt's: init_from.
 CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.ops.kernels", ()),
+    ("dtgpt.util.locks", ()),
     ("dtgpt.charts", ()),
     ("dtgpt.checkpoint.background", ()),
     ("dtgpt.checkpoint.verification", ()),

@@ -89,6 +89,7 @@ class Capability:
     bases: tuple[str, ...] = ()  # weights that checkpoints leave out: a `train.init_from.begin.Base`
     timers: tuple[str | When, ...] = ()  # of the parts of a step: a class that derives from `parallel.engine.Timers`
     graphs: tuple[str, ...] = ()  # what replays pieces of a step: a class that derives from `parallel.engine.Graphs`
+    locks: tuple[str, ...] = ()  # of files: a class that derives from `util.storage.FileLock`
     verifications: tuple[str, ...] = ()  # of checkpoints: a `checkpoint.shard_file.Verification`
     savers: tuple[str, ...] = ()  # of checkpoints: a class that derives from `checkpoint.save.Saver`
     observers: tuple[str | When, ...] = ()  # what happens between steps
