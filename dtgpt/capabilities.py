@@ -18,6 +18,7 @@ CAPABILITIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dtgpt.parallel.context_parallel", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.parallel.own_styles", ()),
     ("dtgpt.parallel.local_weights", ()),
+    ("dtgpt.parallel.more_styles", ()),
     ("dtgpt.parallel.graphs", ()),
     ("dtgpt.parallel.exact_sums", ("dtgpt.parallel.shared_memory",)),
     ("dtgpt.models.families", ()),

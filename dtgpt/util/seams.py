@@ -70,6 +70,9 @@ class Capability:
     build: tuple[str | When, ...] = ()  # what is done to a stage as it is built: a `parallel.build.Entry`
     degrees: Mapping[str, str] = field(default_factory=dict)  # fields of plans: what checks one, by its name
     own_styles: tuple[str, ...] = ()  # of a plan's own table of modules: what joins them to the default ones
+    role_styles: Mapping[str, str] = field(default_factory=dict)  # of a role: what makes its `ParallelStyle`, by name
+    activations: tuple[str, ...] = ()  # of MLPs: what finds one, like `ops.activations.activation`
+    rotary_scalings: tuple[str, ...] = ()  # of positions: frequencies, for a `Rotation` and its waves
     table_tests: tuple[str, ...] = ()  # of an engine whose plan has a table, with its settings, before the first step
     sums: Mapping[str, str] = field(
         default_factory=dict
